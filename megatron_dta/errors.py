@@ -1,0 +1,24 @@
+"""The one exception for bad input: a flag, a rollout file, a checkpoint.
+
+Its message is a single line that says which file, row, field or flag is wrong, what was wrong and what to do. Entry points
+print it without a traceback and exit with status 2, so anything else that reaches the user is a defect of this project.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class InputError(ValueError):
+    """The user's input cannot be used; the message names the place and the fix."""
+
+
+def run_entry_point(main: Callable[[], int | None]) -> None:
+    """Run ``main`` and exit with its status; an ``InputError`` becomes one line on standard error and status 2."""
+    try:
+        status = main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    sys.exit(status or 0)

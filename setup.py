@@ -1,0 +1,40 @@
+"""Installs ``megatron_dta`` and the import package ``dta_kernels`` (from ``kernels/``)."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+setup(
+    name="megatron_dta",
+    version="0.1.0",
+    description="Exact RL post-training on prefix trees, on Megatron-Core",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_dta", "megatron_dta.*"]) + ["dta_kernels"],
+    package_dir={"dta_kernels": "kernels/dta_kernels"},
+    install_requires=[
+        # 0.16.1 is the newest for Python 3.11; 0.17 and later need Python 3.12.
+        "megatron-core>=0.16.1,<0.20",
+        "numpy",
+        "torch>=2.7",
+        # megatron.core.dist_checkpointing imports psutil without declaring it.
+        "psutil",
+        "pyarrow",
+        "rich",
+        "tensorboard",
+        "matplotlib",
+        "tokenizers",
+        "sentencepiece",
+    ],
+    extras_require={
+        "gpu": ["triton"],
+        "wandb": ["wandb"],
+        # The Hugging Face reference of tools/check_parity.py and the test-suite.
+        "parity": ["transformers>=4.57,<6", "safetensors"],
+        "test": ["transformers>=4.57,<6", "safetensors", "pytest", "hypothesis", "ruff", "import-linter"],
+    },
+)
