@@ -1,0 +1,23 @@
+"""Settings as typed dataclasses, one module a topic. ``megatron_dta.arguments`` reads them from the command line."""
+
+from megatron_dta.config.data import DataConfig, SamplingConfig
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.config.objective import ObjectiveConfig
+from megatron_dta.config.optimization import OptimizationConfig
+from megatron_dta.config.output import CheckpointConfig, LoggingConfig
+from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.train import TrainConfig
+from megatron_dta.config.tree import TreeConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizationConfig",
+    "ParallelConfig",
+    "SamplingConfig",
+    "TrainConfig",
+    "TreeConfig",
+]

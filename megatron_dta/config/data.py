@@ -1,0 +1,52 @@
+"""Where rollouts come from: stored files, or sampling on the training weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.config.options import option
+
+
+@dataclass
+class DataConfig:
+    """Stored rollouts and how a step's rollouts are chosen."""
+
+    rollouts: list[str] | None = option(None, "Train on these stored rollouts (.jsonl, .parquet or .npz).")
+    eval_rollouts: list[str] | None = option(None, "Held-out stored rollouts; their loss is reported.")
+    rollout_framing: str = option(
+        "trajectory",
+        "One training sample per trajectory, or one per assistant turn (npz files).",
+        choices=("trajectory", "turn"),
+    )
+    seq_length: int | None = option(
+        None, "Longest training sequence; stored ones are cut (default: --max-position-embeddings)."
+    )
+    global_batch_size: int | None = option(
+        None, "Rollouts in one optimizer step; groups are kept whole (default when sampling: all those sampled)."
+    )
+    num_steps_per_rollout: int = option(1, "Optimizer steps that one collection of rollouts is divided into.")
+
+
+@dataclass
+class SamplingConfig:
+    """Sampling on the training weights. Training uses the same temperature, whoever sampled."""
+
+    prompt_data: list[str] | None = option(None, "Sample rollouts for the prompts of these JSONL files.")
+    eval_prompt_data: list[str] | None = option(None, "Held-out prompts (JSONL); their mean reward is reported.")
+    task: str | None = option(None, "Built-in task: prompts, tokenizer and reward together.", choices=("arithmetic",))
+    reward_function: str | None = option(None, "Reward: FILE.py:NAME, called with each prompt's record and response.")
+    tokenizer_type: str | None = option(
+        None,
+        "Tokenizer of the prompts.",
+        choices=("ByteTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"),
+    )
+    tokenizer_model: str | None = option(None, "File of the tokenizer.")
+    rollout_batch_size: int = option(16, "Prompts sampled per collection of rollouts.")
+    n_samples_per_prompt: int = option(8, "Rollouts per prompt: the group in which advantages are normalized.")
+    temperature: float = option(
+        1.0, "Temperature of sampling, and of the logprobs that training uses.", flag="--rollout-temperature"
+    )
+    rollout_top_p: float = option(1.0, "Sample among the most likely tokens that hold this much probability.")
+    rollout_max_response_len: int = option(64, "Most tokens sampled per rollout.")
+    eval_temperature: float | None = option(None, "Temperature in evaluation, 0 for greedy (default: sampling's).")
+    n_samples_per_eval_prompt: int = option(1, "Rollouts per held-out prompt.")

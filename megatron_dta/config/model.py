@@ -1,0 +1,79 @@
+"""The model's shape, in Megatron's terms; ``megatron_dta.model`` turns it into a Megatron ``TransformerConfig``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dta.config.options import REQUIRED, option
+
+
+@dataclass
+class ModelConfig:
+    """A decoder-only transformer. What is left None is derived from the rest when the object is made."""
+
+    num_layers: int = option(REQUIRED, "Number of transformer layers.")
+    hidden_size: int = option(REQUIRED, "Width of the hidden states.")
+    num_attention_heads: int = option(REQUIRED, "Number of query heads.")
+    ffn_hidden_size: int | None = option(
+        None, "Width of the feed-forward layer (default: 4 x hidden size, with --swiglu two thirds of that in 64s)."
+    )
+    group_query_attention: bool = option(False, "Share each key and value head between several query heads.")
+    num_query_groups: int | None = option(None, "Number of key and value heads; needs --group-query-attention.")
+    kv_channels: int | None = option(None, "Size of one attention head (default: hidden size / heads).")
+    max_position_embeddings: int = option(4096, "Longest sequence the rotary positions are prepared for.")
+    vocab_size: int | None = option(None, "Token ids are 0 to vocab size - 1 (default: the tokenizer's size).")
+    make_vocab_size_divisible_by: int = option(1, "Pad the embedding to a multiple of this; padded ids never occur.")
+    normalization: str = option("RMSNorm", "Kind of normalization.", choices=("RMSNorm", "LayerNorm"))
+    norm_epsilon: float = option(1e-5, "Epsilon of the normalization.")
+    swiglu: bool = option(False, "Gated linear units with SiLU in the feed-forward layer, instead of GELU.")
+    position_embedding_type: str = option("rope", "Position embedding.", choices=("rope",))
+    rotary_base: int = option(10000, "Base of the rotary frequencies.")
+    rotary_percent: float = option(1.0, "Part of each head that is rotated, above 0 and at most 1.")
+    qk_layernorm: bool = option(False, "Normalize queries and keys per head.")
+    add_qkv_bias: bool = option(False, "Bias on the query, key and value projection only.")
+    disable_bias_linear: bool = option(False, "No bias on the linear layers.")
+    untie_embeddings_and_output_weights: bool = option(False, "An output matrix of its own beside the embedding.")
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.")
+    attention_dropout: float = option(0.0, "Dropout on attention; only 0, because shared prefixes draw one mask.")
+    hidden_dropout: float = option(0.0, "Dropout on hidden states; only 0, because shared prefixes draw one mask.")
+    bf16: bool = option(False, "Weights and activations in bfloat16; master weights and gradients stay in float32.")
+    fp16: bool = option(False, "Refused: float16 needs loss scaling; use --bf16.")
+    params_dtype: torch.dtype | None = option(
+        None, "Weights' dtype, derived from --bf16; torch.float64 for exactness tests.", command_line=False
+    )
+    transformer_impl: str = option("local", "Megatron's layer implementation.", choices=("local", "transformer_engine"))
+    recompute_granularity: str | None = option(
+        None, "Recompute activations inside a segment's backward.", choices=("full", "selective")
+    )
+    recompute_method: str | None = option(
+        None, "Which layers --recompute-granularity full recomputes.", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = option(None, "Layers per recomputed unit (uniform) or recomputed (block).")
+
+    def __post_init__(self) -> None:
+        """Derive what was left None the way Megatron's argument validation does."""
+        if self.ffn_hidden_size is None:
+            # Two thirds keep the parameter count of the gated layer's three matrices near that of two.
+            self.ffn_hidden_size = (
+                int((4 * self.hidden_size * 2 / 3) / 64) * 64 if self.swiglu else 4 * self.hidden_size
+            )
+        if (
+            self.kv_channels is None
+            and self.num_attention_heads > 0
+            and self.hidden_size % self.num_attention_heads == 0
+        ):
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+        if self.num_query_groups is None and not self.group_query_attention:
+            self.num_query_groups = self.num_attention_heads
+        if self.params_dtype is None:
+            self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary rounded up to ``make_vocab_size_divisible_by``."""
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is not known yet: it comes from --vocab-size or from the tokenizer")
+        unit = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // unit) * unit

@@ -1,0 +1,35 @@
+"""The loss: which objective, its clipping, its penalties, and how token losses are averaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.config.options import option
+
+
+@dataclass
+class ObjectiveConfig:
+    """Settings of ``megatron_dta.objectives``; the sampling temperature is in ``SamplingConfig``."""
+
+    objective: str = option("grpo", "Loss to minimize.", choices=("grpo", "sft"))
+    clip_eps: float = option(0.2, "The probability ratio is clipped below at 1 minus this.", flag="--eps-clip")
+    eps_clip_high: float | None = option(None, "The ratio is clipped above at 1 plus this (default: --eps-clip).")
+    dual_clip: float | None = option(
+        None, "Bound the loss of tokens with negative advantage at this ratio, above 1 (default: unbounded)."
+    )
+    kl_coef: float = option(0.0, "Weight of the KL divergence from the reference model.")
+    kl_type: str = option("k3", "Estimator of that divergence.", choices=("k1", "k2", "k3"))
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
+    loss_aggregation: str = option(
+        "token-mean",
+        "Mean over all trained tokens of the batch, or over its sequences' own means.",
+        choices=("token-mean", "sequence-mean"),
+    )
+    disable_grpo_std_normalization: bool = option(
+        False, "Advantages are only centred within their group, not divided by the group's standard deviation."
+    )
+    old_logprobs: str = option(
+        "rollout",
+        "Denominator of the ratio: the sampler's logprobs as recorded, or a forward pass before the first step.",
+        choices=("rollout", "recompute"),
+    )

@@ -1,0 +1,36 @@
+"""What a run reads and leaves on disk: checkpoints and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.config.options import option
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints in Megatron's distributed format."""
+
+    save: str | None = option(
+        None, "Folder of this run's checkpoints and metrics. If it holds a checkpoint, the run continues from it."
+    )
+    load: str | None = option(None, "Folder of a checkpoint to start from, while --save holds none.")
+    save_interval: int | None = option(None, "Steps between checkpoints; one is always saved at the end.")
+    finetune: bool = option(False, "Take only the weights from --load; optimizer, step and randomness start anew.")
+    exit_on_missing_checkpoint: bool = option(False, "Stop if neither --save nor --load holds a checkpoint.")
+    ref_load: str | None = option(
+        None, "Checkpoint of the KL reference model (default: the weights this run started from)."
+    )
+
+
+@dataclass
+class LoggingConfig:
+    """Metrics: one JSON object per step, TensorBoard, Weights & Biases, and the progress line."""
+
+    log_interval: int = option(1, "Steps between progress lines.")
+    metrics_file: str | None = option(None, "JSONL file of the metrics (default: metrics.jsonl in --save).")
+    eval_interval: int | None = option(None, "Steps between evaluations on held-out data (default: none).")
+    eval_iters: int | None = option(None, "Evaluate at most this many held-out prompts or rollouts (default: all).")
+    tensorboard_dir: str | None = option(None, "Write TensorBoard events here.")
+    wandb_project: str | None = option(None, "Report to this Weights & Biases project; needs the package wandb.")
+    wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases.")

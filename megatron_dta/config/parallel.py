@@ -1,0 +1,18 @@
+"""The mesh. One process today: the flags exist so that a command written for Megatron fails with a reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.config.options import option
+
+
+@dataclass
+class ParallelConfig:
+    """Sizes of Megatron's process groups."""
+
+    tensor_model_parallel_size: int = option(1, "Processes that share every layer; only 1 so far.")
+    pipeline_model_parallel_size: int = option(1, "Processes that share the stack of layers; only 1 so far.")
+    context_parallel_size: int = option(1, "Processes that share a sequence; only 1 so far.")
+    expert_model_parallel_size: int = option(1, "Processes that share the experts; only 1 so far.")
+    sequence_parallel: bool = option(False, "Shard norms along the sequence; needs tensor parallelism.")

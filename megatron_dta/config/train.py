@@ -1,0 +1,28 @@
+"""``TrainConfig``: all settings of one training run, by topic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_dta.config.data import DataConfig, SamplingConfig
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.config.objective import ObjectiveConfig
+from megatron_dta.config.optimization import OptimizationConfig
+from megatron_dta.config.output import CheckpointConfig, LoggingConfig
+from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.tree import TreeConfig
+
+
+@dataclass
+class TrainConfig:
+    """Everything ``python -m megatron_dta.train`` can be told; each field is one topic and one group of flags."""
+
+    model: ModelConfig
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

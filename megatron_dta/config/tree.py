@@ -1,0 +1,26 @@
+"""How the batch's prefix forest is cut into segments and what of it is kept in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.config.options import option
+
+
+@dataclass
+class TreeConfig:
+    """Settings of planning and of the tree engine; none of them changes the result beyond rounding."""
+
+    tree_mode: str = option(
+        "dta",
+        "dta: depth-first with one path in flight; packed: whole trees within the token capacity; dense: no sharing.",
+        choices=("dta", "packed", "dense"),
+    )
+    tree_segment_tokens: int = option(2048, "Most tokens of a segment, the unit of one forward and one backward.")
+    tree_memory_tokens: int | None = option(
+        None, "Budget of in-flight tokens (default: the larger of 1.5 x the longest sequence and 8 segments)."
+    )
+    tree_activation_tokens: int | None = option(
+        None, "In-flight tokens whose activations are kept; the rest is recomputed (default: keep all; 0: none)."
+    )
+    logprob_chunk_tokens: int = option(1024, "Rows of logits that exist at once.")
