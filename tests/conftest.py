@@ -1,0 +1,44 @@
+"""What the tests share: where the real rollouts are, seeds that show in a failure, one torch thread."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def rollout_file(name: str) -> Path:
+    """Path of one of the real rollout sets (``tau1_airline_qwen25_3x50.npz``, ...); skips the test where it is missing.
+
+    The folder is the environment variable ``DTA_ROLLOUTS``, by default ``../shared/rollouts`` beside the repository.
+    """
+    folder = Path(os.environ.get("DTA_ROLLOUTS") or REPOSITORY / ".." / "shared" / "rollouts").resolve()
+    path = folder / name
+    if not path.is_file():
+        pytest.skip(f"no rollout file {path}: set DTA_ROLLOUTS to the folder that holds {name}")
+    return path
+
+
+def seed_all(seed: int) -> np.random.Generator:
+    """Seed Python, NumPy and (where imported) torch, print the seed for the failure report, return a generator of it."""
+    print(f"seed {seed}")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> Iterator[None]:
+    """Small operands are faster on one thread, and several test processes then share a machine fairly."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    yield
