@@ -1,0 +1,99 @@
+"""Logprobs of edges and entropies of rows straight from hidden states, with the logits of a few rows at a time.
+
+A row (a token of the stream) has one distribution over the vocabulary, and one *edge* to each of its children: a branch point
+asks its single row of logits for several targets. Whole logits would be the largest tensor of a step (vocabulary 151,936:
+0.6 MB a token in float32), so both passes go over chunks of rows and the backward pass computes the logits again.
+
+Legend: R rows, E edges, V vocabulary, C hidden size, B rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dta_kernels.tree_attention_reference import accumulation_dtype
+
+
+class RowChunk(NamedTuple):
+    """Rows ``[row_begin, row_end)`` and the edges that leave them, ``[edge_begin, edge_end)`` (edges are sorted by row)."""
+
+    row_begin: int
+    row_end: int
+    edge_begin: int
+    edge_end: int
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden_RC: Tensor, weight_VC: Tensor, edge_row_E: Tensor, target_E: Tensor, chunks: list[RowChunk], temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        dtype = accumulation_dtype(hidden_RC.dtype)
+        logprobs_E = hidden_RC.new_empty(target_E.shape, dtype=dtype)
+        entropy_R = hidden_RC.new_empty(hidden_RC.shape[:1], dtype=dtype)
+        lse_R = torch.empty_like(entropy_R)
+        for chunk in chunks:
+            rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
+            logits_BV = _logits(hidden_RC[rows], weight_VC, temperature, dtype)
+            lse_B = torch.logsumexp(logits_BV, dim=-1)
+            logprobs_E[edges] = logits_BV[edge_row_E[edges] - chunk.row_begin, target_E[edges]] - lse_B[edge_row_E[edges] - chunk.row_begin]
+            entropy_R[rows] = lse_B - (torch.exp(logits_BV - lse_B[:, None]) * logits_BV).sum(-1)
+            lse_R[rows] = lse_B
+        ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, target_E, lse_R, entropy_R)
+        ctx.chunks, ctx.temperature = chunks, temperature
+        ctx.set_materialize_grads(False)
+        return logprobs_E, entropy_R
+
+    @staticmethod
+    def backward(ctx, grad_logprobs_E: Tensor | None, grad_entropy_R: Tensor | None):
+        hidden_RC, weight_VC, edge_row_E, target_E, lse_R, entropy_R = ctx.saved_tensors
+        dtype = lse_R.dtype
+        grad_hidden_RC = torch.empty_like(hidden_RC)
+        grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype)
+        for chunk in ctx.chunks:
+            rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
+            logprobs_BV = _logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype) - lse_R[rows, None]
+            probabilities_BV = torch.exp(logprobs_BV)
+            grad_logits_BV = torch.zeros_like(logprobs_BV)
+            if grad_logprobs_E is not None:
+                edge_row = edge_row_E[edges] - chunk.row_begin
+                # The children of one token differ in their token, so every (row, target) occurs once.
+                grad_logits_BV[edge_row, target_E[edges]] = grad_logprobs_E[edges].to(dtype)
+                grad_logits_BV -= probabilities_BV * grad_logits_BV.sum(-1, keepdim=True)
+            if grad_entropy_R is not None:
+                grad_logits_BV -= probabilities_BV * (logprobs_BV + entropy_R[rows, None]) * grad_entropy_R[rows, None]
+            grad_logits_BV = (grad_logits_BV / ctx.temperature).to(hidden_RC.dtype)
+            grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
+            grad_weight_VC += grad_logits_BV.t() @ hidden_RC[rows]
+        return grad_hidden_RC, grad_weight_VC.to(weight_VC.dtype), None, None, None, None
+
+
+def linear_logprobs(
+    hidden_RC: Tensor,
+    weight_VC: Tensor,
+    edge_row_E: Tensor,
+    target_E: Tensor,
+    chunks: list[RowChunk],
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Logprob of every edge and entropy of every row of ``softmax(hidden @ weight.T / temperature)``.
+
+    Args:
+        hidden_RC: hidden states of the rows.
+        weight_VC: output weight.
+        edge_row_E: int64, row of each edge, ascending; every row may have any number of edges with different targets.
+        target_E: int64, token id of each edge.
+        chunks: row ranges that cover all rows and edges in order; one chunk's logits are alive at a time.
+        temperature: divides the logits; the logprobs are those of the sampling distribution.
+
+    Returns:
+        ``(logprobs_E, entropy_R)`` in float32 (float64 for float64 inputs), differentiable in ``hidden`` and ``weight``.
+    """
+    return _LinearLogprobs.apply(hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature)
+
+
+def _logits(hidden_BC: Tensor, weight_VC: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    return (hidden_BC @ weight_VC.t()).to(dtype) / temperature

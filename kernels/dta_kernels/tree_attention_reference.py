@@ -1,0 +1,123 @@
+"""Tree attention in plain PyTorch: the definition that every faster kernel is tested against, and the CPU's own path.
+
+Legend of shape suffixes:
+    N  queries (the tokens of one segment)      M  keys (the segment's ancestors, then its own tokens)
+    H  query heads      G  key/value heads      R  query heads per key/value head (H / G)      D  head size
+
+Query q sees key k exactly when ``key_index[k] <= query_index[q] < key_end[k]``, where the indices count tokens of the
+depth-first stream and ``key_end`` is one past the last token of the key's subtree. That single rule is causal attention on
+a chain, variable-length attention on a forest of chains and tree attention on a tree.
+
+Both passes go over blocks of queries, so the memory for scores is bounded, and compute in at least float32 whatever comes in.
+A key that a query does not see has probability exactly zero there, hence no value of it can change a bit of the output.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Score elements alive at once: 2^24 float32 numbers are 64 MiB.
+SCORE_ELEMENTS = 1 << 24
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over tokens are kept: float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tree_attention_forward(
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    query_index_N: Tensor,
+    key_index_M: Tensor,
+    key_end_M: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every query over the keys it sees.
+
+    Args:
+        q_NHD, k_MGD, v_MGD: queries, keys and values, H a multiple of G.
+        query_index_N, key_index_M, key_end_M: integer stream indices (see the top of the file).
+        scale: factor on the scores, usually 1 / sqrt(D).
+
+    Returns:
+        ``(out_NHD, lse_HN)``: the output in the queries' dtype and the log-sum-exp of the scaled scores in float32 (float64 for
+        float64 inputs).
+
+    Every query must see at least one key (in a tree, each sees itself).
+    """
+    dtype = accumulation_dtype(q_NHD.dtype)
+    N, H, _ = q_NHD.shape
+    k_GMD, v_GMD = k_MGD.transpose(0, 1).to(dtype), v_MGD.transpose(0, 1).to(dtype)
+    out_NHD = torch.empty_like(q_NHD)
+    lse_HN = q_NHD.new_empty((H, N), dtype=dtype)
+    for block in _query_blocks(N, H, k_MGD.shape[0]):
+        scores_GRBM = _masked_scores(q_NHD[block], k_GMD, query_index_N[block], key_index_M, key_end_M, scale)
+        lse_GRB = torch.logsumexp(scores_GRBM, dim=-1)
+        probabilities_GRBM = torch.exp(scores_GRBM - lse_GRB[..., None])
+        out_GRBD = torch.einsum("grbm,gmd->grbd", probabilities_GRBM, v_GMD)
+        out_NHD[block] = out_GRBD.flatten(0, 1).transpose(0, 1).to(out_NHD.dtype)
+        lse_HN[:, block] = lse_GRB.flatten(0, 1)
+    return out_NHD, lse_HN
+
+
+def tree_attention_backward(
+    grad_out_NHD: Tensor,
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    out_NHD: Tensor,
+    lse_HN: Tensor,
+    query_index_N: Tensor,
+    key_index_M: Tensor,
+    key_end_M: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``tree_attention_forward``, from its outputs.
+
+    Returns:
+        ``(dq_NHD, dk_MGD, dv_MGD)``: dq in the queries' dtype; dk and dv in float32 (float64 for float64 inputs), because a
+        shared key collects the gradients of all its descendants and bfloat16 would lose the small ones.
+    """
+    dtype = accumulation_dtype(q_NHD.dtype)
+    N, H, _ = q_NHD.shape
+    M, G, _ = k_MGD.shape
+    k_GMD, v_GMD = k_MGD.transpose(0, 1).to(dtype), v_MGD.transpose(0, 1).to(dtype)
+    dq_NHD = torch.empty_like(q_NHD)
+    dk_GMD, dv_GMD = torch.zeros_like(k_GMD), torch.zeros_like(v_GMD)
+    delta_HN = (grad_out_NHD.to(dtype) * out_NHD.to(dtype)).sum(-1).transpose(0, 1)
+    for block in _query_blocks(N, H, M):
+        q_GRBD = _by_group(q_NHD[block], G, dtype)
+        grad_out_GRBD = _by_group(grad_out_NHD[block], G, dtype)
+        scores_GRBM = _masked_scores(q_NHD[block], k_GMD, query_index_N[block], key_index_M, key_end_M, scale)
+        probabilities_GRBM = torch.exp(scores_GRBM - lse_HN[:, block].unflatten(0, (G, H // G))[..., None])
+        dv_GMD += torch.einsum("grbm,grbd->gmd", probabilities_GRBM, grad_out_GRBD)
+        dscores_GRBM = torch.einsum("grbd,gmd->grbm", grad_out_GRBD, v_GMD)
+        dscores_GRBM -= delta_HN[:, block].unflatten(0, (G, H // G))[..., None]
+        dscores_GRBM *= probabilities_GRBM * scale
+        dk_GMD += torch.einsum("grbm,grbd->gmd", dscores_GRBM, q_GRBD)
+        dq_GRBD = torch.einsum("grbm,gmd->grbd", dscores_GRBM, k_GMD)
+        dq_NHD[block] = dq_GRBD.flatten(0, 1).transpose(0, 1).to(dq_NHD.dtype)
+    return dq_NHD, dk_GMD.transpose(0, 1), dv_GMD.transpose(0, 1)
+
+
+def _query_blocks(num_queries: int, num_heads: int, num_keys: int) -> list[slice]:
+    block = max(1, SCORE_ELEMENTS // max(1, num_heads * num_keys))
+    return [slice(start, min(start + block, num_queries)) for start in range(0, num_queries, block)]
+
+
+def _by_group(x_BHD: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
+    """[B, H, D] -> [G, R, B, D]."""
+    return x_BHD.to(dtype).transpose(0, 1).unflatten(0, (num_groups, -1))
+
+
+def _masked_scores(
+    q_BHD: Tensor, k_GMD: Tensor, query_index_B: Tensor, key_index_M: Tensor, key_end_M: Tensor, scale: float
+) -> Tensor:
+    """Scaled scores [G, R, B, M], minus infinity where the query does not see the key."""
+    q_GRBD = _by_group(q_BHD, k_GMD.shape[0], k_GMD.dtype)
+    scores_GRBM = torch.einsum("grbd,gmd->grbm", q_GRBD * scale, k_GMD)
+    visible_BM = (key_index_M <= query_index_B[:, None]) & (query_index_B[:, None] < key_end_M)
+    return scores_GRBM.masked_fill_(~visible_BM, float("-inf"))

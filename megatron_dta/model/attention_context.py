@@ -1,0 +1,56 @@
+"""What a forward pass needs besides tokens: positions, and how its queries attend.
+
+Megatron hands ``packed_seq_params`` untouched through model, block, layer, pipeline stage and recomputation to the core
+attention. Our contexts are therefore subclasses of it, and the core attention only calls ``context.attend``: training on a
+tree segment (``segment_context``) and decoding with a K/V cache (``decode_context``) are two contexts over one model.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass
+class AttentionContext(PackedSeqParams):
+    """One forward pass over ``n`` tokens.
+
+    Attributes:
+        position_ids: int64 [n], each token's position in its own sequence (its depth in the tree); indexes the rotary table.
+    """
+
+    position_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # 'sbhd' keeps Megatron's layers on the layout [n, 1, heads, head size]; any other value would flatten them.
+        self.qkv_format = "sbhd"
+
+    @abstractmethod
+    def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention output of the pass's tokens in one layer.
+
+        Args:
+            layer_number: 1-based number of the layer.
+            query: [n, heads, head size], after QK-norm and rotary embedding; the rank's heads.
+            key, value: [n, KV heads, head size], the pass's own tokens.
+            scale: factor on the scores.
+
+        Returns:
+            [n, heads, head size].
+        """
+
+
+def check_context(context: object) -> AttentionContext:
+    """``context`` if it is an ``AttentionContext``; a ``TypeError`` that says what is missing otherwise."""
+    if not isinstance(context, AttentionContext):
+        raise TypeError(f"the tree model needs an AttentionContext as packed_seq_params, got {type(context).__name__}")
+    return context
+
+
+def position_tensor(positions: object, device: torch.device) -> Tensor:
+    """Positions as the int64 tensor that indexes the rotary table."""
+    return torch.as_tensor(positions, dtype=torch.int64, device=device)

@@ -1,0 +1,120 @@
+"""Builds the model: our settings -> Megatron's ``TransformerConfig`` and layer spec -> ``TreeGPTModel``.
+
+Everything that depends on how Megatron-Core constructs a model, and on its versions (0.16.1 to 0.19), is in this file, so another
+model class of Megatron's needs one change here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_dta import cpu_compat
+from megatron_dta.config import ModelConfig
+from megatron_dta.model.tree_attention import TreeAttention
+from megatron_dta.model.tree_model import TreeGPTModel
+
+
+def initialize_parallel(seed: int) -> torch.device:
+    """Set up torch.distributed (if the launcher has not), Megatron's mesh and its random states for this process.
+
+    Without torchrun's environment variables a group of one process is made in memory, with no network port.
+
+    Returns:
+        The device of this process: its CUDA GPU where there is one, else the CPU.
+    """
+    cpu_compat.install()
+    has_cuda = torch.cuda.is_available()
+    if not torch.distributed.is_initialized():
+        _initialize_process_group("nccl" if has_cuda else "gloo")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    # The inference tracker is a plain one without CUDA states: all there is to do where nothing is drawn from it.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not has_cuda, force_reset_rng=True)
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+
+
+def _initialize_process_group(backend: str) -> None:
+    if torch.distributed.is_torchelastic_launched():
+        torch.distributed.init_process_group(backend=backend)
+    else:
+        torch.distributed.init_process_group(backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+def transformer_config(model: ModelConfig) -> TransformerConfig:
+    """Megatron's configuration of ``model``: no dropout, no fusion that changes a result."""
+    has_cuda = torch.cuda.is_available()
+    settings = dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=F.silu if model.swiglu else F.gelu,
+        qk_layernorm=model.qk_layernorm,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        init_method_std=model.init_method_std,
+        attention_dropout=model.attention_dropout,
+        hidden_dropout=model.hidden_dropout,
+        params_dtype=model.params_dtype,
+        pipeline_dtype=model.params_dtype,
+        bf16=model.params_dtype == torch.bfloat16,
+        # The stock attention, which the parity reference runs, would otherwise leave float64.
+        attention_softmax_in_fp32=model.params_dtype != torch.float64,
+        recompute_granularity=model.recompute_granularity,
+        recompute_method=model.recompute_method,
+        recompute_num_layers=model.recompute_num_layers,
+        use_cpu_initialization=not has_cuda,
+        # Fused ones go through torch.compile, which takes seconds to start and changes roundings.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        cuda_graph_scope=[],
+    )
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    return TransformerConfig(**{name: value for name, value in settings.items() if name in known})
+
+
+def layer_spec(model: ModelConfig, tree_attention: bool = True) -> ModuleSpec:
+    """Megatron's layer spec; with ``tree_attention`` its core attention is ours, otherwise the stock one."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+    if tree_attention:
+        spec.submodules.self_attention.submodules.core_attention = TreeAttention
+    return spec
+
+
+def model_arguments(model: ModelConfig) -> dict[str, object]:
+    """Arguments of ``GPTModel`` beside its configuration and spec."""
+    return dict(
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+    )
+
+
+def build_model(model: ModelConfig, device: torch.device) -> TreeGPTModel:
+    """A freshly initialized model on ``device``, in ``model.params_dtype``; the random state decides the weights.
+
+    ``initialize_parallel`` must have run.
+    """
+    tree_model = TreeGPTModel(transformer_config(model), layer_spec(model), **model_arguments(model))
+    tree_model.true_vocab_size = model.vocab_size
+    return tree_model.to(device=device, dtype=model.params_dtype)
+
+

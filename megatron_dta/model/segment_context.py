@@ -1,0 +1,82 @@
+"""One segment of the tree going through the model: its own tokens attend to its ancestors and to each other.
+
+The autograd function here is the only place where segments meet. Forward: the segment's K and V go to the pool, and its queries
+attend to [ancestors, own]. Backward: the ancestors' part of dK and dV is added to their accumulators in the pool, and the own part
+is returned to autograd together with what the segment's descendants left there before. A segment's backward is then an
+ordinary ``backward`` of its own graph; recomputation (Megatron's or a whole second forward) writes the same K and V again.
+
+Legend: N the segment's tokens, A its ancestors' tokens in earlier segments, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from dta_kernels.tree_attention_reference import tree_attention_backward, tree_attention_forward
+from torch import Tensor
+
+from megatron_dta.model.attention_context import AttentionContext
+from megatron_dta.model.kv_pool import KVPool
+
+
+@dataclass
+class SegmentContext(AttentionContext):
+    """A segment's place in the stream and in the pool.
+
+    Attributes:
+        pool: the step's K/V pool.
+        slots: the segment's own slots.
+        ancestor_slots: int64 [A], slots of the tokens on the root path that lie in earlier segments, in stream order.
+        query_index: int64 [N], stream indices of the segment's tokens.
+        key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
+    """
+
+    pool: KVPool | None = None
+    slots: slice | None = None
+    ancestor_slots: Tensor | None = None
+    query_index: Tensor | None = None
+    key_index: Tensor | None = None
+    key_end: Tensor | None = None
+
+    def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        return _SegmentAttention.apply(query, key, value, self, layer_number - 1, scale)
+
+    def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of [ancestors, own] of one layer, each [A + N, G, D]."""
+        keys_SGD, values_SGD = self.pool.keys_LSGD[layer], self.pool.values_LSGD[layer]
+        return (
+            torch.cat([keys_SGD.index_select(0, self.ancestor_slots), keys_SGD[self.slots]]),
+            torch.cat([values_SGD.index_select(0, self.ancestor_slots), values_SGD[self.slots]]),
+        )
+
+
+class _SegmentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, segment: SegmentContext, layer: int, scale: float) -> Tensor:
+        segment.pool.keys_LSGD[layer, segment.slots] = key
+        segment.pool.values_LSGD[layer, segment.slots] = value
+        keys, values = segment.keys_and_values(layer)
+        out, lse = tree_attention_forward(
+            query, keys, values, segment.query_index, segment.key_index, segment.key_end, scale
+        )
+        # K and V stay in the pool until the segment's backward, so only queries, output and log-sum-exp are saved.
+        ctx.save_for_backward(query, out, lse)
+        ctx.segment, ctx.layer, ctx.scale = segment, layer, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        query, out, lse = ctx.saved_tensors
+        segment, layer, pool = ctx.segment, ctx.layer, ctx.segment.pool
+        keys, values = segment.keys_and_values(layer)
+        dq, dk, dv = tree_attention_backward(
+            grad_out, query, keys, values, out, lse, segment.query_index, segment.key_index, segment.key_end, ctx.scale
+        )
+        num_ancestors = segment.ancestor_slots.shape[0]
+        # Slots are distinct, so the scatter is deterministic on a GPU too.
+        pool.grad_keys_LSGD[layer].index_add_(0, segment.ancestor_slots, dk[:num_ancestors])
+        pool.grad_values_LSGD[layer].index_add_(0, segment.ancestor_slots, dv[:num_ancestors])
+        grad_key = dk[num_ancestors:] + pool.grad_keys_LSGD[layer, segment.slots]
+        grad_value = dv[num_ancestors:] + pool.grad_values_LSGD[layer, segment.slots]
+        return dq, grad_key.to(query.dtype), grad_value.to(query.dtype), None, None, None
