@@ -19,12 +19,16 @@ class DataConfig:
         choices=("trajectory", "turn"),
     )
     seq_length: int | None = option(
-        None, "Longest training sequence; stored ones are cut (default: --max-position-embeddings)."
+        None, "Longest training sequence; stored ones are cut (default: --max-position-embeddings).", minimum=2
     )
     global_batch_size: int | None = option(
-        None, "Rollouts in one optimizer step; groups are kept whole (default when sampling: all those sampled)."
+        None,
+        "Rollouts in one optimizer step; groups are kept whole (default when sampling: all those sampled).",
+        minimum=1,
     )
-    num_steps_per_rollout: int = option(1, "Optimizer steps that one collection of rollouts is divided into.")
+    num_steps_per_rollout: int = option(
+        1, "Optimizer steps that one collection of rollouts is divided into.", minimum=1
+    )
 
 
 @dataclass
@@ -38,15 +42,22 @@ class SamplingConfig:
     tokenizer_type: str | None = option(
         None,
         "Tokenizer of the prompts.",
-        choices=("ByteTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"),
+        choices=("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer"),
     )
     tokenizer_model: str | None = option(None, "File of the tokenizer.")
-    rollout_batch_size: int = option(16, "Prompts sampled per collection of rollouts.")
-    n_samples_per_prompt: int = option(8, "Rollouts per prompt: the group in which advantages are normalized.")
-    temperature: float = option(
-        1.0, "Temperature of sampling, and of the logprobs that training uses.", flag="--rollout-temperature"
+    eos_id: int | None = option(None, "Token that ends a response (default: the tokenizer's).", minimum=0)
+    rollout_batch_size: int = option(16, "Prompts sampled per collection of rollouts.", minimum=1)
+    n_samples_per_prompt: int = option(
+        8, "Rollouts per prompt: the group in which advantages are normalized.", minimum=1
     )
-    rollout_top_p: float = option(1.0, "Sample among the most likely tokens that hold this much probability.")
-    rollout_max_response_len: int = option(64, "Most tokens sampled per rollout.")
-    eval_temperature: float | None = option(None, "Temperature in evaluation, 0 for greedy (default: sampling's).")
-    n_samples_per_eval_prompt: int = option(1, "Rollouts per held-out prompt.")
+    temperature: float = option(
+        1.0, "Temperature of sampling, and of the logprobs that training uses.", flag="--rollout-temperature", above=0
+    )
+    rollout_top_p: float = option(
+        1.0, "Sample among the most likely tokens that hold this much probability.", above=0, maximum=1
+    )
+    rollout_max_response_len: int = option(64, "Most tokens sampled per rollout.", minimum=1)
+    eval_temperature: float | None = option(
+        None, "Temperature in evaluation, 0 for greedy (default: sampling's).", minimum=0
+    )
+    n_samples_per_eval_prompt: int = option(1, "Rollouts per held-out prompt.", minimum=1)

@@ -13,29 +13,37 @@ from megatron_dta.config.options import REQUIRED, option
 class ModelConfig:
     """A decoder-only transformer. What is left None is derived from the rest when the object is made."""
 
-    num_layers: int = option(REQUIRED, "Number of transformer layers.")
-    hidden_size: int = option(REQUIRED, "Width of the hidden states.")
-    num_attention_heads: int = option(REQUIRED, "Number of query heads.")
+    num_layers: int = option(REQUIRED, "Number of transformer layers.", minimum=1)
+    hidden_size: int = option(REQUIRED, "Width of the hidden states.", minimum=1)
+    num_attention_heads: int = option(REQUIRED, "Number of query heads.", minimum=1)
     ffn_hidden_size: int | None = option(
-        None, "Width of the feed-forward layer (default: 4 x hidden size, with --swiglu two thirds of that in 64s)."
+        None,
+        "Width of the feed-forward layer (default: 4 x hidden size, with --swiglu two thirds of that in 64s).",
+        minimum=1,
     )
     group_query_attention: bool = option(False, "Share each key and value head between several query heads.")
-    num_query_groups: int | None = option(None, "Number of key and value heads; needs --group-query-attention.")
-    kv_channels: int | None = option(None, "Size of one attention head (default: hidden size / heads).")
-    max_position_embeddings: int = option(4096, "Longest sequence the rotary positions are prepared for.")
-    vocab_size: int | None = option(None, "Token ids are 0 to vocab size - 1 (default: the tokenizer's size).")
-    make_vocab_size_divisible_by: int = option(1, "Pad the embedding to a multiple of this; padded ids never occur.")
+    num_query_groups: int | None = option(
+        None, "Number of key and value heads; needs --group-query-attention.", minimum=1
+    )
+    kv_channels: int | None = option(None, "Size of one attention head (default: hidden size / heads).", minimum=1)
+    max_position_embeddings: int = option(4096, "Longest sequence the rotary positions are prepared for.", minimum=1)
+    vocab_size: int | None = option(
+        None, "Token ids are 0 to vocab size - 1 (default: the tokenizer's size).", minimum=1
+    )
+    make_vocab_size_divisible_by: int = option(
+        1, "Pad the embedding to a multiple of this; padded ids never occur.", minimum=1
+    )
     normalization: str = option("RMSNorm", "Kind of normalization.", choices=("RMSNorm", "LayerNorm"))
-    norm_epsilon: float = option(1e-5, "Epsilon of the normalization.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", above=0)
     swiglu: bool = option(False, "Gated linear units with SiLU in the feed-forward layer, instead of GELU.")
     position_embedding_type: str = option("rope", "Position embedding.", choices=("rope",))
-    rotary_base: int = option(10000, "Base of the rotary frequencies.")
-    rotary_percent: float = option(1.0, "Part of each head that is rotated, above 0 and at most 1.")
+    rotary_base: int = option(10000, "Base of the rotary frequencies.", minimum=1)
+    rotary_percent: float = option(1.0, "Part of each head that is rotated, above 0 and at most 1.", above=0, maximum=1)
     qk_layernorm: bool = option(False, "Normalize queries and keys per head.")
     add_qkv_bias: bool = option(False, "Bias on the query, key and value projection only.")
     disable_bias_linear: bool = option(False, "No bias on the linear layers.")
     untie_embeddings_and_output_weights: bool = option(False, "An output matrix of its own beside the embedding.")
-    init_method_std: float = option(0.02, "Standard deviation of the initial weights.")
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0)
     attention_dropout: float = option(0.0, "Dropout on attention; only 0, because shared prefixes draw one mask.")
     hidden_dropout: float = option(0.0, "Dropout on hidden states; only 0, because shared prefixes draw one mask.")
     bf16: bool = option(False, "Weights and activations in bfloat16; master weights and gradients stay in float32.")
@@ -50,15 +58,16 @@ class ModelConfig:
     recompute_method: str | None = option(
         None, "Which layers --recompute-granularity full recomputes.", choices=("uniform", "block")
     )
-    recompute_num_layers: int | None = option(None, "Layers per recomputed unit (uniform) or recomputed (block).")
+    recompute_num_layers: int | None = option(
+        None, "Layers per recomputed unit (uniform) or recomputed (block).", minimum=1
+    )
 
     def __post_init__(self) -> None:
         """Derive what was left None the way Megatron's argument validation does."""
         if self.ffn_hidden_size is None:
             # Two thirds keep the parameter count of the gated layer's three matrices near that of two.
-            self.ffn_hidden_size = (
-                int((4 * self.hidden_size * 2 / 3) / 64) * 64 if self.swiglu else 4 * self.hidden_size
-            )
+            gated = max(64, int((4 * self.hidden_size * 2 / 3) / 64) * 64)
+            self.ffn_hidden_size = gated if self.swiglu else 4 * self.hidden_size
         if (
             self.kv_channels is None
             and self.num_attention_heads > 0

@@ -11,27 +11,29 @@ from megatron_dta.config.options import option
 class OptimizationConfig:
     """Megatron's optimizer (``OptimizerConfig``) and schedule (``OptimizerParamScheduler``), by Megatron's names."""
 
-    train_iters: int = option(100, "Optimizer steps to train in total, those before a checkpoint included.")
+    train_iters: int = option(100, "Optimizer steps to train in total, those before a checkpoint included.", minimum=0)
     optimizer: str = option("adam", "Optimizer; adam decouples the weight decay.", choices=("adam", "sgd"))
-    lr: float = option(1e-6, "Highest learning rate.")
-    min_lr: float = option(0.0, "Lowest learning rate of the decay.")
+    lr: float = option(1e-6, "Highest learning rate.", minimum=0)
+    min_lr: float = option(0.0, "Lowest learning rate of the decay.", minimum=0)
     lr_decay_style: str = option(
         "constant", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
-    lr_decay_iters: int | None = option(None, "Steps until the lowest rate is reached (default: --train-iters).")
-    lr_warmup_iters: int = option(0, "Steps of linear warm-up.")
-    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.")
+    lr_decay_iters: int | None = option(
+        None, "Steps until the lowest rate is reached (default: --train-iters).", minimum=1
+    )
+    lr_warmup_iters: int = option(0, "Steps of linear warm-up.", minimum=0)
+    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.", minimum=0)
     lr_wsd_decay_style: str = option(
         "exponential",
         "Shape of the last phase of WSD.",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.")
-    weight_decay: float = option(0.01, "Weight decay; not applied to biases and norms.")
-    adam_beta1: float = option(0.9, "Decay of Adam's first moment.")
-    adam_beta2: float = option(0.999, "Decay of Adam's second moment.")
-    adam_eps: float = option(1e-8, "Epsilon of Adam.")
-    sgd_momentum: float = option(0.9, "Momentum of SGD.")
-    clip_grad: float = option(1.0, "Clip the gradient to this norm; 0 for no clipping.")
-    seed: int = option(1234, "Seed of the weights, the order of the data and the sampling.")
+    lr_wsd_decay_iters: int | None = option(None, "Steps of the last phase of WSD.", minimum=1)
+    weight_decay: float = option(0.01, "Weight decay; not applied to biases and norms.", minimum=0)
+    adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, maximum=1)
+    adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, maximum=1)
+    adam_eps: float = option(1e-8, "Epsilon of Adam.", above=0)
+    sgd_momentum: float = option(0.9, "Momentum of SGD.", minimum=0, maximum=1)
+    clip_grad: float = option(1.0, "Clip the gradient to this norm; 0 for no clipping.", minimum=0)
+    seed: int = option(1234, "Seed of the weights, the order of the data and the sampling.", minimum=0)
     deterministic_mode: bool = option(False, "Only deterministic CUDA kernels: GPU runs repeat bit for bit.")

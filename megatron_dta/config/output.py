@@ -15,7 +15,7 @@ class CheckpointConfig:
         None, "Folder of this run's checkpoints and metrics. If it holds a checkpoint, the run continues from it."
     )
     load: str | None = option(None, "Folder of a checkpoint to start from, while --save holds none.")
-    save_interval: int | None = option(None, "Steps between checkpoints; one is always saved at the end.")
+    save_interval: int | None = option(None, "Steps between checkpoints; one is always saved at the end.", minimum=1)
     finetune: bool = option(False, "Take only the weights from --load; optimizer, step and randomness start anew.")
     exit_on_missing_checkpoint: bool = option(False, "Stop if neither --save nor --load holds a checkpoint.")
     ref_load: str | None = option(
@@ -27,10 +27,12 @@ class CheckpointConfig:
 class LoggingConfig:
     """Metrics: one JSON object per step, TensorBoard, Weights & Biases, and the progress line."""
 
-    log_interval: int = option(1, "Steps between progress lines.")
+    log_interval: int = option(1, "Steps between progress lines.", minimum=1)
     metrics_file: str | None = option(None, "JSONL file of the metrics (default: metrics.jsonl in --save).")
-    eval_interval: int | None = option(None, "Steps between evaluations on held-out data (default: none).")
-    eval_iters: int | None = option(None, "Evaluate at most this many held-out prompts or rollouts (default: all).")
+    eval_interval: int | None = option(None, "Steps between evaluations on held-out data (default: none).", minimum=1)
+    eval_iters: int | None = option(
+        None, "Evaluate at most this many held-out prompts or rollouts (default: all).", minimum=1
+    )
     tensorboard_dir: str | None = option(None, "Write TensorBoard events here.")
     wandb_project: str | None = option(None, "Report to this Weights & Biases project; needs the package wandb.")
     wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases.")

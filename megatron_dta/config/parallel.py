@@ -11,8 +11,8 @@ from megatron_dta.config.options import option
 class ParallelConfig:
     """Sizes of Megatron's process groups."""
 
-    tensor_model_parallel_size: int = option(1, "Processes that share every layer; only 1 so far.")
-    pipeline_model_parallel_size: int = option(1, "Processes that share the stack of layers; only 1 so far.")
-    context_parallel_size: int = option(1, "Processes that share a sequence; only 1 so far.")
-    expert_model_parallel_size: int = option(1, "Processes that share the experts; only 1 so far.")
+    tensor_model_parallel_size: int = option(1, "Processes that share every layer; only 1 so far.", minimum=1)
+    pipeline_model_parallel_size: int = option(1, "Processes that share the stack of layers; only 1 so far.", minimum=1)
+    context_parallel_size: int = option(1, "Processes that share a sequence; only 1 so far.", minimum=1)
+    expert_model_parallel_size: int = option(1, "Processes that share the experts; only 1 so far.", minimum=1)
     sequence_parallel: bool = option(False, "Shard norms along the sequence; needs tensor parallelism.")

@@ -16,11 +16,17 @@ class TreeConfig:
         "dta: depth-first with one path in flight; packed: whole trees within the token capacity; dense: no sharing.",
         choices=("dta", "packed", "dense"),
     )
-    tree_segment_tokens: int = option(2048, "Most tokens of a segment, the unit of one forward and one backward.")
+    tree_segment_tokens: int = option(
+        2048, "Most tokens of a segment, the unit of one forward and one backward.", minimum=1
+    )
     tree_memory_tokens: int | None = option(
-        None, "Budget of in-flight tokens (default: the larger of 1.5 x the longest sequence and 8 segments)."
+        None,
+        "Budget of in-flight tokens (default: the larger of 1.5 x the longest sequence and 8 segments).",
+        minimum=1,
     )
     tree_activation_tokens: int | None = option(
-        None, "In-flight tokens whose activations are kept; the rest is recomputed (default: keep all; 0: none)."
+        None,
+        "In-flight tokens whose activations are kept; the rest is recomputed (default: keep all; 0: none).",
+        minimum=0,
     )
-    logprob_chunk_tokens: int = option(1024, "Rows of logits that exist at once.")
+    logprob_chunk_tokens: int = option(1024, "Rows of logits that exist at once.", minimum=1)

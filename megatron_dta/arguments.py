@@ -1,0 +1,81 @@
+"""The command line of training, generated from the dataclasses in ``megatron_dta.config``.
+
+Every dataclass is one group of flags and every field one flag: its name with dashes, its type, its choices, its default
+and its help. Flags are Megatron's where Megatron has them. What does not parse or does not fit together is an
+``InputError`` that names the flag and the fix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.config.checks import check_config
+from megatron_dta.config.options import flag_of
+from megatron_dta.errors import InputError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of argparse's usage text of some ninety flags."""
+        raise InputError(f"{message} (--help lists all flags)")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The checked settings that ``argv`` (``sys.argv[1:]`` if None) asks for; raises ``InputError``."""
+    values = vars(build_parser().parse_args(argv))
+    topics = {}
+    for topic, dataclass_type in _topics().items():
+        topics[topic] = dataclass_type(**{setting.name: values[setting.name] for setting in _flags(dataclass_type)})
+    config = TrainConfig(**topics)
+    check_config(config)
+    return config
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One argument group for each topic of ``TrainConfig``."""
+    parser = _Parser(
+        prog="python -m megatron_dta.train", description="Exact RL training on prefix trees.", allow_abbrev=False
+    )
+    for topic, dataclass_type in _topics().items():
+        group = parser.add_argument_group(topic)
+        hints = get_type_hints(dataclass_type)
+        for setting in _flags(dataclass_type):
+            group.add_argument(flag_of(setting), dest=setting.name, **_argparse_options(setting, hints[setting.name]))
+    return parser
+
+
+def _topics() -> dict[str, type]:
+    return get_type_hints(TrainConfig)
+
+
+def _flags(dataclass_type: type) -> list[Field]:
+    return [setting for setting in fields(dataclass_type) if setting.metadata["command_line"]]
+
+
+def _argparse_options(setting: Field, hint: Any) -> dict[str, Any]:
+    """Keyword arguments of ``add_argument`` for one field; ``hint`` is its type: a scalar, a list, either or None."""
+    required = setting.default is MISSING
+    help_text = setting.metadata["help"]
+    if hint is bool:
+        return {"action": "store_true", "help": help_text}
+    if get_origin(hint) in (types.UnionType, Union):
+        (hint,) = (kind for kind in get_args(hint) if kind is not type(None))
+    if required:
+        help_text += " Required."
+    elif setting.default is not None:
+        help_text += f" Default: {setting.default}."
+    options = {"help": help_text, "default": None if required else setting.default, "required": required}
+    if get_origin(hint) is list:
+        (hint,) = get_args(hint)
+        options["nargs"] = "+"
+    choices = setting.metadata["choices"]
+    if choices:
+        options["choices"] = choices
+    else:
+        options["metavar"] = {int: "N", float: "X", str: "TEXT"}[hint]
+    return {**options, "type": hint}

@@ -1,0 +1,232 @@
+"""Settings that do not fit together are refused here, before anything is built, each by a line naming flag and fix.
+
+Three kinds: a number out of its bounds (the bounds stand at the field), a flag that would have no effect beside the
+others (no flag is accepted and ignored), and combinations that cannot work. A new check belongs with its topic.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from typing import Any
+
+from megatron_dta.config.options import flag_of
+from megatron_dta.config.train import TrainConfig
+from megatron_dta.errors import InputError
+
+
+def check_config(config: TrainConfig) -> None:
+    """Raise ``InputError`` for the first setting that cannot be used."""
+    _check_bounds(config)
+    _check_model(config)
+    _check_data(config)
+    _check_objective(config)
+    _check_schedule(config)
+    _check_parallel(config)
+    _check_no_effect(config)
+
+
+def settings_of(config: TrainConfig) -> Iterator[tuple[str, Field, Any]]:
+    """(topic, field, value) of every setting."""
+    for topic in fields(config):
+        values = getattr(config, topic.name)
+        for setting in fields(values):
+            yield topic.name, setting, getattr(values, setting.name)
+
+
+def _check_bounds(config: TrainConfig) -> None:
+    for _, setting, value in settings_of(config):
+        flag, bounds = flag_of(setting), setting.metadata
+        if bounds["choices"] and value is not None and value not in bounds["choices"]:
+            raise InputError(f"{flag} {value}: choose one of {', '.join(bounds['choices'])}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise InputError(f"{flag} {value}: must be a finite number")
+        if bounds["minimum"] is not None and value < bounds["minimum"]:
+            raise InputError(f"{flag} {value}: must be at least {bounds['minimum']}")
+        if bounds["above"] is not None and value <= bounds["above"]:
+            raise InputError(f"{flag} {value}: must be above {bounds['above']}")
+        if bounds["maximum"] is not None and value > bounds["maximum"]:
+            raise InputError(f"{flag} {value}: must be at most {bounds['maximum']}")
+
+
+def _check_model(config: TrainConfig) -> None:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.kv_channels is None:
+        raise InputError(
+            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {heads}; "
+            "change one of them or give --kv-channels"
+        )
+    if model.group_query_attention and groups is None:
+        raise InputError("--group-query-attention needs --num-query-groups")
+    if not model.group_query_attention and groups != heads:
+        raise InputError(f"--num-query-groups {groups} needs --group-query-attention")
+    if heads % groups:
+        raise InputError(f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
+    rotated = int(model.kv_channels * model.rotary_percent)
+    if rotated == 0 or rotated % 2:
+        raise InputError(
+            f"--rotary-percent {model.rotary_percent} rotates {rotated} of {model.kv_channels} channels per head; "
+            "that must be an even number above 0, so change --rotary-percent or --kv-channels"
+        )
+    for flag, value in (
+        ("--attention-dropout", model.attention_dropout),
+        ("--hidden-dropout", model.hidden_dropout),
+    ):
+        if value != 0:
+            raise InputError(
+                f"{flag} {value}: must be 0, because sequences that share a prefix would share its dropout mask, "
+                "which training them separately does not"
+            )
+    if model.bf16 and model.fp16:
+        raise InputError("--bf16 and --fp16 conflict; keep --bf16")
+    if model.fp16:
+        raise InputError("--fp16 is not supported: it needs loss scaling; use --bf16")
+    if model.transformer_impl != "local":
+        raise InputError(f"--transformer-impl {model.transformer_impl} is not supported yet; use local")
+    _check_recompute(config)
+
+
+def _check_recompute(config: TrainConfig) -> None:
+    model = config.model
+    if model.recompute_granularity == "full":
+        if model.recompute_method is None or model.recompute_num_layers is None:
+            raise InputError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+        if model.recompute_num_layers > model.num_layers:
+            raise InputError(
+                f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}"
+            )
+
+
+def _check_data(config: TrainConfig) -> None:
+    data, sampling, model = config.data, config.sampling, config.model
+    sampled = bool(sampling.prompt_data or sampling.task)
+    if data.rollouts and sampled:
+        raise InputError("--rollouts conflicts with sampling (--prompt-data, --task); keep one source of rollouts")
+    if not data.rollouts and not sampled:
+        raise InputError(
+            "no rollouts to train on: give --rollouts FILE, or --prompt-data FILE or --task to sample them"
+        )
+    if data.rollouts and data.global_batch_size is None:
+        raise InputError("--rollouts needs --global-batch-size, the rollouts in one optimizer step")
+    if data.rollouts and model.vocab_size is None:
+        raise InputError("--rollouts needs --vocab-size: stored token ids do not tell the size of the vocabulary")
+    if sampling.prompt_data and not (sampling.reward_function or sampling.task):
+        raise InputError("--prompt-data needs a reward: give --reward-function FILE.py:NAME or --task arithmetic")
+    if sampling.prompt_data and not (sampling.tokenizer_type or sampling.task):
+        raise InputError("--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)")
+    if sampled:
+        _check_division_of_samples(config)
+    length = data.seq_length
+    if length is not None and length > model.max_position_embeddings:
+        raise InputError(
+            f"--seq-length {length} is more than --max-position-embeddings {model.max_position_embeddings}; "
+            "raise the latter or cut the sequences"
+        )
+    if config.logging.eval_interval and not (data.eval_rollouts or sampling.eval_prompt_data or sampling.task):
+        raise InputError("--eval-interval needs held-out data: give --eval-rollouts or --eval-prompt-data")
+
+
+def _check_division_of_samples(config: TrainConfig) -> None:
+    sampling, data = config.sampling, config.data
+    if sampling.rollout_batch_size % data.num_steps_per_rollout:
+        raise InputError(
+            f"--rollout-batch-size {sampling.rollout_batch_size} is not divisible by "
+            f"--num-steps-per-rollout {data.num_steps_per_rollout}: groups are kept whole"
+        )
+    sampled = sampling.rollout_batch_size * sampling.n_samples_per_prompt
+    if data.global_batch_size is not None and data.global_batch_size * data.num_steps_per_rollout != sampled:
+        raise InputError(
+            f"--global-batch-size {data.global_batch_size} x --num-steps-per-rollout {data.num_steps_per_rollout} is "
+            f"not the {sampled} rollouts of --rollout-batch-size x --n-samples-per-prompt; leave out "
+            "--global-batch-size to derive it"
+        )
+
+
+def _check_objective(config: TrainConfig) -> None:
+    objective, sampling = config.objective, config.sampling
+    if objective.objective == "sft" and (sampling.prompt_data or sampling.task):
+        flag = "--prompt-data" if sampling.prompt_data else "--task"
+        raise InputError(
+            f"--objective sft trains on stored rollouts and conflicts with {flag}; give --rollouts instead"
+        )
+    if objective.eps_clip_high is not None and objective.eps_clip_high < objective.clip_eps:
+        raise InputError(
+            f"--eps-clip-high {objective.eps_clip_high} is below --eps-clip {objective.clip_eps}; raise it"
+        )
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    optimization = config.optimization
+    decay_iters = optimization.lr_decay_iters or optimization.train_iters
+    if optimization.min_lr > optimization.lr:
+        raise InputError(f"--min-lr {optimization.min_lr} is above --lr {optimization.lr}")
+    if optimization.lr_warmup_init > optimization.lr:
+        raise InputError(f"--lr-warmup-init {optimization.lr_warmup_init} is above --lr {optimization.lr}")
+    if optimization.lr_warmup_iters and optimization.lr_warmup_iters >= decay_iters:
+        raise InputError(
+            f"--lr-warmup-iters {optimization.lr_warmup_iters} must be below the {decay_iters} steps of the schedule "
+            "(--lr-decay-iters or --train-iters)"
+        )
+    if optimization.lr_decay_style == "WSD" and optimization.lr_wsd_decay_iters is None:
+        raise InputError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+    for flag, beta in (("--adam-beta1", optimization.adam_beta1), ("--adam-beta2", optimization.adam_beta2)):
+        if beta >= 1:
+            raise InputError(f"{flag} {beta}: must be below 1")
+
+
+def _check_parallel(config: TrainConfig) -> None:
+    for topic, setting, value in settings_of(config):
+        if topic == "parallel" and value not in (1, False):
+            given = flag_of(setting) + ("" if value is True else f" {value}")
+            raise InputError(f"{given} is not supported yet: training runs in one process; leave the flag out")
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        raise InputError(
+            f"{world_size} processes were started, but training runs in one; use torchrun --nproc-per-node 1"
+        )
+
+
+def _check_no_effect(config: TrainConfig) -> None:
+    """Refuse a flag whose value differs from its default where nothing would read it."""
+    grpo, sampled = config.objective.objective == "grpo", not config.data.rollouts
+    evaluated = config.logging.eval_interval is not None
+    adam, wsd = config.optimization.optimizer == "adam", config.optimization.lr_decay_style == "WSD"
+    reference = grpo and config.objective.kl_coef > 0
+    decays = config.optimization.lr_decay_style != "constant"
+    full_recompute = config.model.recompute_granularity == "full"
+    eval_prompts = config.sampling.eval_prompt_data is not None or config.sampling.task is not None
+    conditions = {
+        "--objective grpo": (
+            grpo,
+            "clip_eps eps_clip_high dual_clip kl_coef entropy_coef disable_grpo_std_normalization old_logprobs",
+        ),
+        "--kl-coef above 0": (reference, "kl_type ref_load"),
+        "--prompt-data or --task": (
+            sampled,
+            "eval_prompt_data task reward_function tokenizer_type tokenizer_model eos_id rollout_batch_size "
+            "n_samples_per_prompt rollout_top_p rollout_max_response_len eval_temperature n_samples_per_eval_prompt",
+        ),
+        "--rollouts": (not sampled, "rollout_framing eval_rollouts"),
+        "--eval-interval": (evaluated, "eval_iters eval_rollouts eval_prompt_data eval_temperature"),
+        "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
+        "--optimizer adam": (adam, "adam_beta1 adam_beta2 adam_eps"),
+        "--optimizer sgd": (not adam, "sgd_momentum"),
+        "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),
+        "another --lr-decay-style than constant": (decays, "min_lr lr_decay_iters"),
+        "--lr-warmup-iters": (config.optimization.lr_warmup_iters > 0, "lr_warmup_init"),
+        "--load": (config.checkpoint.load is not None, "finetune"),
+        "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
+        "--save": (config.checkpoint.save is not None, "save_interval"),
+        "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
+        "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
+        "--tree-mode dta or packed": (config.tree.tree_mode != "dense", "tree_memory_tokens"),
+    }
+    for needed, (holds, names) in conditions.items():
+        for _, setting, value in settings_of(config):
+            if not holds and setting.name in names.split() and value != setting.default:
+                raise InputError(f"{flag_of(setting)} has no effect without {needed}; leave it out or add that")
