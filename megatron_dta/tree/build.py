@@ -1,0 +1,208 @@
+"""Builds the prefix forest of a batch at memory speed.
+
+1. Sort the sequences and find the prefix that each shares with the one before it (``_sort_sequences``): sequences are
+   told apart by chunks of growing length, so a token is read once, however many sequences share it, and no token behind
+   the first difference is read at all.
+2. In sorted order, sequence k adds the tokens behind that shared prefix to the stream: a *run*. A node begins at every
+   run and wherever a later sequence leaves a run.
+3. Parents and subtree ends of the nodes follow from "the last smaller value before" in the arrays of shared lengths,
+   which ``_previous_below`` answers for all at once. Nothing recurses, so depth and width have no limit but memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_dta.errors import InputError
+from megatron_dta.tree.prefix_tree import PrefixTree
+
+FIRST_CHUNK_TOKENS = 64
+COMPARED_AT_ONCE_BYTES = 1 << 22
+MAX_STREAM_TOKENS = 2**31 - 1
+
+
+def build_prefix_tree(sequences: Sequence[np.ndarray]) -> PrefixTree:
+    """The forest in which every common prefix of the sequences (integer arrays [T], T >= 1) is stored once.
+
+    Siblings stand in a fixed order that depends on the tokens alone, not on the order of the sequences. Raises InputError
+    for an empty sequence or one that is not an array of 32-bit token ids.
+    """
+    arrays = [_checked(tokens, index) for index, tokens in enumerate(sequences)]
+    order, shared = _sort_sequences(arrays)
+    lengths = np.fromiter((len(tokens) for tokens in arrays), dtype=np.int64, count=len(arrays))
+    stream = [arrays[index][length:] for index, length in zip(order.tolist(), shared.tolist(), strict=True)]
+    token_ids = _concatenate(stream)
+    del stream
+    return _tree_of_runs(token_ids, order, lengths, shared)
+
+
+def build_forest_without_sharing(sequences: Sequence[np.ndarray]) -> PrefixTree:
+    """The forest in which every sequence is a tree of its own, in the order given: dense training in the same form."""
+    arrays = [_checked(tokens, index) for index, tokens in enumerate(sequences)]
+    count = len(arrays)
+    lengths = np.fromiter((len(tokens) for tokens in arrays), dtype=np.int64, count=count)
+    start = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(lengths, out=start[1:])
+    return PrefixTree(
+        token_ids=_concatenate(arrays),
+        node_start=start,
+        node_parent=np.full(count, -1, dtype=np.int32),
+        node_position=np.zeros(count, dtype=np.int32),
+        node_subtree_end=np.arange(1, count + 1, dtype=np.int32),
+        sequence_node=np.arange(count, dtype=np.int32),
+        sequence_lengths=lengths,
+    )
+
+
+def _checked(tokens: np.ndarray, index: int) -> np.ndarray:
+    """The sequence as an int32 array [T]."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1 and len(tokens):
+        return tokens
+    array = np.asarray(tokens)
+    if array.ndim != 1 or len(array) == 0:
+        raise InputError(f"sequence {index} must be a flat list of at least one token id, but its shape is {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise InputError(f"sequence {index} must hold integer token ids, but its type is {array.dtype}")
+    if array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min:
+        raise InputError(f"sequence {index} has a token id that does not fit in 32 bits")
+    return array.astype(np.int32)
+
+
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    total = sum(map(len, parts))
+    if total > MAX_STREAM_TOKENS:
+        raise InputError(f"the batch has {total} unique tokens, but one tree holds at most {MAX_STREAM_TOKENS}: split it")
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+
+
+def _sort_sequences(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(order int64 [Q], shared int64 [Q]): ``arrays[order[k]]`` sorted, a prefix first; ``shared[k]`` tokens as before.
+
+    The order is that of the tokens' bytes. Groups of sequences equal so far are split by their next chunk.
+    """
+    order, shared = [0] * len(arrays), [0] * len(arrays)
+    comparisons = _Comparisons(shared)
+    groups = [(list(range(len(arrays))), 0, 0, FIRST_CHUNK_TOKENS)]  # members, first place in order, depth, chunk width
+    while groups:
+        members, place, depth, width = groups.pop()
+        end = depth + width
+        buckets: dict[bytes, list[int]] = {}
+        for member in members:
+            chunk = arrays[member][depth:end].tobytes()
+            if chunk in buckets:
+                buckets[chunk].append(member)
+            else:
+                buckets[chunk] = [member]
+        chunks = sorted(buckets)
+        places = []
+        for chunk in chunks:
+            bucket = buckets[chunk]
+            places.append(place)
+            count = len(bucket)
+            if count == 1:
+                order[place] = bucket[0]
+            elif len(chunk) == 4 * width:
+                groups.append((bucket, place, end, 2 * width))
+            else:  # All end inside this chunk: duplicates.
+                order[place : place + count] = bucket
+                shared[place + 1 : place + count] = [depth + len(chunk) // 4] * (count - 1)
+            place += count
+        if len(chunks) > 1:
+            comparisons.add(chunks, places, depth, width)
+    comparisons.finish()
+    return np.asarray(order, dtype=np.int64), np.asarray(shared, dtype=np.int64)
+
+
+class _Comparisons:
+    """Common prefixes of neighbouring chunks, gathered so that one numpy comparison serves many small groups.
+
+    The results go to ``shared``, at the place of each chunk but its group's first.
+    """
+
+    def __init__(self, shared: list[int]) -> None:
+        self._shared = shared
+        self._waiting: dict[int, tuple[int, list[bytes], list[int]]] = {}  # width -> depth, chunks, places
+
+    def add(self, chunks: list[bytes], places: list[int], depth: int, width: int) -> None:
+        """Register the sorted chunks of one group; all groups of a width have the same depth."""
+        _, waiting, waiting_places = self._waiting.setdefault(width, (depth, [], []))
+        waiting.extend(chunks)
+        waiting_places.append(-1)  # The first chunk of a group has no neighbour.
+        waiting_places.extend(places[1:])
+        if 4 * width * len(waiting) >= COMPARED_AT_ONCE_BYTES:
+            self._compare(width)
+
+    def finish(self) -> None:
+        for width in list(self._waiting):
+            self._compare(width)
+
+    def _compare(self, width: int) -> None:
+        depth, chunks, places = self._waiting.pop(width)
+        rows = max(2, COMPARED_AT_ONCE_BYTES // (4 * width))
+        for begin in range(0, len(chunks) - 1, rows):
+            block = chunks[begin : begin + rows + 1]
+            sizes = np.fromiter(map(len, block), dtype=np.int64, count=len(block)) // 4
+            tokens = np.frombuffer(b"".join([chunk.ljust(4 * width, b"\0") for chunk in block]), dtype=np.int32)
+            tokens = tokens.reshape(len(block), width)
+            different = tokens[1:] != tokens[:-1]
+            first = different.argmax(axis=1)
+            first[~different[np.arange(len(first)), first]] = width
+            common = np.minimum(first, np.minimum(sizes[1:], sizes[:-1])) + depth
+            for place, length in zip(places[begin + 1 : begin + rows + 1], common.tolist(), strict=True):
+                if place >= 0:
+                    self._shared[place] = length
+
+
+def _tree_of_runs(token_ids: np.ndarray, order: np.ndarray, lengths: np.ndarray, shared: np.ndarray) -> PrefixTree:
+    """The nodes of the stream made of ``lengths - shared`` new tokens of each sequence in sorted order."""
+    sorted_lengths = lengths[order]
+    new = sorted_lengths - shared
+    run_start = np.cumsum(new) - new
+    before = _previous_below(shared, shared)  # The run that this one leaves: the last before it that starts higher up.
+    left = np.where(before < 0, -1, run_start[before] + shared - shared[before]) if len(order) else before
+    holds_tokens = np.flatnonzero(new)  # A run without tokens is a duplicate of the sequence before it.
+    total = len(token_ids)
+    inner = left[(left > 0) & (left < total)]
+    node_start = np.unique(np.concatenate([run_start[holds_tokens], inner]))
+    # A node is the beginning of a run or a later part of it.
+    run = holds_tokens[np.searchsorted(run_start[holds_tokens], node_start, side="right") - 1]
+    begins_run = node_start == run_start[run]
+    last_of_parent = np.where(begins_run, left[run] - 1, node_start - 1)
+    last_of_parent[begins_run & (left[run] < 0)] = -1
+    parent = np.searchsorted(node_start, last_of_parent, side="right") - 1
+    position = shared[run] + node_start - run_start[run]
+    count = len(node_start)
+    # The next node that starts no deeper ends the subtree: "the last not above before" in the reversed order.
+    subtree_end = count - 1 - _previous_below(position[::-1], position[::-1] + 1)[::-1]
+    sequence_node = np.empty(len(order), dtype=np.int32)
+    sequence_node[order] = np.searchsorted(node_start, run_start + new - 1, side="right") - 1
+    return PrefixTree(
+        token_ids=token_ids,
+        node_start=np.append(node_start, total).astype(np.int64),
+        node_parent=parent.astype(np.int32),
+        node_position=position.astype(np.int32),
+        node_subtree_end=subtree_end.astype(np.int32),
+        sequence_node=sequence_node,
+        sequence_lengths=lengths,
+    )
+
+
+def _previous_below(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """For each i the last j < i with ``values[j] < bounds[i]``, or -1: int64 [n], in O(n log n) without a loop over n.
+
+    Minima over windows of 1, 2, 4, ... values; then every i walks left over whole windows that stay at or above its bound.
+    """
+    count = len(values)
+    minima = [values]
+    while 1 << len(minima) <= count:
+        half = minima[-1]
+        reach = 1 << (len(minima) - 1)
+        minima.append(np.minimum(half[:-reach], half[reach:]))  # minima[w][j] = min(values[j : j + 2**w])
+    place = np.arange(count)
+    for level in reversed(range(len(minima))):
+        start = place - (1 << level)
+        window = minima[level][np.maximum(start, 0)] if count else values
+        place = np.where((start >= 0) & (window >= bounds), start, place)
+    return place - 1
