@@ -1,0 +1,52 @@
+"""One sequence as the trainer sees it: tokens, which of them are trained, and the numbers that its loss needs.
+
+A ``Rollout`` is what was sampled; a ``TrainingSample`` is what is trained: the same tokens with advantages computed and old and
+reference logprobs filled in. Only trained tokens reach the loss, so the fields may hold anything elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+FIELDS = ("advantages", "old_logprobs", "ref_logprobs")
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One sequence of T tokens.
+
+    Attributes:
+        token_ids: int32 [T].
+        loss_mask: bool [T], True where the token is trained; never at position 0, which no prefix predicts.
+        advantages: float [T], or None for objectives without them.
+        old_logprobs: float [T], logprobs under the policy that sampled, or None: the current policy's own.
+        ref_logprobs: float [T], logprobs under the reference model, or None.
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) == 0:
+            raise ValueError("a training sample needs at least one token")
+        for name in ("loss_mask", *FIELDS):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.token_ids):
+                raise ValueError(f"{name} has {len(values)} entries for {len(self.token_ids)} tokens")
+        if self.loss_mask[0]:
+            raise ValueError("loss_mask[0] is true, but no prefix predicts the first token")
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained tokens."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    def needed_length(self) -> int:
+        """Tokens up to and including the last trained one; what follows cannot influence the loss. 0 without trained tokens."""
+        trained = np.flatnonzero(self.loss_mask)
+        return int(trained[-1]) + 1 if len(trained) else 0

@@ -1,0 +1,175 @@
+"""Everything one step needs to know before it starts, as arrays: edges, (sequence, token) pairs and loss batches per segment.
+
+Made once from the sequences and used by every pass over them (old logprobs, reference logprobs, training). A logprob belongs to
+an *edge* parent -> child of the forest; a loss belongs to a *pair* of a sequence and one of its trained tokens. Several pairs use
+one edge when sequences share a token, and several edges leave one *row* (the parent, with one distribution over the vocabulary)
+at a branch point. Only edges that some sequence trains exist here.
+
+Orders: edges are sorted by (row, child) in the stream, so the edges, rows and pairs of a segment are contiguous runs. Pairs have
+two orders: by sequence (as the fields of the loss come) and by edge (as the gradients are summed); ``pair_rank`` maps the first to
+the second.
+
+Legend: E edges, R rows, P pairs, Q sequences, N stream tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.planning.loss_batches import LossBatch, make_loss_batches
+from megatron_dta.planning.modes import plan_forest
+from megatron_dta.planning.recompute import choose_kept_segments
+from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.schedule import Op, allocate_slots, depth_first_schedule, forward_only_schedule
+from megatron_dta.planning.segments import SegmentPlan
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """See the top of the file.
+
+    Attributes:
+        segments: forest and segments.
+        num_sequence_tokens: tokens of all sequences, counted separately (what is needed of them, see ``TrainingSample``).
+        keep_activations: bool [segments], else the segment's forward is run again before its backward.
+        training_ops, forward_ops: order of execution with and without backward passes.
+        slot_start, num_slots: K/V slots of each segment for ``training_ops``; ``forward_*`` for ``forward_ops``.
+        row_stream: int64 [R], stream index of each row.
+        edge_row: int64 [E], row of each edge; ``edge_target`` int64 [E], its token id.
+        pairs_per_edge: int64 [E]; ``pairs_per_row`` int64 [R].
+        pair_edge: int64 [P], edge of each pair, pairs in sequence order.
+        pair_rank: int64 [P], position of each pair in edge order.
+        sequence_pairs: int64 [Q + 1], pairs of each sequence.
+        segment_rows, segment_edges, segment_pairs: int64 [segments + 1], runs of each segment (pairs in edge order).
+        loss_batches: per segment, the sequences whose last row is in it, grouped for the loss.
+        path_stream: int64, stream indices of every segment's ancestors in earlier segments, concatenated.
+        segment_path: int64 [segments + 1], each segment's run of ``path_stream``.
+    """
+
+    segments: SegmentPlan
+    num_sequence_tokens: int
+    keep_activations: np.ndarray
+    training_ops: list[Op]
+    forward_ops: list[Op]
+    slot_start: np.ndarray
+    num_slots: int
+    forward_slot_start: np.ndarray
+    forward_num_slots: int
+    row_stream: np.ndarray
+    edge_row: np.ndarray
+    edge_target: np.ndarray
+    pairs_per_edge: np.ndarray
+    pairs_per_row: np.ndarray
+    pair_edge: np.ndarray
+    pair_rank: np.ndarray
+    sequence_pairs: np.ndarray
+    segment_rows: np.ndarray
+    segment_edges: np.ndarray
+    segment_pairs: np.ndarray
+    loss_batches: list[list[LossBatch]]
+    path_stream: np.ndarray
+    segment_path: np.ndarray
+
+    @property
+    def num_pairs(self) -> int:
+        """Trained tokens of all sequences."""
+        return len(self.pair_edge)
+
+
+def plan_step(
+    samples: Sequence[TrainingSample],
+    tree_mode: str = "dta",
+    segment_tokens: int = 2048,
+    memory_tokens: int | None = None,
+    activation_tokens: int | None = None,
+) -> StepPlan:
+    """Plan a step over ``samples``; each must have a trained token (see ``plan_forest`` for the other arguments).
+
+    Args:
+        activation_tokens: in-flight tokens whose activations are kept; None keeps all, 0 recomputes all.
+    """
+    lengths = [sample.needed_length() for sample in samples]
+    if 0 in lengths:
+        raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
+    sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
+    segments = plan_forest(sequences, tree_mode, segment_tokens, memory_tokens)
+    tree = segments.tree
+
+    # Pairs in sequence order, each named by its child token in the stream.
+    stream, _ = tree.stream_indices_of(np.arange(len(samples)))
+    mask = np.concatenate([np.zeros(0, bool), *(s.loss_mask[:n] for s, n in zip(samples, lengths, strict=True))])
+    pair_child = stream[mask].astype(np.int64)
+    sequence_pairs = np.concatenate([[0], np.cumsum([sample.num_trained for sample in samples])]).astype(np.int64)
+
+    # Edges sorted by (row, child); pairs find theirs by the child, which has one incoming edge.
+    child = np.flatnonzero(np.bincount(pair_child, minlength=tree.num_tokens))
+    child = child[np.argsort(tree.parent[child], kind="stable")]
+    row_stream, edge_row = np.unique(tree.parent[child].astype(np.int64), return_inverse=True)
+    edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
+    edge_of_child[child] = np.arange(len(child))
+    pair_edge = edge_of_child[pair_child]
+    pair_rank = np.empty(len(pair_edge), dtype=np.int64)
+    pair_rank[np.argsort(pair_edge, kind="stable")] = np.arange(len(pair_edge))
+    pairs_per_edge = np.bincount(pair_edge, minlength=len(child)).astype(np.int64)
+    pairs_per_row = np.bincount(edge_row, weights=pairs_per_edge, minlength=len(row_stream)).astype(np.int64)
+
+    # Each segment's runs.
+    segment_rows = np.searchsorted(row_stream, segments.segment_start)
+    segment_edges = np.searchsorted(edge_row, segment_rows)
+    segment_pairs = np.concatenate([[0], np.cumsum(pairs_per_edge)])[segment_edges].astype(np.int64)
+    last_row = row_stream[edge_row[pair_edge[sequence_pairs[1:] - 1]]] if len(samples) else np.zeros(0, np.int64)
+    completed_in = np.searchsorted(segments.segment_start, last_row, side="right") - 1
+
+    training_ops, forward_ops = depth_first_schedule(segments), forward_only_schedule(segments)
+    slot_start, num_slots = allocate_slots(segments, training_ops)
+    forward_slot_start, forward_num_slots = allocate_slots(segments, forward_ops)
+    path_stream, segment_path = ancestor_paths(segments)
+    return StepPlan(
+        segments=segments,
+        num_sequence_tokens=sum(lengths),
+        keep_activations=choose_kept_segments(segments, activation_tokens),
+        training_ops=training_ops,
+        forward_ops=forward_ops,
+        slot_start=slot_start,
+        num_slots=num_slots,
+        forward_slot_start=forward_slot_start,
+        forward_num_slots=forward_num_slots,
+        row_stream=row_stream,
+        edge_row=edge_row.astype(np.int64),
+        edge_target=tree.token_ids[child].astype(np.int64),
+        pairs_per_edge=pairs_per_edge,
+        pairs_per_row=pairs_per_row,
+        pair_edge=pair_edge,
+        pair_rank=pair_rank,
+        sequence_pairs=sequence_pairs,
+        segment_rows=segment_rows.astype(np.int64),
+        segment_edges=segment_edges.astype(np.int64),
+        segment_pairs=segment_pairs,
+        loss_batches=make_loss_batches(sequence_pairs, completed_in, segments.num_segments),
+        path_stream=path_stream,
+        segment_path=segment_path,
+    )
+
+
+def ancestor_paths(segments: SegmentPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Stream indices of every segment's ancestors in earlier segments, in order.
+
+    All of them lie on the root path of the segment's first token, because the segment is a run of a preorder; and among the
+    parent segment's own tokens and ancestors, the path is what the visibility rule leaves.
+
+    Returns:
+        ``(path_stream, segment_path)``: the paths concatenated, and each segment's run of them.
+    """
+    subtree_end, start = segments.tree.subtree_end, segments.segment_start
+    paths: list[np.ndarray] = []
+    for segment, parent in enumerate(segments.segment_parent.tolist()):
+        if parent < 0:
+            paths.append(np.zeros(0, np.int64))
+            continue
+        candidates = np.concatenate([paths[parent], np.arange(start[parent], start[parent + 1])])
+        paths.append(candidates[subtree_end[candidates] > start[segment]])
+    offsets = np.concatenate([[0], np.cumsum([len(path) for path in paths])]).astype(np.int64)
+    return np.concatenate([np.zeros(0, np.int64), *paths]).astype(np.int64), offsets
