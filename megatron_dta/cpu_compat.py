@@ -1,0 +1,121 @@
+"""What Megatron-Core needs on a machine without CUDA: the only monkey patches of this project, each with its reason.
+
+Megatron-Core 0.16.1 to 0.19 names the CUDA device in places that a model, its optimizer and its checkpoints pass
+through. ``install`` repairs exactly those, only where CUDA is absent; nothing changes what is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_installed = False
+
+# Modules that create small tensors on the literal "cuda": loss scales, overflow flags, the gradient norm.
+_MODULES_WITH_CUDA_LITERALS = (
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.utils",
+)
+
+
+def install() -> None:
+    """Apply the patches; does nothing where CUDA is present or where it ran before."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _patch_torch_cuda()
+    for name in _MODULES_WITH_CUDA_LITERALS:
+        importlib.import_module(name).torch = _TorchOnCpu("torch")
+    _patch_type_names()
+    _patch_recomputation()
+    _installed = True
+
+
+def _patch_torch_cuda() -> None:
+    """Weights, rotary tables and gradient buffers are made on ``torch.cuda.current_device()``: let that be the CPU.
+
+    Saving a checkpoint waits for ``torch.cuda.synchronize()``, and 0.19 asks for ``current_stream()``: here there is
+    nothing to wait for.
+    """
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: _NoStream()
+
+
+class _NoStream:
+    """A stream on which nothing ever runs."""
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _TorchOnCpu(ModuleType):
+    """The torch module as one Megatron module sees it: what it asks to put on "cuda" is put on the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        return _on_cpu(value) if name in ("tensor", "zeros", "empty", "ones") else value
+
+
+def _on_cpu(make_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make_tensor)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return make_tensor(*args, **kwargs)
+
+    return make
+
+
+def _patch_type_names() -> None:
+    """The bfloat16 optimizer and clipping tell dtypes by ``tensor.type()`` and know only the names of CUDA tensors.
+
+    So while one of these two runs, a CPU tensor answers with the name of its CUDA counterpart.
+    """
+    from megatron.core.optimizer import optimizer
+
+    float16_optimizer = optimizer.Float16OptimizerWithFloat16Params
+    float16_optimizer.__init__ = _with_cuda_type_names(float16_optimizer.__init__)
+    optimizer.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(optimizer.clip_grad_by_total_norm_fp32)
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _cuda_type_names():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    inherited = torch.Tensor.type
+
+    def type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = inherited(tensor, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = type_name
+    try:
+        yield
+    finally:
+        torch.Tensor.type = inherited
+
+
+def _patch_recomputation() -> None:
+    """``tensor_parallel.checkpoint`` saves and restores the CUDA random state beside the CPU's: here it is empty."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
