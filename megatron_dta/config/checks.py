@@ -115,9 +115,11 @@ def _check_data(config: TrainConfig) -> None:
         raise InputError("--rollouts needs --global-batch-size, the rollouts in one optimizer step")
     if data.rollouts and model.vocab_size is None:
         raise InputError("--rollouts needs --vocab-size: stored token ids do not tell the size of the vocabulary")
-    if sampling.prompt_data and not (sampling.reward_function or sampling.task):
-        raise InputError("--prompt-data needs a reward: give --reward-function FILE.py:NAME or --task arithmetic")
-    if sampling.prompt_data and not (sampling.tokenizer_type or sampling.task):
+    if sampling.prompt_data and sampling.task:
+        raise InputError("--task brings its own prompts and conflicts with --prompt-data; keep one of them")
+    if sampling.prompt_data and not sampling.reward_function:
+        raise InputError("--prompt-data needs --reward-function: exact_match, math_verify or FILE.py:NAME")
+    if sampling.prompt_data and not sampling.tokenizer_type:
         raise InputError("--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)")
     if sampled:
         _check_division_of_samples(config)
@@ -208,9 +210,14 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--kl-coef above 0": (reference, "kl_type ref_load"),
         "--prompt-data or --task": (
             sampled,
-            "eval_prompt_data task reward_function tokenizer_type tokenizer_model eos_id rollout_batch_size "
-            "n_samples_per_prompt rollout_top_p rollout_max_response_len eval_temperature n_samples_per_eval_prompt",
+            "eval_temperature rollout_batch_size n_samples_per_prompt rollout_top_p rollout_max_response_len "
+            "n_samples_per_eval_prompt",
         ),
+        "--prompt-data": (
+            config.sampling.prompt_data is not None,
+            "eval_prompt_data reward_function tokenizer_type tokenizer_model eos_id",
+        ),
+        "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
         "--rollouts": (not sampled, "rollout_framing eval_rollouts"),
         "--eval-interval": (evaluated, "eval_iters eval_rollouts eval_prompt_data eval_temperature"),
         "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),

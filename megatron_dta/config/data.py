@@ -37,8 +37,12 @@ class SamplingConfig:
 
     prompt_data: list[str] | None = option(None, "Sample rollouts for the prompts of these JSONL files.")
     eval_prompt_data: list[str] | None = option(None, "Held-out prompts (JSONL); their mean reward is reported.")
-    task: str | None = option(None, "Built-in task: prompts, tokenizer and reward together.", choices=("arithmetic",))
-    reward_function: str | None = option(None, "Reward: FILE.py:NAME, called with each prompt's record and response.")
+    task: str | None = option(
+        None, "Built-in task instead of files: prompts, held-out prompts, tokenizer, reward.", choices=("arithmetic",)
+    )
+    arithmetic_max_operand: int = option(99, "Largest operand of the arithmetic task.", minimum=1)
+    arithmetic_operators: str = option("+", "Operators of the arithmetic task: some of + - *, written together.")
+    reward_function: str | None = option(None, "Reward: exact_match, math_verify, or your own as FILE.py:NAME.")
     tokenizer_type: str | None = option(
         None,
         "Tokenizer of the prompts.",
