@@ -21,13 +21,14 @@ from megatron_dta.tree.prefix_tree import PrefixTree
 FIRST_CHUNK_TOKENS = 64
 COMPARED_AT_ONCE_BYTES = 1 << 22
 MAX_STREAM_TOKENS = 2**31 - 1
+TOKEN_TYPE = np.dtype(np.int32)
 
 
 def build_prefix_tree(sequences: Sequence[np.ndarray]) -> PrefixTree:
     """The forest in which every common prefix of the sequences (integer arrays [T], T >= 1) is stored once.
 
-    Siblings stand in a fixed order that depends on the tokens alone, not on the order of the sequences. Raises InputError
-    for an empty sequence or one that is not an array of 32-bit token ids.
+    Siblings stand in a fixed order that depends on the tokens alone, not on the order of the sequences. Raises
+    InputError for an empty sequence or one that is not an array of 32-bit token ids.
     """
     arrays = [_checked(tokens, index) for index, tokens in enumerate(sequences)]
     order, shared = _sort_sequences(arrays)
@@ -58,11 +59,13 @@ def build_forest_without_sharing(sequences: Sequence[np.ndarray]) -> PrefixTree:
 
 def _checked(tokens: np.ndarray, index: int) -> np.ndarray:
     """The sequence as an int32 array [T]."""
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1 and len(tokens):
+    if type(tokens) is np.ndarray and tokens.dtype == TOKEN_TYPE and tokens.ndim == 1 and len(tokens):
         return tokens
     array = np.asarray(tokens)
     if array.ndim != 1 or len(array) == 0:
-        raise InputError(f"sequence {index} must be a flat list of at least one token id, but its shape is {array.shape}")
+        raise InputError(
+            f"sequence {index} must be a flat list of one or more token ids, but its shape is {array.shape}"
+        )
     if array.dtype.kind not in "iu":
         raise InputError(f"sequence {index} must hold integer token ids, but its type is {array.dtype}")
     if array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min:
@@ -73,7 +76,7 @@ def _checked(tokens: np.ndarray, index: int) -> np.ndarray:
 def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
     total = sum(map(len, parts))
     if total > MAX_STREAM_TOKENS:
-        raise InputError(f"the batch has {total} unique tokens, but one tree holds at most {MAX_STREAM_TOKENS}: split it")
+        raise InputError(f"a batch of {total} unique tokens is over the limit of a tree, {MAX_STREAM_TOKENS}: split it")
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
 
@@ -88,22 +91,27 @@ def _sort_sequences(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     while groups:
         members, place, depth, width = groups.pop()
         end = depth + width
-        buckets: dict[bytes, list[int]] = {}
+        firsts: dict[bytes, int] = {}  # chunk -> the first member that has it
+        followers: dict[int, list[int]] = {}  # first member -> it and the others, where there are others
         for member in members:
-            chunk = arrays[member][depth:end].tobytes()
-            if chunk in buckets:
-                buckets[chunk].append(member)
-            else:
-                buckets[chunk] = [member]
-        chunks = sorted(buckets)
+            first = firsts.setdefault(arrays[member][depth:end].tobytes(), member)
+            if first != member:
+                if first in followers:
+                    followers[first].append(member)
+                else:
+                    followers[first] = [first, member]
+        chunks = sorted(firsts)
         places = []
         for chunk in chunks:
-            bucket = buckets[chunk]
+            first = firsts[chunk]
             places.append(place)
+            if first not in followers:
+                order[place] = first
+                place += 1
+                continue
+            bucket = followers[first]
             count = len(bucket)
-            if count == 1:
-                order[place] = bucket[0]
-            elif len(chunk) == 4 * width:
+            if len(chunk) == 4 * width:
                 groups.append((bucket, place, end, 2 * width))
             else:  # All end inside this chunk: duplicates.
                 order[place : place + count] = bucket
@@ -190,9 +198,9 @@ def _tree_of_runs(token_ids: np.ndarray, order: np.ndarray, lengths: np.ndarray,
 
 
 def _previous_below(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """For each i the last j < i with ``values[j] < bounds[i]``, or -1: int64 [n], in O(n log n) without a loop over n.
+    """For each i the last j < i with ``values[j] < bounds[i]``, or -1: int64 [n], in O(n log n), no loop over n.
 
-    Minima over windows of 1, 2, 4, ... values; then every i walks left over whole windows that stay at or above its bound.
+    Minima over windows of 1, 2, 4, ... values; then every i walks left over whole windows not below its bound.
     """
     count = len(values)
     minima = [values]

@@ -6,9 +6,9 @@ Three integers describe a token of the stream:
     position[i]     its depth, the same in every sequence through it
     subtree_end[i]  one past the last stream index inside its subtree
 
-and query ``q`` sees key ``k`` exactly when ``k <= q < subtree_end[k]``. All three are constant or count up along a *node*,
-a maximal run of tokens with one child each (also broken where a sequence ends), so the nodes are what is stored; the
-arrays per token are derived from them on first use and kept.
+and query ``q`` sees key ``k`` exactly when ``k <= q < subtree_end[k]``. All three are constant or count up along a
+*node*, a maximal run of tokens with one child each (also broken where a sequence ends), so the nodes are what is
+stored; the arrays per token are derived from them on first use and kept.
 
 Letters in shapes: N unique tokens, M nodes, Q sequences, T tokens of one sequence.
 """
