@@ -11,6 +11,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -118,3 +119,12 @@ def build_model(model: ModelConfig, device: torch.device) -> TreeGPTModel:
     return tree_model.to(device=device, dtype=model.params_dtype)
 
 
+
+
+def build_stock_model(model: ModelConfig, device: torch.device) -> GPTModel:
+    """Megatron's own ``GPTModel`` with its own attention: the reference that tree training must agree with.
+
+    Its parameters have the names of ``build_model``'s, so a state dictionary carries over.
+    """
+    stock = GPTModel(transformer_config(model), layer_spec(model, tree_attention=False), **model_arguments(model))
+    return stock.to(device=device, dtype=model.params_dtype)

@@ -32,6 +32,7 @@ def concatenate_forests(trees: Sequence[PrefixTree], sequences: np.ndarray) -> P
         token_ids=np.concatenate([tree.token_ids for tree in trees]),
         node_start=np.concatenate([*node_start, first_token[-1:]]).astype(like.node_start.dtype),
         node_parent=np.concatenate(node_parent).astype(like.node_parent.dtype),
+        node_position=np.concatenate([tree.node_position for tree in trees]),
         node_subtree_end=np.concatenate(node_subtree_end).astype(like.node_subtree_end.dtype),
         sequence_node=np.concatenate(sequence_node)[back].astype(like.sequence_node.dtype),
         sequence_lengths=np.concatenate([tree.sequence_lengths for tree in trees])[back],

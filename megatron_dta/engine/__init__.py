@@ -1,0 +1,6 @@
+"""Runs a step plan on a model: forward in preorder, losses where sequences complete, backward in postorder."""
+
+from megatron_dta.engine.batch import TreeBatch, prepare_batch
+from megatron_dta.engine.executor import StepResult, TreeEngine
+
+__all__ = ["StepResult", "TreeBatch", "TreeEngine", "prepare_batch"]

@@ -1,0 +1,91 @@
+"""A step's plan together with the numbers of its loss: what the trainer hands to the engine.
+
+The plan depends on tokens and masks alone, so one plan serves every pass of the step; ``with_fields`` fills in what an earlier pass
+computed. Fields are kept for trained tokens only, flat, in sequence order (the pairs of the plan).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_dta.objectives.weights import loss_weights
+from megatron_dta.planning.sample import FIELDS, TrainingSample
+from megatron_dta.planning.step_plan import StepPlan, plan_step
+
+if TYPE_CHECKING:
+    from megatron_dta.config import TreeConfig
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Legend: P pairs of a sequence and one of its trained tokens, Q sequences.
+
+    Attributes:
+        plan: the step's plan.
+        loss_mask: per sequence, bool [T].
+        loss_weights: float64 [P], factor of each token's loss in the step's loss.
+        fields: float64 [P] for each of "advantages", "old_logprobs", "ref_logprobs", or None where the samples have none.
+    """
+
+    plan: StepPlan
+    loss_mask: list[np.ndarray]
+    loss_weights: np.ndarray
+    fields: dict[str, np.ndarray | None]
+
+    def with_fields(self, **fields: Sequence[np.ndarray]) -> TreeBatch:
+        """The same batch with fields replaced, each given as one array [T] per sequence."""
+        flat = {name: self._flat(name, arrays) for name, arrays in fields.items()}
+        return replace(self, fields=self.fields | flat)
+
+    def per_sequence(self, pairs: np.ndarray) -> list[np.ndarray]:
+        """Spread ``pairs`` [P] to one array [T] per sequence, 0 where a token is not trained."""
+        outputs = []
+        for mask, begin, end in zip(
+            self.loss_mask, self.plan.sequence_pairs[:-1], self.plan.sequence_pairs[1:], strict=True
+        ):
+            values = np.zeros(len(mask), dtype=pairs.dtype)
+            values[mask] = pairs[begin:end]
+            outputs.append(values)
+        return outputs
+
+    def _flat(self, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        if name not in FIELDS:
+            raise ValueError(f"{name!r} is not a field of the loss; the fields are {', '.join(FIELDS)}")
+        if len(arrays) != len(self.loss_mask):
+            raise ValueError(f"{name}: {len(arrays)} arrays for {len(self.loss_mask)} sequences")
+        return _trained(arrays, self.loss_mask)
+
+
+def prepare_batch(
+    samples: Sequence[TrainingSample], tree: TreeConfig, loss_aggregation: str = "token-mean"
+) -> TreeBatch:
+    """Plan a step over ``samples``, and gather the fields of its loss.
+
+    Samples without a trained token are refused (``ValueError``), as is a field that only some samples have.
+
+    Args:
+        tree: mode, segment size and budgets.
+        loss_aggregation: "token-mean" or "sequence-mean", over all samples.
+    """
+    plan = plan_step(
+        samples, tree.tree_mode, tree.tree_segment_tokens, tree.tree_memory_tokens, tree.tree_activation_tokens
+    )
+    masks = [np.asarray(sample.loss_mask, dtype=bool) for sample in samples]
+    fields: dict[str, np.ndarray | None] = {}
+    for name in FIELDS:
+        arrays = [getattr(sample, name) for sample in samples]
+        missing = [i for i, array in enumerate(arrays) if array is None]
+        if 0 < len(missing) < len(samples):
+            raise ValueError(f"{name} is missing in sample {missing[0]}, though other samples have it")
+        fields[name] = None if missing or not samples else _trained(arrays, masks)
+    weights = loss_weights(np.diff(plan.sequence_pairs), loss_aggregation)
+    return TreeBatch(plan, masks, np.repeat(weights, np.diff(plan.sequence_pairs)), fields)
+
+
+def _trained(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+    chosen = [np.asarray(array, dtype=np.float64)[mask] for array, mask in zip(arrays, masks, strict=True)]
+    return np.concatenate([np.zeros(0), *chosen])

@@ -1,0 +1,107 @@
+"""The plan's arrays on the model's device, uploaded once before the step.
+
+Inside the step everything is a view of these tensors and every length is known on the host, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dta.model import RowChunk
+from megatron_dta.planning.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class SegmentEdges:
+    """What the logprob head computes for one segment (R rows, E edges of the segment).
+
+    Attributes:
+        rows: int64 [R], rows within the segment's tokens.
+        edge_row: int64 [E], row of each edge within ``rows``; ``target`` int64 [E], its token id.
+        chunks: ranges of rows whose logits are alive together.
+    """
+
+    rows: Tensor
+    edge_row: Tensor
+    target: Tensor
+    chunks: list[RowChunk]
+
+
+@dataclass(frozen=True)
+class DeviceLossBatch:
+    """Sequences whose loss is one call: pairs [B, T] in sequence order, where the pad index P marks the end of a row."""
+
+    pair_index: Tensor
+    loss_mask: Tensor
+
+
+class DevicePlan:
+    """Tensors of a ``StepPlan`` on ``device``; see there for the orders of edges, rows and pairs."""
+
+    def __init__(self, plan: StepPlan, device: torch.device, forward_only: bool, chunk_rows: int) -> None:
+        segments, tree = plan.segments, plan.segments.tree
+        self.start = segments.segment_start.tolist()
+        starts = plan.forward_slot_start if forward_only else plan.slot_start
+        self.slot_start = starts.tolist()
+        self.segment_rows = plan.segment_rows.tolist()
+        self.segment_edges = plan.segment_edges.tolist()
+        self.segment_pairs = plan.segment_pairs.tolist()
+        self.segment_path = plan.segment_path.tolist()
+        self.num_pairs = plan.num_pairs
+
+        def upload(array: np.ndarray) -> Tensor:
+            tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+        lengths = np.diff(segments.segment_start)
+        token_slot = np.repeat(starts - segments.segment_start[:-1], lengths) + np.arange(tree.num_tokens)
+        self.token_ids = upload(tree.token_ids)
+        self.positions = upload(tree.position)
+        self.subtree_end = upload(tree.subtree_end)
+        self.stream = upload(np.arange(tree.num_tokens))
+        self.path_stream = upload(plan.path_stream)
+        self.path_slot = upload(token_slot[plan.path_stream])
+        self.path_end = upload(tree.subtree_end[plan.path_stream])
+        segment_of_row = np.repeat(np.arange(segments.num_segments), np.diff(plan.segment_rows))
+        self.local_row = upload(plan.row_stream - segments.segment_start[segment_of_row])
+        self.edge_row = upload(plan.edge_row)
+        segment_of_edge = np.repeat(np.arange(segments.num_segments), np.diff(plan.segment_edges))
+        self.local_edge_row = upload(plan.edge_row - plan.segment_rows[segment_of_edge])
+        self.edge_target = upload(plan.edge_target)
+        self.pairs_per_edge, self.pairs_per_row = upload(plan.pairs_per_edge), upload(plan.pairs_per_row)
+        # One more entry for the pad index: it reads edge 0 and writes behind the last pair.
+        self.pair_edge = upload(np.append(plan.pair_edge, 0))
+        self.pair_rank = upload(np.append(plan.pair_rank, plan.num_pairs))
+        self.chunks = [
+            _row_chunks(plan, segment, chunk_rows) for segment in range(segments.num_segments)
+        ]
+        self.loss_batches = [
+            []
+            if forward_only
+            else [
+                DeviceLossBatch(index := upload(batch.pair_index), index < plan.num_pairs) for batch in segment_batches
+            ]
+            for segment_batches in plan.loss_batches
+        ]
+
+    def edges_of(self, segment: int) -> SegmentEdges:
+        rows = slice(self.segment_rows[segment], self.segment_rows[segment + 1])
+        edges = slice(self.segment_edges[segment], self.segment_edges[segment + 1])
+        return SegmentEdges(
+            self.local_row[rows], self.local_edge_row[edges], self.edge_target[edges], self.chunks[segment]
+        )
+
+
+def _row_chunks(plan: StepPlan, segment: int, chunk_rows: int) -> list[RowChunk]:
+    row_begin, row_end = plan.segment_rows[segment : segment + 2].tolist()
+    edge_begin = int(plan.segment_edges[segment])
+    bounds = [*range(row_begin, row_end, chunk_rows), row_end]
+    edges = np.searchsorted(plan.edge_row, bounds)
+    return [
+        RowChunk(bounds[i] - row_begin, bounds[i + 1] - row_begin, int(edges[i]) - edge_begin, int(edges[i + 1]) - edge_begin)
+        for i in range(len(bounds) - 1)
+    ]

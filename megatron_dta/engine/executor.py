@@ -1,0 +1,175 @@
+"""The one executor: it walks an op list of forwards and backwards over segments.
+
+    F(segment)  tokens and positions in; K and V stay in the pool for descendants; logprobs and entropies of the segment's edges out
+    loss        of the sequences whose last row the segment holds; its gradient is kept per (sequence, token) pair
+    B(segment)  gradients enter at its edges (from the loss) and at its K and V (from its descendants); they leave as weight
+                gradients and as dK and dV of its ancestors; its activations and slots are free afterwards
+
+Every sequence through a segment ends in it or in a descendant, and a segment's backward comes after its descendants', so the loss
+is always there when a backward asks for it: objectives of whole sequences need no second pass. Dense and packed training are other
+forests in the same op list, and a pass for logprobs only is an op list without backwards.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dta.engine.batch import TreeBatch
+from megatron_dta.engine.device_plan import DevicePlan
+from megatron_dta.engine.loss_pass import LossPass, Objective
+from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel, accumulation_dtype
+from megatron_dta.planning.schedule import OpKind
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one step; gradients are in the model's parameters.
+
+    Attributes:
+        loss: scalar tensor, the step's loss under the one global denominator.
+        metrics: scalar tensors, means over the step's trained tokens.
+        peak_in_flight_tokens: most tokens whose K and V were alive at once, as run.
+        recomputed_tokens: tokens whose forward ran twice.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    peak_in_flight_tokens: int
+    recomputed_tokens: int
+
+
+@dataclass
+class _InFlight:
+    """A segment between its forward and its backward; the graph is None where it is recomputed."""
+
+    context: SegmentContext
+    graph: tuple[Tensor, Tensor, Tensor] | None
+
+
+class TreeEngine:
+    """Runs batches on ``model``, a ``TreeGPTModel`` or Megatron's DistributedDataParallel around one.
+
+    Args:
+        temperature: the logits are divided by it, in training as in sampling.
+        logprob_chunk_tokens: rows of logits alive at once.
+    """
+
+    def __init__(self, model: torch.nn.Module, temperature: float = 1.0, logprob_chunk_tokens: int = 1024) -> None:
+        self.model = model
+        self.tree_model: TreeGPTModel = model if isinstance(model, TreeGPTModel) else model.module
+        self.temperature = temperature
+        self.logprob_chunk_tokens = logprob_chunk_tokens
+        parameter = next(self.tree_model.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+
+    def forward_backward(self, batch: TreeBatch, objective: Objective) -> StepResult:
+        """Add the gradient of the batch's loss to the parameters' gradients."""
+        run = _Run(self, batch, objective)
+        num_backwards = sum(op.kind is OpKind.BACKWARD for op in batch.plan.training_ops)
+        for op in batch.plan.training_ops:
+            if op.kind is OpKind.FORWARD:
+                run.forward(op.segment, keep=bool(batch.plan.keep_activations[op.segment]))
+                run.loss.complete(op.segment)
+            else:
+                num_backwards -= 1
+                # Gradients of replicas are reduced once, with the step's last backward.
+                with nullcontext() if num_backwards == 0 else self._no_sync():
+                    run.backward(op.segment)
+        means = {name: total / max(1, batch.plan.num_pairs) for name, total in run.loss.metric_sums.items()}
+        return StepResult(run.loss.loss, means, run.peak_tokens, run.recomputed_tokens)
+
+    @torch.no_grad()
+    def compute_logprobs(self, batch: TreeBatch) -> list[np.ndarray]:
+        """Logprobs of the trained tokens under the current weights, one array [T] per sequence, 0 elsewhere."""
+        run = _Run(self, batch, objective=None)
+        for op in batch.plan.forward_ops:
+            run.forward(op.segment, keep=False)
+        return batch.per_sequence(run.loss.pair_logprobs().cpu().numpy())
+
+    def _no_sync(self) -> object:
+        return self.model.no_sync() if hasattr(self.model, "no_sync") else nullcontext()
+
+
+class _Run:
+    """State of one walk over the ops."""
+
+    def __init__(self, engine: TreeEngine, batch: TreeBatch, objective: Objective | None) -> None:
+        self.engine, self.training = engine, objective is not None
+        step, config = batch.plan, engine.tree_model.config
+        self.plan = DevicePlan(step, engine.device, not self.training, engine.logprob_chunk_tokens)
+        self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(engine.dtype), engine.device)
+        self.pool = KVPool(
+            num_layers=config.num_layers,
+            num_slots=step.num_slots if self.training else step.forward_num_slots,
+            num_kv_heads=config.num_query_groups,
+            head_size=config.kv_channels,
+            dtype=engine.dtype,
+            device=engine.device,
+            with_gradients=self.training,
+        )
+        self.in_flight: dict[int, _InFlight] = {}
+        self.tokens = self.peak_tokens = self.recomputed_tokens = 0
+
+    def forward(self, segment: int, keep: bool) -> None:
+        """F: run the segment; ``keep`` holds its graph for the backward."""
+        context = self._context(segment)
+        self.pool.open(context.slots)
+        with torch.set_grad_enabled(keep):
+            graph = self._run_model(segment, context)
+        self.loss.store(segment, *graph[1:])
+        if self.training:
+            self.in_flight[segment] = _InFlight(context, graph if keep else None)
+            self.tokens += self.plan.start[segment + 1] - self.plan.start[segment]
+            self.peak_tokens = max(self.peak_tokens, self.tokens)
+
+    def backward(self, segment: int) -> None:
+        """B: the segment's share of the gradient; its activations, K and V are free afterwards."""
+        live = self.in_flight.pop(segment)
+        length = self.plan.start[segment + 1] - self.plan.start[segment]
+        graph = live.graph
+        if graph is None:
+            self.recomputed_tokens += length
+            with torch.enable_grad():
+                graph = self._run_model(segment, live.context)
+        hidden, logprobs, entropy = graph
+        # Without edges of its own a segment still passes on what its descendants left at its K and V.
+        outputs, gradients = [hidden], [torch.zeros_like(hidden)]
+        if logprobs.shape[0]:
+            grad_logprobs, grad_entropy = self.loss.gradients(segment)
+            outputs.append(logprobs)
+            gradients.append(grad_logprobs)
+            if grad_entropy is not None:
+                outputs.append(entropy)
+                gradients.append(grad_entropy)
+        torch.autograd.backward(outputs, gradients)
+        self.tokens -= length
+
+    def _run_model(self, segment: int, context: SegmentContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states [n, hidden size], logprobs of the segment's edges, entropies of its rows."""
+        tokens = self.plan.token_ids[self.plan.start[segment] : self.plan.start[segment + 1]]
+        hidden = self.engine.model(tokens.unsqueeze(0), context)
+        edges = self.plan.edges_of(segment)
+        logprobs, entropy = self.engine.tree_model.edge_logprobs(
+            hidden.index_select(0, edges.rows), edges.edge_row, edges.target, edges.chunks, self.engine.temperature
+        )
+        return hidden, logprobs, entropy
+
+    def _context(self, segment: int) -> SegmentContext:
+        plan = self.plan
+        own = slice(plan.start[segment], plan.start[segment + 1])
+        path = slice(plan.segment_path[segment], plan.segment_path[segment + 1])
+        slot = plan.slot_start[segment]
+        return SegmentContext(
+            position_ids=plan.positions[own],
+            pool=self.pool,
+            slots=slice(slot, slot + own.stop - own.start),
+            ancestor_slots=plan.path_slot[path],
+            query_index=plan.stream[own],
+            key_index=torch.cat([plan.path_stream[path], plan.stream[own]]),
+            key_end=torch.cat([plan.path_end[path], plan.subtree_end[own]]),
+        )

@@ -1,0 +1,111 @@
+"""From unique edges to sequences and back: where the loss meets the tree.
+
+Gather: each (sequence, trained token) reads the logprob of its edge and the entropy of its row. The objective is an ordinary
+function of one sequence; it is called on rectangles of them. Scatter: its gradient is written once per pair, and a segment's
+backward sums the pairs of each edge and row. The sums run over sorted runs, in a fixed order and in float32 (float64 for a
+float64 model), so they are the same in every run, on a GPU too.
+
+Legend: E edges, R rows, P pairs, B sequences of a loss batch, T their longest number of trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dta.engine.batch import TreeBatch
+from megatron_dta.engine.device_plan import DeviceLossBatch, DevicePlan
+from megatron_dta.objectives import LossFields, TokenLosses
+
+Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses]
+
+
+class LossPass:
+    """The loss of one step.
+
+    Attributes:
+        logprobs_E, entropy_R: filled in by the forwards; NaN until then, so an edge read too early cannot pass unnoticed.
+        loss: scalar so far; ``metric_sums``: per metric, its sum over trained tokens so far.
+    """
+
+    def __init__(
+        self, batch: TreeBatch, plan: DevicePlan, objective: Objective | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.plan, self.objective, self.dtype = plan, objective, dtype
+        num_edges, num_rows = len(batch.plan.edge_row), len(batch.plan.row_stream)
+        self.logprobs_E = torch.full((num_edges,), torch.nan, dtype=dtype, device=device)
+        self.entropy_R = torch.full((num_rows,), torch.nan, dtype=dtype, device=device)
+        self.loss = torch.zeros((), dtype=dtype, device=device)
+        self.metric_sums: dict[str, Tensor] = {}
+        if objective is None:
+            return
+        self.grad_logprobs_P = torch.full((plan.num_pairs + 1,), torch.nan, dtype=dtype, device=device)
+        self.grad_entropy_P: Tensor | None = None  # made when the objective turns out to use entropies
+        self.weights_P = self._upload(batch.loss_weights)
+        self.fields_P = {
+            name: None if values is None else self._upload(values) for name, values in batch.fields.items()
+        }
+
+    def _upload(self, values_P: np.ndarray) -> Tensor:
+        """Values of the pairs and a 0 for the pad index."""
+        return torch.from_numpy(np.append(values_P, 0.0)).to(self.loss.device, self.dtype)
+
+    def store(self, segment: int, logprobs: Tensor, entropy: Tensor) -> None:
+        """Take a segment's logprobs and entropies."""
+        edges = slice(self.plan.segment_edges[segment], self.plan.segment_edges[segment + 1])
+        rows = slice(self.plan.segment_rows[segment], self.plan.segment_rows[segment + 1])
+        self.logprobs_E[edges] = logprobs.detach()
+        self.entropy_R[rows] = entropy.detach()
+
+    def pair_logprobs(self) -> Tensor:
+        """Logprob of every pair [P], in sequence order."""
+        return self.logprobs_E[self.plan.pair_edge[:-1]]
+
+    def complete(self, segment: int) -> None:
+        """Compute the loss of the sequences whose last row is in ``segment`` and keep its gradient."""
+        for loss_batch in self.plan.loss_batches[segment]:
+            self._loss(loss_batch)
+
+    def _loss(self, loss_batch: DeviceLossBatch) -> None:
+        index_BT = loss_batch.pair_index
+        edge_BT = self.plan.pair_edge[index_BT]
+        fields = LossFields(
+            loss_mask=loss_batch.loss_mask,
+            **{name: None if values is None else values[index_BT] for name, values in self.fields_P.items()},
+        )
+        with torch.enable_grad():
+            logprobs_BT = self.logprobs_E[edge_BT].requires_grad_()
+            entropy_BT = self.entropy_R[self.plan.edge_row[edge_BT]].requires_grad_()
+            losses = self.objective(logprobs_BT, entropy_BT, fields)
+            loss = (losses.loss * self.weights_P[index_BT]).sum()
+            grad_logprobs_BT, grad_entropy_BT = torch.autograd.grad(loss, (logprobs_BT, entropy_BT), allow_unused=True)
+        self.loss += loss.detach()
+        for name, values in losses.metrics.items():
+            total = torch.where(loss_batch.loss_mask, values, 0).sum()
+            self.metric_sums[name] = self.metric_sums.get(name, 0) + total
+        # Pad positions write behind the last pair, where nothing reads.
+        rank_BT = self.plan.pair_rank[index_BT]
+        self.grad_logprobs_P[rank_BT] = grad_logprobs_BT
+        if grad_entropy_BT is not None:
+            if self.grad_entropy_P is None:
+                self.grad_entropy_P = torch.full_like(self.grad_logprobs_P, torch.nan)
+            self.grad_entropy_P[rank_BT] = grad_entropy_BT
+
+    def gradients(self, segment: int) -> tuple[Tensor, Tensor | None]:
+        """Gradient of the step's loss by a segment's logprobs [E] and entropies [R], None if they are not in the loss."""
+        plan = self.plan
+        pairs = slice(plan.segment_pairs[segment], plan.segment_pairs[segment + 1])
+        edges = slice(plan.segment_edges[segment], plan.segment_edges[segment + 1])
+        rows = slice(plan.segment_rows[segment], plan.segment_rows[segment + 1])
+        grad_logprobs_E = _sum_runs(self.grad_logprobs_P[pairs], plan.pairs_per_edge[edges])
+        if self.grad_entropy_P is None:
+            return grad_logprobs_E, None
+        return grad_logprobs_E, _sum_runs(self.grad_entropy_P[pairs], plan.pairs_per_row[rows])
+
+
+def _sum_runs(values: Tensor, lengths: Tensor) -> Tensor:
+    # unsafe skips the check of the lengths, which would wait for the device.
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
