@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ def rollout_file(name: str) -> Path:
 
 
 def seed_all(seed: int) -> np.random.Generator:
-    """Seed Python, NumPy and (where imported) torch, print the seed for the failure report, return a generator of it."""
+    """Seed Python, NumPy and (where imported) torch, print the seed for the failure report, return its generator."""
     print(f"seed {seed}")
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -37,8 +36,7 @@ def seed_all(seed: int) -> np.random.Generator:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_torch_thread() -> Iterator[None]:
+def _one_torch_thread() -> None:
     """Small operands are faster on one thread, and several test processes then share a machine fairly."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    yield

@@ -1,0 +1,54 @@
+"""The two framings of a rollout: one sample for the whole trajectory, or one for each of its turns.
+
+A turn is a run of trained tokens. Its sample holds every token up to the end of the turn and trains the turn alone, so
+the samples of one trajectory are prefixes of each other; they share a ``trajectory_id``, by which group statistics
+count the trajectory's reward once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_dta.rollouts.record import Rollout
+
+FRAMINGS = ("trajectory", "turn")
+
+
+def mask_runs(loss_mask: np.ndarray) -> np.ndarray:
+    """[runs, 2] begin and end of each run of True in ``loss_mask`` [T], in order."""
+    edges = np.diff(loss_mask.astype(np.int8), prepend=0, append=0)
+    return np.flatnonzero(edges).reshape(-1, 2)
+
+
+def cut_turns(rollout: Rollout, trajectory_id: str, turns: np.ndarray | None = None) -> list[Rollout]:
+    """One sample per turn; ``turns`` [n, 2] (default: the runs of the loss mask) where two turns may touch.
+
+    ``trajectory_id`` is given to samples of a rollout that has none of its own.
+    """
+    samples = []
+    for begin, end in mask_runs(rollout.loss_mask) if turns is None else turns:
+        loss_mask = np.zeros(end, bool)
+        loss_mask[begin:end] = True
+        samples.append(replace(_head(rollout, end, loss_mask), trajectory_id=rollout.trajectory_id or trajectory_id))
+    return samples
+
+
+def cut_length(rollout: Rollout, max_length: int) -> Rollout | None:
+    """The first ``max_length`` tokens; None where no trained token is left among them."""
+    if len(rollout) <= max_length:
+        return rollout
+    loss_mask = rollout.loss_mask[:max_length]
+    return _head(rollout, max_length, loss_mask) if loss_mask.any() else None
+
+
+def _head(rollout: Rollout, end: int, loss_mask: np.ndarray) -> Rollout:
+    """The first ``end`` tokens with every per-token field cut alike."""
+    return replace(
+        rollout,
+        token_ids=rollout.token_ids[:end],
+        loss_mask=loss_mask,
+        advantages=None if rollout.advantages is None else rollout.advantages[:end],
+        logprobs=None if rollout.logprobs is None else rollout.logprobs[:end],
+    )

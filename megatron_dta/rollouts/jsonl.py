@@ -1,0 +1,81 @@
+"""JSONL: one JSON object per line, its keys the names of the record's fields; blank lines are passed over.
+
+float32 values are written with all the digits of their double, so that reading them back rounds to the very same
+float32; NaN and infinities, which JSON does not have, are neither written nor accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.errors import InputError
+from megatron_dta.rollouts.files import replacing
+from megatron_dta.rollouts.record import (
+    FIELD_NAMES,
+    Rollout,
+    check_field_names,
+    field_error,
+    rollout_from_fields,
+    row_error,
+)
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Rollout]]:
+    """Yields (line, rollout), lines counted from 1; ``InputError`` at the first bad line."""
+    with path.open("rb") as file:
+        for row, line in enumerate(file, start=1):
+            if line.isspace():
+                continue
+            try:
+                rollout = rollout_from_fields(_parse(line))
+            except InputError as error:
+                raise row_error(path, row, error) from None
+            yield row, rollout
+
+
+def write_jsonl(path: Path, rollouts: Iterable[Rollout]) -> None:
+    """One line per rollout; fields that are None are left out."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for rollout in rollouts:
+            file.write(json.dumps(_fields(rollout), allow_nan=False, separators=(", ", ": ")) + "\n")
+
+
+def _fields(rollout: Rollout) -> dict[str, Any]:
+    values = {name: getattr(rollout, name) for name in FIELD_NAMES}
+    return {
+        name: value.tolist() if hasattr(value, "tolist") else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise field_error(next(name for name in names if names.count(name) > 1), "given twice")
+    return values
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """The JSON object of one line, its keys checked."""
+    try:
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except InputError:
+        raise
+    except UnicodeDecodeError as error:
+        raise InputError(f"is not UTF-8 (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        cut = "; the line is cut short" if error.pos >= len(line.decode("utf-8").rstrip()) else ""
+        raise InputError(f"is not JSON: {error.msg} at column {error.colno}{cut}") from None
+    except RecursionError:
+        raise InputError("is not a record: nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise InputError(f"is not JSON that can be read: {str(error).splitlines()[0]}") from None
+    if not isinstance(record, dict):
+        raise InputError(f"is not a JSON object but {type(record).__name__}")
+    check_field_names(record)
+    return record

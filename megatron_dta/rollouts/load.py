@@ -1,0 +1,121 @@
+"""Rollout files of any form: the suffix chooses the form, and all of a file is checked before any of it is used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dta.errors import InputError
+from megatron_dta.rollouts.framing import FRAMINGS, cut_length, cut_turns
+from megatron_dta.rollouts.jsonl import read_jsonl, write_jsonl
+from megatron_dta.rollouts.npz import read_npz
+from megatron_dta.rollouts.record import Rollout, check_required, check_vocabulary, row_error
+
+logger = logging.getLogger(__name__)
+
+
+def load_rollouts(
+    path: str | Path,
+    framing: str = "trajectory",
+    vocab_size: int | None = None,
+    max_sequences: int | None = None,
+    max_length: int | None = None,
+    require: Collection[str] = (),
+) -> list[Rollout]:
+    """The rollouts of a ``.jsonl``, ``.parquet`` or ``.npz`` file, all of it checked before the first is returned.
+
+    framing: "trajectory", one sample per stored row, or "turn", one per run of trained tokens (``framing.py``).
+    vocab_size: token ids at or above it are refused. max_length: longer samples are cut there; those left without a
+    trained token are dropped, which is logged. max_sequences: only the first so many of the samples that remain.
+    require: fields without which the objective cannot train, ``"reward|advantages"`` meaning either.
+
+    Raises ``InputError`` naming the file, the row (from 1; the line of a JSONL file), the field and the reason.
+    """
+    path = Path(path)
+    if framing not in FRAMINGS:
+        raise InputError(f"framing '{framing}' is not known; choose from {', '.join(FRAMINGS)}")
+    for name, limit in (("max_sequences", max_sequences), ("max_length", max_length), ("vocab_size", vocab_size)):
+        if limit is not None and limit < 1:
+            raise InputError(f"{name} is {limit}; it must be at least 1")
+    samples: list[Rollout] = []
+    rows = untrained = 0
+    rewards: dict[tuple[str, str], tuple[float, int]] = {}
+    # The loop goes to the end of the file even when max_sequences is reached: a bad last row must stop the run now.
+    for row, rollout, turns in _records(path):
+        rows += 1
+        try:
+            if vocab_size is not None:
+                check_vocabulary(rollout, vocab_size)
+            check_required(rollout, require)
+            _check_one_reward(rollout, row, rewards)
+        except InputError as error:
+            raise row_error(path, row, error) from None
+        if max_sequences is not None and len(samples) >= max_sequences:
+            continue
+        for sample in [rollout] if framing == "trajectory" else cut_turns(rollout, f"row {row}", turns):
+            kept = sample if max_length is None else cut_length(sample, max_length)
+            if kept is None:
+                untrained += 1
+            else:
+                samples.append(kept)
+    if not rows:
+        raise InputError(f"{path}: holds no rollouts")
+    if untrained:
+        logger.warning("%s: left out %d samples: no trained token in their first %d", path, untrained, max_length)
+    if not samples:
+        raise InputError(f"{path}: no sample has a trained token in its first {max_length} tokens; raise max_length")
+    return samples[:max_sequences]
+
+
+def write_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
+    """Write ``rollouts`` as ``.jsonl`` or ``.parquet``, by the suffix; the file appears only once it is complete.
+
+    Reading it back gives the same records bit for bit.
+    """
+    path = Path(path)
+    if not rollouts:
+        raise InputError(f"{path}: there are no rollouts to write")
+    if path.suffix == ".jsonl":
+        write_jsonl(path, rollouts)
+    elif path.suffix == ".parquet":
+        # pyarrow takes half a second to import: only where it is used.
+        from megatron_dta.rollouts.parquet import write_parquet
+
+        write_parquet(path, rollouts)
+    else:
+        raise InputError(f"{path}: rollouts are written as .jsonl or .parquet, not '{path.suffix}'")
+
+
+def _records(path: Path) -> Iterator[tuple[int, Rollout, np.ndarray | None]]:
+    """(row, rollout, turns or None where the loss mask tells them) of any form of file."""
+    if path.suffix not in (".jsonl", ".parquet", ".npz"):
+        raise InputError(f"{path}: rollouts are read from .jsonl, .parquet or .npz, not '{path.suffix}'")
+    if not path.exists():
+        raise InputError(f"{path}: no such file")
+    try:
+        if path.suffix == ".npz":
+            yield from read_npz(path)
+            return
+        if path.suffix == ".jsonl":
+            reader = read_jsonl
+        else:
+            from megatron_dta.rollouts.parquet import read_parquet as reader
+        for row, rollout in reader(path):
+            yield row, rollout, None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _check_one_reward(rollout: Rollout, row: int, rewards: dict[tuple[str, str], tuple[float, int]]) -> None:
+    """Samples of one trajectory count once in their group, so they must agree on the reward."""
+    if rollout.trajectory_id is None or rollout.reward is None or rollout.advantages is not None:
+        return
+    reward, first = rewards.setdefault((rollout.group_id, rollout.trajectory_id), (rollout.reward, row))
+    if reward != rollout.reward:
+        raise InputError(
+            f"field 'reward': is {rollout.reward}, but {reward} in row {first} of the same trajectory_id "
+            "(a trajectory has one reward; give per-token advantages for several)"
+        )
