@@ -211,7 +211,7 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--prompt-data or --task": (
             sampled,
             "eval_temperature rollout_batch_size n_samples_per_prompt rollout_top_p rollout_max_response_len "
-            "n_samples_per_eval_prompt",
+            "n_samples_per_eval_prompt inference_max_requests",
         ),
         "--prompt-data": (
             config.sampling.prompt_data is not None,

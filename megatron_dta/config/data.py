@@ -64,4 +64,7 @@ class SamplingConfig:
     eval_temperature: float | None = option(
         None, "Temperature in evaluation, 0 for greedy (default: sampling's).", minimum=0
     )
+    inference_max_requests: int = option(
+        256, "Most sequences decoded at once; bounds memory and does not change the samples.", minimum=1
+    )
     n_samples_per_eval_prompt: int = option(1, "Rollouts per held-out prompt.", minimum=1)
