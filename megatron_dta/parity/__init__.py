@@ -1,0 +1,21 @@
+"""Proof of exactness: tree training against two references that run one sequence at a time.
+
+The stock Megatron model in float64, with its own attention and a plain log-softmax, and Hugging Face transformers in float32
+with the same weights. ``tools/check_parity.py`` and the test-suite are built on this package.
+"""
+
+from megatron_dta.parity.cases import random_training_samples
+from megatron_dta.parity.compare import ParityErrors, compare_outcomes
+from megatron_dta.parity.outcome import Outcome
+from megatron_dta.parity.references import run_huggingface, run_stock
+from megatron_dta.parity.tree_run import run_tree
+
+__all__ = [
+    "Outcome",
+    "ParityErrors",
+    "compare_outcomes",
+    "random_training_samples",
+    "run_huggingface",
+    "run_stock",
+    "run_tree",
+]

@@ -1,0 +1,96 @@
+"""The two references: one sequence at a time, whole logits, plain log-softmax, autograd for everything.
+
+They share no code with the tree path but the objective and the weights of the loss, which are ordinary functions of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dta.config import ModelConfig
+from megatron_dta.model import build_stock_model
+from megatron_dta.objectives import LossFields, TokenLosses
+from megatron_dta.objectives.weights import loss_weights
+from megatron_dta.parity.huggingface import build_huggingface
+from megatron_dta.parity.outcome import Outcome
+from megatron_dta.planning.sample import FIELDS, TrainingSample
+
+Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses]
+
+
+def run_stock(
+    model: ModelConfig,
+    weights: dict[str, Tensor],
+    samples: Sequence[TrainingSample],
+    objective: Objective,
+    temperature: float = 1.0,
+    loss_aggregation: str = "token-mean",
+) -> Outcome:
+    """Train ``samples`` one by one on Megatron's stock model with ``weights``, in the precision of ``model``."""
+    device = next(iter(weights.values())).device
+    stock = build_stock_model(model, device)
+    stock.load_state_dict(weights)
+
+    def logits_of(token_ids: Tensor) -> Tensor:
+        length = token_ids.shape[1]
+        hidden_from = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+        return stock(token_ids, torch.arange(length, device=device)[None], hidden_from)[0]
+
+    return _run_one_by_one(stock, logits_of, samples, objective, temperature, loss_aggregation)
+
+
+def run_huggingface(
+    model: ModelConfig,
+    weights: dict[str, Tensor],
+    samples: Sequence[TrainingSample],
+    objective: Objective,
+    temperature: float = 1.0,
+    loss_aggregation: str = "token-mean",
+) -> Outcome:
+    """The same on Hugging Face's model in float32; gradients carry its parameter names."""
+    reference = build_huggingface(model, weights)
+
+    def logits_of(token_ids: Tensor) -> Tensor:
+        return reference(input_ids=token_ids, use_cache=False).logits[0]
+
+    return _run_one_by_one(reference, logits_of, samples, objective, temperature, loss_aggregation)
+
+
+def _run_one_by_one(
+    module: torch.nn.Module,
+    logits_of: Callable[[Tensor], Tensor],
+    samples: Sequence[TrainingSample],
+    objective: Objective,
+    temperature: float,
+    loss_aggregation: str,
+) -> Outcome:
+    weights = loss_weights(np.array([sample.num_trained for sample in samples]), loss_aggregation)
+    device = next(module.parameters()).device
+    total, all_logprobs = 0.0, []
+    for sample, weight in zip(samples, weights, strict=True):
+        token_ids = torch.from_numpy(sample.token_ids.astype(np.int64)).to(device)[None]
+        trained = torch.from_numpy(np.flatnonzero(sample.loss_mask)).to(device)
+        distributions = torch.log_softmax(logits_of(token_ids) / temperature, dim=-1)[trained - 1]
+        logprobs = distributions.gather(1, token_ids[0, trained, None]).squeeze(1)
+        entropy = -(distributions.exp() * distributions).sum(-1)
+        losses = objective(logprobs, entropy, _fields(sample, logprobs))
+        loss = losses.loss.sum() * float(weight)
+        loss.backward()
+        total += float(loss.detach().double())
+        spread = np.zeros(len(sample.token_ids))
+        spread[sample.loss_mask] = logprobs.detach().double().cpu().numpy()
+        all_logprobs.append(spread)
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return Outcome(total, all_logprobs, gradients)
+
+
+def _fields(sample: TrainingSample, like: Tensor) -> LossFields:
+    fields = {}
+    for name in FIELDS:
+        values = getattr(sample, name)
+        fields[name] = None if values is None else torch.as_tensor(values[sample.loss_mask]).to(like)
+    return LossFields(loss_mask=torch.ones_like(like, dtype=torch.bool), **fields)
