@@ -4,7 +4,7 @@
 
 Shapes of a batch:
 
-    turns      agent trajectories, one sample per turn: a system prompt for all, a task prompt for 8 trajectories, 16 turns
+    turns      agent trajectories, one sample per turn: one system prompt, a task prompt for 8 trajectories, 16 turns
     samples    16 samples per prompt
     unshared   sequences of 4,000 tokens that share nothing
     short      100,000 sequences (at most one per 25 tokens asked for) from one root

@@ -19,7 +19,7 @@ from megatron_dta.errors import InputError
 from megatron_dta.tree.prefix_tree import PrefixTree
 
 FIRST_CHUNK_TOKENS = 64
-COMPARED_AT_ONCE_BYTES = 1 << 22
+COMPARED_AT_ONCE_BYTES = 1 << 20
 MAX_STREAM_TOKENS = 2**31 - 1
 TOKEN_TYPE = np.dtype(np.int32)
 
