@@ -12,8 +12,8 @@ class ObjectiveConfig:
     """Settings of ``megatron_dta.objectives``; the sampling temperature is in ``SamplingConfig``."""
 
     objective: str = option("grpo", "Loss to minimize.", choices=("grpo", "sft"))
-    clip_eps: float = option(
-        0.2, "The probability ratio is clipped below at 1 minus this.", flag="--eps-clip", above=0, maximum=1
+    eps_clip: float = option(
+        0.2, "The probability ratio is clipped below at 1 minus this.", above=0, maximum=1
     )
     eps_clip_high: float | None = option(
         None, "The ratio is clipped above at 1 plus this (default: --eps-clip).", above=0
@@ -21,8 +21,8 @@ class ObjectiveConfig:
     dual_clip: float | None = option(
         None, "Bound the loss of tokens with negative advantage at this ratio, above 1 (default: unbounded).", above=1
     )
-    kl_coef: float = option(0.0, "Weight of the KL divergence from the reference model.", minimum=0)
-    kl_type: str = option("k3", "Estimator of that divergence.", choices=("k1", "k2", "k3"))
+    kl_loss_coef: float = option(0.0, "Weight of the KL divergence from the reference model.", minimum=0)
+    kl_loss_type: str = option("k3", "Estimator of that divergence.", choices=("k1", "k2", "k3"))
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     loss_aggregation: str = option(
         "token-mean",
