@@ -69,7 +69,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InputError(f"is not UTF-8 (byte {error.start})") from None
     except json.JSONDecodeError as error:
-        cut = "; the line is cut short" if error.pos >= len(line.decode("utf-8").rstrip()) else ""
+        cut = "" if line.endswith(b"\n") else "; the file seems cut short here"
         raise InputError(f"is not JSON: {error.msg} at column {error.colno}{cut}") from None
     except RecursionError:
         raise InputError("is not a record: nested too deeply") from None

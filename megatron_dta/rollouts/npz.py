@@ -42,17 +42,16 @@ def read_npz(path: Path) -> Iterator[tuple[int, Rollout, np.ndarray]]:
         raise InputError(f"{path}: {error}") from None
     tokens, offsets, span_off = arrays["tokens"], arrays["offsets"], arrays["span_off"]
     spans = np.stack([arrays["span_beg"].astype(np.int64), arrays["span_end"].astype(np.int64)], axis=1)
-    groups = _group_ids(arrays)
-    trajectories = _trajectory_ids(arrays, groups)
     for i, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         turns = spans[span_off[i] : span_off[i + 1]]
         try:
+            group_id = _group_id(arrays, i)
             rollout = Rollout(
                 token_ids=tokens[begin:end],
                 loss_mask=_mask(turns, end - begin),
                 reward=None if np.isnan(arrays["reward"][i]) else float(arrays["reward"][i]),
-                group_id=groups[i],
-                trajectory_id=trajectories[i],
+                group_id=group_id,
+                trajectory_id=_trajectory_id(arrays, i, group_id),
             )
         except InputError as error:
             raise row_error(path, i + 1, error) from None
@@ -118,22 +117,17 @@ def _check_offsets(offsets: np.ndarray, name: str, of: str, total: int) -> None:
         raise field_error(name, f"ends with {offsets[-1]} but {of} has {total} entries")
 
 
-def _group_ids(arrays: dict[str, np.ndarray]) -> list[str]:
-    group, names = arrays["group"], arrays.get("group_names")
+def _group_id(arrays: dict[str, np.ndarray], i: int) -> str:
+    group, names = int(arrays["group"][i]), arrays.get("group_names")
     if names is None:
-        return [str(index) for index in group.tolist()]
-    bad = (group < 0) | (group >= len(names))
-    if bad.any():
-        # Left to the record, which refuses an empty name, so that the row is reported like any other bad row.
-        return ["" if wrong else str(names[index]) for index, wrong in zip(group.tolist(), bad.tolist(), strict=True)]
-    return names[group].tolist()
+        return str(group)
+    if not 0 <= group < len(names):
+        raise field_error("group", f"is {group}, but group_names has {len(names)} entries")
+    return str(names[group])
 
 
-def _trajectory_ids(arrays: dict[str, np.ndarray], groups: list[str]) -> list[str | None]:
-    if "turn" not in arrays:
-        return [None] * len(groups)
-    keys = zip(groups, arrays["model"].tolist(), arrays["trial"].tolist(), strict=True)
-    return [f"{group}/{model}/{trial}" for group, model, trial in keys]
+def _trajectory_id(arrays: dict[str, np.ndarray], i: int, group_id: str) -> str | None:
+    return f"{group_id}/{arrays['model'][i]}/{arrays['trial'][i]}" if "turn" in arrays else None
 
 
 def _mask(turns: np.ndarray, length: int) -> np.ndarray:

@@ -1,0 +1,48 @@
+"""Random rollouts and their exact comparison, for the tests of rollout files."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dta.rollouts import FIELD_NAMES, Rollout
+
+# Two sequences of 4 and 3 tokens, with two turns and one.
+GOOD_NPZ = {
+    "tokens": np.arange(7, dtype=np.int32),
+    "offsets": np.array([0, 4, 7]),
+    "group": np.array([0, 1], np.int32),
+    "reward": np.array([1.0, np.nan], np.float32),
+    "span_off": np.array([0, 2, 3]),
+    "span_beg": np.array([1, 3, 2], np.int32),
+    "span_end": np.array([2, 4, 3], np.int32),
+    "group_names": np.array(["x", "y"]),
+}
+
+
+def random_rollout(rng: np.random.Generator, length: int | None = None) -> Rollout:
+    """Every optional field present or not at random, float32 values over their whole range."""
+    length = length or int(rng.integers(2, 60))
+    loss_mask = rng.random(length) < 0.4
+    loss_mask[0], loss_mask[-1] = False, True
+    wide = (rng.standard_normal(length) * 10.0 ** rng.integers(-40, 38, length)).astype(np.float32)
+    return Rollout(
+        token_ids=rng.integers(0, 2**31, length).astype(np.int32),
+        loss_mask=loss_mask,
+        reward=float(rng.standard_normal()) if rng.random() < 0.7 else None,
+        advantages=wide if rng.random() < 0.5 else None,
+        logprobs=-np.abs(wide) if rng.random() < 0.5 else None,
+        group_id=rng.choice(["a", "Größe 数\u2028", "0", 'quote " and \\ \n']),
+        trajectory_id=f"t{rng.integers(10**9)}" if rng.random() < 0.5 else None,
+        policy_version=int(rng.integers(0, 2**62)) if rng.random() < 0.5 else None,
+    )
+
+
+def assert_same(actual: Rollout, expected: Rollout) -> None:
+    for name in FIELD_NAMES:
+        a, b = getattr(actual, name), getattr(expected, name)
+        if isinstance(b, np.ndarray):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b, err_msg=name)
+        else:
+            assert a == b, name
+            assert type(a) is type(b), name
