@@ -177,8 +177,7 @@ def _tree_of_runs(token_ids: np.ndarray, order: np.ndarray, lengths: np.ndarray,
     # A node is the beginning of a run or a later part of it.
     run = holds_tokens[np.searchsorted(run_start[holds_tokens], node_start, side="right") - 1]
     begins_run = node_start == run_start[run]
-    last_of_parent = np.where(begins_run, left[run] - 1, node_start - 1)
-    last_of_parent[begins_run & (left[run] < 0)] = -1
+    last_of_parent = np.where(begins_run, left[run] - 1, node_start - 1)  # Below 0 at a root.
     parent = np.searchsorted(node_start, last_of_parent, side="right") - 1
     position = shared[run] + node_start - run_start[run]
     count = len(node_start)
