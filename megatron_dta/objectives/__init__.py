@@ -1,0 +1,27 @@
+"""Advantages, losses per token, and their weights in the loss of a step.
+
+    total = sum over sequences q and tokens t of  loss_weights[q] * objective(logprobs, entropy, fields).loss[q, t]
+
+``fields.py`` says what an objective is given; ``make_objective`` builds one from the settings of a run.
+"""
+
+from megatron_dta.objectives.advantages import group_advantages, token_advantages
+from megatron_dta.objectives.fields import LossFields, Objective, TokenLosses
+from megatron_dta.objectives.grpo import grpo_loss
+from megatron_dta.objectives.registry import make_objective
+from megatron_dta.objectives.sft import sft_loss
+from megatron_dta.objectives.weights import TrainedCounts, count_trained, loss_weights
+
+__all__ = [
+    "LossFields",
+    "Objective",
+    "TokenLosses",
+    "TrainedCounts",
+    "count_trained",
+    "group_advantages",
+    "grpo_loss",
+    "loss_weights",
+    "make_objective",
+    "sft_loss",
+    "token_advantages",
+]

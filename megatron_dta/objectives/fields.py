@@ -1,0 +1,72 @@
+"""What a loss is given and what it gives back, for one sequence or a batch of them.
+
+An objective is an ordinary function of one sequence: the logprob and the entropy of each of its tokens under the
+weights being trained, and its fields. It knows nothing of trees. The engine gathers the logprobs of the unique edges to
+every sequence through them, calls the objective, weighs the result (``weights.py``) and adds the gradient back to the
+edges.
+
+Shapes: the last axis T is time within the sequence; any axes before it are a batch, over which nothing is reduced, so a
+batch gives what its sequences give one by one. Shorter sequences are padded with ``loss_mask`` False. Values where the
+mask is False are never used: they may be NaN, and no gradient goes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class LossFields:
+    """What is known about the tokens besides the model's own logprobs; all of shape [..., T]."""
+
+    loss_mask: Tensor
+    """bool: True where the token is trained."""
+    advantages: Tensor | None = None
+    """float: advantage of each token (policy-gradient objectives only)."""
+    old_logprobs: Tensor | None = None
+    """float: logprobs of the policy that sampled the tokens; None: the present ones, so every ratio is 1."""
+    ref_logprobs: Tensor | None = None
+    """float: logprobs of the reference policy, where a KL term asks for them."""
+
+
+@dataclass
+class TokenLosses:
+    """Loss per token, to be weighed and summed by the caller; 0 with gradient 0 where ``loss_mask`` is False."""
+
+    loss: Tensor
+    """[..., T], in the dtype of the logprobs."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """name -> [..., T], detached, 0 where the mask is False; to be averaged over trained tokens."""
+
+
+LossFunction = Callable[[Tensor, Tensor, LossFields], TokenLosses]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss with what it needs. Calling it: (logprobs [..., T], entropy [..., T], fields) -> ``TokenLosses``."""
+
+    name: str
+    function: LossFunction
+    requires: tuple[str, ...] = ()
+    """What each rollout must have, as ``load_rollouts(require=...)`` takes it."""
+    needs_ref_logprobs: bool = False
+    """Whether ``LossFields.ref_logprobs`` must be given."""
+    uses_entropy: bool = False
+    """Whether the loss depends on the entropy; if not, no gradient goes there and it only appears in the metrics."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, fields: LossFields) -> TokenLosses:
+        return self.function(logprobs, entropy, fields)
+
+
+def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """``values`` where the mask is True, else 0.
+
+    Applied to every input before any arithmetic: a NaN that is only masked in the result still turns the gradient into
+    0 * NaN = NaN.
+    """
+    return torch.where(loss_mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
