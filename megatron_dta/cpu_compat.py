@@ -2,6 +2,7 @@
 
 Megatron-Core 0.16.1 to 0.19 names the CUDA device in places that a model, its optimizer and its checkpoints pass
 through. ``install`` repairs exactly those, only where CUDA is absent; nothing changes what is computed.
+``write_checkpoints_in_process`` is for every machine.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import queue
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -119,3 +121,17 @@ def _patch_recomputation() -> None:
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def write_checkpoints_in_process() -> None:
+    """Let synchronous checkpoint writing report its results within this process.
+
+    Megatron passes them through a server process, which its asynchronous writing needs. That process outlives a killed
+    trainer, takes seconds to start, and dies from a SIGTERM that a scheduler sends to the whole job, just when the last
+    checkpoint is to be written. What synchronous writing puts into the queue it takes out in the same process.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if not hasattr(filesystem_async, "_results_queue"):
+        raise RuntimeError("this version of Megatron-Core writes checkpoints in another way; use 0.16.1 to 0.19")
+    filesystem_async._results_queue = queue.Queue()

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import Field, fields
-from typing import Any
 
 from megatron_dta.config.options import flag_of
-from megatron_dta.config.train import TrainConfig
+from megatron_dta.config.train import TrainConfig, settings_of
 from megatron_dta.errors import InputError
 
 
@@ -26,14 +23,6 @@ def check_config(config: TrainConfig) -> None:
     _check_schedule(config)
     _check_parallel(config)
     _check_no_effect(config)
-
-
-def settings_of(config: TrainConfig) -> Iterator[tuple[str, Field, Any]]:
-    """(topic, field, value) of every setting."""
-    for topic in fields(config):
-        values = getattr(config, topic.name)
-        for setting in fields(values):
-            yield topic.name, setting, getattr(values, setting.name)
 
 
 def _check_bounds(config: TrainConfig) -> None:
@@ -135,16 +124,16 @@ def _check_data(config: TrainConfig) -> None:
 
 def _check_division_of_samples(config: TrainConfig) -> None:
     sampling, data = config.sampling, config.data
-    if sampling.rollout_batch_size % data.num_steps_per_rollout:
+    if sampling.rollout_batch_size % sampling.num_steps_per_rollout:
         raise InputError(
             f"--rollout-batch-size {sampling.rollout_batch_size} is not divisible by "
-            f"--num-steps-per-rollout {data.num_steps_per_rollout}: groups are kept whole"
+            f"--num-steps-per-rollout {sampling.num_steps_per_rollout}: groups are kept whole"
         )
     sampled = sampling.rollout_batch_size * sampling.n_samples_per_prompt
-    if data.global_batch_size is not None and data.global_batch_size * data.num_steps_per_rollout != sampled:
+    if data.global_batch_size is not None and data.global_batch_size * sampling.num_steps_per_rollout != sampled:
         raise InputError(
-            f"--global-batch-size {data.global_batch_size} x --num-steps-per-rollout {data.num_steps_per_rollout} is "
-            f"not the {sampled} rollouts of --rollout-batch-size x --n-samples-per-prompt; leave out "
+            f"--global-batch-size {data.global_batch_size} x --num-steps-per-rollout {sampling.num_steps_per_rollout} "
+            f"is not the {sampled} rollouts of --rollout-batch-size x --n-samples-per-prompt; leave out "
             "--global-batch-size to derive it"
         )
 
@@ -156,9 +145,9 @@ def _check_objective(config: TrainConfig) -> None:
         raise InputError(
             f"--objective sft trains on stored rollouts and conflicts with {flag}; give --rollouts instead"
         )
-    if objective.eps_clip_high is not None and objective.eps_clip_high < objective.clip_eps:
+    if objective.eps_clip_high is not None and objective.eps_clip_high < objective.eps_clip:
         raise InputError(
-            f"--eps-clip-high {objective.eps_clip_high} is below --eps-clip {objective.clip_eps}; raise it"
+            f"--eps-clip-high {objective.eps_clip_high} is below --eps-clip {objective.eps_clip}; raise it"
         )
 
 
@@ -197,17 +186,17 @@ def _check_no_effect(config: TrainConfig) -> None:
     """Refuse a flag whose value differs from its default where nothing would read it."""
     grpo, sampled = config.objective.objective == "grpo", not config.data.rollouts
     evaluated = config.logging.eval_interval is not None
-    adam, wsd = config.optimization.optimizer == "adam", config.optimization.lr_decay_style == "WSD"
-    reference = grpo and config.objective.kl_coef > 0
+    wsd = config.optimization.lr_decay_style == "WSD"
+    reference = grpo and config.objective.kl_loss_coef > 0
     decays = config.optimization.lr_decay_style != "constant"
     full_recompute = config.model.recompute_granularity == "full"
     eval_prompts = config.sampling.eval_prompt_data is not None or config.sampling.task is not None
     conditions = {
         "--objective grpo": (
             grpo,
-            "clip_eps eps_clip_high dual_clip kl_coef entropy_coef disable_grpo_std_normalization old_logprobs",
+            "eps_clip eps_clip_high dual_clip kl_loss_coef entropy_coef disable_grpo_std_normalization old_logprobs",
         ),
-        "--kl-coef above 0": (reference, "kl_type ref_load"),
+        "--kl-loss-coef above 0": (reference, "kl_loss_type ref_load"),
         "--prompt-data or --task": (
             sampled,
             "eval_temperature rollout_batch_size n_samples_per_prompt rollout_top_p rollout_max_response_len "
@@ -221,8 +210,6 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--rollouts": (not sampled, "rollout_framing eval_rollouts"),
         "--eval-interval": (evaluated, "eval_iters eval_rollouts eval_prompt_data eval_temperature"),
         "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
-        "--optimizer adam": (adam, "adam_beta1 adam_beta2 adam_eps"),
-        "--optimizer sgd": (not adam, "sgd_momentum"),
         "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),
         "another --lr-decay-style than constant": (decays, "min_lr lr_decay_iters"),
         "--lr-warmup-iters": (config.optimization.lr_warmup_iters > 0, "lr_warmup_init"),

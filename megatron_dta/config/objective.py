@@ -12,9 +12,7 @@ class ObjectiveConfig:
     """Settings of ``megatron_dta.objectives``; the sampling temperature is in ``SamplingConfig``."""
 
     objective: str = option("grpo", "Loss to minimize.", choices=("grpo", "sft"))
-    eps_clip: float = option(
-        0.2, "The probability ratio is clipped below at 1 minus this.", above=0, maximum=1
-    )
+    eps_clip: float = option(0.2, "The probability ratio is clipped below at 1 minus this.", above=0, maximum=1)
     eps_clip_high: float | None = option(
         None, "The ratio is clipped above at 1 plus this (default: --eps-clip).", above=0
     )

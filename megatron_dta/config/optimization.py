@@ -12,7 +12,7 @@ class OptimizationConfig:
     """Megatron's optimizer (``OptimizerConfig``) and schedule (``OptimizerParamScheduler``), by Megatron's names."""
 
     train_iters: int = option(100, "Optimizer steps to train in total, those before a checkpoint included.", minimum=0)
-    optimizer: str = option("adam", "Optimizer; adam decouples the weight decay.", choices=("adam", "sgd"))
+    optimizer: str = option("adam", "Optimizer, with decoupled weight decay.", choices=("adam",))
     lr: float = option(1e-6, "Highest learning rate.", minimum=0)
     min_lr: float = option(0.0, "Lowest learning rate of the decay.", minimum=0)
     lr_decay_style: str = option(
@@ -33,7 +33,6 @@ class OptimizationConfig:
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, maximum=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, maximum=1)
     adam_eps: float = option(1e-8, "Epsilon of Adam.", above=0)
-    sgd_momentum: float = option(0.9, "Momentum of SGD.", minimum=0, maximum=1)
     clip_grad: float = option(1.0, "Clip the gradient to this norm; 0 for no clipping.", minimum=0)
     seed: int = option(1234, "Seed of the weights, the order of the data and the sampling.", minimum=0)
     deterministic_mode: bool = option(False, "Only deterministic CUDA kernels: GPU runs repeat bit for bit.")

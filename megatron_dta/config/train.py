@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
 
 from megatron_dta.config.data import DataConfig, SamplingConfig
 from megatron_dta.config.model import ModelConfig
@@ -26,3 +28,11 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+def settings_of(config: TrainConfig) -> Iterator[tuple[str, Field, Any]]:
+    """(topic, field, value) of every setting."""
+    for topic in fields(config):
+        values = getattr(config, topic.name)
+        for setting in fields(values):
+            yield topic.name, setting, getattr(values, setting.name)

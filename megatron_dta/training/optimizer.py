@@ -1,0 +1,134 @@
+"""Megatron's distributed data parallelism, optimizer and schedule around the model, and the step they take together.
+
+Backward passes add to Megatron's gradient buffer, in float32 also for a bfloat16 model. ``step`` then reduces it over
+the data-parallel ranks, clips, and updates; a step whose loss or gradient is not finite changes nothing and says so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as finalize
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_dta.config import OptimizationConfig
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What an optimizer step did.
+
+    Attributes:
+        applied: False if the step was skipped because the loss or the gradient was not finite.
+        grad_norm: norm of the whole gradient before clipping.
+        learning_rate: the rate that the step used, or would have.
+    """
+
+    applied: bool
+    grad_norm: float
+    learning_rate: float
+
+
+class TrainingOptimizer:
+    """The model with its gradient buffers, optimizer and learning-rate schedule."""
+
+    def __init__(self, model: MegatronModule, settings: OptimizationConfig) -> None:
+        self.settings = settings
+        self.model = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+            ),
+            model,
+        )
+        self.optimizer = get_megatron_optimizer(_optimizer_config(settings, model.config.params_dtype), [self.model])
+        self.schedule = _schedule(self.optimizer, settings)
+
+    def zero_grad(self) -> None:
+        """Empty the gradient buffer; call before the step's first backward."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self, loss: float) -> StepOutcome:
+        """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""
+        finalize.finalize_model_grads([self.model])
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        learning_rate = self.learning_rate
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            # Megatron's own step prepares and measures again, which changes nothing; it has no way to skip on a NaN.
+            self.optimizer.step()
+            self.schedule.step(1)
+        return StepOutcome(applied=finite, grad_norm=grad_norm, learning_rate=learning_rate)
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate that the next step uses."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
+        """Optimizer and schedule for Megatron's distributed checkpoint; ``model_state`` is the model's part of it."""
+        return {
+            "optimizer": self.optimizer.sharded_state_dict(model_state, is_loading=is_loading),
+            "opt_param_scheduler": self.schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a loaded state. Hyperparameters stay those of the command line, only the progress is taken."""
+        hyperparameters = [
+            {name: value for name, value in group.items() if name not in ("params", "step")}
+            for group in self.optimizer.param_groups
+        ]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+            group.update(values)
+        self.schedule.load_state_dict(state["opt_param_scheduler"])
+
+    def reload_model_weights(self) -> None:
+        """Take over weights that were loaded into the model: the master weights of bfloat16 ones are copies."""
+        self.optimizer.reload_model_params()
+
+
+def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        clip_grad=settings.clip_grad,
+        bf16=params_dtype == torch.bfloat16,
+        params_dtype=params_dtype,
+        use_distributed_optimizer=False,
+    )
+
+
+def _schedule(optimizer: Any, settings: OptimizationConfig) -> OptimizerParamScheduler:
+    """Learning rate by step number, in Megatron's shapes; the weight decay is constant."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.lr_warmup_iters,
+        lr_decay_steps=max(1, settings.lr_decay_iters or settings.train_iters),
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=max(1, settings.train_iters),
+        wd_incr_style="constant",
+        # The command line decides, not the checkpoint: a run may be continued with another rate.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=settings.lr_wsd_decay_iters,
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+    )

@@ -1,0 +1,40 @@
+"""All random states of a process, to and from a checkpoint.
+
+Sampling and shuffling are keyed and keep no state. What is left is what others may draw from, a user's reward function
+say: torch (CPU and GPU), numpy, Python's ``random``, and Megatron's tracker.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+
+
+def capture_random_state() -> dict[str, Any]:
+    """The states as tensors and numbers only, so that they load without unpickling objects."""
+    kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()
+    version, words, gauss_next = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached_gaussian)],
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss_next],
+        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Continue from captured states. A GPU's are restored only where both runs have one."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    kind, keys, position, has_gauss, cached_gaussian = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
+    version, words, gauss_next = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss_next))
+    if state["tracker"]:
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
