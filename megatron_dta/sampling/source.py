@@ -1,0 +1,129 @@
+"""Closes the RL loop: rollouts sampled from the current weights for training, and mean rewards on held-out prompts.
+
+A collection of rollouts is a function of (weights, settings, seed, collection number): the prompts come from a keyed
+shuffle and every token from a keyed random number. Nothing has to be saved for a resumed run to continue bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_dta.config import SamplingConfig
+from megatron_dta.model.tree_model import TreeGPTModel
+from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.sampling.prompts import Prompt, prompts_at
+from megatron_dta.sampling.rewards import compute_reward
+from megatron_dta.sampling.sampler import Response, SamplingParams, generate
+from megatron_dta.sampling.task import SamplingTask
+
+
+class SamplingSource(RolloutSource):
+    """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` rollouts a collection, from ``model`` as it is."""
+
+    def __init__(self, model: TreeGPTModel, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
+        self._model = model
+        self._task = task
+        self._config = config
+        self._seed = seed
+        self._params = sampling_params(task, config, seed)
+
+    def next_batch(self, step: int) -> list[Rollout]:
+        """Collection ``step``; one group a prompt, in order. ``policy_version`` is the collection's number."""
+        count, samples = self._config.rollout_batch_size, self._config.n_samples_per_prompt
+        first = step * count
+        prompts = prompts_at(self._task.prompts, first, count, self._seed)
+        scored = _sample_and_score(self._model, self._task, prompts, samples, self._params, step)
+        # A small prompt file may come round again within one collection: the place in the stream names the group.
+        return [
+            to_rollout(prompt, response, reward, f"{first + index // samples}:{prompt.prompt_id}", step)
+            for index, (prompt, response, reward) in enumerate(scored)
+        ]
+
+
+class SamplingEvaluation(Evaluation):
+    """Mean reward on held-out prompts, each answered ``n_samples_per_eval_prompt`` times.
+
+    Every evaluation uses the same random numbers, from a domain that training never draws from: two evaluations differ
+    by their weights and not by luck. With ``eval_temperature`` 0 the answers are greedy.
+    """
+
+    def __init__(
+        self,
+        model: TreeGPTModel,
+        task: SamplingTask,
+        config: SamplingConfig,
+        seed: int,
+        max_prompts: int | None = None,
+    ) -> None:
+        self._model = model
+        self._task = task
+        self._prompts = task.eval_prompts[:max_prompts]
+        if not self._prompts:
+            raise ValueError("an evaluation needs at least one held-out prompt")
+        self._samples = config.n_samples_per_eval_prompt
+        temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
+        params = sampling_params(task, config, seed)
+        self._params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """``reward``, ``response_tokens`` (means over all responses) and ``ended`` (fraction not cut at the cap)."""
+        scored = _sample_and_score(self._model, self._task, self._prompts, self._samples, self._params, 0)
+        return {
+            "reward": float(np.mean([reward for _, _, reward in scored])),
+            "response_tokens": float(np.mean([len(response.token_ids) for _, response, _ in scored])),
+            "ended": float(np.mean([response.ended for _, response, _ in scored])),
+        }
+
+
+def sampling_params(task: SamplingTask, config: SamplingConfig, seed: int) -> SamplingParams:
+    """The sampler's settings for training rollouts."""
+    return SamplingParams(
+        max_response_tokens=config.rollout_max_response_len,
+        eos_id=task.tokenizer.eos_id,
+        temperature=config.temperature,
+        top_p=config.rollout_top_p,
+        seed=seed,
+        max_sequences=config.inference_max_requests,
+    )
+
+
+def to_rollout(prompt: Prompt, response: Response, reward: float, group_id: str, policy_version: int) -> Rollout:
+    """One sampled response as a rollout: prompt and response tokens, the response trained."""
+    prompt_length, length = len(prompt.token_ids), len(prompt.token_ids) + len(response.token_ids)
+    logprobs = np.zeros(length, dtype=np.float32)
+    logprobs[prompt_length:] = response.logprobs
+    return Rollout(
+        token_ids=np.concatenate([prompt.token_ids, response.token_ids]),
+        loss_mask=np.arange(length) >= prompt_length,
+        reward=reward,
+        logprobs=logprobs,
+        group_id=group_id,
+        policy_version=policy_version,
+    )
+
+
+def _sample_and_score(
+    model: TreeGPTModel,
+    task: SamplingTask,
+    prompts: Sequence[Prompt],
+    samples: int,
+    params: SamplingParams,
+    iteration: int,
+) -> list[tuple[Prompt, Response, float]]:
+    """``samples`` responses to every prompt with their rewards, prompt by prompt."""
+    sequence_prompt = np.repeat(np.arange(len(prompts)), samples)
+    token_ids = [prompt.token_ids for prompt in prompts]
+    responses = generate(model, token_ids, sequence_prompt, np.arange(sequence_prompt.size), params, iteration)
+    scored = []
+    for index, response in zip(sequence_prompt, responses, strict=True):
+        prompt, ids = prompts[index], response.token_ids.tolist()
+        text = task.tokenizer.decode(ids)
+        scored.append(
+            (prompt, response, compute_reward(task.reward_function, prompt.prompt_id, prompt.record, text, ids))
+        )
+    return scored

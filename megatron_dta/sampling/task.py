@@ -1,0 +1,65 @@
+"""What is sampled and how it is judged: prompts, held-out prompts, tokenizer and reward, from the flags.
+
+It is built before the model, whose vocabulary may be the tokenizer's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.config import SamplingConfig
+from megatron_dta.errors import InputError
+from megatron_dta.sampling.arithmetic import ArithmeticTask
+from megatron_dta.sampling.prompts import Prompt, load_prompts
+from megatron_dta.sampling.rewards import RewardFunction, exact_match, load_reward_function
+from megatron_dta.sampling.tokenizer import Tokenizer, build_tokenizer
+
+
+@dataclass(frozen=True)
+class SamplingTask:
+    """Prompts to train on, held-out prompts (maybe none), and what turns text to tokens and responses to rewards."""
+
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    tokenizer: Tokenizer
+    reward_function: RewardFunction
+
+
+def build_task(sampling: SamplingConfig, max_position_embeddings: int, vocab_size: int | None = None) -> SamplingTask:
+    """The task of ``--task`` or ``--prompt-data``; ``InputError`` names the flag, or the file, row and field.
+
+    ``vocab_size`` is ``--vocab-size`` where it was given; the tokenizer's ids must fit in it.
+    """
+    max_prompt_tokens = max_position_embeddings - sampling.rollout_max_response_len
+    if max_prompt_tokens < 1:
+        raise InputError(
+            f"--rollout-max-response-len {sampling.rollout_max_response_len} leaves no room for a prompt in "
+            f"--max-position-embeddings {max_position_embeddings}; lower the former or raise the latter"
+        )
+    if sampling.task == "arithmetic":
+        return _arithmetic(sampling, max_prompt_tokens, vocab_size)
+    assert sampling.prompt_data is not None  # config.checks: one of the two is given
+    tokenizer = build_tokenizer(sampling.tokenizer_type or "", sampling.tokenizer_model, sampling.eos_id, vocab_size)
+    reward_function = load_reward_function(sampling.reward_function or "")
+    prompts = [p for file in sampling.prompt_data for p in load_prompts(file, tokenizer, max_prompt_tokens)]
+    eval_files = sampling.eval_prompt_data or []
+    eval_prompts = [p for file in eval_files for p in load_prompts(file, tokenizer, max_prompt_tokens)]
+    return SamplingTask(prompts, eval_prompts, tokenizer, reward_function)
+
+
+def _arithmetic(sampling: SamplingConfig, max_prompt_tokens: int, vocab_size: int | None) -> SamplingTask:
+    arithmetic = ArithmeticTask(sampling.arithmetic_max_operand, sampling.arithmetic_operators)
+    if vocab_size is not None and arithmetic.tokenizer.vocab_size > vocab_size:
+        raise InputError(f"--vocab-size {vocab_size}: --task arithmetic has {arithmetic.tokenizer.vocab_size} tokens")
+    if sampling.rollout_max_response_len < arithmetic.longest_answer_tokens:
+        raise InputError(
+            f"--rollout-max-response-len {sampling.rollout_max_response_len} cuts right answers: the longest one of "
+            f"--task arithmetic has {arithmetic.longest_answer_tokens} tokens, its end included"
+        )
+    longest = max(len(prompt.token_ids) for prompt in arithmetic.train_prompts + arithmetic.held_out_prompts)
+    if longest > max_prompt_tokens:
+        raise InputError(
+            f"--max-position-embeddings leaves {max_prompt_tokens} tokens for a prompt, but --task arithmetic has some "
+            f"of {longest}; raise it"
+        )
+    return SamplingTask(arithmetic.train_prompts, arithmetic.held_out_prompts, arithmetic.tokenizer, exact_match)
