@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Installs megatron_dta with its test extras into a virtual environment and runs the test-suite on the CPU.
+#
+#   bash tests/run.sh [pytest arguments]
+#
+# VENV   the environment to use or make (default: .venv in the repository)
+# PYTHON the interpreter to make it with (default: python3)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+bash examples/install.sh "$venv" test
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
+"$venv/bin/python" -m pytest -q "$@"
