@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from conftest import seed_all
 from dta_kernels.linear_logprobs import RowChunk, linear_logprobs
 

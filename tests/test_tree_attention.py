@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dta_kernels.tree_attention_reference as reference
 import numpy as np
 import pytest
 import torch
+
+import dta_kernels.tree_attention_reference as reference
 from conftest import seed_all
 from dta_kernels.tree_attention_reference import tree_attention_backward, tree_attention_forward
 
@@ -40,9 +41,13 @@ def path_attention(q, k, v, parent, first_query, scale):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize(("seed", "heads", "groups", "head_size"), [(0, 4, 2, 8), (1, 3, 1, 5), (2, 6, 6, 16), (3, 8, 2, 1)])
+@pytest.mark.parametrize(
+    ("seed", "heads", "groups", "head_size"), [(0, 4, 2, 8), (1, 3, 1, 5), (2, 6, 6, 16), (3, 8, 2, 1)]
+)
 @pytest.mark.parametrize("block_elements", [1, 700, 1 << 24])
-def test_forward_and_gradients_equal_attention_over_the_path(seed, heads, groups, head_size, block_elements, monkeypatch):
+def test_forward_and_gradients_equal_attention_over_the_path(
+    seed, heads, groups, head_size, block_elements, monkeypatch
+):
     monkeypatch.setattr(reference, "SCORE_ELEMENTS", block_elements)
     generator = seed_all(seed)
     size = int(generator.integers(20, 50))
@@ -66,7 +71,7 @@ def test_forward_and_gradients_equal_attention_over_the_path(seed, heads, groups
 def test_a_key_that_no_query_sees_changes_no_bit():
     generator = seed_all(4)
     size = 40
-    parent, end = random_tree(generator, size)
+    _, end = random_tree(generator, size)
     index, ends = torch.arange(size), torch.from_numpy(end)
     q, k, v, grad_out = (torch.randn(size, 2, 8) for _ in range(4))
     other = int(generator.integers(1, size))

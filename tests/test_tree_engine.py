@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import seed_all
 
+from conftest import seed_all
 from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.model import SegmentContext, build_model, initialize_parallel
 from megatron_dta.objectives import make_objective
 from megatron_dta.parity import (
     compare_outcomes,
@@ -179,47 +179,42 @@ def test_a_lost_gradient_would_be_seen(references):
     tree_model.load_state_dict(weights)
     engine = TreeEngine(tree_model, TEMPERATURE)
     batch = prepare_batch(samples, tree_config("dta", 6))
-    opened = []
+    forget = SegmentContext.keys_and_values
 
-    from megatron_dta.model.kv_pool import KVPool
-
-    class Forgetful(KVPool):
-        def __init__(self, **kwargs: object) -> None:
-            super().__init__(**kwargs)
-            opened.append(self)
-
-        @property
-        def grad_keys_LSGD(self) -> torch.Tensor:
-            return torch.zeros_like(self.keys_LSGD)
-
-        @grad_keys_LSGD.setter
-        def grad_keys_LSGD(self, value: torch.Tensor) -> None: ...
-
-    from megatron_dta.engine import executor
+    def forgetful(context: SegmentContext, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # Called at the start of each backward too, before the own part of dK is read.
+        context.pool.grad_keys_LSGD[layer].zero_()
+        return forget(context, layer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "KVPool", Forgetful)
+        patch.setattr(SegmentContext, "keys_and_values", forgetful)
         result = engine.forward_backward(batch, GRPO)
     gradients = {name: p.grad for name, p in tree_model.named_parameters()}
     errors = compare_outcomes(replace(expected, gradients=gradients), expected)
-    assert opened
     assert float(result.loss) == pytest.approx(expected.loss, rel=1e-12)
     assert errors.gradient > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
-    """Other tokens in a sibling branch, in the same or another segment: every other logprob is the same, bit for bit."""
+    """Other tokens in a sibling branch, in the same or another segment: every other logprob is the same, bit for
+    bit.
+    """
     generator = seed_all(31)
     trunk = generator.integers(0, VOCABULARY, size=21)
-    tails = [np.append([first], generator.integers(0, VOCABULARY, size=length)) for first, length in ((0, 12), (1, 9), (2, 30))]
+    tails = [
+        np.append([first], generator.integers(0, VOCABULARY, size=length))
+        for first, length in ((0, 12), (1, 9), (2, 30))
+    ]
     model = model_config(dtype, **QWEN3)
     weights = weights_of(model, seed=8)
     changed = [tails[0], np.append([1], (tails[1][1:] + 1) % VOCABULARY), tails[2]]
     for segment_tokens in (4, 16, 200):
         outcomes = []
         for branches in (tails, changed):
-            samples = random_training_samples([np.append(trunk, branch).astype(np.int32) for branch in branches], seed=1)
+            samples = random_training_samples(
+                [np.append(trunk, branch).astype(np.int32) for branch in branches], seed=1
+            )
             outcomes.append(run_tree(model, weights, samples, GRPO, tree_config("dta", segment_tokens))[0])
         before, after = (outcome.logprobs for outcome in outcomes)
         assert not np.array_equal(before[1], after[1])
@@ -243,7 +238,8 @@ def test_logprobs_of_every_position_at_branch_points(references):
     model, weights, _, _ = references["llama"]
     sequences = branching_sequences(seed_all(43))
     samples = [
-        TrainingSample(sequence, np.arange(len(sequence)) > 0, advantages=np.ones(len(sequence))) for sequence in sequences
+        TrainingSample(sequence, np.arange(len(sequence)) > 0, advantages=np.ones(len(sequence)))
+        for sequence in sequences
     ]
     loss = make_objective(ObjectiveConfig(objective="grpo"))
     expected = run_stock(model, weights, samples, loss)

@@ -2,9 +2,10 @@
 
     python tools/check_parity.py rollouts.jsonl --max-sequences 16 --max-length 256
 
-In each tree mode, with kept and with recomputed activations, float64 against the stock Megatron model and float32 against Hugging
-Face transformers (which must be installed: pip install "megatron_dta[parity]"). Advantages, old logprobs and masks are random and
-differ between sequences through one token. The exit status is 1 if an error is above its tolerance.
+In each tree mode, with kept and with recomputed activations, float64 against the stock Megatron model and float32
+against Hugging Face transformers (which must be installed: pip install "megatron_dta[parity]"). Advantages, old
+logprobs and masks are random and differ between sequences through one token. The exit status is 1 if an error is
+above its tolerance.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-sequences", type=int, default=16, help="use the file's first N sequences (default 16)")
     parser.add_argument("--max-length", type=int, default=256, help="cut them to this many tokens (default 256)")
     parser.add_argument("--tolerance", type=float, default=1e-12, help="for float64 against Megatron (default 1e-12)")
-    parser.add_argument("--hf-tolerance", type=float, default=1e-5, help="for float32 against Hugging Face (default 1e-5)")
+    parser.add_argument(
+        "--hf-tolerance", type=float, default=1e-5, help="for float32 against Hugging Face (default 1e-5)"
+    )
     parser.add_argument("--tree-mode", choices=MODES, help="check one mode only (default: all three)")
     parser.add_argument("--tree-segment-tokens", type=int, default=64, help="most tokens of a segment (default 64)")
     parser.add_argument("--tree-memory-tokens", type=int, help="budget of in-flight tokens (default: the planner's)")
@@ -66,7 +69,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, default=2, help="layers of the random model (default 2)")
     parser.add_argument("--hidden-size", type=int, default=64, help="its width, a multiple of 4 heads (default 64)")
     parser.add_argument("--add-qkv-bias", action="store_true", help="Qwen2's QKV bias in place of Qwen3's QK-norm")
-    parser.add_argument("--untie-embeddings-and-output-weights", action="store_true", help="an output matrix of its own")
+    parser.add_argument(
+        "--untie-embeddings-and-output-weights", action="store_true", help="an output matrix of its own"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, masks and advantages (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
@@ -74,7 +79,10 @@ def parse_arguments() -> argparse.Namespace:
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
     if arguments.hidden_size % 4:
-        raise InputError(f"--hidden-size {arguments.hidden_size} is not a multiple of the 4 heads; use {4 * -(-arguments.hidden_size // 4)}")
+        raise InputError(
+            f"--hidden-size {arguments.hidden_size} is not a multiple of the 4 heads; "
+            f"use {4 * -(-arguments.hidden_size // 4)}"
+        )
     if not arguments.temperature > 0:
         raise InputError(f"--temperature is {arguments.temperature}; it must be above 0")
     return arguments
@@ -154,7 +162,9 @@ def largest(rows: list[Row], reference: str, error: str) -> float:
 def main() -> int:
     arguments = parse_arguments()
     rows, samples = compare_modes(arguments)
-    table = Table(title=f"{len(samples)} sequences, {sum(len(s.token_ids) for s in samples)} tokens: largest relative errors")
+    table = Table(
+        title=f"{len(samples)} sequences, {sum(len(s.token_ids) for s in samples)} tokens: largest relative errors"
+    )
     for heading in ("mode", "activations", "reference", "loss", "logprobs", "gradients", "worst parameter"):
         table.add_column(heading)
     for row in rows:

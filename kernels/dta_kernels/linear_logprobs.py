@@ -1,8 +1,9 @@
 """Logprobs of edges and entropies of rows straight from hidden states, with the logits of a few rows at a time.
 
-A row (a token of the stream) has one distribution over the vocabulary, and one *edge* to each of its children: a branch point
-asks its single row of logits for several targets. Whole logits would be the largest tensor of a step (vocabulary 151,936:
-0.6 MB a token in float32), so both passes go over chunks of rows and the backward pass computes the logits again.
+A row (a token of the stream) has one distribution over the vocabulary, and one *edge* to each of its children: a
+branch point asks its single row of logits for several targets. Whole logits would be the largest tensor of a step
+(vocabulary 151,936: 0.6 MB a token in float32), so both passes go over chunks of rows and the backward pass computes
+the logits again.
 
 Legend: R rows, E edges, V vocabulary, C hidden size, B rows of one chunk.
 """
@@ -18,7 +19,9 @@ from dta_kernels.tree_attention_reference import accumulation_dtype
 
 
 class RowChunk(NamedTuple):
-    """Rows ``[row_begin, row_end)`` and the edges that leave them, ``[edge_begin, edge_end)`` (edges are sorted by row)."""
+    """Rows ``[row_begin, row_end)`` and the edges that leave them, ``[edge_begin, edge_end)`` (edges are sorted by
+    row).
+    """
 
     row_begin: int
     row_end: int
@@ -29,7 +32,13 @@ class RowChunk(NamedTuple):
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden_RC: Tensor, weight_VC: Tensor, edge_row_E: Tensor, target_E: Tensor, chunks: list[RowChunk], temperature: float
+        ctx,
+        hidden_RC: Tensor,
+        weight_VC: Tensor,
+        edge_row_E: Tensor,
+        target_E: Tensor,
+        chunks: list[RowChunk],
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(hidden_RC.dtype)
         logprobs_E = hidden_RC.new_empty(target_E.shape, dtype=dtype)
@@ -39,7 +48,10 @@ class _LinearLogprobs(torch.autograd.Function):
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
             logits_BV = _logits(hidden_RC[rows], weight_VC, temperature, dtype)
             lse_B = torch.logsumexp(logits_BV, dim=-1)
-            logprobs_E[edges] = logits_BV[edge_row_E[edges] - chunk.row_begin, target_E[edges]] - lse_B[edge_row_E[edges] - chunk.row_begin]
+            logprobs_E[edges] = (
+                logits_BV[edge_row_E[edges] - chunk.row_begin, target_E[edges]]
+                - lse_B[edge_row_E[edges] - chunk.row_begin]
+            )
             entropy_R[rows] = lse_B - (torch.exp(logits_BV - lse_B[:, None]) * logits_BV).sum(-1)
             lse_R[rows] = lse_B
         ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, target_E, lse_R, entropy_R)
@@ -90,7 +102,8 @@ def linear_logprobs(
         temperature: divides the logits; the logprobs are those of the sampling distribution.
 
     Returns:
-        ``(logprobs_E, entropy_R)`` in float32 (float64 for float64 inputs), differentiable in ``hidden`` and ``weight``.
+        ``(logprobs_E, entropy_R)`` in float32 (float64 for float64 inputs), differentiable in ``hidden`` and
+        ``weight``.
     """
     return _LinearLogprobs.apply(hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature)
 

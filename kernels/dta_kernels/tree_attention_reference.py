@@ -5,11 +5,12 @@ Legend of shape suffixes:
     H  query heads      G  key/value heads      R  query heads per key/value head (H / G)      D  head size
 
 Query q sees key k exactly when ``key_index[k] <= query_index[q] < key_end[k]``, where the indices count tokens of the
-depth-first stream and ``key_end`` is one past the last token of the key's subtree. That single rule is causal attention on
-a chain, variable-length attention on a forest of chains and tree attention on a tree.
+depth-first stream and ``key_end`` is one past the last token of the key's subtree. That single rule is causal
+attention on a chain, variable-length attention on a forest of chains and tree attention on a tree.
 
-Both passes go over blocks of queries, so the memory for scores is bounded, and compute in at least float32 whatever comes in.
-A key that a query does not see has probability exactly zero there, hence no value of it can change a bit of the output.
+Both passes go over blocks of queries, so the memory for scores is bounded, and compute in at least float32 whatever
+comes in. A key that a query does not see has probability exactly zero there, hence no value of it can change a bit of
+the output.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def tree_attention_forward(
         scale: factor on the scores, usually 1 / sqrt(D).
 
     Returns:
-        ``(out_NHD, lse_HN)``: the output in the queries' dtype and the log-sum-exp of the scaled scores in float32 (float64 for
-        float64 inputs).
+        ``(out_NHD, lse_HN)``: the output in the queries' dtype and the log-sum-exp of the scaled scores in float32
+        (float64 for float64 inputs).
 
     Every query must see at least one key (in a tree, each sees itself).
     """
@@ -78,8 +79,8 @@ def tree_attention_backward(
     """Gradients of ``tree_attention_forward``, from its outputs.
 
     Returns:
-        ``(dq_NHD, dk_MGD, dv_MGD)``: dq in the queries' dtype; dk and dv in float32 (float64 for float64 inputs), because a
-        shared key collects the gradients of all its descendants and bfloat16 would lose the small ones.
+        ``(dq_NHD, dk_MGD, dv_MGD)``: dq in the queries' dtype; dk and dv in float32 (float64 for float64 inputs),
+        because a shared key collects the gradients of all its descendants and bfloat16 would lose the small ones.
     """
     dtype = accumulation_dtype(q_NHD.dtype)
     N, H, _ = q_NHD.shape

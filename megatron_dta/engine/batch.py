@@ -1,7 +1,7 @@
 """A step's plan together with the numbers of its loss: what the trainer hands to the engine.
 
-The plan depends on tokens and masks alone, so one plan serves every pass of the step; ``with_fields`` fills in what an earlier pass
-computed. Fields are kept for trained tokens only, flat, in sequence order (the pairs of the plan).
+The plan depends on tokens and masks alone, so one plan serves every pass of the step; ``with_fields`` fills in what
+an earlier pass computed. Fields are kept for trained tokens only, flat, in sequence order (the pairs of the plan).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class TreeBatch:
         plan: the step's plan.
         loss_mask: per sequence, bool [T].
         loss_weights: float64 [P], factor of each token's loss in the step's loss.
-        fields: float64 [P] for each of "advantages", "old_logprobs", "ref_logprobs", or None where the samples have none.
+        fields: float64 [P] for each of "advantages", "old_logprobs", "ref_logprobs", or None where the samples have
+            none.
     """
 
     plan: StepPlan

@@ -1,6 +1,7 @@
 """The plan's arrays on the model's device, uploaded once before the step.
 
-Inside the step everything is a view of these tensors and every length is known on the host, so nothing waits for the device.
+Inside the step everything is a view of these tensors and every length is known on the host, so nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class SegmentEdges:
 
 @dataclass(frozen=True)
 class DeviceLossBatch:
-    """Sequences whose loss is one call: pairs [B, T] in sequence order, where the pad index P marks the end of a row."""
+    """Sequences whose loss is one call: pairs [B, T] in sequence order, where the pad index P marks the end of a
+    row.
+    """
 
     pair_index: Tensor
     loss_mask: Tensor
@@ -76,9 +79,7 @@ class DevicePlan:
         # One more entry for the pad index: it reads edge 0 and writes behind the last pair.
         self.pair_edge = upload(np.append(plan.pair_edge, 0))
         self.pair_rank = upload(np.append(plan.pair_rank, plan.num_pairs))
-        self.chunks = [
-            _row_chunks(plan, segment, chunk_rows) for segment in range(segments.num_segments)
-        ]
+        self.chunks = [_row_chunks(plan, segment, chunk_rows) for segment in range(segments.num_segments)]
         self.loss_batches = [
             []
             if forward_only
@@ -102,6 +103,8 @@ def _row_chunks(plan: StepPlan, segment: int, chunk_rows: int) -> list[RowChunk]
     bounds = [*range(row_begin, row_end, chunk_rows), row_end]
     edges = np.searchsorted(plan.edge_row, bounds)
     return [
-        RowChunk(bounds[i] - row_begin, bounds[i + 1] - row_begin, int(edges[i]) - edge_begin, int(edges[i + 1]) - edge_begin)
+        RowChunk(
+            bounds[i] - row_begin, bounds[i + 1] - row_begin, int(edges[i]) - edge_begin, int(edges[i + 1]) - edge_begin
+        )
         for i in range(len(bounds) - 1)
     ]

@@ -1,13 +1,15 @@
 """The one executor: it walks an op list of forwards and backwards over segments.
 
-    F(segment)  tokens and positions in; K and V stay in the pool for descendants; logprobs and entropies of the segment's edges out
+    F(segment)  tokens and positions in; K and V stay in the pool for descendants; logprobs and entropies of the
+                segment's edges out
     loss        of the sequences whose last row the segment holds; its gradient is kept per (sequence, token) pair
-    B(segment)  gradients enter at its edges (from the loss) and at its K and V (from its descendants); they leave as weight
-                gradients and as dK and dV of its ancestors; its activations and slots are free afterwards
+    B(segment)  gradients enter at its edges (from the loss) and at its K and V (from its descendants); they leave as
+                weight gradients and as dK and dV of its ancestors; its activations and slots are free afterwards
 
-Every sequence through a segment ends in it or in a descendant, and a segment's backward comes after its descendants', so the loss
-is always there when a backward asks for it: objectives of whole sequences need no second pass. Dense and packed training are other
-forests in the same op list, and a pass for logprobs only is an op list without backwards.
+Every sequence through a segment ends in it or in a descendant, and a segment's backward comes after its descendants',
+so the loss
+is always there when a backward asks for it: objectives of whole sequences need no second pass. Dense and packed
+training are other forests in the same op list, and a pass for logprobs only is an op list without backwards.
 """
 
 from __future__ import annotations

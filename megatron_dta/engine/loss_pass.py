@@ -1,9 +1,9 @@
 """From unique edges to sequences and back: where the loss meets the tree.
 
-Gather: each (sequence, trained token) reads the logprob of its edge and the entropy of its row. The objective is an ordinary
-function of one sequence; it is called on rectangles of them. Scatter: its gradient is written once per pair, and a segment's
-backward sums the pairs of each edge and row. The sums run over sorted runs, in a fixed order and in float32 (float64 for a
-float64 model), so they are the same in every run, on a GPU too.
+Gather: each (sequence, trained token) reads the logprob of its edge and the entropy of its row. The objective is an
+ordinary function of one sequence; it is called on rectangles of them. Scatter: its gradient is written once per pair,
+and a segment's backward sums the pairs of each edge and row. The sums run over sorted runs, in a fixed order and in
+float32 (float64 for a float64 model), so they are the same in every run, on a GPU too.
 
 Legend: E edges, R rows, P pairs, B sequences of a loss batch, T their longest number of trained tokens.
 """
@@ -27,7 +27,8 @@ class LossPass:
     """The loss of one step.
 
     Attributes:
-        logprobs_E, entropy_R: filled in by the forwards; NaN until then, so an edge read too early cannot pass unnoticed.
+        logprobs_E, entropy_R: filled in by the forwards; NaN until then, so an edge read too early cannot pass
+            unnoticed.
         loss: scalar so far; ``metric_sums``: per metric, its sum over trained tokens so far.
     """
 
@@ -95,7 +96,9 @@ class LossPass:
             self.grad_entropy_P[rank_BT] = grad_entropy_BT
 
     def gradients(self, segment: int) -> tuple[Tensor, Tensor | None]:
-        """Gradient of the step's loss by a segment's logprobs [E] and entropies [R], None if they are not in the loss."""
+        """Gradient of the step's loss by a segment's logprobs [E] and entropies [R], None if they are not in the
+        loss.
+        """
         plan = self.plan
         pairs = slice(plan.segment_pairs[segment], plan.segment_pairs[segment + 1])
         edges = slice(plan.segment_edges[segment], plan.segment_edges[segment + 1])

@@ -1,8 +1,9 @@
 """What a forward pass needs besides tokens: positions, and how its queries attend.
 
 Megatron hands ``packed_seq_params`` untouched through model, block, layer, pipeline stage and recomputation to the core
-attention. Our contexts are therefore subclasses of it, and the core attention only calls ``context.attend``: training on a
-tree segment (``segment_context``) and decoding with a K/V cache (``decode_context``) are two contexts over one model.
+attention. Our contexts are therefore subclasses of it, and the core attention only calls ``context.attend``: training
+on a tree segment (``segment_context``) and decoding with a K/V cache (``decode_context``) are two contexts over one
+model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class AttentionContext(PackedSeqParams):
     """One forward pass over ``n`` tokens.
 
     Attributes:
-        position_ids: int64 [n], each token's position in its own sequence (its depth in the tree); indexes the rotary table.
+        position_ids: int64 [n], each token's position in its own sequence (its depth in the tree); indexes the rotary
+            table.
     """
 
     position_ids: Tensor | None = None

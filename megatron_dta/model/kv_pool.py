@@ -1,9 +1,9 @@
 """Keys and values of the segments in flight, and the gradients that their descendants send back.
 
-Between a segment and its descendants only K and V pass forward, and dK and dV backward. Both live in slots: a plan gives every
-segment a run of slots from its forward to its backward, so nothing is allocated inside a step and a gather by slot numbers
-replaces concatenation. dK and dV accumulate in float32 (float64 for a float64 model): a shared token collects from all its
-branches, and bfloat16 would lose small contributions.
+Between a segment and its descendants only K and V pass forward, and dK and dV backward. Both live in slots: a plan
+gives every segment a run of slots from its forward to its backward, so nothing is allocated inside a step and a
+gather by slot numbers replaces concatenation. dK and dV accumulate in float32 (float64 for a float64 model): a shared
+token collects from all its branches, and bfloat16 would lose small contributions.
 
 Legend: L layers, S slots, G key/value heads on this rank, D head size.
 """
@@ -11,6 +11,7 @@ Legend: L layers, S slots, G key/value heads on this rank, D head size.
 from __future__ import annotations
 
 import torch
+
 from dta_kernels.tree_attention_reference import accumulation_dtype
 
 

@@ -1,7 +1,7 @@
 """Builds the model: our settings -> Megatron's ``TransformerConfig`` and layer spec -> ``TreeGPTModel``.
 
-Everything that depends on how Megatron-Core constructs a model, and on its versions (0.16.1 to 0.19), is in this file, so another
-model class of Megatron's needs one change here.
+Everything that depends on how Megatron-Core constructs a model, and on its versions (0.16.1 to 0.19), is in this
+file, so another model class of Megatron's needs one change here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -62,7 +61,7 @@ def transformer_config(model: ModelConfig) -> TransformerConfig:
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.swiglu,
-        activation_func=F.silu if model.swiglu else F.gelu,
+        activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
         qk_layernorm=model.qk_layernorm,
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
@@ -117,8 +116,6 @@ def build_model(model: ModelConfig, device: torch.device) -> TreeGPTModel:
     tree_model = TreeGPTModel(transformer_config(model), layer_spec(model), **model_arguments(model))
     tree_model.true_vocab_size = model.vocab_size
     return tree_model.to(device=device, dtype=model.params_dtype)
-
-
 
 
 def build_stock_model(model: ModelConfig, device: torch.device) -> GPTModel:

@@ -1,9 +1,10 @@
 """One segment of the tree going through the model: its own tokens attend to its ancestors and to each other.
 
-The autograd function here is the only place where segments meet. Forward: the segment's K and V go to the pool, and its queries
-attend to [ancestors, own]. Backward: the ancestors' part of dK and dV is added to their accumulators in the pool, and the own part
-is returned to autograd together with what the segment's descendants left there before. A segment's backward is then an
-ordinary ``backward`` of its own graph; recomputation (Megatron's or a whole second forward) writes the same K and V again.
+The autograd function here is the only place where segments meet. Forward: the segment's K and V go to the pool, and
+its queries attend to [ancestors, own]. Backward: the ancestors' part of dK and dV is added to their accumulators in
+the pool, and the own part is returned to autograd together with what the segment's descendants left there before. A
+segment's backward is then an ordinary ``backward`` of its own graph; recomputation (Megatron's or a whole second
+forward) writes the same K and V again.
 
 Legend: N the segment's tokens, A its ancestors' tokens in earlier segments, G key/value heads, D head size.
 """
@@ -13,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from dta_kernels.tree_attention_reference import tree_attention_backward, tree_attention_forward
 from torch import Tensor
 
+from dta_kernels.tree_attention_reference import tree_attention_backward, tree_attention_forward
 from megatron_dta.model.attention_context import AttentionContext
 from megatron_dta.model.kv_pool import KVPool
 
@@ -53,7 +54,9 @@ class SegmentContext(AttentionContext):
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, segment: SegmentContext, layer: int, scale: float) -> Tensor:
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, segment: SegmentContext, layer: int, scale: float
+    ) -> Tensor:
         segment.pool.keys_LSGD[layer, segment.slots] = key
         segment.pool.values_LSGD[layer, segment.slots] = value
         keys, values = segment.keys_and_values(layer)

@@ -1,7 +1,7 @@
 """The core attention that takes the place of Megatron's through the layer spec.
 
-It has no parameters and no mask: it reshapes and asks the pass's ``AttentionContext``. Linear layers, QK-norm, rotary embedding
-and everything else stay Megatron's.
+It has no parameters and no mask: it reshapes and asks the pass's ``AttentionContext``. Linear layers, QK-norm, rotary
+embedding and everything else stay Megatron's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from megatron_dta.model.attention_context import check_context
 
 
 class TreeAttention(MegatronModule):
-    """Core attention over ``[n, 1, heads, head size]``; the arguments are those of Megatron's ``DotProductAttention``."""
+    """Core attention over ``[n, 1, heads, head size]``; the arguments are those of Megatron's
+    ``DotProductAttention``.
+    """
 
     def __init__(
         self,

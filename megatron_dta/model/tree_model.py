@@ -2,8 +2,8 @@
 
 Two hooks of the stock model are overridden and nothing is patched. ``_preprocess``: Megatron's rotary embedding ignores
 ``position_ids`` and numbers tokens from 0, which for a segment is wrong; here the table is indexed by the context's
-positions. ``_postprocess``: the stock model would return the logits of every row; here the last stage returns hidden states,
-and the logprob head turns the rows that need it into logprobs, a chunk at a time.
+positions. ``_postprocess``: the stock model would return the logits of every row; here the last stage returns hidden
+states, and the logprob head turns the rows that need it into logprobs, a chunk at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from dta_kernels.linear_logprobs import RowChunk, linear_logprobs
-
 from megatron_dta.model.attention_context import AttentionContext, check_context
 
 

@@ -1,7 +1,7 @@
 """Batches that make every mistake visible: real token sequences with random numbers that differ at shared tokens.
 
-Sequences that run through one token get different advantages, old logprobs, reference logprobs and masks there, so a loss computed
-once per unique token, or a gradient handed to the wrong sequence, cannot agree with the reference.
+Sequences that run through one token get different advantages, old logprobs, reference logprobs and masks there, so a
+loss computed once per unique token, or a gradient handed to the wrong sequence, cannot agree with the reference.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def random_training_samples(
 ) -> list[TrainingSample]:
     """Training samples over ``sequences`` with random fields.
 
-    A quarter of the trained tokens of ``loss_masks`` (default: all tokens but the first) is left out at random, for every sequence
-    on its own. Sequences of one token, which cannot be trained, are dropped.
+    A quarter of the trained tokens of ``loss_masks`` (default: all tokens but the first) is left out at random, for
+    every sequence on its own. Sequences of one token, which cannot be trained, are dropped.
     """
     generator = np.random.default_rng(seed)
     samples = []

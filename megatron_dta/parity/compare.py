@@ -1,7 +1,8 @@
 """Largest relative errors between two outcomes.
 
-An error is relative to the largest magnitude of what it is compared with: of the loss, of all logprobs, and of each parameter's
-gradient on its own, so a small parameter cannot hide behind a large one. A parameter that only one side has is an error of 1.
+An error is relative to the largest magnitude of what it is compared with: of the loss, of all logprobs, and of each
+parameter's gradient on its own, so a small parameter cannot hide behind a large one. A parameter that only one side
+has is an error of 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The same model in Hugging Face transformers: configuration and weights (or gradients) under its names.
 
-Megatron fuses what Hugging Face keeps apart: query, key and value of each head group in ``linear_qkv``, gate and up projection in
-``linear_fc1``. The mapping is linear, so it carries gradients as it carries weights. It covers the models that
-``check_parity`` builds, in one process, and is no checkpoint converter.
+Megatron fuses what Hugging Face keeps apart: query, key and value of each head group in ``linear_qkv``, gate and up
+projection in ``linear_fc1``. The mapping is linear, so it carries gradients as it carries weights. It covers the
+models that ``check_parity`` builds, in one process, and is no checkpoint converter.
 
 Legend: G key/value heads, R query heads per key/value head, D head size.
 """
@@ -66,7 +66,9 @@ def build_huggingface(model: ModelConfig, weights: dict[str, Tensor]) -> torch.n
 
 
 def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Megatron's parameters (or their gradients) under Hugging Face's names; a ``KeyError`` names what has no place there."""
+    """Megatron's parameters (or their gradients) under Hugging Face's names; a ``KeyError`` names what has no place
+    there.
+    """
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in TOP_NAMES:

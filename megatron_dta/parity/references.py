@@ -1,6 +1,7 @@
 """The two references: one sequence at a time, whole logits, plain log-softmax, autograd for everything.
 
-They share no code with the tree path but the objective and the weights of the loss, which are ordinary functions of one sequence.
+They share no code with the tree path but the objective and the weights of the loss, which are ordinary functions of
+one sequence.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ def run_tree(
     temperature: float = 1.0,
     loss_aggregation: str = "token-mean",
 ) -> tuple[Outcome, StepResult]:
-    """Train ``samples`` on a tree model with ``weights``; the logprobs come from a forward-only pass over the same plan."""
+    """Train ``samples`` on a tree model with ``weights``; the logprobs come from a forward-only pass over the same
+    plan.
+    """
     tree_model = build_model(model, next(iter(weights.values())).device)
     tree_model.load_state_dict(weights)
     engine = TreeEngine(tree_model, temperature, tree.logprob_chunk_tokens)

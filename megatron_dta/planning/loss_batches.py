@@ -1,7 +1,7 @@
 """Groups the sequences that complete in a segment, so that their losses are computed a rectangle at a time.
 
-A loss is written for one sequence's trained tokens, last axis time; a batch of sequences is the same call with a leading axis.
-Rectangles cost padding, so sequences of similar length go together and a rectangle's area is bounded.
+A loss is written for one sequence's trained tokens, last axis time; a batch of sequences is the same call with a
+leading axis. Rectangles cost padding, so sequences of similar length go together and a rectangle's area is bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class LossBatch:
 
     Attributes:
         sequences: int64 [B].
-        pair_index: int64 [B, T], the pair of each token in sequence order; where a row has ended, the number of pairs P.
+        pair_index: int64 [B, T], the pair of each token in sequence order; where a row has ended, the number of pairs
+            P.
     """
 
     sequences: np.ndarray

@@ -1,9 +1,9 @@
 """The three training modes as three forests over one engine.
 
     dta      the prefix forest, cut into segments: every shared token once, one root-to-leaf path in flight
-    packed   whole trees within a token capacity (Tree Training, arXiv 2511.00413): sequences in depth-first order go into packs
-             of at most ``--tree-segment-tokens`` unique tokens, a pack is one segment, and a prefix shared by two packs is
-             computed in both
+    packed   whole trees within a token capacity (Tree Training, arXiv 2511.00413): sequences in depth-first order go
+             into packs of at most ``--tree-segment-tokens`` unique tokens, a pack is one segment, and a prefix shared
+             by two packs is computed in both
     dense    no sharing: every sequence is a chain of its own; chains are bundled into segments or cut by them
 
 The engine does not know which one it runs, so a comparison between modes compares trees and nothing else.
@@ -51,8 +51,8 @@ def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:
     longest = max(len(sequence) for sequence in sequences)
     if longest > capacity:
         raise InputError(
-            f"--tree-segment-tokens {capacity} is less than the longest sequence ({longest} tokens), which --tree-mode packed "
-            f"must hold in one pack; raise it to {longest} or more, or use --tree-mode dta"
+            f"--tree-segment-tokens {capacity} is less than the longest sequence ({longest} tokens), which --tree-mode "
+            f"packed must hold in one pack; raise it to {longest} or more, or use --tree-mode dta"
         )
     tree = build_prefix_tree(sequences)
     order = np.argsort(sequence_ends(tree), kind="stable")
@@ -72,9 +72,10 @@ def sequence_ends(tree: PrefixTree) -> np.ndarray:
 def _cut_into_packs(tree: PrefixTree, order: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Contiguous runs of ``order`` (sequences in depth-first order) that fit and together have the fewest tokens.
 
-    In preorder the tokens that a sequence adds to its predecessors are one run of the stream, so a pack of sequences j..i has
-    length[j] + added[j + 1] + ... + added[i] tokens. The best cut is a shortest path over pack starts; the starts that fit end i
-    form a window that only moves forward, so a monotone queue finds each minimum in constant time.
+    In preorder the tokens that a sequence adds to its predecessors are one run of the stream, so a pack of sequences
+    j..i has length[j] + added[j + 1] + ... + added[i] tokens. The best cut is a shortest path over pack starts; the
+    starts that fit end i form a window that only moves forward, so a monotone queue finds each minimum in constant
+    time.
     """
     ends = sequence_ends(tree)[order]
     lengths = tree.sequence_lengths[order].astype(np.int64)

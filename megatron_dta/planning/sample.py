@@ -1,7 +1,7 @@
 """One sequence as the trainer sees it: tokens, which of them are trained, and the numbers that its loss needs.
 
-A ``Rollout`` is what was sampled; a ``TrainingSample`` is what is trained: the same tokens with advantages computed and old and
-reference logprobs filled in. Only trained tokens reach the loss, so the fields may hold anything elsewhere.
+A ``Rollout`` is what was sampled; a ``TrainingSample`` is what is trained: the same tokens with advantages computed
+and old and reference logprobs filled in. Only trained tokens reach the loss, so the fields may hold anything elsewhere.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class TrainingSample:
         return int(np.count_nonzero(self.loss_mask))
 
     def needed_length(self) -> int:
-        """Tokens up to and including the last trained one; what follows cannot influence the loss. 0 without trained tokens."""
+        """Tokens up to and including the last trained one; what follows cannot influence the loss. 0 without trained
+        tokens.
+        """
         trained = np.flatnonzero(self.loss_mask)
         return int(trained[-1]) + 1 if len(trained) else 0

@@ -1,13 +1,13 @@
-"""Everything one step needs to know before it starts, as arrays: edges, (sequence, token) pairs and loss batches per segment.
+"""Everything one step needs to know before it starts: edges, (sequence, token) pairs and loss batches per segment.
 
-Made once from the sequences and used by every pass over them (old logprobs, reference logprobs, training). A logprob belongs to
-an *edge* parent -> child of the forest; a loss belongs to a *pair* of a sequence and one of its trained tokens. Several pairs use
-one edge when sequences share a token, and several edges leave one *row* (the parent, with one distribution over the vocabulary)
-at a branch point. Only edges that some sequence trains exist here.
+Made once from the sequences and used by every pass over them (old logprobs, reference logprobs, training). A logprob
+belongs to an *edge* parent -> child of the forest; a loss belongs to a *pair* of a sequence and one of its trained
+tokens. Several pairs use one edge when sequences share a token, and several edges leave one *row* (the parent, with
+one distribution over the vocabulary) at a branch point. Only edges that some sequence trains exist here.
 
-Orders: edges are sorted by (row, child) in the stream, so the edges, rows and pairs of a segment are contiguous runs. Pairs have
-two orders: by sequence (as the fields of the loss come) and by edge (as the gradients are summed); ``pair_rank`` maps the first to
-the second.
+Orders: edges are sorted by (row, child) in the stream, so the edges, rows and pairs of a segment are contiguous runs.
+Pairs have two orders: by sequence (as the fields of the loss come) and by edge (as the gradients are summed);
+``pair_rank`` maps the first to the second.
 
 Legend: E edges, R rows, P pairs, Q sequences, N stream tokens.
 """
@@ -33,7 +33,8 @@ class StepPlan:
 
     Attributes:
         segments: forest and segments.
-        num_sequence_tokens: tokens of all sequences, counted separately (what is needed of them, see ``TrainingSample``).
+        num_sequence_tokens: tokens of all sequences, counted separately (what is needed of them, see
+            ``TrainingSample``).
         keep_activations: bool [segments], else the segment's forward is run again before its backward.
         training_ops, forward_ops: order of execution with and without backward passes.
         slot_start, num_slots: K/V slots of each segment for ``training_ops``; ``forward_*`` for ``forward_ops``.
@@ -157,8 +158,8 @@ def plan_step(
 def ancestor_paths(segments: SegmentPlan) -> tuple[np.ndarray, np.ndarray]:
     """Stream indices of every segment's ancestors in earlier segments, in order.
 
-    All of them lie on the root path of the segment's first token, because the segment is a run of a preorder; and among the
-    parent segment's own tokens and ancestors, the path is what the visibility rule leaves.
+    All of them lie on the root path of the segment's first token, because the segment is a run of a preorder; and
+    among the parent segment's own tokens and ancestors, the path is what the visibility rule leaves.
 
     Returns:
         ``(path_stream, segment_path)``: the paths concatenated, and each segment's run of them.
