@@ -95,7 +95,7 @@ def save_checkpoint(
         **optimizer.sharded_state_dict(model_state),
         "iteration": iteration,
         "rng_state": [capture_random_state()],
-        "megatron_dta": {"settings": json.dumps(_settings(config)), "progress": progress},
+        "megatron_dta": {"settings": json.dumps(settings_by_flag(config)), "progress": progress},
     }
     path = _write(Path(folder) / _iteration_folder(iteration), state)
     _replace_text(Path(folder) / TRACKER, str(iteration))
@@ -126,7 +126,7 @@ def load_checkpoint(
     restore_random_state(state["rng_state"][0])
     changed = [
         f"{flag}: {saved.get(flag)} before, {value} now"
-        for flag, value in _settings(config).items()
+        for flag, value in settings_by_flag(config).items()
         if saved.get(flag) != value
     ]
     return int(state["iteration"]), state["megatron_dta"]["progress"], changed
@@ -142,7 +142,7 @@ def load_weights(path: Path, model_config: ModelConfig, model: MegatronModule) -
 
 def save_weights(path: Path, config: TrainConfig, model: MegatronModule) -> None:
     """Write only the weights as the checkpoint ``path``."""
-    settings = {"settings": json.dumps(_settings(config))}
+    settings = {"settings": json.dumps(settings_by_flag(config))}
     _write(path, {"model": model.sharded_state_dict(), "megatron_dta": settings})
 
 
@@ -150,7 +150,7 @@ def _iteration_folder(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
+def settings_by_flag(config: TrainConfig) -> dict[str, Any]:
     """Every setting by its flag, as plain values."""
     plain = (type(None), bool, int, float, str, list)
     return {

@@ -1,0 +1,53 @@
+"""Entry point of training: ``python -m megatron_dta.train --num-layers 4 ... --task arithmetic --save runs/first``.
+
+Runs on the CUDA GPU if there is one and on the CPU otherwise, alone or under ``torchrun --nproc-per-node 1``.
+``--help`` lists all flags; ``examples/`` holds whole commands. Status 0 after the last step and after SIGTERM (the
+state is saved; the same command continues), 2 after bad input.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from megatron_dta.errors import run_entry_point
+
+
+def main() -> None:
+    """Parse the command line, train, and leave metrics, a reward plot and a checkpoint."""
+    _quieten_libraries()
+    # Here and not on top: a wrong flag is told before Megatron is imported, which takes seconds.
+    from rich.console import Console
+
+    from megatron_dta.arguments import parse_arguments
+
+    config = parse_arguments()
+
+    import torch
+
+    from megatron_dta.training.plot import plot_reward
+    from megatron_dta.training.setup import build_trainer, metrics_path
+
+    console = Console(highlight=False)
+    trainer = build_trainer(config, console)
+    try:
+        trainer.run()
+    finally:
+        trainer.metrics.close()
+    metrics = metrics_path(config)
+    if metrics is not None:
+        picture = metrics.with_name("reward.png")
+        if plot_reward(metrics, picture):
+            console.print(f"reward plot: {picture}", soft_wrap=True)
+    torch.distributed.destroy_process_group()
+
+
+def _quieten_libraries() -> None:
+    """Hide what optional packages are missing and what PyTorch will rename: nothing a user can act on."""
+    warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

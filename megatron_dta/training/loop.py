@@ -1,0 +1,226 @@
+"""The training loop: one collection of rollouts after another, each divided into optimizer steps.
+
+    1. collect   rollouts from the source, with the current weights              (rollouts.source)
+    2. prepare   advantages, old and reference logprobs, the cut into steps      (training.samples)
+    3. plan      prefix forest, segments, op list of one step                    (engine.prepare_batch)
+    4. train     forward in preorder, losses, backward in postorder              (engine.TreeEngine)
+    5. update    reduce, check, clip, apply                                      (training.optimizer)
+    6. report    metrics and the progress line; evaluation and checkpoint when due
+
+Between any two steps the whole state is: weights, optimizer, schedule, random states, the number of steps and
+collections, and the steps prepared but not trained yet. A checkpoint holds exactly that.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.errors import InputError
+from megatron_dta.objectives import Objective
+from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.training.checkpoint import save_checkpoint
+from megatron_dta.training.metrics import TIMING, MetricsLog
+from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.samples import SamplePreparation, StepSamples, pack_steps, unpack_steps
+
+
+@dataclass
+class Progress:
+    """Where the loop stands: optimizer steps done, collections taken, steps prepared but not trained."""
+
+    iteration: int = 0
+    collections: int = 0
+    waiting: list[StepSamples] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the iteration, which a checkpoint has anyway, as numbers, strings, lists and tensors."""
+        return {"collections": self.collections, "waiting": pack_steps(self.waiting)}
+
+    @classmethod
+    def from_state_dict(cls, iteration: int, state: dict[str, Any]) -> Progress:
+        """Where a checkpoint left off."""
+        return cls(iteration, state["collections"], unpack_steps(state["waiting"]))
+
+
+class Stopwatch:
+    """Seconds spent under names since it was made."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the time of the block to ``name``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass
+class Trainer:
+    """The parts of a run, put together by ``training.setup``, and the loop over them."""
+
+    config: TrainConfig
+    engine: TreeEngine
+    optimizer: TrainingOptimizer
+    objective: Objective
+    source: RolloutSource
+    preparation: SamplePreparation
+    evaluations: list[Evaluation]
+    metrics: MetricsLog
+    progress: Progress
+    console: Console
+    saved_iteration: int | None = None
+    terminated: bool = False
+
+    def run(self) -> None:
+        """Train to the last step, or until SIGTERM; either way the state is saved."""
+        with self._watching_for_sigterm():
+            if self.progress.iteration == 0:
+                self._report_start()
+            while self.progress.iteration < self.config.optimization.train_iters and not self.terminated:
+                self._report(self._step())
+                interval = self.config.checkpoint.save_interval
+                if interval and self.progress.iteration % interval == 0:
+                    self._save()
+            self._save()
+        if self.terminated:
+            self.console.print(f"stopped by SIGTERM after step {self.progress.iteration}")
+
+    def _step(self) -> dict[str, Any]:
+        """One optimizer step; returns its record of metrics."""
+        watch = Stopwatch()
+        if not self.progress.waiting:
+            with watch.measure("collect"):
+                rollouts = self._collect()
+            with watch.measure("prepare"):
+                self.progress.waiting = self.preparation.prepare(rollouts)
+            self.progress.collections += 1
+        step = self.progress.waiting.pop(0)
+        with watch.measure("plan"):
+            batch = prepare_batch(step.samples, self.config.tree, self.config.objective.loss_aggregation)
+        with watch.measure("train"):
+            self.optimizer.zero_grad()
+            result = self.engine.forward_backward(batch, self.objective)
+            loss = float(result.loss)
+        with watch.measure("update"):
+            outcome = self.optimizer.step(loss)
+        self.progress.iteration += 1
+        tokens, unique = batch.plan.num_sequence_tokens, batch.plan.segments.tree.num_tokens
+        return {
+            "iteration": self.progress.iteration,
+            "loss": loss,
+            **step.statistics,
+            "grad_norm": outcome.grad_norm,
+            "learning_rate": outcome.learning_rate,
+            "skipped": not outcome.applied,
+            **{name: float(value) for name, value in result.metrics.items()},
+            "tokens": tokens,
+            "unique_tokens": unique,
+            "token_reuse": tokens / unique,
+            "segments": batch.plan.segments.num_segments,
+            "peak_in_flight_tokens": result.peak_in_flight_tokens,
+            "recomputed_tokens": result.recomputed_tokens,
+            TIMING: self._timing(watch.seconds, tokens, unique),
+        }
+
+    def _collect(self) -> list:
+        try:
+            return self.source.next_batch(self.progress.collections)
+        except FloatingPointError as error:
+            raise InputError(f"step {self.progress.iteration + 1}: {error}; lower --lr or --clip-grad") from error
+
+    @staticmethod
+    def _timing(seconds: dict[str, float], tokens: int, unique: int) -> dict[str, float]:
+        trained = seconds["plan"] + seconds["train"] + seconds["update"]
+        return {
+            **{f"{name}_seconds": value for name, value in seconds.items()},
+            "tokens_per_second": tokens / trained,
+            "unique_tokens_per_second": unique / trained,
+        }
+
+    def _report_start(self) -> None:
+        """Judge the weights that training starts from, as record 0."""
+        if self.config.logging.eval_interval:
+            self._report({"iteration": 0, TIMING: {}})
+
+    def _report(self, record: dict[str, Any]) -> None:
+        """Evaluate when due, write the record, print the progress line."""
+        iteration, logging = record["iteration"], self.config.logging
+        last = iteration == self.config.optimization.train_iters
+        if logging.eval_interval and (iteration % logging.eval_interval == 0 or last):
+            watch = Stopwatch()
+            with watch.measure("evaluate"):
+                for evaluation in self.evaluations:
+                    values = evaluation.evaluate(iteration)
+                    record |= {f"eval_{name}": value for name, value in values.items()}
+            record[TIMING]["evaluate_seconds"] = watch.seconds["evaluate"]
+        self.metrics.write(record)
+        if record.get("skipped"):
+            self.console.print(
+                f"step {iteration}: skipped, the weights are unchanged: the loss is {record['loss']}, "
+                f"the gradient norm {record['grad_norm']}",
+                style="yellow",
+            )
+        if iteration % logging.log_interval == 0 or last:
+            self.console.print(progress_line(record, self.config.optimization.train_iters), soft_wrap=True)
+
+    def _save(self) -> None:
+        folder, iteration = self.config.checkpoint.save, self.progress.iteration
+        if folder is None or self.saved_iteration == iteration:
+            return
+        path = save_checkpoint(
+            folder, self.config, self.engine.tree_model, self.optimizer, iteration, self.progress.state_dict()
+        )
+        self.saved_iteration = iteration
+        self.console.print(f"saved {Path(path)}", soft_wrap=True)
+
+    @contextmanager
+    def _watching_for_sigterm(self) -> Iterator[None]:
+        """Let SIGTERM end the loop after the step it is in, instead of ending the process."""
+
+        def stop(signal_number: int, frame: object) -> None:
+            self.terminated = True
+
+        previous = signal.signal(signal.SIGTERM, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def progress_line(record: dict[str, Any], train_iters: int) -> str:
+    """What a person wants to see of a record, on one line."""
+    parts = [f"step {record['iteration']}/{train_iters}"]
+    for name, key, form in (
+        ("loss", "loss", ".4f"),
+        ("reward", "reward", ".3f"),
+        ("held-out reward", "eval_reward", ".3f"),
+        ("held-out loss", "eval_loss", ".4f"),
+        ("grad norm", "grad_norm", ".3f"),
+        ("reuse", "token_reuse", ".2f"),
+    ):
+        if key in record:
+            parts.append(f"{name} {_format(record[key], form)}")
+    timing = record[TIMING]
+    if "tokens_per_second" in timing:
+        parts.append(f"unique tokens/s {timing['unique_tokens_per_second']:,.0f}")
+        parts.append(f"tokens/s {timing['tokens_per_second']:,.0f}")
+    return "  ".join(parts)
+
+
+def _format(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else str(value)

@@ -1,0 +1,128 @@
+"""Where a step's metrics go: a JSONL file, TensorBoard, Weights & Biases.
+
+The JSONL file holds one object per optimizer step, in order. All that depends on the clock stands under the key
+``timing``, so the rest of two runs can be compared bit for bit. A run that continues from a checkpoint cuts the file
+back to that step, and the file reads as if the run had never stopped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.config import LoggingConfig
+from megatron_dta.errors import InputError
+
+TIMING = "timing"
+
+
+class MetricsLog:
+    """Writes every record to all places that the settings name.
+
+    Args:
+        path: the JSONL file, or None for none.
+        iteration: step that the run continues after; what the file holds beyond it is dropped.
+        config: all settings by flag, for Weights & Biases.
+    """
+
+    def __init__(
+        self, path: Path | None, settings: LoggingConfig, iteration: int, config: dict[str, Any] | None = None
+    ) -> None:
+        self.path = path
+        self._file = None
+        if path is not None:
+            cut_back(path, iteration)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._tensorboard = _open_tensorboard(settings, iteration)
+        self._wandb = _open_wandb(settings, config)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record: ``iteration``, numbers by name, and ``timing``."""
+        record = {name: _plain(value) for name, value in record.items()}
+        if self._file is not None:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        scalars = _scalars(record)
+        if self._tensorboard is not None:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, record["iteration"])
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=record["iteration"])
+
+    def close(self) -> None:
+        """Finish all outputs."""
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def cut_back(path: Path, iteration: int) -> None:
+    """Keep the records of steps up to ``iteration``; also drops a last line that a kill has cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [line for line, record in _read_lines(path) if record["iteration"] <= iteration]
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text("".join(kept), encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, in order."""
+    return [record for _, record in _read_lines(path)]
+
+
+def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("iteration"), int) or not line.endswith("\n"):
+                raise ValueError("not a record of metrics")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise InputError(f"{path}: row {number} is no record of metrics ({error}); move the file away") from None
+        records.append((line, record))
+    return records
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null; the record says by ``skipped`` why."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Numbers by name, those of ``timing`` as ``timing/...``."""
+    timing = {f"{TIMING}/{name}": value for name, value in record.get(TIMING, {}).items()}
+    values = {name: value for name, value in record.items() if name not in ("iteration", TIMING)} | timing
+    return {name: float(value) for name, value in values.items() if isinstance(value, bool | int | float)}
+
+
+def _open_tensorboard(settings: LoggingConfig, iteration: int) -> Any:
+    if settings.tensorboard_dir is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    # Events after the checkpoint are hidden: those steps come again.
+    return SummaryWriter(settings.tensorboard_dir, purge_step=iteration + 1)
+
+
+def _open_wandb(settings: LoggingConfig, config: dict[str, Any] | None) -> Any:
+    if settings.wandb_project is None:
+        return None
+    if importlib.util.find_spec("wandb") is None:
+        raise InputError("--wandb-project needs the package wandb: pip install wandb, or leave the flag out")
+    import wandb
+
+    return wandb.init(project=settings.wandb_project, name=settings.wandb_exp_name, config=config)

@@ -1,0 +1,162 @@
+"""From rollouts to what one optimizer step trains: advantages, the cut into steps, old and reference logprobs.
+
+    rollouts -> advantages over whole groups -> steps of whole groups -> logprobs that the loss compares with
+
+Advantages come first, so a group is seen whole however its collection is cut. Old and reference logprobs are those of
+the weights before the collection's first step; with more than one step they must be computed then, and so they are part
+of what a checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dta.config import ObjectiveConfig, TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.errors import InputError
+from megatron_dta.objectives import Objective, token_advantages
+from megatron_dta.planning.sample import FIELDS, TrainingSample
+from megatron_dta.rollouts import Rollout
+
+
+@dataclass
+class StepSamples:
+    """The samples of one optimizer step, and statistics of the rollouts they were made from."""
+
+    samples: list[TrainingSample]
+    statistics: dict[str, float]
+
+
+class SamplePreparation:
+    """Turns a collection of rollouts into steps.
+
+    Args:
+        policy: engine on the weights being trained.
+        reference: engine on the weights of the KL reference, where the objective has one.
+        num_steps: optimizer steps that a collection is divided into.
+    """
+
+    def __init__(
+        self,
+        settings: ObjectiveConfig,
+        objective: Objective,
+        tree: TreeConfig,
+        policy: TreeEngine,
+        reference: TreeEngine | None,
+        num_steps: int,
+    ) -> None:
+        self.settings, self.objective, self.tree = settings, objective, tree
+        self.policy, self.reference, self.num_steps = policy, reference, num_steps
+
+    def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
+        """The steps of one collection, in order."""
+        samples = self._with_reference(self._with_old_logprobs(self._with_advantages(rollouts), rollouts))
+        return [
+            StepSamples([samples[i] for i in chosen], rollout_statistics([rollouts[i] for i in chosen]))
+            for chosen in split_groups(rollouts, self.num_steps)
+        ]
+
+    def _with_advantages(self, rollouts: Sequence[Rollout]) -> list[TrainingSample]:
+        advantages: Sequence[np.ndarray | None] = [None] * len(rollouts)
+        if self.objective.name != "sft":
+            advantages = token_advantages(rollouts, not self.settings.disable_grpo_std_normalization)
+        return [
+            TrainingSample(rollout.token_ids, rollout.loss_mask, advantages=advantage)
+            for rollout, advantage in zip(rollouts, advantages, strict=True)
+        ]
+
+    def _with_old_logprobs(self, samples: list[TrainingSample], rollouts: Sequence[Rollout]) -> list[TrainingSample]:
+        if self.objective.name == "sft":
+            return samples
+        if self.settings.old_logprobs == "rollout":
+            check_old_logprobs(rollouts, self.settings)
+            return _with(samples, old_logprobs=[rollout.logprobs for rollout in rollouts])
+        if self.num_steps == 1:
+            # The weights of the only step are the old ones: the loss takes missing old logprobs to be its own.
+            return samples
+        return _with(samples, old_logprobs=self._logprobs(self.policy, samples))
+
+    def _with_reference(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+        if self.reference is None:
+            return samples
+        return _with(samples, ref_logprobs=self._logprobs(self.reference, samples))
+
+    def _logprobs(self, engine: TreeEngine, samples: list[TrainingSample]) -> list[np.ndarray]:
+        return engine.compute_logprobs(prepare_batch(samples, self.tree))
+
+
+def _with(samples: list[TrainingSample], **fields: Sequence[np.ndarray]) -> list[TrainingSample]:
+    """The samples with one field filled in, an array for each."""
+    ((name, arrays),) = fields.items()
+    return [replace(sample, **{name: array}) for sample, array in zip(samples, arrays, strict=True)]
+
+
+def check_old_logprobs(rollouts: Sequence[Rollout], settings: ObjectiveConfig) -> None:
+    """Refuse rollouts without the logprobs that ``--old-logprobs rollout`` asks for."""
+    for number, rollout in enumerate(rollouts, start=1):
+        if settings.old_logprobs == "rollout" and rollout.logprobs is None:
+            raise InputError(
+                f"rollout {number} (group '{rollout.group_id}') has no logprobs, which --old-logprobs rollout needs; "
+                "give --old-logprobs recompute"
+            )
+
+
+def split_groups(rollouts: Sequence[Rollout], num_steps: int) -> list[list[int]]:
+    """Indices of the rollouts of each step: whole groups in order of appearance, as even in number as possible."""
+    groups: dict[str, list[int]] = {}
+    for index, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.group_id, []).append(index)
+    if len(groups) < num_steps:
+        raise InputError(f"{len(groups)} groups of rollouts cannot be divided into --num-steps-per-rollout {num_steps}")
+    runs = np.array_split(np.arange(len(groups)), num_steps)
+    members = list(groups.values())
+    return [[index for group in run for index in members[group]] for run in runs]
+
+
+def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Means over the rollouts; a trajectory cut into several samples counts its reward once."""
+    rewards: dict[tuple[str, str | int], float] = {}
+    for index, rollout in enumerate(rollouts):
+        if rollout.reward is not None:
+            own = index if rollout.trajectory_id is None else rollout.trajectory_id
+            rewards[rollout.group_id, own] = rollout.reward
+    statistics = {"rollouts": float(len(rollouts))}
+    if rewards:
+        statistics["reward"] = float(np.mean(list(rewards.values())))
+    statistics["response_tokens"] = float(np.mean([np.count_nonzero(rollout.loss_mask) for rollout in rollouts]))
+    return statistics
+
+
+def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
+    """Steps that a checkpoint keeps for later, as tensors and numbers."""
+    packed = []
+    for step in steps:
+        state: dict[str, Any] = {"statistics": step.statistics}
+        state["lengths"] = [len(sample.token_ids) for sample in step.samples]
+        for name in ("token_ids", "loss_mask", *FIELDS):
+            arrays = [getattr(sample, name) for sample in step.samples]
+            state[name] = None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
+        packed.append(state)
+    return packed
+
+
+def unpack_steps(packed: Sequence[dict[str, Any]]) -> list[StepSamples]:
+    """The steps that ``pack_steps`` packed."""
+    steps = []
+    for state in packed:
+        cuts = np.cumsum(state["lengths"])[:-1]
+        arrays = {
+            name: np.split(state[name].numpy(), cuts)
+            for name in ("token_ids", "loss_mask", *FIELDS)
+            if state[name] is not None
+        }
+        samples = [
+            TrainingSample(**dict(zip(arrays, values, strict=True))) for values in zip(*arrays.values(), strict=True)
+        ]
+        steps.append(StepSamples(samples, state["statistics"]))
+    return steps

@@ -1,0 +1,171 @@
+"""From settings to a trainer that is ready to run: data first, then the model, then where it starts from.
+
+Whatever is wrong with the input stops here, before the first step: rollouts and prompts are read and checked before
+the model is built.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.engine import TreeEngine
+from megatron_dta.errors import InputError
+from megatron_dta.model import TreeGPTModel, build_model, initialize_parallel
+from megatron_dta.objectives import Objective, make_objective
+from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.sampling.source import SamplingEvaluation, SamplingSource
+from megatron_dta.sampling.task import SamplingTask, build_task
+from megatron_dta.training.checkpoint import (
+    REFERENCE,
+    find_checkpoint,
+    load_checkpoint,
+    load_weights,
+    remove_leftovers,
+    save_weights,
+    settings_by_flag,
+)
+from megatron_dta.training.loop import Progress, Trainer
+from megatron_dta.training.metrics import MetricsLog
+from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.samples import SamplePreparation
+from megatron_dta.training.stored_data import StoredEvaluation, load_files, load_stored_rollouts
+
+
+def build_trainer(config: TrainConfig, console: Console) -> Trainer:
+    """All parts of the run that ``config`` describes, its state loaded from where it starts."""
+    objective = make_objective(config.objective)
+    stored, held_out, task = _read_data(config, objective)
+    if config.model.vocab_size is None:
+        config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
+
+    device = initialize_parallel(config.optimization.seed)
+    if config.optimization.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    model = build_model(config.model, device)
+    start, resumes = _starting_point(config)
+    if start is not None and not resumes:
+        load_weights(start, config.model, model)
+        console.print(f"starting from the weights of {start}", soft_wrap=True)
+    # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
+    reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
+    optimizer = TrainingOptimizer(model, config.optimization)
+    progress = Progress()
+    if start is not None and resumes:
+        iteration, state, changed = load_checkpoint(start, config, model, optimizer)
+        progress = Progress.from_state_dict(iteration, state)
+        console.print(f"continuing {start} after step {iteration}", soft_wrap=True)
+        for line in changed:
+            console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
+
+    engine = _engine(config, optimizer.model)
+    source: RolloutSource = stored or SamplingSource(model, task, config.sampling, config.optimization.seed)
+    preparation = SamplePreparation(
+        config.objective,
+        objective,
+        config.tree,
+        engine,
+        _engine(config, reference) if reference is not None else None,
+        config.sampling.num_steps_per_rollout,
+    )
+    own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
+    return Trainer(
+        config=config,
+        engine=engine,
+        optimizer=optimizer,
+        objective=objective,
+        source=source,
+        preparation=preparation,
+        evaluations=_evaluations(config, engine, model, task, held_out),
+        metrics=MetricsLog(metrics_path(config), config.logging, progress.iteration, settings_by_flag(config)),
+        progress=progress,
+        console=console,
+        saved_iteration=progress.iteration if own else None,
+    )
+
+
+def metrics_path(config: TrainConfig) -> Path | None:
+    """The metrics file of a run, or None where nothing says where it should be."""
+    if config.logging.metrics_file is not None:
+        return Path(config.logging.metrics_file)
+    return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save is not None else None
+
+
+def _read_data(
+    config: TrainConfig, objective: Objective
+) -> tuple[RolloutSource | None, list[Rollout], SamplingTask | None]:
+    """Stored rollouts, held-out rollouts, and what is sampled: what of these the settings ask for."""
+    if not config.data.rollouts:
+        model = config.model
+        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size)
+        if config.logging.eval_interval and not task.eval_prompts:
+            raise InputError("--eval-interval needs held-out prompts: give --eval-prompt-data")
+        return None, [], task
+    held_out = load_files(config.data.eval_rollouts or [], config)[: config.logging.eval_iters]
+    return load_stored_rollouts(config, objective), held_out, None
+
+
+def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
+    """The checkpoint to start from, or None; and whether the run it belongs to is continued."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if save is not None:
+        remove_leftovers(save)
+        own = find_checkpoint(save)
+        if own is not None:
+            # The same command after a kill must go on here, whatever --load it was started with.
+            return own, True
+    found = find_checkpoint(load) if load is not None else None
+    if found is not None:
+        return found, not config.checkpoint.finetune
+    same_folder = load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
+    if load is not None and not same_folder:
+        raise InputError(f"--load {load}: holds no checkpoint")
+    if config.checkpoint.exit_on_missing_checkpoint:
+        raise InputError(f"--save {save}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one")
+    return None, False
+
+
+def _build_reference(config: TrainConfig, policy: TreeGPTModel, device: torch.device, resumes: bool) -> TreeGPTModel:
+    """The frozen model that the KL divergence is measured from."""
+    reference = build_model(config.model, device)
+    save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
+    if config.checkpoint.ref_load is not None:
+        path = find_checkpoint(config.checkpoint.ref_load)
+        if path is None:
+            raise InputError(f"--ref-load {config.checkpoint.ref_load}: holds no checkpoint")
+        load_weights(path, config.model, reference)
+    elif not resumes:
+        reference.load_state_dict(policy.state_dict())
+        if save is not None:
+            save_weights(save, config, reference)
+    elif save is not None and (save / "metadata.json").is_file():
+        load_weights(save, config.model, reference)
+    else:
+        raise InputError("--kl-loss-coef: the run to continue kept no reference weights; give --ref-load")
+    return reference.requires_grad_(False).eval()
+
+
+def _engine(config: TrainConfig, model: torch.nn.Module) -> TreeEngine:
+    return TreeEngine(model, config.sampling.temperature, config.tree.logprob_chunk_tokens)
+
+
+def _evaluations(
+    config: TrainConfig,
+    engine: TreeEngine,
+    model: TreeGPTModel,
+    task: SamplingTask | None,
+    held_out: list[Rollout],
+) -> list[Evaluation]:
+    if not config.logging.eval_interval:
+        return []
+    if task is not None:
+        seed, most = config.optimization.seed, config.logging.eval_iters
+        return [SamplingEvaluation(model, task, config.sampling, seed, most)]
+    return [StoredEvaluation(engine, held_out, config.tree, config.data.global_batch_size or len(held_out))]

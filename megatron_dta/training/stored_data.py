@@ -1,0 +1,122 @@
+"""Stored rollouts: shuffled by the seed every epoch, and cut into optimizer steps that keep related ones together.
+
+For policy gradients those of a group: their rewards are compared, and they share a prompt. For supervised training
+those of a trajectory: its turns share their history. Which rollouts step k gets follows from the seed and k alone, so a
+resumed run needs no reader state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_dta.config import TrainConfig, TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.errors import InputError
+from megatron_dta.objectives import Objective
+from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.rollouts import Rollout, load_rollouts
+from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.sampling.keyed_random import keyed_permutation
+from megatron_dta.training.samples import check_old_logprobs
+
+# Rollouts with advantages of their own need no group, and then all have this name, maybe behind a file's number.
+_UNNAMED_GROUP = Rollout.__dataclass_fields__["group_id"].default
+
+
+class StoredRollouts(RolloutSource):
+    """Hands out ``rollouts`` in steps of at most ``batch_size``.
+
+    Args:
+        units: for each rollout, the name of what it must stay together with.
+    """
+
+    def __init__(self, rollouts: Sequence[Rollout], units: Sequence[str], batch_size: int, seed: int) -> None:
+        members: dict[str, list[int]] = {}
+        for index, unit in enumerate(units):
+            members.setdefault(unit, []).append(index)
+        largest = max(members, key=lambda unit: len(members[unit]))
+        if len(members[largest]) > batch_size:
+            raise InputError(
+                f"{largest} has {len(members[largest])} rollouts that stay in one step, but --global-batch-size is "
+                f"{batch_size}; raise it"
+            )
+        self._rollouts, self._units = rollouts, list(members.values())
+        self._batch_size, self._seed = batch_size, seed
+        # First step of each epoch seen so far; how many steps an epoch has depends on its order.
+        self._epoch_start = [0]
+
+    def next_batch(self, step: int) -> list[Rollout]:
+        """The rollouts of optimizer step ``step``."""
+        while True:
+            epoch = int(np.searchsorted(self._epoch_start, step, side="right")) - 1
+            batches = self._epoch(epoch)
+            if epoch + 1 == len(self._epoch_start):
+                self._epoch_start.append(self._epoch_start[epoch] + len(batches))
+            if step < self._epoch_start[epoch + 1]:
+                return [self._rollouts[index] for index in batches[step - self._epoch_start[epoch]]]
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        """The steps of an epoch: units in shuffled order, as many as fit into each step."""
+        batches: list[list[int]] = [[]]
+        for unit in keyed_permutation(self._seed, epoch, len(self._units)):
+            members = self._units[unit]
+            if batches[-1] and len(batches[-1]) + len(members) > self._batch_size:
+                batches.append([])
+            batches[-1] += members
+        return batches
+
+
+class StoredEvaluation(Evaluation):
+    """``loss``: mean negative logprob of the trained tokens of held-out rollouts."""
+
+    def __init__(self, engine: TreeEngine, rollouts: Sequence[Rollout], tree: TreeConfig, batch_size: int) -> None:
+        self._engine = engine
+        samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
+        pieces = [samples[first : first + batch_size] for first in range(0, len(samples), batch_size)]
+        self._batches = [prepare_batch(piece, tree) for piece in pieces]
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The mean over all trained tokens; the forward pass is that of training, trees and all."""
+        total = sum(
+            float(np.sum(logprobs, dtype=np.float64))
+            for batch in self._batches
+            for logprobs in self._engine.compute_logprobs(batch)
+        )
+        return {"loss": -total / sum(batch.plan.num_pairs for batch in self._batches)}
+
+
+def load_files(files: Sequence[str], config: TrainConfig, require: Sequence[str] = ()) -> list[Rollout]:
+    """The rollouts of several files, checked against the model; groups of different files stay apart."""
+    rollouts: list[Rollout] = []
+    for number, file in enumerate(files):
+        found = load_rollouts(
+            file,
+            framing=config.data.rollout_framing,
+            vocab_size=config.model.vocab_size,
+            max_length=config.data.seq_length or config.model.max_position_embeddings,
+            require=require,
+        )
+        if len(files) > 1:
+            found = [replace(rollout, group_id=f"{number}:{rollout.group_id}") for rollout in found]
+        rollouts += found
+    return rollouts
+
+
+def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:
+    """The source that ``--rollouts`` asks for; everything is read and checked now."""
+    rollouts = load_files(config.data.rollouts or [], config, objective.requires)
+    if objective.name != "sft":
+        check_old_logprobs(rollouts, config.objective)
+    units = [_unit(rollout, index, objective) for index, rollout in enumerate(rollouts)]
+    return StoredRollouts(rollouts, units, config.data.global_batch_size or 1, config.optimization.seed)
+
+
+def _unit(rollout: Rollout, index: int, objective: Objective) -> str:
+    """Name of what a rollout stays together with."""
+    grouped = rollout.advantages is None or rollout.group_id.rpartition(":")[2] != _UNNAMED_GROUP
+    if objective.name != "sft" and grouped:
+        return f"group {rollout.group_id}"
+    return f"trajectory {rollout.trajectory_id or index} of group {rollout.group_id}"
