@@ -14,7 +14,8 @@ training are other forests in the same op list, and a pass for logprobs only is 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,9 +70,21 @@ class TreeEngine:
         parameter = next(self.tree_model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
 
-    def forward_backward(self, batch: TreeBatch, objective: Objective) -> StepResult:
-        """Add the gradient of the batch's loss to the parameters' gradients."""
+    def forward_backward(
+        self, batch: TreeBatch, objective: Objective, forbid_synchronization: bool = False
+    ) -> StepResult:
+        """Add the gradient of the batch's loss to the parameters' gradients.
+
+        Args:
+            forbid_synchronization: on a GPU, raise where an op would wait for the device (a check of this engine).
+        """
         run = _Run(self, batch, objective)
+        with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
+            self._train(run, batch)
+        means = {name: total / max(1, batch.plan.num_pairs) for name, total in run.loss.metric_sums.items()}
+        return StepResult(run.loss.loss, means, run.peak_tokens, run.recomputed_tokens)
+
+    def _train(self, run: _Run, batch: TreeBatch) -> None:
         num_backwards = sum(op.kind is OpKind.BACKWARD for op in batch.plan.training_ops)
         for op in batch.plan.training_ops:
             if op.kind is OpKind.FORWARD:
@@ -82,8 +95,6 @@ class TreeEngine:
                 # Gradients of replicas are reduced once, with the step's last backward.
                 with nullcontext() if num_backwards == 0 else self._no_sync():
                     run.backward(op.segment)
-        means = {name: total / max(1, batch.plan.num_pairs) for name, total in run.loss.metric_sums.items()}
-        return StepResult(run.loss.loss, means, run.peak_tokens, run.recomputed_tokens)
 
     @torch.no_grad()
     def compute_logprobs(self, batch: TreeBatch) -> list[np.ndarray]:
@@ -175,3 +186,13 @@ class _Run:
             key_index=torch.cat([plan.path_stream[path], plan.stream[own]]),
             key_end=torch.cat([plan.path_end[path], plan.subtree_end[own]]),
         )
+
+
+@contextmanager
+def _synchronization_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
