@@ -207,7 +207,7 @@ def _check_no_effect(config: TrainConfig) -> None:
             "eval_prompt_data reward_function tokenizer_type tokenizer_model eos_id",
         ),
         "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
-        "--rollouts": (not sampled, "rollout_framing eval_rollouts"),
+        "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length"),
         "--eval-interval": (evaluated, "eval_iters eval_rollouts eval_prompt_data eval_temperature"),
         "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
         "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),
@@ -218,7 +218,7 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--save": (config.checkpoint.save is not None, "save_interval"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
-        "--tree-mode dta or packed": (config.tree.tree_mode != "dense", "tree_memory_tokens"),
+        "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
     }
     for needed, (holds, names) in conditions.items():
         for _, setting, value in settings_of(config):

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed import finalize_model_grads as finalize
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
@@ -57,7 +60,7 @@ class TrainingOptimizer:
 
     def step(self, loss: float) -> StepOutcome:
         """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""
-        finalize.finalize_model_grads([self.model])
+        finalize_model_grads([self.model])
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.learning_rate
