@@ -172,7 +172,7 @@ def _check_schedule(config: TrainConfig) -> None:
 
 def _check_parallel(config: TrainConfig) -> None:
     for topic, setting, value in settings_of(config):
-        if topic == "parallel" and value not in (1, False):
+        if topic == "parallel" and value != setting.default:
             given = flag_of(setting) + ("" if value is True else f" {value}")
             raise InputError(f"{given} is not supported yet: training runs in one process; leave the flag out")
     world_size = os.environ.get("WORLD_SIZE", "1")
