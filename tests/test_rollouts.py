@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import REPOSITORY, rollout_file, seed_all
-from rollout_cases import GOOD_NPZ, assert_same, random_rollout
 
+from conftest import REPOSITORY, rollout_file, seed_all
 from megatron_dta.errors import InputError
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
+from rollout_cases import GOOD_NPZ, assert_same, random_rollout
 
 FORMS = (".jsonl", ".parquet")
 

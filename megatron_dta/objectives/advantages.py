@@ -3,8 +3,8 @@
     A_i = (R_i - mean of the group) / (standard deviation of the group + 1e-6)
 
 The standard deviation is the sample one (divisor n - 1), as most implementations take it. Without the division (Dr.
-GRPO, arXiv 2503.20783) prompts of small spread are not blown up. A group whose rewards are all equal, so also a group of
-one, says nothing: its advantages are exactly 0.
+GRPO, arXiv 2503.20783) prompts of small spread are not blown up. A group whose rewards are all equal, so also a group
+of one, says nothing: its advantages are exactly 0.
 
 Computed before the batch is cut in any way, since a group must be seen whole; and from the rewards in sorted order, so
 that the order of the rollouts changes no bit.
@@ -53,7 +53,7 @@ def group_advantages(
 def token_advantages(rollouts: Sequence[Rollout], normalize_std: bool = True) -> list[np.ndarray]:
     """Advantages per token of each rollout, float32 [T]: its own where it has them, else those of the rewards.
 
-    Rollouts with advantages of their own take no part in the statistics of their group.
+    Rollouts with advantages of their own take no part in the statistics of their group. The arrays are read-only.
     """
     rewarded = [i for i, rollout in enumerate(rollouts) if rollout.advantages is None]
     for i in rewarded:
@@ -67,7 +67,7 @@ def token_advantages(rollouts: Sequence[Rollout], normalize_std: bool = True) ->
     )
     from_rewards = dict(zip(rewarded, values, strict=True))
     return [
-        rollout.advantages if rollout.advantages is not None else np.full(len(rollout), from_rewards[i], np.float32)
+        rollout.advantages if i not in from_rewards else np.broadcast_to(np.float32(from_rewards[i]), len(rollout))
         for i, rollout in enumerate(rollouts)
     ]
 
@@ -91,7 +91,7 @@ def _one_sample_per_trajectory(
             counted.append(i)
         elif rewards[i] != rewards[leader]:
             raise InputError(
-                f"samples {leader + 1} and {i + 1} of trajectory '{trajectory}' (group '{group}') have different rewards, "
+                f"samples {leader + 1} and {i + 1} of trajectory '{trajectory}' (group '{group}') have rewards "
                 f"{rewards[leader]} and {rewards[i]}; give per-token advantages where a trajectory has several"
             )
     return np.array(counted, np.int64)

@@ -69,4 +69,4 @@ def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
     Applied to every input before any arithmetic: a NaN that is only masked in the result still turns the gradient into
     0 * NaN = NaN.
     """
-    return torch.where(loss_mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return torch.where(loss_mask, values, 0.0)

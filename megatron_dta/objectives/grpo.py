@@ -72,7 +72,7 @@ def grpo_loss(
         metrics["ref_kl"] = masked(kl.detach(), mask)
     if entropy_coef:
         loss = loss - entropy_coef * masked(entropy, mask)
-    return TokenLosses(masked(loss, mask), metrics)
+    return TokenLosses(loss, metrics)
 
 
 def _clipped_surrogate(
@@ -86,13 +86,13 @@ def _clipped_surrogate(
     above = (advantages > 0) & (ratio > high)
     below = (advantages < 0) & (ratio < low)
     # The constant ratio of the clipped branches; what stands in it elsewhere is not used.
-    bound = torch.where(above, high, low).to(log_ratio.dtype)
+    bound = torch.where(above, torch.full_like(ratio, high), low)
     clipped = above | below
     if dual_clip is not None:
         dual = (advantages < 0) & (ratio > dual_clip)
         bound = torch.where(dual, dual_clip, bound)
         clipped = clipped | dual
-    # Where A is 0 the surrogate is 0 whatever the ratio, but inf * 0 is not; a NaN stays, since it tells of a broken model.
+    # Where A is 0 the surrogate is 0 whatever the ratio, but inf * 0 is not; a NaN stays: the model is broken.
     constant = clipped | ((advantages == 0) & ~ratio.isnan())
     free_ratio = torch.where(constant, torch.zeros_like(log_ratio), log_ratio).exp()
     return torch.where(constant, bound, free_ratio) * advantages, clipped
