@@ -2,7 +2,6 @@
 
 from dta_kernels.linear_logprobs import RowChunk
 from dta_kernels.tree_attention_reference import accumulation_dtype
-
 from megatron_dta.model.attention_context import AttentionContext, position_tensor
 from megatron_dta.model.kv_pool import KVPool
 from megatron_dta.model.provider import build_model, build_stock_model, initialize_parallel

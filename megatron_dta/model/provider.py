@@ -7,6 +7,7 @@ file, so another model class of Megatron's needs one change here.
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -30,6 +31,8 @@ def initialize_parallel(seed: int) -> torch.device:
         The device of this process: its CUDA GPU where there is one, else the CPU.
     """
     cpu_compat.install()
+    # From 0.19 on every GPTModel announces its successor; this file is where that change will be made.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     has_cuda = torch.cuda.is_available()
     if not torch.distributed.is_initialized():
         _initialize_process_group("nccl" if has_cuda else "gloo")
