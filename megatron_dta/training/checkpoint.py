@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta import cpu_compat
 from megatron_dta.config import ModelConfig, TrainConfig
@@ -34,6 +35,8 @@ from megatron_dta.training.random_state import capture_random_state, restore_ran
 TRACKER = "latest_checkpointed_iteration.txt"
 REFERENCE = "reference"
 _UNFINISHED = ".tmp"
+# Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
+_READ_ERRORS = (Exception, CheckpointException)
 # Settings of the model that may differ between a checkpoint and the run that loads it: they change no weight's meaning.
 _FREE_MODEL_SETTINGS = {
     "max_position_embeddings",
@@ -119,7 +122,9 @@ def load_checkpoint(
     saved = json.loads(common["megatron_dta"]["settings"])
     _check_same_model(path, saved, config.model, with_dtype=True)
     model_state = model.sharded_state_dict()
-    wanted = {"model": model_state, **optimizer.sharded_state_dict(model_state, is_loading=True)}
+    wanted = {"model": model_state}
+    if "optimizer" in common:
+        wanted |= optimizer.sharded_state_dict(model_state, is_loading=True)
     state = _read(path, wanted)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state)
@@ -192,18 +197,21 @@ def _replace_text(path: Path, text: str) -> None:
 def _read_common(path: Path) -> dict[str, Any]:
     try:
         return dist_checkpointing.load_common_state_dict(str(path))
-    except Exception as error:  # whatever a damaged file makes PyTorch's and Megatron's readers raise
+    except _READ_ERRORS as error:
         raise _unreadable(path, error) from error
 
 
 def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     try:
         return dist_checkpointing.load(wanted, str(path))
-    except Exception as error:  # as above
+    except _READ_ERRORS as error:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> InputError:
+def _unreadable(path: Path, error: BaseException) -> InputError:
+    if isinstance(error, CheckpointException):
+        # What one rank met; the message of the whole is a traceback.
+        error = next(iter(error.failures.values()))[0]
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     return InputError(
         f"{path}: the checkpoint cannot be read ({reason}); write the number of an earlier one to {TRACKER}"

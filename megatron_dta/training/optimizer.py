@@ -77,11 +77,14 @@ class TrainingOptimizer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
-        """Optimizer and schedule for Megatron's distributed checkpoint; ``model_state`` is the model's part of it."""
-        return {
-            "optimizer": self.optimizer.sharded_state_dict(model_state, is_loading=is_loading),
-            "opt_param_scheduler": self.schedule.state_dict(),
-        }
+        """Optimizer and schedule for Megatron's distributed checkpoint; ``model_state`` is the model's part of it.
+
+        An optimizer that has not taken a step has no state, and then no part.
+        """
+        state = {"opt_param_scheduler": self.schedule.state_dict()}
+        if is_loading or len(self.optimizer.state):
+            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a loaded state. Hyperparameters stay those of the command line, only the progress is taken."""
@@ -89,14 +92,13 @@ class TrainingOptimizer:
             {name: value for name, value in group.items() if name not in ("params", "step")}
             for group in self.optimizer.param_groups
         ]
-        self.optimizer.load_state_dict(state["optimizer"])
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
+        # Megatron's schedule adds the loaded steps to its own.
+        self.schedule.num_steps = 0
         self.schedule.load_state_dict(state["opt_param_scheduler"])
-
-    def reload_model_weights(self) -> None:
-        """Take over weights that were loaded into the model: the master weights of bfloat16 ones are copies."""
-        self.optimizer.reload_model_params()
 
 
 def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -> OptimizerConfig:
