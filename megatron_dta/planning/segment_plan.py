@@ -1,0 +1,94 @@
+"""A plan as data: the stream of a forest cut into segments, and the tree that these segments form.
+
+A *segment* is a contiguous run of the stream that goes through the model as one forward. Its queries need the keys of
+its own tokens and of the root path of its first token, nothing else, so the parent of a segment is the segment that
+holds the parent of its first token. Three facts follow and are tested on random forests:
+
+- the segments in stream order are a depth-first preorder of the segment tree;
+- every key that a query sees lies in the query's segment or in an ancestor of it;
+- when forwards run in stream order and a backward runs as soon as all children's have, the tokens in flight at a
+  segment are its own and its ancestors'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_dta.tree import PrefixTree
+
+
+def segment_parents(tree: PrefixTree, segment_start: np.ndarray) -> np.ndarray:
+    """The parent of each segment: the segment that holds the parent of its first token; -1 where that token is a root.
+
+    Args:
+        tree: the forest whose stream is cut.
+        segment_start: int64 [num_segments + 1], bounds of the segments, from 0 to the number of tokens.
+
+    Returns:
+        int32 [num_segments].
+    """
+    first = np.asarray(segment_start[:-1], dtype=np.int64)
+    node = np.searchsorted(tree.node_start, first, side="right") - 1
+    parent_token = first - 1
+    opens_node = tree.node_start[node] == first
+    above = tree.node_parent[node[opens_node]]
+    parent_token[opens_node] = np.where(above < 0, -1, tree.node_start[above + 1] - 1)
+    return (np.searchsorted(segment_start, parent_token, side="right") - 1).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentPlan:
+    """A forest and the segments that its stream is cut into.
+
+    Attributes:
+        tree: siblings in the order that the plan chose; this stream is what the segments cut.
+        segment_start: int64 [num_segments + 1], bounds of the segments in the stream.
+        segment_parent: int32 [num_segments], see ``segment_parents``; always an earlier segment, -1 at a root.
+        segment_tokens: most tokens of a segment.
+    """
+
+    tree: PrefixTree
+    segment_start: np.ndarray
+    segment_parent: np.ndarray
+    segment_tokens: int
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments."""
+        return len(self.segment_parent)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each segment, int64 [num_segments]."""
+        return np.diff(self.segment_start)
+
+    @property
+    def fill(self) -> float:
+        """Tokens over the capacity of all segments; 1 for an empty forest."""
+        capacity = self.num_segments * self.segment_tokens
+        return int(self.segment_start[-1]) / capacity if capacity else 1.0
+
+    @cached_property
+    def in_flight_tokens(self) -> np.ndarray:
+        """Tokens of each segment and all its ancestors, int64 [num_segments]: what is alive while it runs."""
+        totals = self.lengths.tolist()
+        for segment, parent in enumerate(self.segment_parent.tolist()):
+            if parent >= 0:
+                totals[segment] += totals[parent]
+        return np.asarray(totals, dtype=np.int64)
+
+    @property
+    def peak_in_flight_tokens(self) -> int:
+        """Most tokens in flight at once."""
+        return int(self.in_flight_tokens.max(initial=0))
+
+    @property
+    def depth(self) -> int:
+        """Segments on the longest root path of the segment tree."""
+        levels = [0] * self.num_segments
+        for segment, parent in enumerate(self.segment_parent.tolist()):
+            levels[segment] = 1 + (levels[parent] if parent >= 0 else 0)
+        return max(levels, default=0)
