@@ -43,7 +43,8 @@ def random_training_samples(
             TrainingSample(
                 token_ids=np.asarray(token_ids, dtype=np.int32),
                 loss_mask=mask,
-                advantages=generator.normal(size=length),
+                # Not centred, so that no loss is near zero and its relative error means something.
+                advantages=generator.normal(0.5, 1.0, size=length),
                 # Around the logprobs of a freshly initialized model, so that clipping is active for some tokens.
                 old_logprobs=generator.normal(-4.0, 0.3, size=length),
                 ref_logprobs=generator.normal(-4.0, 0.3, size=length),
