@@ -29,6 +29,7 @@ PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 COLOR_MAP = ListedColormap(colormaps["turbo"](np.linspace(0.08, 0.94, 256)))
 LUMINANCE = np.array([0.2126, 0.7152, 0.0722])  # of linear RGB (ITU-R BT.709); near enough to choose a text colour
 MAX_OUTLINED_BOXES = 400  # Beyond it, outlines would hide the boxes.
+MAX_OUTLINED_BARS = 150
 MAX_LABELLED_BOXES = 40
 MAX_MARKED_SEQUENCES = 64
 
@@ -52,6 +53,7 @@ def plot_tree(plan: SegmentPlan, path: str | Path, title: str = "") -> None:
         f"{statistics.sequences:,} sequences of {statistics.tokens:,} tokens, {statistics.unique_tokens:,} unique: "
         f"each used {statistics.token_reuse:.2f} times on average",
         fontsize=10,
+        loc="left",
     )
     order = ScalarMappable(Normalize(1, max(2, plan.num_segments)), COLOR_MAP)
     bar = figure.colorbar(order, ax=[above, below], pad=0.01, aspect=40, ticks=MaxNLocator(8, integer=True))
@@ -88,7 +90,7 @@ def _draw_boxes(axes: Axes, plan: SegmentPlan, colors: np.ndarray) -> None:
         last = np.unique(tree.sequence_node)
         end = tree.node_position[last] + tree.node_lengths[last]
         axes.plot((left[last] + right[last]) / 2, end, "k.", markersize=4, clip_on=False, label="end of a sequence")
-        axes.legend(loc="lower right", fontsize=8)
+        _legend_above(axes)
     axes.set_xlim(0, max(1, tree.num_leaves))
     axes.set_ylim(max(1, int(tree.sequence_lengths.max(initial=0))), 0)
     axes.set_xlabel("leaves of the tree")
@@ -106,7 +108,7 @@ def _draw_in_flight(axes: Axes, plan: SegmentPlan, colors: np.ndarray) -> None:
     bars[:, :, 0] = np.stack([edges[:-1], edges[1:], edges[1:], edges[:-1]], axis=1)
     low, high = in_flight - lengths, in_flight
     bars[:, :, 1] = np.stack([low, low, high, high], axis=1)
-    crowded = plan.num_segments > MAX_OUTLINED_BOXES
+    crowded = plan.num_segments > MAX_OUTLINED_BARS
     outline = {"linewidths": 0, "antialiaseds": False} if crowded else {"edgecolors": "white", "linewidths": 0.6}
     axes.add_collection(PolyCollection(bars, facecolors=colors, **outline))
     axes.axhline(
@@ -118,12 +120,18 @@ def _draw_in_flight(axes: Axes, plan: SegmentPlan, colors: np.ndarray) -> None:
         f"{plan.num_segments:,} segments of at most {plan.segment_tokens:,} tokens, {plan.fill:.0%} full; "
         f"at most {plan.peak_in_flight_tokens:,} tokens and {plan.depth:,} segments in flight",
         fontsize=10,
+        loc="left",
     )
     axes.set_xlabel("segment")
     axes.set_ylabel("tokens in flight")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(loc="lower right", fontsize=8)
+    _legend_above(axes)
     _thousands(axes)
+
+
+def _legend_above(axes: Axes) -> None:
+    """Right of the title, where it hides nothing."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=8, frameon=False, borderaxespad=0.2)
 
 
 def _thousands(axes: Axes) -> None:

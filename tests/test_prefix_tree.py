@@ -9,8 +9,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from conftest import rollout_file, seed_all
 
+from conftest import rollout_file, seed_all
 from megatron_dta.errors import InputError
 from megatron_dta.tree import (
     PrefixTree,

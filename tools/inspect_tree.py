@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.config.tree import TreeConfig
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.planning.segments import SegmentPlan, plan_segments
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
+
+SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which takes longer than all that is done here.
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
         "--tree-segment-tokens",
         type=int,
         metavar="N",
-        default=TreeConfig.tree_segment_tokens,
+        default=SEGMENT_TOKENS,
         help="most tokens of a segment (default: %(default)s)",
     )
     parser.add_argument(
