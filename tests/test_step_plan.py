@@ -9,7 +9,8 @@ from conftest import seed_all
 from megatron_dta.parity.cases import random_training_samples
 from megatron_dta.planning.loss_batches import FREE_ELEMENTS, MAX_ELEMENTS, make_loss_batches
 from megatron_dta.planning.modes import plan_forest, plan_packs
-from megatron_dta.planning.step_plan import ancestor_paths, plan_step
+from megatron_dta.planning.root_paths import root_paths
+from megatron_dta.planning.step_plan import plan_step
 from megatron_dta.tree import build_prefix_tree
 
 
@@ -69,17 +70,17 @@ def test_packs_fit_and_compute_the_fewest_tokens(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_ancestor_paths_are_the_root_path_before_the_segment(seed):
+def test_root_paths_are_the_ancestors_before_the_segment(seed):
     generator = seed_all(seed)
     plan = plan_forest(random_sequences(generator, 25, 30), "dta", int(generator.integers(1, 12)))
-    path_stream, segment_path = ancestor_paths(plan)
+    paths = root_paths(plan)
     for segment, start in enumerate(plan.segment_start[:-1].tolist()):
         expected, token = [], int(plan.tree.parent[start])
         while token >= 0:
             expected.append(token)
             token = int(plan.tree.parent[token])
-        found = path_stream[segment_path[segment] : segment_path[segment + 1]]
-        assert found.tolist() == expected[::-1]
+        assert paths.stream_indices(segment).tolist() == expected[::-1]
+        assert paths.lengths[segment] == len(expected)
 
 
 @pytest.mark.parametrize("mode", ["dense", "packed", "dta"])

@@ -53,7 +53,8 @@ class DevicePlan:
         self.segment_rows = plan.segment_rows.tolist()
         self.segment_edges = plan.segment_edges.tolist()
         self.segment_pairs = plan.segment_pairs.tolist()
-        self.segment_path = plan.segment_path.tolist()
+        self.segment_runs = plan.paths.segment_runs.tolist()
+        self.path_lengths = plan.paths.lengths.tolist()
         self.num_pairs = plan.num_pairs
 
         def upload(array: np.ndarray) -> Tensor:
@@ -66,9 +67,8 @@ class DevicePlan:
         self.positions = upload(tree.position)
         self.subtree_end = upload(tree.subtree_end)
         self.stream = upload(np.arange(tree.num_tokens))
-        self.path_stream = upload(plan.path_stream)
-        self.path_slot = upload(token_slot[plan.path_stream])
-        self.path_end = upload(tree.subtree_end[plan.path_stream])
+        self.token_slot = upload(token_slot)
+        self.run_begin, self.run_length = upload(plan.paths.run_begin), upload(plan.paths.run_length)
         segment_of_row = np.repeat(np.arange(segments.num_segments), np.diff(plan.segment_rows))
         self.local_row = upload(plan.row_stream - segments.segment_start[segment_of_row])
         self.edge_row = upload(plan.edge_row)
@@ -95,6 +95,15 @@ class DevicePlan:
         return SegmentEdges(
             self.local_row[rows], self.local_edge_row[edges], self.edge_target[edges], self.chunks[segment]
         )
+
+    def path_of(self, segment: int) -> Tensor:
+        """Stream indices int64 [A] of the segment's ancestors in earlier segments, in order."""
+        runs = slice(self.segment_runs[segment], self.segment_runs[segment + 1])
+        begin, length = self.run_begin[runs], self.run_length[runs]
+        # Token i of the path is token i - (tokens of earlier runs) of its run; the size is given, so nothing waits.
+        shift = begin - (length.cumsum(0) - length)
+        tokens = self.path_lengths[segment]
+        return self.stream[:tokens] + shift.repeat_interleave(length, output_size=tokens)
 
 
 def _row_chunks(plan: StepPlan, segment: int, chunk_rows: int) -> list[RowChunk]:

@@ -175,16 +175,16 @@ class _Run:
     def _context(self, segment: int) -> SegmentContext:
         plan = self.plan
         own = slice(plan.start[segment], plan.start[segment + 1])
-        path = slice(plan.segment_path[segment], plan.segment_path[segment + 1])
+        path = plan.path_of(segment)
         slot = plan.slot_start[segment]
         return SegmentContext(
             position_ids=plan.positions[own],
             pool=self.pool,
             slots=slice(slot, slot + own.stop - own.start),
-            ancestor_slots=plan.path_slot[path],
+            ancestor_slots=plan.token_slot[path],
             query_index=plan.stream[own],
-            key_index=torch.cat([plan.path_stream[path], plan.stream[own]]),
-            key_end=torch.cat([plan.path_end[path], plan.subtree_end[own]]),
+            key_index=torch.cat([path, plan.stream[own]]),
+            key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
         )
 
 

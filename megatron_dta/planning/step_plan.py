@@ -22,6 +22,7 @@ import numpy as np
 from megatron_dta.planning.loss_batches import LossBatch, make_loss_batches
 from megatron_dta.planning.modes import plan_forest
 from megatron_dta.planning.recompute import choose_kept_segments
+from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.schedule import Op, allocate_slots, depth_first_schedule, forward_only_schedule
 from megatron_dta.planning.segments import SegmentPlan
@@ -46,8 +47,7 @@ class StepPlan:
         sequence_pairs: int64 [Q + 1], pairs of each sequence.
         segment_rows, segment_edges, segment_pairs: int64 [segments + 1], runs of each segment (pairs in edge order).
         loss_batches: per segment, the sequences whose last row is in it, grouped for the loss.
-        path_stream: int64, stream indices of every segment's ancestors in earlier segments, concatenated.
-        segment_path: int64 [segments + 1], each segment's run of ``path_stream``.
+        paths: each segment's ancestors in earlier segments.
     """
 
     segments: SegmentPlan
@@ -71,8 +71,7 @@ class StepPlan:
     segment_edges: np.ndarray
     segment_pairs: np.ndarray
     loss_batches: list[list[LossBatch]]
-    path_stream: np.ndarray
-    segment_path: np.ndarray
+    paths: RootPaths
 
     @property
     def num_pairs(self) -> int:
@@ -108,7 +107,10 @@ def plan_step(
     # Edges sorted by (row, child); pairs find theirs by the child, which has one incoming edge.
     child = np.flatnonzero(np.bincount(pair_child, minlength=tree.num_tokens))
     child = child[np.argsort(tree.parent[child], kind="stable")]
-    row_stream, edge_row = np.unique(tree.parent[child].astype(np.int64), return_inverse=True)
+    is_row = np.zeros(tree.num_tokens, dtype=bool)
+    is_row[tree.parent[child]] = True
+    row_stream = np.flatnonzero(is_row)
+    edge_row = (np.cumsum(is_row) - 1)[tree.parent[child]]
     edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
     edge_of_child[child] = np.arange(len(child))
     pair_edge = edge_of_child[pair_child]
@@ -127,7 +129,6 @@ def plan_step(
     training_ops, forward_ops = depth_first_schedule(segments), forward_only_schedule(segments)
     slot_start, num_slots = allocate_slots(segments, training_ops)
     forward_slot_start, forward_num_slots = allocate_slots(segments, forward_ops)
-    path_stream, segment_path = ancestor_paths(segments)
     return StepPlan(
         segments=segments,
         num_sequence_tokens=sum(lengths),
@@ -150,27 +151,5 @@ def plan_step(
         segment_edges=segment_edges.astype(np.int64),
         segment_pairs=segment_pairs,
         loss_batches=make_loss_batches(sequence_pairs, completed_in, segments.num_segments),
-        path_stream=path_stream,
-        segment_path=segment_path,
+        paths=root_paths(segments),
     )
-
-
-def ancestor_paths(segments: SegmentPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Stream indices of every segment's ancestors in earlier segments, in order.
-
-    All of them lie on the root path of the segment's first token, because the segment is a run of a preorder; and
-    among the parent segment's own tokens and ancestors, the path is what the visibility rule leaves.
-
-    Returns:
-        ``(path_stream, segment_path)``: the paths concatenated, and each segment's run of them.
-    """
-    subtree_end, start = segments.tree.subtree_end, segments.segment_start
-    paths: list[np.ndarray] = []
-    for segment, parent in enumerate(segments.segment_parent.tolist()):
-        if parent < 0:
-            paths.append(np.zeros(0, np.int64))
-            continue
-        candidates = np.concatenate([paths[parent], np.arange(start[parent], start[parent + 1])])
-        paths.append(candidates[subtree_end[candidates] > start[segment]])
-    offsets = np.concatenate([[0], np.cumsum([len(path) for path in paths])]).astype(np.int64)
-    return np.concatenate([np.zeros(0, np.int64), *paths]).astype(np.int64), offsets

@@ -1,4 +1,5 @@
-"""Several forests side by side as one: a prefix that two of them share stays computed twice, as packed trees need it."""
+"""Several forests side by side as one: a prefix that two of them share stays computed twice, as packed trees need
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def concatenate_forests(trees: Sequence[PrefixTree], sequences: np.ndarray) -> P
 
     Args:
         trees: at least one forest.
-        sequences: int64 [Q], the number that each sequence gets, in the order of the trees and of the sequences within them.
+        sequences: int64 [Q], the number that each sequence gets, in the order of the trees and of the sequences
+            within them.
     """
     first_node = np.concatenate([[0], np.cumsum([tree.num_nodes for tree in trees])]).astype(np.int64)
     first_token = np.concatenate([[0], np.cumsum([tree.num_tokens for tree in trees])]).astype(np.int64)
