@@ -46,13 +46,11 @@ class _LinearLogprobs(torch.autograd.Function):
         lse_R = torch.empty_like(entropy_R)
         for chunk in chunks:
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
-            logits_BV = _logits(hidden_RC[rows], weight_VC, temperature, dtype)
-            lse_B = torch.logsumexp(logits_BV, dim=-1)
-            logprobs_E[edges] = (
-                logits_BV[edge_row_E[edges] - chunk.row_begin, target_E[edges]]
-                - lse_B[edge_row_E[edges] - chunk.row_begin]
-            )
-            entropy_R[rows] = lse_B - (torch.exp(logits_BV - lse_B[:, None]) * logits_BV).sum(-1)
+            logprobs_BV = _logits(hidden_RC[rows], weight_VC, temperature, dtype)
+            lse_B = torch.logsumexp(logprobs_BV, dim=-1)
+            logprobs_BV -= lse_B[:, None]
+            logprobs_E[edges] = logprobs_BV[edge_row_E[edges] - chunk.row_begin, target_E[edges]]
+            entropy_R[rows] = -torch.exp(logprobs_BV).mul_(logprobs_BV).sum(-1)
             lse_R[rows] = lse_B
         ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, target_E, lse_R, entropy_R)
         ctx.chunks, ctx.temperature = chunks, temperature
@@ -67,19 +65,24 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype)
         for chunk in ctx.chunks:
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
-            logprobs_BV = _logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype) - lse_R[rows, None]
-            probabilities_BV = torch.exp(logprobs_BV)
-            grad_logits_BV = torch.zeros_like(logprobs_BV)
-            if grad_logprobs_E is not None:
-                edge_row = edge_row_E[edges] - chunk.row_begin
-                # The children of one token differ in their token, so every (row, target) occurs once.
-                grad_logits_BV[edge_row, target_E[edges]] = grad_logprobs_E[edges].to(dtype)
-                grad_logits_BV -= probabilities_BV * grad_logits_BV.sum(-1, keepdim=True)
-            if grad_entropy_R is not None:
-                grad_logits_BV -= probabilities_BV * (logprobs_BV + entropy_R[rows, None]) * grad_entropy_R[rows, None]
-            grad_logits_BV = (grad_logits_BV / ctx.temperature).to(hidden_RC.dtype)
+            logprobs_BV = _logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype)
+            logprobs_BV -= lse_R[rows, None]
+            grad_edges = None if grad_logprobs_E is None else grad_logprobs_E[edges].to(dtype)
+            edge_row = edge_row_E[edges] - chunk.row_begin
+            grad_logits_BV = _grad_logits(
+                logprobs_BV,
+                grad_edges,
+                edge_row,
+                target_E[edges],
+                None if grad_entropy_R is None else grad_entropy_R[rows].to(dtype),
+                entropy_R[rows],
+            )
+            grad_logits_BV = grad_logits_BV.div_(ctx.temperature).to(hidden_RC.dtype)
             grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
-            grad_weight_VC += grad_logits_BV.t() @ hidden_RC[rows]
+            if grad_logits_BV.dtype == dtype:
+                grad_weight_VC.addmm_(grad_logits_BV.t(), hidden_RC[rows])
+            else:
+                grad_weight_VC += grad_logits_BV.t() @ hidden_RC[rows]
         return grad_hidden_RC, grad_weight_VC.to(weight_VC.dtype), None, None, None, None
 
 
@@ -109,4 +112,35 @@ def linear_logprobs(
 
 
 def _logits(hidden_BC: Tensor, weight_VC: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    return (hidden_BC @ weight_VC.t()).to(dtype) / temperature
+    """Logits of a chunk, a fresh tensor [B, V]; what follows works in place, since allocating it is what costs."""
+    return (hidden_BC @ weight_VC.t()).to(dtype).div_(temperature)
+
+
+def _grad_logits(
+    logprobs_BV: Tensor,
+    grad_edges: Tensor | None,
+    edge_row: Tensor,
+    target: Tensor,
+    grad_entropy_B: Tensor | None,
+    entropy_B: Tensor,
+) -> Tensor:
+    """Gradient by the (tempered) logits [B, V]; overwrites ``logprobs_BV``.
+
+    d logprob(target) / d logits = onehot(target) - p and d entropy / d logits = -p (logprob + entropy).
+    """
+    row_sum_B = torch.zeros_like(entropy_B)
+    if grad_edges is not None:
+        # Edges are sorted by row, so each row's sum is over a run, in a fixed order.
+        bounds = torch.arange(entropy_B.shape[0] + 1, device=edge_row.device)
+        lengths = torch.searchsorted(edge_row, bounds).diff()
+        row_sum_B = torch.segment_reduce(grad_edges, "sum", lengths=lengths, unsafe=True)
+    if grad_entropy_B is None:
+        grad_logits_BV = logprobs_BV.exp_().mul_(-row_sum_B[:, None])
+    else:
+        grad_logits_BV = torch.exp(logprobs_BV)
+        factor_BV = logprobs_BV.add_(entropy_B[:, None]).mul_(-grad_entropy_B[:, None]).sub_(row_sum_B[:, None])
+        grad_logits_BV.mul_(factor_BV)
+    if grad_edges is not None:
+        # The children of one token differ in their token, so every (row, target) occurs once.
+        grad_logits_BV[edge_row, target] += grad_edges
+    return grad_logits_BV

@@ -29,4 +29,6 @@ class TreeConfig:
         "In-flight tokens whose activations are kept; the rest is recomputed (default: keep all; 0: none).",
         minimum=0,
     )
-    logprob_chunk_tokens: int = option(1024, "Rows of logits that exist at once.", minimum=1)
+    logprob_chunk_tokens: int | None = option(
+        None, "Rows of logits that exist at once (default: 256 MiB of them on a GPU, 16 MiB on a CPU).", minimum=1
+    )

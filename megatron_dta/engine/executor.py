@@ -28,6 +28,9 @@ from megatron_dta.engine.loss_pass import LossPass, Objective
 from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel, accumulation_dtype
 from megatron_dta.planning.schedule import OpKind
 
+# Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
+LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -59,16 +62,19 @@ class TreeEngine:
 
     Args:
         temperature: the logits are divided by it, in training as in sampling.
-        logprob_chunk_tokens: rows of logits alive at once.
+        logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` over the vocabulary.
     """
 
-    def __init__(self, model: torch.nn.Module, temperature: float = 1.0, logprob_chunk_tokens: int = 1024) -> None:
+    def __init__(
+        self, model: torch.nn.Module, temperature: float = 1.0, logprob_chunk_tokens: int | None = None
+    ) -> None:
         self.model = model
         self.tree_model: TreeGPTModel = model if isinstance(model, TreeGPTModel) else model.module
         self.temperature = temperature
-        self.logprob_chunk_tokens = logprob_chunk_tokens
         parameter = next(self.tree_model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
+        most = LOGIT_ELEMENTS[self.device.type] // self.tree_model.true_vocab_size
+        self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
 
     def forward_backward(
         self, batch: TreeBatch, objective: Objective, forbid_synchronization: bool = False
