@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -124,14 +125,36 @@ def _patch_recomputation() -> None:
 
 
 def write_checkpoints_in_process() -> None:
-    """Let synchronous checkpoint writing report its results within this process.
+    """Let checkpoints be written by threads of this process, as Megatron does from 0.17 on, with no server process.
 
-    Megatron passes them through a server process, which its asynchronous writing needs. That process outlives a killed
-    trainer, takes seconds to start, and dies from a SIGTERM that a scheduler sends to the whole job, just when the last
-    checkpoint is to be written. What synchronous writing puts into the queue it takes out in the same process.
+    0.16.1 forks its writers off a process with running threads, which may deadlock, and writers whose trainer is
+    killed wait for ever and keep its memory. Every version passes results through a server process, which only
+    asynchronous saving needs. It outlives a killed trainer, and it dies from a SIGTERM that a scheduler sends to the
+    whole job, just when the last checkpoint is to be written.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    if not hasattr(filesystem_async, "_results_queue"):
-        raise RuntimeError("this version of Megatron-Core writes checkpoints in another way; use 0.16.1 to 0.19")
-    filesystem_async._results_queue = queue.Queue()
+    if not isinstance(filesystem_async.mp, _MultiprocessingByThreads):
+        filesystem_async.mp = _MultiprocessingByThreads("multiprocessing")
+
+
+class _ThreadContext:
+    """The part of a multiprocessing context that the writer uses, with threads in place of processes."""
+
+    Queue = JoinableQueue = queue.Queue
+    Process = threading.Thread
+
+    def Manager(self) -> _ThreadContext:  # noqa: N802 (the name is multiprocessing's)
+        """Queues of this process need no server."""
+        return self
+
+
+class _MultiprocessingByThreads(ModuleType):
+    """The multiprocessing module as the writer sees it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.multiprocessing, name)
+
+    def get_context(self, method: str | None = None) -> _ThreadContext:
+        """Threads, whatever is asked for."""
+        return _ThreadContext()

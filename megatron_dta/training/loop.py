@@ -83,13 +83,14 @@ class Trainer:
     metrics: MetricsLog
     progress: Progress
     console: Console
+    resumed: bool = False
     saved_iteration: int | None = None
     terminated: bool = False
 
     def run(self) -> None:
         """Train to the last step, or until SIGTERM; either way the state is saved."""
         with self._watching_for_sigterm():
-            if self.progress.iteration == 0:
+            if not self.resumed:
                 self._report_start()
             while self.progress.iteration < self.config.optimization.train_iters and not self.terminated:
                 self._report(self._step())

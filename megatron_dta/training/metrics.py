@@ -25,7 +25,7 @@ class MetricsLog:
 
     Args:
         path: the JSONL file, or None for none.
-        iteration: step that the run continues after; what the file holds beyond it is dropped.
+        iteration: step that the run continues after, -1 for a new run; what the file holds beyond it is dropped.
         config: all settings by flag, for Weights & Biases.
     """
 

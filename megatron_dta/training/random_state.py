@@ -14,6 +14,12 @@ import torch
 from megatron.core import tensor_parallel
 
 
+def seed_random_states(seed: int) -> None:
+    """Seed numpy's and Python's generators; ``model.initialize_parallel`` seeds torch's and Megatron's."""
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def capture_random_state() -> dict[str, Any]:
     """The states as tensors and numbers only, so that they load without unpickling objects."""
     kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()

@@ -34,6 +34,7 @@ from megatron_dta.training.checkpoint import (
 from megatron_dta.training.loop import Progress, Trainer
 from megatron_dta.training.metrics import MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.random_state import seed_random_states
 from megatron_dta.training.samples import SamplePreparation
 from megatron_dta.training.stored_data import StoredEvaluation, load_files, load_stored_rollouts
 
@@ -46,6 +47,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
 
     device = initialize_parallel(config.optimization.seed)
+    seed_random_states(config.optimization.seed)
     if config.optimization.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -65,6 +67,8 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         for line in changed:
             console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
 
+    # A run that starts anew writes its metrics anew, also those before its first step.
+    kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.model)
     source: RolloutSource = stored or SamplingSource(model, task, config.sampling, config.optimization.seed)
     preparation = SamplePreparation(
@@ -84,9 +88,10 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         source=source,
         preparation=preparation,
         evaluations=_evaluations(config, engine, model, task, held_out),
-        metrics=MetricsLog(metrics_path(config), config.logging, progress.iteration, settings_by_flag(config)),
+        metrics=MetricsLog(metrics_path(config), config.logging, kept_metrics, settings_by_flag(config)),
         progress=progress,
         console=console,
+        resumed=start is not None and resumes,
         saved_iteration=progress.iteration if own else None,
     )
 
