@@ -96,17 +96,18 @@ class Pressure:
 class _Open:
     """A branch that is laid out and has children to come."""
 
-    __slots__ = ("branch", "cap", "close_at", "pressure", "pressure_above", "queue", "segment", "siblings")
+    __slots__ = ("branch", "cap", "close_at", "pressure", "pressure_above", "queue", "segment", "siblings", "straight")
 
-    def __init__(self, branch: int, segment: int, cap: int, siblings: Siblings, pressure: float, above: float) -> None:
+    def __init__(self, branch: int, segment: int, cap: int, siblings: Siblings) -> None:
         self.branch = branch
         self.segment = segment  # that holds its end, -1 above the roots
         self.cap = cap  # most tokens of that segment, for the sake of its ancestors' other children
         self.siblings = siblings
-        self.pressure = pressure  # of the children to come
-        self.pressure_above = above  # of the children to come of the ancestors that ended in the same segment
+        self.pressure = 0.0  # of the children to come
+        self.pressure_above = 0.0  # of the children to come of the ancestors that ended in the same segment
         self.queue: list[int] = []  # sizes of the children of the run under way
         self.close_at = -1  # after the run, close the segment if no more than this room is left
+        self.straight = False  # part of a run that ends with a segment, which no waste on the way may shift
 
 
 class _Choice(NamedTuple):
@@ -138,7 +139,7 @@ class Walk:
 
     def run(self) -> Layout:
         """Lay the forest out."""
-        self._enter(len(self.branches), -1, 0.0)
+        self._enter(len(self.branches), -1)
         while self.open:
             node = self.open[-1]
             if not node.siblings.count:
@@ -157,13 +158,15 @@ class Walk:
         first = (height, pressure) if self.strategy.tallest_first else (pressure, height)
         return (*first, self.branches.size[child], -child)
 
-    def _enter(self, branch: int, segment: int, pressure_above: float) -> None:
+    def _enter(self, branch: int, segment: int, pressure_above: float = 0.0, straight: bool = False) -> None:
         """Open a branch whose tokens have been laid out."""
         children = self.branches.children[branch]
         if children:
             siblings = Siblings(children, self.branches.size, self.branches.height, self._need)
-            pressure = sum(self.pressure.as_child[child] for child in children)
-            self.open.append(_Open(branch, segment, self.cap, siblings, pressure, pressure_above))
+            node = _Open(branch, segment, self.cap, siblings)
+            node.pressure = sum(self.pressure.as_child[child] for child in children)
+            node.pressure_above, node.straight = pressure_above, straight
+            self.open.append(node)
 
     def _lay_out(self, node: _Open, choice: _Choice) -> None:
         """Put a child's tokens, or its whole subtree where it fits, into segments."""
@@ -189,7 +192,7 @@ class Walk:
             tokens = min(left, self.cap - self.used[self.current])
             self.used[self.current] += tokens
             left -= tokens
-        self._enter(child, self.current, pressure_above)
+        self._enter(child, self.current, pressure_above, straight=node.straight or node.close_at >= 0)
 
     def _begin_segment(self, parent: int) -> None:
         above = self._in_flight(parent)
@@ -213,7 +216,8 @@ class Walk:
         if node.queue:
             return _Choice(node.siblings.of_size(node.queue.pop()), close=False, cap=cap)
         if room <= node.close_at:
-            return self._close(node)
+            child = node.siblings.largest_within(room)
+            return self._close(node) if child is None else _Choice(child, close=False, cap=cap)
         node.close_at = -1
         if node.siblings.tokens <= self._headroom():
             return self._all_fit(node, cap, room, here)
@@ -247,7 +251,8 @@ class Walk:
         subtree.
         """
         siblings, size = node.siblings, self.segment_tokens
-        if not here and siblings.tokens > room:
+        may_close = not here and not node.straight
+        if may_close and siblings.tokens > room:
             end_above = self.above[self.current] + (self.used[self.current] + siblings.tokens) // size * size
             if end_above > self._in_flight(node.segment):
                 tolerance = max(self.tolerance, int(self.strategy.early_share * ((room - siblings.tokens) % size)))
@@ -259,7 +264,7 @@ class Walk:
                     return _Choice(child, close=False, cap=cap)
         child = siblings.largest_within(room)
         if child is None:
-            if not here and room <= self.tolerance:
+            if may_close and room <= self.tolerance:
                 return _Choice(siblings.largest(), close=True)
             child = siblings.largest()
         return _Choice(child, close=False, cap=cap)

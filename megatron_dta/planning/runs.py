@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Segments that a run of several subtrees may span.
-MAX_SEGMENTS = 16
+MAX_SEGMENTS = 32
 
 
 class Run(NamedTuple):
@@ -33,8 +33,8 @@ def fewest_wasted(sizes: Sequence[int], room: int, segment_tokens: int, limit: i
     Returns:
         The run, or None if no subtree is within the limit.
     """
-    sums = _Sums(sizes, _limit(sizes, room, segment_tokens, limit))
-    totals = sums.totals_before_bounds(room, segment_tokens)
+    sums = _Sums(sizes, room, segment_tokens, limit)
+    totals = sums.totals_before_bounds()
     if not totals:
         return None
     wasted, total = min(((room - total) % segment_tokens, total) for total in totals)
@@ -43,8 +43,8 @@ def fewest_wasted(sizes: Sequence[int], room: int, segment_tokens: int, limit: i
 
 def least_wasteful(sizes: Sequence[int], room: int, segment_tokens: int, limit: int) -> Run | None:
     """The run that wastes least per token laid out; arguments and result as ``fewest_wasted``."""
-    sums = _Sums(sizes, _limit(sizes, room, segment_tokens, limit))
-    totals = sums.totals_before_bounds(room, segment_tokens)
+    sums = _Sums(sizes, room, segment_tokens, limit)
+    totals = sums.totals_before_bounds()
     if not totals:
         return None
     total = min(totals, key=lambda total: (((room - total) % segment_tokens) / total, total))
@@ -53,42 +53,42 @@ def least_wasteful(sizes: Sequence[int], room: int, segment_tokens: int, limit: 
 
 def longest_within(sizes: Sequence[int], room: int, segment_tokens: int, limit: int, tolerance: int) -> Run | None:
     """The longest run of at most ``limit`` tokens that ends a segment with at most ``tolerance`` wasted, or None."""
-    sums = _Sums(sizes, _limit(sizes, room, segment_tokens, limit))
-    for total in reversed(sums.totals_before_bounds(room, segment_tokens)):
+    sums = _Sums(sizes, room, segment_tokens, limit)
+    for total in reversed(sums.totals_before_bounds()):
         wasted = (room - total) % segment_tokens
         if wasted <= tolerance:
             return Run(sums.members(total), wasted)
     return None
 
 
-def _limit(sizes: Sequence[int], room: int, segment_tokens: int, limit: int) -> int:
-    return min(limit, max(room + MAX_SEGMENTS * segment_tokens, sizes[-1] if sizes else 0))
-
-
 class _Sums:
-    """The sums up to ``limit`` of all choices among ``sizes``."""
+    """The sums up to ``limit`` of the choices among ``sizes``; one longer than a run of several may be, only alone."""
 
-    def __init__(self, sizes: Sequence[int], limit: int) -> None:
-        self.sizes = sizes
-        self.limit = limit
-        mask = (1 << (limit + 1)) - 1
+    def __init__(self, sizes: Sequence[int], room: int, segment_tokens: int, limit: int) -> None:
+        span = room + MAX_SEGMENTS * segment_tokens
+        self.bounds = [*range(room, min(limit, span), segment_tokens), min(limit, span)]
+        self.sizes = [size for size in sizes if size <= self.bounds[-1]]
+        self.alone = [size for size in sizes if self.bounds[-1] < size <= limit]
+        mask = (1 << (self.bounds[-1] + 1)) - 1
         # reachable[i]: bit t is set where t is a sum of some of the sizes from i on.
-        self.reachable = [1] * (len(sizes) + 1)
-        for i in range(len(sizes) - 1, -1, -1):
-            self.reachable[i] = (self.reachable[i + 1] | (self.reachable[i + 1] << sizes[i])) & mask
+        self.reachable = [1] * (len(self.sizes) + 1)
+        for i in range(len(self.sizes) - 1, -1, -1):
+            self.reachable[i] = (self.reachable[i + 1] | (self.reachable[i + 1] << self.sizes[i])) & mask
 
-    def totals_before_bounds(self, room: int, segment_tokens: int) -> list[int]:
-        """The largest sum before each segment bound and before the limit, ascending, without 0."""
+    def totals_before_bounds(self) -> list[int]:
+        """The largest sum before each segment bound and the limit, ascending, without 0; then single sizes."""
         totals = []
         bits = self.reachable[0]
-        for bound in [*range(room, self.limit, segment_tokens), self.limit]:
+        for bound in self.bounds:
             total = (bits & ((1 << (bound + 1)) - 1)).bit_length() - 1
             if total > 0 and (not totals or total > totals[-1]):
                 totals.append(total)
-        return totals
+        return totals + self.alone
 
     def members(self, total: int) -> list[int]:
         """Sizes that add up to ``total``, ascending."""
+        if total > self.bounds[-1]:
+            return [total]
         members = []
         for i, size in enumerate(self.sizes):
             if total and not (self.reachable[i + 1] >> total) & 1:

@@ -19,24 +19,21 @@ from megatron_dta.tree import PrefixTree
 
 __all__ = ["SegmentPlan", "plan_segments", "segment_parents"]
 
-# In the order in which they were seen to be best on agent trajectories, samples per prompt and search trees.
+# Each chosen for what it adds to those before it, on agent trajectories, samples per prompt and search trees.
 STRATEGIES = (
-    Strategy(1.0, tallest_first=False, tolerance=0.05, early_share=0.3),
-    Strategy(1.0, tallest_first=True, tolerance=0.01, early_share=0.15),
-    Strategy(2.0, tallest_first=False, tolerance=0.05, early_share=0.3),
-    Strategy(1.0, tallest_first=False, tolerance=0.01, early_share=0.15),
-    Strategy(0.5, tallest_first=False, tolerance=0.05, early_share=0.3),
-    Strategy(2.0, tallest_first=True, tolerance=0.05, early_share=0.3),
+    Strategy(1.0, tallest_first=False, tolerance=0.1, early_share=0.5),
     Strategy(2.0, tallest_first=False, tolerance=0.01, early_share=0.15),
-    Strategy(2.0, tallest_first=True, tolerance=0.01, early_share=0.15),
-    Strategy(1.0, tallest_first=True, tolerance=0.05, early_share=0.3),
-    Strategy(0.5, tallest_first=False, tolerance=0.01, early_share=0.15),
-    Strategy(0.5, tallest_first=True, tolerance=0.01, early_share=0.15),
+    Strategy(0.25, tallest_first=False, tolerance=0.1, early_share=0.5),
+    Strategy(2.0, tallest_first=True, tolerance=0.1, early_share=0.5),
+    Strategy(3.0, tallest_first=False, tolerance=0.1, early_share=0.5),
+    Strategy(0.5, tallest_first=False, tolerance=0.1, early_share=0.5),
     Strategy(0.5, tallest_first=True, tolerance=0.05, early_share=0.3),
+    Strategy(1.0, tallest_first=False, tolerance=0.01, early_share=0.15),
+    Strategy(2.0, tallest_first=True, tolerance=0.05, early_share=0.3),
 )
 # No further strategy is tried after this many choices, and so many for each segment that is needed at least: some 50
 # ms, and where a step has many segments, a small share of its time.
-MAX_STEPS = 4000
+MAX_STEPS = 7000
 STEPS_PER_SEGMENT = 10
 
 
@@ -63,8 +60,8 @@ def plan_segments(tree: PrefixTree, segment_tokens: int, memory_tokens: int | No
         memory_tokens = max(3 * longest // 2, 8 * segment_tokens)
     if memory_tokens < longest:
         raise InputError(
-            f"--tree-memory-tokens {memory_tokens} is less than the longest sequence, all of which is in flight when its "
-            f"last segment runs; the least value that works is {longest}"
+            f"--tree-memory-tokens {memory_tokens} is less than the longest sequence, all of which is in flight when "
+            f"its last segment runs; the least value that works is {longest}"
         )
     branches = Branches.of(tree)
     layout = _best_layout(branches, segment_tokens, memory_tokens)
