@@ -5,15 +5,13 @@ The walk keeps two facts at every step, so it never runs into a dead end:
 - what is in flight, with what the rest of the open subtrees needs, is within the budget: a subtree is only begun where
   the tokens in flight and its height fit;
 - where a branch ended in the segment that is still being filled and has children to come, that segment is closed early
-  enough
-  for them: they will find all of it in flight.
+  enough for them: they will find all of it in flight.
 
 What it can choose is which child comes next, and whether to close the current segment before it. A child that goes on
 in a segment that began deep in another subtree (*straddling*) saves the room left there, but has that subtree's path in
-flight until
-it is done: *debt*. Closing wastes the room, and the child finds nothing in flight but its ancestors' segments. Subtrees
-that fit the budget whatever their shape can be laid out straight, with no room wasted; a run of them is chosen to end
-with a segment.
+flight until it is done: *debt*. Closing wastes the room, and the child finds nothing in flight but its ancestors'
+segments. Subtrees that fit the budget whatever their shape can be laid out straight, with no room wasted; a run of them
+is chosen to end with a segment.
 
 Costs are in tokens of wasted room. With headroom H (budget less what is in flight) some run must be ended about every H
 tokens, which wastes a share ``waste_per_end`` of a segment of S tokens: T tokens cost w T S / H, and losing D of the

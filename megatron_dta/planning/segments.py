@@ -44,8 +44,7 @@ def plan_segments(tree: PrefixTree, segment_tokens: int, memory_tokens: int | No
         tree: the forest; sibling order is free.
         segment_tokens: most tokens of a segment.
         memory_tokens: most tokens in flight (of a segment and its ancestors); None for the larger of 1.5 times the
-            longest
-            sequence and 8 segments.
+            longest sequence and 8 segments.
 
     Returns:
         The plan, on the reordered forest. The same forest gives the same plan.
