@@ -60,7 +60,7 @@ def arm(kill: str) -> None:
 
         def half_checkpoint(original: Callable, state: dict, folder: str) -> None:
             original(state, folder)
-            os.truncate(Path(folder) / "common.pt", 100)
+            os.truncate(Path(folder) / "__0_0.distcp", 100)
             die()
 
         at_occurrence(checkpoint.dist_checkpointing, "save", int(number), half_checkpoint)

@@ -229,6 +229,8 @@ def test_missing_checkpoints(tmp_path: Path) -> None:
 def test_corrupt_checkpoints(tmp_path: Path, file: str, damage: str) -> None:
     run = Run(1)
     path = run.save(tmp_path, 1)
+    if not (path / file).exists():
+        pytest.skip(f"this version of Megatron-Core writes no {file}")
     content = (path / file).read_bytes()
     if damage == "removed":
         (path / file).unlink()

@@ -1,8 +1,8 @@
 """Checkpoints in Megatron's distributed format: everything a run needs to go on as if it had never stopped.
 
     SAVE/latest_checkpointed_iteration.txt     number of the checkpoint that counts
-    SAVE/iter_0000200/                         Megatron's torch_dist files: weights, optimizer, schedule, and in
-                                               common.pt the step, the random states, the data position, all settings
+    SAVE/iter_0000200/                         Megatron's torch_dist files: weights, optimizer, schedule, step, random
+                                               states, data position, all settings
     SAVE/reference/                            weights of the KL reference model, where one is used
 
 A checkpoint is written under another name and renamed when complete, then the number file is replaced the same way.

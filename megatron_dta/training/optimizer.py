@@ -93,6 +93,11 @@ class TrainingOptimizer:
             for group in self.optimizer.param_groups
         ]
         if "optimizer" in state:
+            # From 0.19 on Megatron finds a group by its rates too, so the loaded ones take over the command line's. The
+            # bfloat16 optimizer keeps its groups one level deeper, beside the master weights.
+            loaded = state["optimizer"].get("optimizer", state["optimizer"])
+            for group in loaded["param_groups"]:
+                group.update(max_lr=self.settings.lr, min_lr=self.settings.min_lr)
             self.optimizer.load_state_dict(state["optimizer"])
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
