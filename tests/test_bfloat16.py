@@ -1,0 +1,16 @@
+"""bfloat16 training: the tree's gradient is no farther from float32 than the dense one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from precision import tree_over_dense
+
+
+def test_bfloat16_tree_is_as_near_to_float32_as_bfloat16_dense():
+    """The mean over batches is not above 1 but by chance (two standard errors)."""
+    ratios = tree_over_dense(range(70, 78))
+    error = np.std(ratios, ddof=1) / len(ratios) ** 0.5
+    print(f"distance of the tree over dense: mean {np.mean(ratios):.4f}, standard error {error:.4f}, {ratios}")
+    assert error < 0.02, "too noisy to say anything"
+    assert np.mean(ratios) <= 1 + 2 * error
