@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megatron_dta.model.attention_context import AttentionContext
 
-# Capacity grows in these steps, so a long response does not reallocate the cache at every token.
-_GROWTH_TOKENS = 64
+# Capacity grows by a quarter of what is needed, at least by this: a long response is then copied a few times, not at
+# every token, and a short one does not reserve much that it never uses.
+_LEAST_GROWTH = 16
 
 
 class DecodeCache:
@@ -52,22 +53,26 @@ class DecodeCache:
 
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` in every row, keeping what is there."""
-        missing = positions - self.capacity
-        if missing > 0:
-            grow = -(-missing // _GROWTH_TOKENS) * _GROWTH_TOKENS
-            # Zeros, not uninitialized memory: a NaN under a masked key would still reach the output as 0 x NaN.
-            self.keys = [F.pad(keys, (0, 0, 0, 0, 0, grow)) for keys in self.keys]
-            self.values = [F.pad(values, (0, 0, 0, 0, 0, grow)) for values in self.values]
+        if positions > self.capacity:
+            capacity = positions + max(_LEAST_GROWTH, positions // 4)
+            self.keys = [_with_capacity(keys, capacity) for keys in self.keys]
+            self.values = [_with_capacity(values, capacity) for values in self.values]
 
     def select_rows(self, rows: Tensor) -> DecodeCache:
         """A cache whose row i copies row ``rows[i]`` (int64, host): spreads prompts to samples, drops finished ones."""
         chosen = object.__new__(DecodeCache)
-        used = int(self.lengths[rows].max()) if rows.numel() else 0
         device_rows = rows.to(self.keys[0].device)
-        chosen.keys = [keys[:, :used].index_select(0, device_rows) for keys in self.keys]
-        chosen.values = [values[:, :used].index_select(0, device_rows) for values in self.values]
+        chosen.keys = [keys.index_select(0, device_rows) for keys in self.keys]
+        chosen.values = [values.index_select(0, device_rows) for values in self.values]
         chosen.lengths = self.lengths[rows]
         return chosen
+
+
+def _with_capacity(tensor_BTGD: Tensor, capacity: int) -> Tensor:
+    # Zeros, not uninitialized memory: a NaN under a masked key would still reach the output as 0 x NaN.
+    larger = tensor_BTGD.new_zeros(tensor_BTGD.shape[0], capacity, *tensor_BTGD.shape[2:])
+    larger[:, : tensor_BTGD.shape[1]] = tensor_BTGD
+    return larger
 
 
 @dataclass
