@@ -252,6 +252,13 @@ def test_an_interrupted_save_leaves_the_last_good_one(tmp_path: Path, monkeypatc
     def fail(*args: object) -> None:
         raise KeyboardInterrupt
 
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.dist_checkpointing, "save", full)
+        with pytest.raises(InputError, match=r"iter_0000002: the checkpoint cannot be written .*No space left"):
+            run.save(tmp_path, 2)
     for place, name in (("dist_checkpointing", "save"), ("os", "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(getattr(checkpoint, place), name, fail)

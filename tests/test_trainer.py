@@ -253,6 +253,8 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         make_trainer(f"{common} --load {empty} --save {first}")
     with pytest.raises(InputError, match=r"--ref-load .*empty: holds no checkpoint"):
         make_trainer(f"{common} --ref-load {empty} --kl-loss-coef 0.1")
+    with pytest.raises(InputError, match=r"--save: the folder .*r.jsonl cannot be made \(File exists\)"):
+        make_trainer(f"{common} --save {tmp_path}/r.jsonl")
     # Megatron's way to write one command for start and restart: --load and --save name one folder.
     trained, _ = run(f"{common} --load {first} --save {first} --train-iters 2")
     assert trained.progress.iteration == 2

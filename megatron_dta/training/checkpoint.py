@@ -178,7 +178,10 @@ def _write(path: Path, state: dict[str, Any]) -> Path:
     unfinished = path.with_name(path.name + _UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    dist_checkpointing.save(state, str(unfinished))
+    try:
+        dist_checkpointing.save(state, str(unfinished))
+    except (OSError, CheckpointException) as error:
+        raise InputError(f"{path}: the checkpoint cannot be written ({_reason(error)})") from error
     # A checkpoint of this name that no tracker names: its run was killed before it counted.
     shutil.rmtree(path, ignore_errors=True)
     os.replace(unfinished, path)
@@ -209,10 +212,13 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, error: BaseException) -> InputError:
-    if isinstance(error, CheckpointException):
-        # What one rank met; the message of the whole is a traceback.
-        error = next(iter(error.failures.values()))[0]
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
     return InputError(
-        f"{path}: the checkpoint cannot be read ({reason}); write the number of an earlier one to {TRACKER}"
+        f"{path}: the checkpoint cannot be read ({_reason(error)}); write the number of an earlier one to {TRACKER}"
     )
+
+
+def _reason(error: BaseException) -> str:
+    """One line; of an error of several ranks, whose own message is a traceback, what one of them met."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(str(error).split())[:200] or type(error).__name__

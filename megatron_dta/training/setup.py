@@ -41,6 +41,7 @@ from megatron_dta.training.stored_data import StoredEvaluation, load_files, load
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     """All parts of the run that ``config`` describes, its state loaded from where it starts."""
+    _make_folders(config)
     objective = make_objective(config.objective)
     stored, held_out, task = _read_data(config, objective)
     if config.model.vocab_size is None:
@@ -101,6 +102,20 @@ def metrics_path(config: TrainConfig) -> Path | None:
     if config.logging.metrics_file is not None:
         return Path(config.logging.metrics_file)
     return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save is not None else None
+
+
+def _make_folders(config: TrainConfig) -> None:
+    """What the run will write to, so that a wrong path is told now and not after the first steps."""
+    for flag, path in (
+        ("--save", config.checkpoint.save),
+        ("--metrics-file", config.logging.metrics_file and Path(config.logging.metrics_file).parent),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+    ):
+        if path is not None:
+            try:
+                Path(path).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"{flag}: the folder {path} cannot be made ({error.strerror})") from error
 
 
 def _read_data(
