@@ -170,7 +170,8 @@ def _check_same_model(path: Path, saved: dict[str, Any], model: ModelConfig, wit
         flag, value = flag_of(setting), getattr(model, setting.name)
         value = str(value) if isinstance(value, torch.dtype) else value
         if flag in saved and saved[flag] != value:
-            raise InputError(f"{path}: checkpoint of another model: {flag} is {saved[flag]} there and {value} here")
+            name = "the dtype (--bf16)" if setting.name == "params_dtype" else flag
+            raise InputError(f"{path}: checkpoint of another model: {name} is {saved[flag]} there and {value} here")
 
 
 def _write(path: Path, state: dict[str, Any]) -> Path:
