@@ -14,7 +14,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["megatron_dta", "megatron_dta.*"]) + ["dta_kernels"],
+    packages=[*find_packages(include=["megatron_dta", "megatron_dta.*"]), "dta_kernels"],
     package_dir={"dta_kernels": "kernels/dta_kernels"},
     install_requires=[
         # 0.16.1 is the newest for Python 3.11; 0.17 and later need Python 3.12.

@@ -1,7 +1,7 @@
 """megatron_dta: exact RL post-training on prefix trees, on Megatron-Core.
 
-Rollouts that share prefixes are laid out as a prefix forest; every shared token goes through the model once, forward and
-backward, and the gradient is the one of training each sequence alone. The packages, from the data to the optimizer:
+Rollouts that share prefixes are laid out as a prefix forest; every shared token goes through the model once, forward
+and backward, and the gradient is the one of training each sequence alone. The packages, from the data to the optimizer:
 
     rollouts    typed records, read from JSONL, Parquet and npz, checked before anything is trained
     tree        the prefix forest of a batch as arrays in depth-first preorder

@@ -1,7 +1,8 @@
 """The one exception for bad input: a flag, a rollout file, a checkpoint.
 
-Its message is a single line that says which file, row, field or flag is wrong, what was wrong and what to do. Entry points
-print it without a traceback and exit with status 2, so anything else that reaches the user is a defect of this project.
+Its message is a single line that says which file, row, field or flag is wrong, what was wrong and what to do. Entry
+points print it without a traceback and exit with status 2, so anything else that reaches the user is a defect of this
+project.
 """
 
 from __future__ import annotations

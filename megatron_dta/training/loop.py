@@ -1,8 +1,8 @@
 """The training loop: one collection of rollouts after another, each divided into optimizer steps.
 
     1. collect   rollouts from the source, with the current weights              (rollouts.source)
-    2. prepare   advantages, old and reference logprobs, the cut into steps      (training.samples)
-    3. plan      prefix forest, segments, op list of one step                    (engine.prepare_batch)
+    2. prepare   advantages, the cut into steps, old and reference logprobs      (training.samples)
+    3. plan      prefix forest, segments, op list, once for all passes of a step (engine.prepare_batch)
     4. train     forward in preorder, losses, backward in postorder              (engine.TreeEngine)
     5. update    reduce, check, clip, apply                                      (training.optimizer)
     6. report    metrics and the progress line; evaluation and checkpoint when due
@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_dta.config import TrainConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.objectives import Objective
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
@@ -112,7 +112,7 @@ class Trainer:
             self.progress.collections += 1
         step = self.progress.waiting.pop(0)
         with watch.measure("plan"):
-            batch = prepare_batch(step.samples, self.config.tree, self.config.objective.loss_aggregation)
+            batch = step.batch(self.config.tree, self.config.objective.loss_aggregation)
         with watch.measure("train"):
             self.optimizer.zero_grad()
             result = self.engine.forward_backward(batch, self.objective)

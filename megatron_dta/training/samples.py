@@ -1,10 +1,10 @@
 """From rollouts to what one optimizer step trains: advantages, the cut into steps, old and reference logprobs.
 
-    rollouts -> advantages over whole groups -> steps of whole groups -> logprobs that the loss compares with
+    rollouts -> advantages over whole groups -> steps of whole groups -> one plan a step -> logprobs that the loss needs
 
 Advantages come first, so a group is seen whole however its collection is cut. Old and reference logprobs are those of
 the weights before the collection's first step; with more than one step they must be computed then, and so they are part
-of what a checkpoint keeps.
+of what a checkpoint keeps. One plan serves all passes of a step; it follows from the samples, so no checkpoint has it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_dta.config import ObjectiveConfig, TreeConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.errors import InputError
 from megatron_dta.objectives import Objective, token_advantages
 from megatron_dta.planning.sample import FIELDS, TrainingSample
@@ -30,6 +30,13 @@ class StepSamples:
 
     samples: list[TrainingSample]
     statistics: dict[str, float]
+    planned: TreeBatch | None = None
+
+    def batch(self, tree: TreeConfig, loss_aggregation: str) -> TreeBatch:
+        """The samples with their plan: the one of the passes for logprobs, or a new one after a checkpoint."""
+        if self.planned is None:
+            self.planned = prepare_batch(self.samples, tree, loss_aggregation)
+        return self.planned
 
 
 class SamplePreparation:
@@ -55,9 +62,9 @@ class SamplePreparation:
 
     def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
         """The steps of one collection, in order."""
-        samples = self._with_reference(self._with_old_logprobs(self._with_advantages(rollouts), rollouts))
+        samples = self._with_advantages(rollouts)
         return [
-            StepSamples([samples[i] for i in chosen], rollout_statistics([rollouts[i] for i in chosen]))
+            self._complete([samples[i] for i in chosen], [rollouts[i] for i in chosen])
             for chosen in split_groups(rollouts, self.num_steps)
         ]
 
@@ -70,30 +77,26 @@ class SamplePreparation:
             for rollout, advantage in zip(rollouts, advantages, strict=True)
         ]
 
-    def _with_old_logprobs(self, samples: list[TrainingSample], rollouts: Sequence[Rollout]) -> list[TrainingSample]:
-        if self.objective.name == "sft":
-            return samples
-        if self.settings.old_logprobs == "rollout":
-            check_old_logprobs(rollouts, self.settings)
-            return _with(samples, old_logprobs=[rollout.logprobs for rollout in rollouts])
-        if self.num_steps == 1:
-            # The weights of the only step are the old ones: the loss takes missing old logprobs to be its own.
-            return samples
-        return _with(samples, old_logprobs=self._logprobs(self.policy, samples))
-
-    def _with_reference(self, samples: list[TrainingSample]) -> list[TrainingSample]:
-        if self.reference is None:
-            return samples
-        return _with(samples, ref_logprobs=self._logprobs(self.reference, samples))
-
-    def _logprobs(self, engine: TreeEngine, samples: list[TrainingSample]) -> list[np.ndarray]:
-        return engine.compute_logprobs(prepare_batch(samples, self.tree))
-
-
-def _with(samples: list[TrainingSample], **fields: Sequence[np.ndarray]) -> list[TrainingSample]:
-    """The samples with one field filled in, an array for each."""
-    ((name, arrays),) = fields.items()
-    return [replace(sample, **{name: array}) for sample, array in zip(samples, arrays, strict=True)]
+    def _complete(self, samples: list[TrainingSample], rollouts: list[Rollout]) -> StepSamples:
+        """One step with its plan, old and reference logprobs."""
+        step = StepSamples(samples, rollout_statistics(rollouts))
+        batch = step.batch(self.tree, self.settings.loss_aggregation)
+        logprobs: dict[str, Sequence[np.ndarray]] = {}
+        if self.objective.name != "sft":
+            if self.settings.old_logprobs == "rollout":
+                check_old_logprobs(rollouts, self.settings)
+                logprobs["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
+            elif self.num_steps > 1:
+                # The weights of an only step are the old ones: the loss takes missing old logprobs to be its own.
+                logprobs["old_logprobs"] = self.policy.compute_logprobs(batch)
+        if self.reference is not None:
+            logprobs["ref_logprobs"] = self.reference.compute_logprobs(batch)
+        step.samples = [
+            replace(sample, **{name: arrays[i] for name, arrays in logprobs.items()})
+            for i, sample in enumerate(samples)
+        ]
+        step.planned = batch.with_fields(**logprobs)
+        return step
 
 
 def check_old_logprobs(rollouts: Sequence[Rollout], settings: ObjectiveConfig) -> None:
