@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+
 from conftest import REPOSITORY, rollout_file
 
 TOOL = REPOSITORY / "tools" / "check_parity.py"

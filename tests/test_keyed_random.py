@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import seed_all
 
+from conftest import seed_all
 from megatron_dta.sampling.keyed_random import Domain, keyed_permutation, keyed_uniform, philox4x32
 
 # Known answers of philox4x32-10, from the test vectors of its authors' library Random123.

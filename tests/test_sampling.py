@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import seed_all
 
+from conftest import seed_all
 from megatron_dta.config import ModelConfig
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.model.decode_context import DecodeCache, append_context

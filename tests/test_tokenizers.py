@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import rollout_file
 
+from conftest import rollout_file
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.prompts import Prompt, load_prompts, prompts_at
 from megatron_dta.sampling.tokenizer import ARITHMETIC_ALPHABET, CharacterTokenizer, NullTokenizer, build_tokenizer
