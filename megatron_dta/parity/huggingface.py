@@ -32,8 +32,10 @@ TOP_NAMES = {
 
 def build_huggingface(model: ModelConfig, weights: dict[str, Tensor]) -> torch.nn.Module:
     """A Llama, Qwen2 or Qwen3 model (no QKV bias or QK-norm, bias, QK-norm) with Megatron's ``weights``, in float32."""
-    import transformers
-
+    try:
+        import transformers
+    except ImportError:
+        raise InputError("the reference needs Hugging Face transformers: pip install 'megatron_dta[parity]'") from None
     if model.qk_layernorm and model.add_qkv_bias:
         raise InputError("--qk-layernorm with --add-qkv-bias: no Hugging Face model has both; leave one out")
     family = "Qwen3" if model.qk_layernorm else "Qwen2" if model.add_qkv_bias else "Llama"
