@@ -16,7 +16,7 @@ from megatron_dta.errors import run_entry_point
 
 def main() -> None:
     """Parse the command line, train, and leave metrics, a reward plot and a checkpoint."""
-    _quieten_libraries()
+    quieten_libraries()
     # OpenMP threads that spin while they wait make a step 50 times slower on cores that other processes use too (5.2 s
     # instead of 0.1 s, measured with a small model and two threads). OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -46,7 +46,7 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def _quieten_libraries() -> None:
+def quieten_libraries() -> None:
     """Hide what optional packages are missing and what PyTorch will rename: nothing a user can act on."""
     warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.config import ModelConfig
+from megatron_dta.config import ModelConfig, TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.model.decode_context import DecodeCache, append_context
+from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.sampling import sampler as sampler_module
 from megatron_dta.sampling.keyed_random import Domain, keyed_uniform
 from megatron_dta.sampling.sampler import SamplingParams, draw, first_argmax, generate, nucleus
@@ -123,6 +125,27 @@ def test_logprobs_are_those_of_the_full_vocabulary(dtype: torch.dtype, tolerance
         expected = np.take_along_axis(rows, response.token_ids[:, None].astype(np.int64), 1)[:, 0]
         assert response.logprobs.dtype == expected.dtype
         assert np.abs(response.logprobs - expected).max() <= tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("tree_mode", ["dta", "packed", "dense"])
+def test_logprobs_are_the_tree_engines(tree_mode: str, dtype: torch.dtype, tolerance: float):
+    """The loop's own invariant: at the sampler's weights, training finds every importance ratio to be 1."""
+    rng = seed_all(37)
+    model = make_model(18, dtype, group_query_attention=True, num_query_groups=2)
+    prompts = random_prompts(rng, [6, 1, 11])
+    sequence_prompt = np.repeat([0, 1, 2], 6)
+    params = SamplingParams(max_response_tokens=10, eos_id=EOS, temperature=0.8, top_p=0.9)
+    responses = generate(model, prompts, sequence_prompt, np.arange(18), params, 0)
+    samples = []
+    for prompt, response in zip(sequence_prompt, responses, strict=True):
+        token_ids = np.concatenate([prompts[prompt], response.token_ids])
+        samples.append(TrainingSample(token_ids, np.arange(len(token_ids)) >= len(prompts[prompt])))
+    tree = TreeConfig(tree_mode=tree_mode, tree_segment_tokens=24)
+    engine = TreeEngine(model, temperature=0.8, logprob_chunk_tokens=7)
+    logprobs = engine.compute_logprobs(prepare_batch(samples, tree))
+    for sample, response, trained in zip(samples, responses, logprobs, strict=True):
+        assert np.abs(trained[sample.loss_mask] - response.logprobs).max() <= tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -266,8 +289,9 @@ def test_the_model_is_left_as_it_was_and_can_be_trained():
     generate(model, [np.array([1, 2])], np.zeros(2, int), np.arange(2), SamplingParams(3, EOS), 0)
     assert model.training
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    cache = DecodeCache(3, 1, 4, 8, torch.float64, torch.device("cpu"))
-    assert model(torch.tensor([[1]]), append_context(cache, torch.tensor([1]))).requires_grad
+    device = model.output_weight().device
+    cache = DecodeCache(3, 1, 4, 8, torch.float64, device)
+    assert model(torch.tensor([[1]], device=device), append_context(cache, torch.tensor([1]))).requires_grad
 
 
 def test_what_cannot_be_sampled_is_refused():

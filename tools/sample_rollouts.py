@@ -1,0 +1,61 @@
+"""Samples rollouts from a checkpoint into a file, with the flags of training.
+
+    python tools/sample_rollouts.py --output rollouts.jsonl --load runs/first [the model's and the sampler's flags]
+
+Writes what training itself would sample from these weights as its collection number ``--collection``: same prompts,
+same random numbers. The file has the sampler's logprobs and rewards, so it can be inspected, or trained on with
+``--rollouts``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.rollouts import write_rollouts
+from megatron_dta.train import quieten_libraries
+
+
+def main() -> None:
+    """Read the flags, load the weights, sample one collection, write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, metavar="FILE", help="rollouts to write, .jsonl or .parquet")
+    parser.add_argument("--collection", type=int, default=0, metavar="N", help="which collection (default: 0)")
+    own, others = parser.parse_known_args()
+    if Path(own.output).suffix not in (".jsonl", ".parquet"):
+        raise InputError(f"--output {own.output}: must end in .jsonl or .parquet")
+    if not 0 <= own.collection < 2**32:
+        raise InputError(f"--collection {own.collection}: must be in [0, 2^32)")
+    config = parse_arguments(others)
+    if config.data.rollouts:
+        raise InputError("--rollouts names stored rollouts; to sample some give --task or --prompt-data")
+    if config.checkpoint.load is None:
+        raise InputError("--load is missing: the folder of the checkpoint to sample from")
+
+    quieten_libraries()
+    # Megatron takes seconds to import; wrong flags are told before.
+    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.sampling.source import SamplingSource
+    from megatron_dta.sampling.task import build_task
+    from megatron_dta.training.checkpoint import find_checkpoint, load_weights
+
+    checkpoint = find_checkpoint(config.checkpoint.load)
+    if checkpoint is None:
+        raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
+    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size)
+    model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
+    model = build_model(model_config, initialize_parallel(config.optimization.seed))
+    load_weights(checkpoint, model_config, model)
+    rollouts = SamplingSource(model, task, config.sampling, config.optimization.seed).next_batch(own.collection)
+    write_rollouts(own.output, rollouts)
+    mean = np.mean([rollout.reward for rollout in rollouts])
+    print(f"{len(rollouts)} rollouts from {checkpoint}, mean reward {mean:.3f} -> {own.output}")
+
+
+if __name__ == "__main__":
+    run_entry_point(main)
