@@ -48,9 +48,7 @@ def main() -> int:
         print(f"{what + ':':<24} {run / path}")
     before, after = held_out[0][1], held_out[-1][1]
     if not (before < BEFORE and after > AFTER):
-        print(
-            f"FAILED: the held-out reward went from {before:.3f} to {after:.3f}, not from under {BEFORE} to over {AFTER}"
-        )
+        print(f"FAILED: held-out reward from {before:.3f} to {after:.3f}, not from under {BEFORE} to over {AFTER}")
         return 1
     print(f"GRPO took the held-out reward from {before:.3f} to {after:.3f}")
     return 0

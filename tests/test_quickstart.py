@@ -15,30 +15,12 @@ from conftest import REPOSITORY
 from megatron_dta.rollouts import load_rollouts
 
 MODEL = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "2",
-    "--max-position-embeddings",
-    "16",
-    "--vocab-size",
-    "16",
-    "--seed",
-    "3",
+    *["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"],
+    *["--max-position-embeddings", "16", "--vocab-size", "16", "--seed", "3"],
 ]
 TASK = [
-    "--task",
-    "arithmetic",
-    "--arithmetic-max-operand",
-    "9",
-    "--rollout-max-response-len",
-    "3",
-    "--rollout-batch-size",
-    "4",
-    "--n-samples-per-prompt",
-    "4",
+    *["--task", "arithmetic", "--arithmetic-max-operand", "9", "--rollout-max-response-len", "3"],
+    *["--rollout-batch-size", "4", "--n-samples-per-prompt", "4"],
 ]
 
 

@@ -170,20 +170,18 @@ def _prefill(model: TreeGPTModel, cache: DecodeCache, prompts: list[np.ndarray])
     """Run every prompt through the model once; returns the hidden state of each one's last token, [prompts, C]."""
     device = cache.keys[0].device
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    last_hidden: list[Tensor | None] = [None] * len(prompts)
+    last_hidden: list[Tensor] = []
     rows_per_pass = max(1, _PREFILL_TOKENS // int(lengths.max()))
     for first in range(0, len(prompts), rows_per_pass):
         group = torch.arange(first, min(first + rows_per_pass, len(prompts)))
         for begin in range(0, int(lengths[group].max()), _PREFILL_TOKENS):
-            rows = group[lengths[group] > begin]
-            pieces = [prompts[row][begin : begin + _PREFILL_TOKENS] for row in rows.tolist()]
+            # More than one piece is needed only for a prompt that fills a pass alone, so no piece is empty.
+            pieces = [prompts[row][begin : begin + _PREFILL_TOKENS] for row in group.tolist()]
             counts = torch.tensor([len(piece) for piece in pieces])
             tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(device)
-            hidden = model(tokens.unsqueeze(0), append_context(cache, counts, rows))
-            last = hidden[(torch.cumsum(counts, 0) - 1).to(device)]
-            for row, state in zip(rows.tolist(), last, strict=True):
-                last_hidden[row] = state
-    return torch.stack(last_hidden)
+            hidden = model(tokens.unsqueeze(0), append_context(cache, counts, group))
+        last_hidden.append(hidden[(torch.cumsum(counts, 0) - 1).to(device)])
+    return torch.cat(last_hidden)
 
 
 def _next_tokens(
