@@ -3,7 +3,7 @@
 #
 #   bash examples/quickstart.sh
 #
-# Makes a virtual environment, installs, and then in about two minutes on 2 cores:
+# Makes a virtual environment, installs, and then in two to three minutes on 2 cores:
 #   1. supervised warm-up: a few steps on solved problems, so that the model knows what an answer looks like
 #   2. GRPO: 8 samples a problem, trained as prefix trees, judged on problems that no step ever saw
 #   3. pictures: the reward and a prefix tree of rollouts
@@ -44,15 +44,15 @@ echo "== 1. supervised warm-up: $warmup_steps steps of 128 solved problems"
   --objective sft --rollouts "$out/warmup.jsonl" --global-batch-size 128 \
   --train-iters $warmup_steps --lr 1e-3 --save "$out/warmup" --log-interval 40
 
-echo "== 2. GRPO from the warmed-up weights: 700 steps of 64 problems x 8 samples"
+echo "== 2. GRPO from the warmed-up weights: 800 steps of 64 problems x 8 samples"
 "$python" -m megatron_dta.train $model $tree $task --seed "$seed" \
   --load "$out/warmup" --finetune \
-  --train-iters 700 --lr 6e-4 --lr-warmup-iters 10 --lr-decay-style linear --weight-decay 0 --adam-beta2 0.95 \
+  --train-iters 800 --lr 6e-4 --lr-warmup-iters 10 --lr-decay-style linear --weight-decay 0 --adam-beta2 0.95 \
   --save "$out/grpo" --eval-interval 100 --log-interval 100
 
 echo "== 3. rollouts of the trained model as a prefix tree"
 "$python" tools/sample_rollouts.py $model $task --seed "$seed" \
-  --load "$out/grpo" --collection 700 --output "$out/rollouts.jsonl"
+  --load "$out/grpo" --collection 800 --output "$out/rollouts.jsonl"
 "$python" tools/inspect_tree.py "$out/rollouts.jsonl" $tree --plot "$out/tree.png"
 
 "$python" examples/quickstart_report.py "$out"
