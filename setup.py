@@ -33,6 +33,7 @@ setup(
     extras_require={
         "gpu": ["triton"],
         "wandb": ["wandb"],
+        "math": ["math-verify"],
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
         "parity": ["transformers>=4.57,<6", "safetensors"],
         "test": ["transformers>=4.57,<6", "safetensors", "pytest", "hypothesis", "ruff", "import-linter"],
