@@ -30,7 +30,7 @@ rm -rf "$out/warmup" "$out/grpo"
 
 model="--num-layers 2 --hidden-size 128 --num-attention-heads 8 --swiglu --disable-bias-linear
   --max-position-embeddings 32 --vocab-size 16"
-# Short sequences: small segments, because a segment's attention costs the square of its length on a CPU.
+# A batch is a few hundred unique tokens: with small segments it is cut at all.
 tree="--tree-segment-tokens 256"
 # a + b with operands up to 49; 256 of the 2,500 problems (and their mirrors b + a) are held out.
 task="--task arithmetic --arithmetic-max-operand 49 --rollout-max-response-len 4

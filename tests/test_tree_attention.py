@@ -44,11 +44,12 @@ def path_attention(q, k, v, parent, first_query, scale):
 @pytest.mark.parametrize(
     ("seed", "heads", "groups", "head_size"), [(0, 4, 2, 8), (1, 3, 1, 5), (2, 6, 6, 16), (3, 8, 2, 1)]
 )
-@pytest.mark.parametrize("block_elements", [1, 700, 1 << 24])
+@pytest.mark.parametrize(("block_elements", "cpu_block"), [(1, 128), (700, 128), (1 << 24, 128), (1 << 24, 7)])
 def test_forward_and_gradients_equal_attention_over_the_path(
-    seed, heads, groups, head_size, block_elements, monkeypatch
+    seed, heads, groups, head_size, block_elements, cpu_block, monkeypatch
 ):
     monkeypatch.setattr(reference, "SCORE_ELEMENTS", block_elements)
+    monkeypatch.setattr(reference, "CPU_BLOCK", cpu_block)
     generator = seed_all(seed)
     size = int(generator.integers(20, 50))
     first_query = int(generator.integers(0, size - 1))

@@ -15,11 +15,15 @@ the output.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 # Score elements alive at once: 2^24 float32 numbers are 64 MiB.
 SCORE_ELEMENTS = 1 << 24
+# Queries of a block on a CPU.
+CPU_BLOCK = 128
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -54,11 +58,13 @@ def tree_attention_forward(
     k_GMD, v_GMD = k_MGD.transpose(0, 1).to(dtype), v_MGD.transpose(0, 1).to(dtype)
     out_NHD = torch.empty_like(q_NHD)
     lse_HN = q_NHD.new_empty((H, N), dtype=dtype)
-    for block in _query_blocks(N, H, k_MGD.shape[0]):
-        scores_GRBM = _masked_scores(q_NHD[block], k_GMD, query_index_N[block], key_index_M, key_end_M, scale)
+    for block, keys in _blocks(N, H, query_index_N, key_index_M, key_end_M):
+        scores_GRBM = _masked_scores(
+            q_NHD[block], k_GMD[:, keys], query_index_N[block], key_index_M[keys], key_end_M[keys], scale
+        )
         lse_GRB = torch.logsumexp(scores_GRBM, dim=-1)
         probabilities_GRBM = torch.exp(scores_GRBM - lse_GRB[..., None])
-        out_GRBD = torch.einsum("grbm,gmd->grbd", probabilities_GRBM, v_GMD)
+        out_GRBD = torch.einsum("grbm,gmd->grbd", probabilities_GRBM, v_GMD[:, keys])
         out_NHD[block] = out_GRBD.flatten(0, 1).transpose(0, 1).to(out_NHD.dtype)
         lse_HN[:, block] = lse_GRB.flatten(0, 1)
     return out_NHD, lse_HN
@@ -84,29 +90,43 @@ def tree_attention_backward(
     """
     dtype = accumulation_dtype(q_NHD.dtype)
     N, H, _ = q_NHD.shape
-    M, G, _ = k_MGD.shape
+    G = k_MGD.shape[1]
     k_GMD, v_GMD = k_MGD.transpose(0, 1).to(dtype), v_MGD.transpose(0, 1).to(dtype)
     dq_NHD = torch.empty_like(q_NHD)
     dk_GMD, dv_GMD = torch.zeros_like(k_GMD), torch.zeros_like(v_GMD)
     delta_HN = (grad_out_NHD.to(dtype) * out_NHD.to(dtype)).sum(-1).transpose(0, 1)
-    for block in _query_blocks(N, H, M):
+    for block, keys in _blocks(N, H, query_index_N, key_index_M, key_end_M):
         q_GRBD = _by_group(q_NHD[block], G, dtype)
         grad_out_GRBD = _by_group(grad_out_NHD[block], G, dtype)
-        scores_GRBM = _masked_scores(q_NHD[block], k_GMD, query_index_N[block], key_index_M, key_end_M, scale)
+        scores_GRBM = _masked_scores(
+            q_NHD[block], k_GMD[:, keys], query_index_N[block], key_index_M[keys], key_end_M[keys], scale
+        )
         probabilities_GRBM = torch.exp(scores_GRBM - lse_HN[:, block].unflatten(0, (G, H // G))[..., None])
-        dv_GMD += torch.einsum("grbm,grbd->gmd", probabilities_GRBM, grad_out_GRBD)
-        dscores_GRBM = torch.einsum("grbd,gmd->grbm", grad_out_GRBD, v_GMD)
+        # Each key stands once in ``keys``, so adding to the selection loses nothing.
+        dv_GMD[:, keys] += torch.einsum("grbm,grbd->gmd", probabilities_GRBM, grad_out_GRBD)
+        dscores_GRBM = torch.einsum("grbd,gmd->grbm", grad_out_GRBD, v_GMD[:, keys])
         dscores_GRBM -= delta_HN[:, block].unflatten(0, (G, H // G))[..., None]
         dscores_GRBM *= probabilities_GRBM * scale
-        dk_GMD += torch.einsum("grbm,grbd->gmd", dscores_GRBM, q_GRBD)
-        dq_GRBD = torch.einsum("grbm,gmd->grbd", dscores_GRBM, k_GMD)
+        dk_GMD[:, keys] += torch.einsum("grbm,grbd->gmd", dscores_GRBM, q_GRBD)
+        dq_GRBD = torch.einsum("grbm,gmd->grbd", dscores_GRBM, k_GMD[:, keys])
         dq_NHD[block] = dq_GRBD.flatten(0, 1).transpose(0, 1).to(dq_NHD.dtype)
     return dq_NHD, dk_GMD.transpose(0, 1), dv_GMD.transpose(0, 1)
 
 
-def _query_blocks(num_queries: int, num_heads: int, num_keys: int) -> list[slice]:
-    block = max(1, SCORE_ELEMENTS // max(1, num_heads * num_keys))
-    return [slice(start, min(start + block, num_queries)) for start in range(0, num_queries, block)]
+def _blocks(
+    num_queries: int, num_heads: int, query_index_N: Tensor, key_index_M: Tensor, key_end_M: Tensor
+) -> Iterator[tuple[slice, slice | Tensor]]:
+    """Blocks of queries, each with the keys it looks at."""
+    on_cpu = query_index_N.device.type == "cpu"
+    length = max(1, SCORE_ELEMENTS // max(1, num_heads * key_index_M.shape[0]))
+    length = min(length, CPU_BLOCK) if on_cpu else length
+    for start in range(0, num_queries, length):
+        block = slice(start, min(start + length, num_queries))
+        keys: slice | Tensor = slice(None)
+        if on_cpu:
+            first, last = query_index_N[block].aminmax()
+            keys = torch.nonzero((key_index_M <= last) & (key_end_M > first)).squeeze(1)
+        yield block, keys
 
 
 def _by_group(x_BHD: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
