@@ -139,7 +139,7 @@ def test_old_logprobs_are_those_before_the_first_step(tmp_path: Path) -> None:
     rollouts = make_rollouts(seed_all(3), 4, 2, logprobs=False)
     write_rollouts(tmp_path / "r.parquet", rollouts)
     arguments = f"--rollouts {tmp_path}/r.parquet --global-batch-size 4"
-    with pytest.raises(InputError, match=r"rollout 1 \(group 'g0'\) has no logprobs.*give --old-logprobs recompute"):
+    with pytest.raises(InputError, match=r"row 1: field .logprobs.: missing.*--old-logprobs recompute"):
         make_trainer(arguments)
     trainer, _ = make_trainer(f"{arguments} --old-logprobs recompute")
     (step,) = trainer.preparation.prepare(rollouts)

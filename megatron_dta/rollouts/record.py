@@ -122,7 +122,8 @@ def check_required(rollout: Rollout, require: Collection[str]) -> None:
         if unknown:
             raise ValueError(f"require: {sorted(unknown)} is no field of a rollout")
         if all(getattr(rollout, name) is None for name in names):
-            raise field_error(" or ".join(names), "missing, and the objective needs it")
+            advice = "; --old-logprobs recompute does without it" if need == "logprobs" else ""
+            raise field_error(" or ".join(names), "missing, and the objective needs it" + advice)
 
 
 def printable(value: object, limit: int = 40) -> str:

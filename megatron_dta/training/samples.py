@@ -84,7 +84,7 @@ class SamplePreparation:
         logprobs: dict[str, Sequence[np.ndarray]] = {}
         if self.objective.name != "sft":
             if self.settings.old_logprobs == "rollout":
-                check_old_logprobs(rollouts, self.settings)
+                # Sources hand over rollouts with what the settings ask for: files are checked when they are read.
                 logprobs["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
             elif self.num_steps > 1:
                 # The weights of an only step are the old ones: the loss takes missing old logprobs to be its own.
@@ -97,16 +97,6 @@ class SamplePreparation:
         ]
         step.planned = batch.with_fields(**logprobs)
         return step
-
-
-def check_old_logprobs(rollouts: Sequence[Rollout], settings: ObjectiveConfig) -> None:
-    """Refuse rollouts without the logprobs that ``--old-logprobs rollout`` asks for."""
-    for number, rollout in enumerate(rollouts, start=1):
-        if settings.old_logprobs == "rollout" and rollout.logprobs is None:
-            raise InputError(
-                f"rollout {number} (group '{rollout.group_id}') has no logprobs, which --old-logprobs rollout needs; "
-                "give --old-logprobs recompute"
-            )
 
 
 def split_groups(rollouts: Sequence[Rollout], num_steps: int) -> list[list[int]]:

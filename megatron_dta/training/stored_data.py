@@ -20,7 +20,6 @@ from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.keyed_random import keyed_permutation
-from megatron_dta.training.samples import check_old_logprobs
 
 # Rollouts with advantages of their own need no group, and then all have this name, maybe behind a file's number.
 _UNNAMED_GROUP = Rollout.__dataclass_fields__["group_id"].default
@@ -107,9 +106,9 @@ def load_files(files: Sequence[str], config: TrainConfig, require: Sequence[str]
 
 def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:
     """The source that ``--rollouts`` asks for; everything is read and checked now."""
-    rollouts = load_files(config.data.rollouts or [], config, objective.requires)
-    if objective.name != "sft":
-        check_old_logprobs(rollouts, config.objective)
+    recorded = objective.name != "sft" and config.objective.old_logprobs == "rollout"
+    require = (*objective.requires, "logprobs") if recorded else objective.requires
+    rollouts = load_files(config.data.rollouts or [], config, require)
     units = [_unit(rollout, index, objective) for index, rollout in enumerate(rollouts)]
     return StoredRollouts(rollouts, units, config.data.global_batch_size or 1, config.optimization.seed)
 
