@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 
+from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
+from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.train import TrainConfig, settings_of
 from megatron_dta.errors import InputError
 
@@ -180,6 +182,32 @@ def _check_parallel(config: TrainConfig) -> None:
         raise InputError(
             f"{world_size} processes were started, but training runs in one; use torchrun --nproc-per-node 1"
         )
+
+
+def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a number of processes that the mesh cannot use whole."""
+    size = parallel.tensor_model_parallel_size
+    if world_size % size:
+        raise InputError(
+            f"--tensor-model-parallel-size {size} does not divide the {world_size} processes; start a multiple of "
+            f"{size} (torchrun --nproc-per-node) or change the flag"
+        )
+
+
+def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse a model that the ranks of a tensor group cannot share equally."""
+    size = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and size == 1:
+        raise InputError("--sequence-parallel has no effect without --tensor-model-parallel-size above 1")
+    for flag, value in (
+        ("--num-query-groups", model.num_query_groups),
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+    ):
+        if value % size:
+            raise InputError(
+                f"--tensor-model-parallel-size {size} does not divide {flag} {value}; lower it to a divisor of {value}"
+            )
 
 
 def _check_no_effect(config: TrainConfig) -> None:

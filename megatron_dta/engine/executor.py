@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.loss_pass import LossPass, Objective
-from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel, accumulation_dtype
+from megatron_dta.model import KVPool, Mesh, SegmentContext, TreeGPTModel, accumulation_dtype, current_mesh
 from megatron_dta.planning.schedule import OpKind
 
 # Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
@@ -34,19 +35,43 @@ LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one step; gradients are in the model's parameters.
+    """Outcome of one step, of all data-parallel ranks together; gradients are in the model's parameters.
 
     Attributes:
         loss: scalar tensor, the step's loss under the one global denominator.
         metrics: scalar tensors, means over the step's trained tokens.
-        peak_in_flight_tokens: most tokens whose K and V were alive at once, as run.
-        recomputed_tokens: tokens whose forward ran twice.
+        peak_in_flight_tokens: most tokens whose K and V were alive at once, as run, on any rank.
+        recomputed_tokens: tokens whose forward ran twice, on all ranks.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     peak_in_flight_tokens: int
     recomputed_tokens: int
+
+
+def add_up_ranks(
+    loss: Tensor, metric_sums: dict[str, Tensor], num_pairs: int, peak: int, recomputed: int, mesh: Mesh
+) -> StepResult:
+    """The step's result from this rank's sums, the same on every rank; the order of addition is that of the ranks.
+
+    A rank without sequences knows no metrics by name, so what is exchanged are small objects on the host.
+    """
+    if mesh.data_group is None:
+        means = {name: total / max(1, num_pairs) for name, total in metric_sums.items()}
+        return StepResult(loss, means, peak, recomputed)
+    own = (float(loss), {name: float(total) for name, total in metric_sums.items()}, num_pairs, peak, recomputed)
+    parts: list[Any] = [None] * mesh.data_size
+    torch.distributed.all_gather_object(parts, own, group=mesh.data_group)
+    losses, sums, pairs, peaks, recomputes = zip(*parts, strict=True)
+    names = next((list(named) for named in sums if named), [])
+    means = {name: sum(named.get(name, 0.0) for named in sums) / max(1, sum(pairs)) for name in names}
+    return StepResult(
+        loss.new_tensor(sum(losses)),
+        {name: loss.new_tensor(mean) for name, mean in means.items()},
+        max(peaks),
+        sum(recomputes),
+    )
 
 
 @dataclass
@@ -81,14 +106,22 @@ class TreeEngine:
     ) -> StepResult:
         """Add the gradient of the batch's loss to the parameters' gradients.
 
+        With several data-parallel ranks every rank calls this with its own part of the step, which may be empty.
+
         Args:
             forbid_synchronization: on a GPU, raise where an op would wait for the device (a check of this engine).
         """
         run = _Run(self, batch, objective)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
             self._train(run, batch)
-        means = {name: total / max(1, batch.plan.num_pairs) for name, total in run.loss.metric_sums.items()}
-        return StepResult(run.loss.loss, means, run.peak_tokens, run.recomputed_tokens)
+        return add_up_ranks(
+            run.loss.loss,
+            run.loss.metric_sums,
+            batch.plan.num_pairs,
+            run.peak_tokens,
+            run.recomputed_tokens,
+            current_mesh(),
+        )
 
     def _train(self, run: _Run, batch: TreeBatch) -> None:
         num_backwards = sum(op.kind is OpKind.BACKWARD for op in batch.plan.training_ops)
@@ -125,7 +158,7 @@ class _Run:
         self.pool = KVPool(
             num_layers=config.num_layers,
             num_slots=step.num_slots if self.training else step.forward_num_slots,
-            num_kv_heads=config.num_query_groups,
+            num_kv_heads=config.num_query_groups // config.tensor_model_parallel_size,
             head_size=config.kv_channels,
             dtype=engine.dtype,
             device=engine.device,

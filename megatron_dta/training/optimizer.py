@@ -46,7 +46,10 @@ class TrainingOptimizer:
         self.model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+                # Exactness tests in float64 keep their gradients in it.
+                grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=False,
             ),
             model,
         )
@@ -58,9 +61,16 @@ class TrainingOptimizer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of the replicas, and over a tensor group those of which each rank has a part.
+
+        Every rank must call this, also one that had nothing to train; ``step`` does.
+        """
+        finalize_model_grads([self.model])
+
     def step(self, loss: float) -> StepOutcome:
         """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""
-        finalize_model_grads([self.model])
+        self.reduce_gradients()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.learning_rate

@@ -1,0 +1,92 @@
+"""Megatron's process mesh: which ranks share a layer (tensor parallel) and which train other sequences (data parallel).
+
+The tensor size is a setting, the data size is what remains of the processes. Ranks of a tensor group hold parts of the
+same weights and run the same segments; data-parallel ranks hold the same weights and run segments of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import ProcessGroup
+
+from megatron_dta import cpu_compat
+from megatron_dta.config import ParallelConfig
+from megatron_dta.config.checks import check_world_size
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands.
+
+    Attributes:
+        tensor_rank, tensor_size: place among the ranks that share every layer.
+        data_rank, data_size: place among the ranks that train other sequences.
+        data_group: those ranks' group for small objects on the host, None where there is only one.
+    """
+
+    tensor_rank: int
+    tensor_size: int
+    data_rank: int
+    data_size: int
+    data_group: ProcessGroup | None
+
+
+def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> torch.device:
+    """Set up torch.distributed (if the launcher has not), Megatron's mesh and its random states for this process.
+
+    Without torchrun's environment variables a group of one process is made in memory, with no network port. On a CPU
+    the random state decides the weights, and ``seed`` is the same on every rank: so are the weights, whatever the
+    tensor size.
+
+    Args:
+        parallel: sizes of the mesh, by default all 1.
+
+    Returns:
+        The device of this process: its CUDA GPU (by LOCAL_RANK) where there is one, else the CPU.
+
+    Raises:
+        InputError: the processes cannot be divided as asked.
+    """
+    parallel = parallel or ParallelConfig()
+    cpu_compat.install()
+    # From 0.19 on every GPTModel announces its successor; ``provider`` is where that change will be made.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    if not torch.distributed.is_initialized():
+        _initialize_process_group("nccl" if has_cuda else "gloo")
+    check_world_size(parallel, torch.distributed.get_world_size())
+    size = parallel.tensor_model_parallel_size
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    elif parallel_state.get_tensor_model_parallel_world_size() != size:
+        raise ValueError("the mesh exists already, with another tensor size; destroy it first")
+    torch.manual_seed(seed)
+    # The inference tracker is a plain one without CUDA states: all there is to do where nothing is drawn from it.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not has_cuda, force_reset_rng=True)
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+
+
+def current_mesh() -> Mesh:
+    """The mesh that ``initialize_parallel`` has set up."""
+    data_size = parallel_state.get_data_parallel_world_size()
+    return Mesh(
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=data_size,
+        data_group=parallel_state.get_data_parallel_group_gloo() if data_size > 1 else None,
+    )
+
+
+def _initialize_process_group(backend: str) -> None:
+    if torch.distributed.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        torch.distributed.init_process_group(backend=backend)
+    else:
+        torch.distributed.init_process_group(backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
