@@ -84,24 +84,27 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
             moment_R.add_(below_R * mass_R).mul_(below_R.exp())
             mass_R.mul_(below_R.exp())
             distributed.all_reduce(sums, distributed.ReduceOp.SUM, group)
-        lse_R = largest_R + mass_R.log()
-        logprobs_E = target_logit_E - lse_R.index_select(0, edge_row_E)
-        entropy_R = mass_R.log() - moment_R / mass_R
-        ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, column_E, is_own_E, lse_R, entropy_R)
+        # The largest logit is taken off first, here and in the backward pass: their difference is exact, and what is
+        # small beside large logits keeps its digits.
+        log_mass_R = mass_R.log()
+        logprobs_E = target_logit_E - largest_R.index_select(0, edge_row_E) - log_mass_R.index_select(0, edge_row_E)
+        entropy_R = log_mass_R - moment_R / mass_R
+        ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, column_E, is_own_E, largest_R, log_mass_R, entropy_R)
         ctx.chunks, ctx.temperature = chunks, temperature
         ctx.set_materialize_grads(False)
         return logprobs_E, entropy_R
 
     @staticmethod
     def backward(ctx, grad_logprobs_E: Tensor | None, grad_entropy_R: Tensor | None):
-        hidden_RC, weight_VC, edge_row_E, column_E, is_own_E, lse_R, entropy_R = ctx.saved_tensors
-        dtype = lse_R.dtype
+        hidden_RC, weight_VC, edge_row_E, column_E, is_own_E, largest_R, log_mass_R, entropy_R = ctx.saved_tensors
+        dtype = entropy_R.dtype
         grad_hidden_RC = torch.zeros_like(hidden_RC)
         grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype)
         for chunk in ctx.chunks if weight_VC.shape[0] else ():
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
             logprobs_BV = chunk_logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype)
-            logprobs_BV -= lse_R[rows, None]
+            logprobs_BV -= largest_R[rows, None]
+            logprobs_BV -= log_mass_R[rows, None]
             grad_logits_BV = grad_chunk_logits(
                 logprobs_BV,
                 None if grad_logprobs_E is None else grad_logprobs_E[edges].to(dtype),
