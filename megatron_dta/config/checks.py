@@ -173,15 +173,13 @@ def _check_schedule(config: TrainConfig) -> None:
 
 
 def _check_parallel(config: TrainConfig) -> None:
+    supported = ("tensor_model_parallel_size", "sequence_parallel")
     for topic, setting, value in settings_of(config):
-        if topic == "parallel" and value != setting.default:
-            given = flag_of(setting) + ("" if value is True else f" {value}")
-            raise InputError(f"{given} is not supported yet: training runs in one process; leave the flag out")
+        if topic == "parallel" and setting.name not in supported and value != setting.default:
+            raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")
+    check_tensor_parallel(config.model, config.parallel)
     world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
-        raise InputError(
-            f"{world_size} processes were started, but training runs in one; use torchrun --nproc-per-node 1"
-        )
+    check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
@@ -243,7 +241,7 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--lr-warmup-iters": (config.optimization.lr_warmup_iters > 0, "lr_warmup_init"),
         "--load": (config.checkpoint.load is not None, "finetune"),
         "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
-        "--save": (config.checkpoint.save is not None, "save_interval"),
+        "--save": (config.checkpoint.save is not None, "save_interval async_save keep_checkpoints"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),

@@ -1,4 +1,7 @@
-"""The mesh. One process today: the flags exist so that a command written for Megatron fails with a reason."""
+"""The mesh: tensor and sequence parallelism; the processes that remain are data-parallel.
+
+Flags of what is not there yet exist so that a command written for Megatron fails with a reason.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from megatron_dta.config.options import option
 class ParallelConfig:
     """Sizes of Megatron's process groups."""
 
-    tensor_model_parallel_size: int = option(1, "Processes that share every layer; only 1 so far.", minimum=1)
+    tensor_model_parallel_size: int = option(1, "Processes that share every layer.", minimum=1)
     pipeline_model_parallel_size: int = option(1, "Processes that share the stack of layers; only 1 so far.", minimum=1)
     context_parallel_size: int = option(1, "Processes that share a sequence; only 1 so far.", minimum=1)
     expert_model_parallel_size: int = option(1, "Processes that share the experts; only 1 so far.", minimum=1)

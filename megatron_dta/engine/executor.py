@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,41 +36,24 @@ LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
 class StepResult:
     """Outcome of one step, of all data-parallel ranks together; gradients are in the model's parameters.
 
+    Counts are sums over the ranks: tokens that two ranks compute count twice.
+
     Attributes:
         loss: scalar tensor, the step's loss under the one global denominator.
         metrics: scalar tensors, means over the step's trained tokens.
+        sequence_tokens, computed_tokens, segments: tokens of the sequences counted separately, tokens of the forests,
+            and the segments that they were cut into.
         peak_in_flight_tokens: most tokens whose K and V were alive at once, as run, on any rank.
-        recomputed_tokens: tokens whose forward ran twice, on all ranks.
+        recomputed_tokens: tokens whose forward ran twice.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    sequence_tokens: int
+    computed_tokens: int
+    segments: int
     peak_in_flight_tokens: int
     recomputed_tokens: int
-
-
-def add_up_ranks(
-    loss: Tensor, metric_sums: dict[str, Tensor], num_pairs: int, peak: int, recomputed: int, mesh: Mesh
-) -> StepResult:
-    """The step's result from this rank's sums, the same on every rank; the order of addition is that of the ranks.
-
-    A rank without sequences knows no metrics by name, so what is exchanged are small objects on the host.
-    """
-    if mesh.data_group is None:
-        means = {name: total / max(1, num_pairs) for name, total in metric_sums.items()}
-        return StepResult(loss, means, peak, recomputed)
-    own = (float(loss), {name: float(total) for name, total in metric_sums.items()}, num_pairs, peak, recomputed)
-    parts: list[Any] = [None] * mesh.data_size
-    torch.distributed.all_gather_object(parts, own, group=mesh.data_group)
-    losses, sums, pairs, peaks, recomputes = zip(*parts, strict=True)
-    names = next((list(named) for named in sums if named), [])
-    means = {name: sum(named.get(name, 0.0) for named in sums) / max(1, sum(pairs)) for name in names}
-    return StepResult(
-        loss.new_tensor(sum(losses)),
-        {name: loss.new_tensor(mean) for name, mean in means.items()},
-        max(peaks),
-        sum(recomputes),
-    )
 
 
 @dataclass
@@ -96,6 +78,7 @@ class TreeEngine:
         self.model = model
         self.tree_model: TreeGPTModel = model if isinstance(model, TreeGPTModel) else model.module
         self.temperature = temperature
+        self.mesh = current_mesh()
         parameter = next(self.tree_model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         most = LOGIT_ELEMENTS[self.device.type] // self.tree_model.true_vocab_size
@@ -114,14 +97,7 @@ class TreeEngine:
         run = _Run(self, batch, objective)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
             self._train(run, batch)
-        return add_up_ranks(
-            run.loss.loss,
-            run.loss.metric_sums,
-            batch.plan.num_pairs,
-            run.peak_tokens,
-            run.recomputed_tokens,
-            current_mesh(),
-        )
+        return _result(run, batch, self.mesh)
 
     def _train(self, run: _Run, batch: TreeBatch) -> None:
         num_backwards = sum(op.kind is OpKind.BACKWARD for op in batch.plan.training_ops)
@@ -225,6 +201,32 @@ class _Run:
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
         )
+
+
+def _result(run: _Run, batch: TreeBatch, mesh: Mesh) -> StepResult:
+    """The step's result, the same on every rank: what the ranks found is added up in their order.
+
+    A rank without sequences knows no metrics by name, so what is exchanged are small objects on the host.
+    """
+    plan, loss = batch.plan, run.loss.loss
+    counts = (
+        plan.num_pairs,
+        plan.num_sequence_tokens,
+        plan.segments.tree.num_tokens,
+        plan.segments.num_segments,
+        run.recomputed_tokens,
+    )
+    peak, metric_sums = run.peak_tokens, run.loss.metric_sums
+    if mesh.data_size > 1:
+        own = (float(loss), {name: float(total) for name, total in metric_sums.items()}, counts, peak)
+        losses, sums, all_counts, peaks = zip(*mesh.gather_over_data(own), strict=True)
+        names = next((list(of_rank) for of_rank in sums if of_rank), [])
+        loss = loss.new_tensor(sum(losses))
+        metric_sums = {name: loss.new_tensor(sum(of_rank.get(name, 0.0) for of_rank in sums)) for name in names}
+        counts, peak = tuple(map(sum, zip(*all_counts, strict=True))), max(peaks)
+    num_pairs, sequence_tokens, computed_tokens, segments, recomputed_tokens = counts
+    means = {name: total / max(1, num_pairs) for name, total in metric_sums.items()}
+    return StepResult(loss, means, sequence_tokens, computed_tokens, segments, peak, recomputed_tokens)
 
 
 @contextmanager

@@ -85,6 +85,16 @@ class TreeGPTModel(GPTModel):
         """Token id of the first row of the rank's part of the output weight."""
         return parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocabulary] of ``hidden`` [n, hidden size], whole on every rank; for sampling, not for training.
+
+        Every rank of a tensor group gets the same bits.
+        """
+        if self.config.tensor_model_parallel_size == 1:
+            return hidden @ self.output_weight().t()
+        logits = hidden @ self._padded_output_weight().t()
+        return tensor_parallel.gather_from_tensor_model_parallel_region(logits)[:, : self.true_vocab_size]
+
     def edge_logprobs(
         self, hidden: Tensor, edge_row: Tensor, target: Tensor, chunks: list[RowChunk], temperature: float
     ) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ edges     unique (parent, child) pairs that some sequence trains: each needs a r
 segments  forwards (and backwards) that are launched
 
 The number of segments is not known before a forest is cut; tokens / segment_tokens is used for it, which the segment
-planner reaches up to the fill of its segments. That makes the cost linear in three counts, and so a sum over the nodes of
-the forest. Only ratios between costs decide a partition: coefficients in other units than seconds serve as well.
+planner reaches up to the fill of its segments. That makes the cost linear in three counts, and so a sum over the nodes
+of the forest. Only ratios between costs decide a partition: coefficients in other units than seconds serve as well.
 
 ``CostModel.from_shape`` derives the coefficients from the FLOPs of a model; coefficients fitted to measured steps take
 their place through a JSON file (``CostModel.load``).

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +28,7 @@ from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.objectives import Objective
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
-from megatron_dta.training.checkpoint import save_checkpoint
+from megatron_dta.training.checkpoint import CheckpointSaver
 from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.samples import SamplePreparation, StepSamples, pack_steps, unpack_steps
@@ -87,17 +86,24 @@ class Trainer:
     saved_iteration: int | None = None
     terminated: bool = False
 
+    def __post_init__(self) -> None:
+        self.checkpoints = CheckpointSaver(
+            self.config, self.engine.tree_model, self.optimizer, lambda line: self.console.print(line, soft_wrap=True)
+        )
+
     def run(self) -> None:
         """Train to the last step, or until SIGTERM; either way the state is saved."""
         with self._watching_for_sigterm():
             if not self.resumed:
                 self._report_start()
-            while self.progress.iteration < self.config.optimization.train_iters and not self.terminated:
+            while self.progress.iteration < self.config.optimization.train_iters and not self._stops():
                 self._report(self._step())
+                self.checkpoints.poll()
                 interval = self.config.checkpoint.save_interval
                 if interval and self.progress.iteration % interval == 0:
                     self._save()
             self._save()
+            self.checkpoints.finish()
         if self.terminated:
             self.console.print(f"stopped by SIGTERM after step {self.progress.iteration}")
 
@@ -112,7 +118,7 @@ class Trainer:
             self.progress.collections += 1
         step = self.progress.waiting.pop(0)
         with watch.measure("plan"):
-            batch = step.batch(self.config.tree, self.config.objective.loss_aggregation)
+            batch = step.batch(self.config.tree, self.config.objective.loss_aggregation, self.engine.mesh)
         with watch.measure("train"):
             self.optimizer.zero_grad()
             result = self.engine.forward_backward(batch, self.objective)
@@ -120,7 +126,7 @@ class Trainer:
         with watch.measure("update"):
             outcome = self.optimizer.step(loss)
         self.progress.iteration += 1
-        tokens, unique = batch.plan.num_sequence_tokens, batch.plan.segments.tree.num_tokens
+        tokens, unique = result.sequence_tokens, result.computed_tokens
         return {
             "iteration": self.progress.iteration,
             "loss": loss,
@@ -132,11 +138,16 @@ class Trainer:
             "tokens": tokens,
             "unique_tokens": unique,
             "token_reuse": tokens / unique,
-            "segments": batch.plan.segments.num_segments,
+            "segments": result.segments,
             "peak_in_flight_tokens": result.peak_in_flight_tokens,
             "recomputed_tokens": result.recomputed_tokens,
             TIMING: self._timing(watch.seconds, tokens, unique),
         }
+
+    def _stops(self) -> bool:
+        """Whether any process got a SIGTERM: it may reach them between different steps."""
+        self.terminated = any(self.engine.mesh.gather_from_all(self.terminated))
+        return self.terminated
 
     def _collect(self) -> list:
         try:
@@ -183,11 +194,8 @@ class Trainer:
         folder, iteration = self.config.checkpoint.save, self.progress.iteration
         if folder is None or self.saved_iteration == iteration:
             return
-        path = save_checkpoint(
-            folder, self.config, self.engine.tree_model, self.optimizer, iteration, self.progress.state_dict()
-        )
+        self.checkpoints.save(iteration, self.progress.state_dict())
         self.saved_iteration = iteration
-        self.console.print(f"saved {Path(path)}", soft_wrap=True)
 
     @contextmanager
     def _watching_for_sigterm(self) -> Iterator[None]:
