@@ -26,6 +26,9 @@ def main() -> None:
     from megatron_dta.arguments import parse_arguments
 
     config = parse_arguments()
+    if config.parallel.tensor_model_parallel_size > 1:
+        # Kernels then start in the order in which they were given, which Megatron needs to hide its communication.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     import torch
 

@@ -132,12 +132,17 @@ def _run_case(case: MeshCase) -> RankResult:
     model = build_model(case.model, device, case.parallel)
     result.initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_state_dict(shard_weights(case.weights, case.model, mesh.tensor_rank, mesh.tensor_size))
-    optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3))
+    optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3), case.parallel)
     engine = TreeEngine(optimizer.model, case.temperature, case.tree.logprob_chunk_tokens)
     own = [case.samples[i] for i in case.partition[mesh.data_rank]]
     counts = count_trained([sample.num_trained for sample in case.samples])
     batch = prepare_batch(own, case.tree, case.aggregation, counts)
     result.logprobs = engine.compute_logprobs(batch)
+    if case.parallel.overlap_grad_reduce:
+        # In its first step Megatron only learns which gradients to expect; from the second on it overlaps.
+        optimizer.zero_grad()
+        engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
+        optimizer.reduce_gradients()
     optimizer.zero_grad()
     with _sabotaged(case.sabotage):
         step = engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))

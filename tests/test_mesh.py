@@ -40,6 +40,7 @@ ARCHITECTURES = {"qwen3": QWEN3, "qwen2": QWEN2, "gpt": GPT, "recompute": QWEN3 
 TP = ParallelConfig(tensor_model_parallel_size=2)
 SP = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 DP = ParallelConfig()
+OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 900}
 # (mode, tokens of a segment, in-flight tokens kept): odd segments that sequence parallelism must fill up.
 CUTS = {
     "dense": ("dense", 9, None),
@@ -62,12 +63,19 @@ def _partition(count: int, sizes: list[int]) -> list[list[int]]:
 def _named_meshes(world_size: int, count: int) -> dict[str, tuple[ParallelConfig, list[list[int]]]]:
     whole = _partition(count, [count])
     if world_size == 2:
-        return {"tp2": (TP, whole), "tp2-sp": (SP, whole), "dp2": (DP, _partition(count, [5, 0]))}
+        return {
+            "tp2": (TP, whole),
+            "tp2-sp": (SP, whole),
+            "dp2": (DP, _partition(count, [5, 0])),
+            "dp2-overlap": (replace(DP, **OVERLAP), _partition(count, [9, 0])),
+        }
     return {
         "dp4-idle": (DP, _partition(count, [2, 0, 9, 0])),
         "tp2-dp2": (TP, _partition(count, [6, 0])),
         "tp2-sp-dp2": (SP, _partition(count, [12, 0])),
         "tp2-dp2-idle": (TP, _partition(count, [count, 0])),
+        "dp4-idle-overlap": (replace(DP, **OVERLAP), _partition(count, [2, 0, 9, 0])),
+        "tp2-sp-dp2-idle-overlap": (replace(SP, **OVERLAP), _partition(count, [0, count])),
     }
 
 
@@ -79,7 +87,10 @@ def _combinations() -> list[tuple[int, str, str, str]]:
             found += [(world_size, mesh, "qwen3", cut) for cut in CUTS]
             found += [(world_size, mesh, name, cut) for name in ("qwen2", "recompute") for cut in ("dta", "packed")]
     found += [(2, mesh, "gpt", cut) for mesh in ("tp2", "tp2-sp") for cut in ("dense", "dta-recomputed")]
-    return [*found, (4, "tp2-dp2-idle", "qwen3", "dta")]
+    found += [(2, "dp2-overlap", name, "dta-mixed") for name in ("qwen3", "qwen2", "recompute")]
+    found += [(4, "dp4-idle-overlap", name, cut) for name in ("qwen3", "qwen2") for cut in ("dta", "dense-recomputed")]
+    found += [(4, mesh, "qwen3", "dta") for mesh in ("tp2-dp2-idle", "tp2-sp-dp2-idle-overlap")]
+    return found
 
 
 class _References:
@@ -135,7 +146,11 @@ def _special_cases(references: _References, meshes: dict) -> dict[str, MeshCase]
     if "tp2" not in meshes:
         sequence_mean = references.case(*meshes["dp4-idle"], "qwen3", "dta", aggregation="sequence-mean")
         return {"sequence-mean": sequence_mean}
+    untrained_root = references.case(
+        meshes["dp2-overlap"][0], [[2], [0, 1]], "qwen2", "dta", samples=_with_untrained_trunk()
+    )
     cases = {
+        "untrained root": untrained_root,
         "without reduction, tp2-sp": references.case(*meshes["tp2-sp"], "qwen3", "dta", sabotage="reduction"),
         "without reduction, dp2": references.case(*meshes["dp2"], "qwen3", "dta", sabotage="reduction"),
         "without hidden gradients": references.case(*meshes["tp2"], "qwen3", "dta", sabotage="hidden"),
@@ -166,6 +181,13 @@ def _siblings(changed: bool) -> list:
     if changed:
         tails[1][1:] = (tails[1][1:] + 1) % VOCABULARY
     return random_training_samples([np.append(trunk, tail).astype(np.int32) for tail in tails], seed=1)
+
+
+def _with_untrained_trunk() -> list:
+    """The last backward of a step is then that of a segment without logprobs."""
+    samples = _siblings(False)
+    masks = [np.arange(len(sample.token_ids)) >= 21 for sample in samples]
+    return random_training_samples([sample.token_ids for sample in samples], seed=2, loss_masks=masks)
 
 
 def joined(ranks: list[RankResult], case_model: ModelConfig, partition: list[list[int]]) -> Outcome:
@@ -226,6 +248,13 @@ def test_a_mean_over_sequences_has_one_denominator_too(references, results):
         "sequence-mean",
     )
     errors = compare_outcomes(joined(results[4]["sequence-mean"], references.models["qwen3"], partition), expected)
+    assert errors.largest() < 1e-12, errors
+
+
+def test_a_last_backward_without_logprobs_starts_every_reduction(references, results):
+    model, samples = references.models["qwen2"], _with_untrained_trunk()
+    expected = run_stock(model, references.weights["qwen2"], samples, references.objective, TEMPERATURE)
+    errors = compare_outcomes(joined(results[2]["untrained root"], model, [[2], [0, 1]]), expected)
     assert errors.largest() < 1e-12, errors
 
 

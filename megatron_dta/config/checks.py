@@ -173,7 +173,7 @@ def _check_schedule(config: TrainConfig) -> None:
 
 
 def _check_parallel(config: TrainConfig) -> None:
-    supported = ("tensor_model_parallel_size", "sequence_parallel")
+    supported = ("tensor_model_parallel_size", "sequence_parallel", "overlap_grad_reduce", "ddp_bucket_size")
     for topic, setting, value in settings_of(config):
         if topic == "parallel" and setting.name not in supported and value != setting.default:
             raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")
@@ -244,6 +244,7 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--save": (config.checkpoint.save is not None, "save_interval async_save keep_checkpoints"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
+        "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
     }
     for needed, (holds, names) in conditions.items():

@@ -18,4 +18,10 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "Processes that share the stack of layers; only 1 so far.", minimum=1)
     context_parallel_size: int = option(1, "Processes that share a sequence; only 1 so far.", minimum=1)
     expert_model_parallel_size: int = option(1, "Processes that share the experts; only 1 so far.", minimum=1)
+    overlap_grad_reduce: bool = option(
+        False, "Add up the replicas' gradients while the step's last backward still runs."
+    )
+    ddp_bucket_size: int | None = option(
+        None, "Parameters whose gradients are added up together, with --overlap-grad-reduce.", minimum=1
+    )
     sequence_parallel: bool = option(False, "Shard norms along the sequence; needs tensor parallelism.")

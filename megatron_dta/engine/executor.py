@@ -22,10 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.engine.batch import TreeBatch
+from megatron_dta.config import TreeConfig
+from megatron_dta.engine.batch import TreeBatch, prepare_batch
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.loss_pass import LossPass, Objective
 from megatron_dta.model import KVPool, Mesh, SegmentContext, TreeGPTModel, accumulation_dtype, current_mesh
+from megatron_dta.objectives import TokenLosses
+from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.schedule import OpKind
 
 # Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
@@ -97,6 +100,8 @@ class TreeEngine:
         run = _Run(self, batch, objective)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
             self._train(run, batch)
+            if not batch.plan.training_ops and self._syncs_in_backward():
+                self._train_nothing()
         return _result(run, batch, self.mesh)
 
     def _train(self, run: _Run, batch: TreeBatch) -> None:
@@ -108,8 +113,22 @@ class TreeEngine:
             else:
                 num_backwards -= 1
                 # Gradients of replicas are reduced once, with the step's last backward.
-                with nullcontext() if num_backwards == 0 else self._no_sync():
-                    run.backward(op.segment)
+                is_last = num_backwards == 0
+                with nullcontext() if is_last else self._no_sync():
+                    run.backward(op.segment, is_last)
+
+    def _syncs_in_backward(self) -> bool:
+        """Whether replicas' gradients are reduced within the last backward, and not only after it."""
+        return hasattr(self.model, "ddp_config") and self.model.ddp_config.overlap_grad_reduce
+
+    def _train_nothing(self) -> None:
+        """A backward with gradients of zero: a rank without sequences joins the reduction, in the same order."""
+        sample = TrainingSample(np.zeros(2, np.int32), np.array([False, True]))
+        batch = prepare_batch([sample], TreeConfig())
+        run = _Run(
+            self, batch, lambda logprobs, entropy, fields: TokenLosses(torch.zeros_like(logprobs) * logprobs, {})
+        )
+        self._train(run, batch)
 
     @torch.no_grad()
     def compute_logprobs(self, batch: TreeBatch) -> list[np.ndarray]:
@@ -155,8 +174,11 @@ class _Run:
             self.tokens += self.plan.start[segment + 1] - self.plan.start[segment]
             self.peak_tokens = max(self.peak_tokens, self.tokens)
 
-    def backward(self, segment: int) -> None:
-        """B: the segment's share of the gradient; its activations, K and V are free afterwards."""
+    def backward(self, segment: int, is_last: bool) -> None:
+        """B: the segment's share of the gradient; its activations, K and V are free afterwards.
+
+        The step's last backward reaches every parameter, the output weight too: it may be what starts its reduction.
+        """
         live = self.in_flight.pop(segment)
         length = self.plan.start[segment + 1] - self.plan.start[segment]
         graph = live.graph
@@ -167,7 +189,7 @@ class _Run:
         hidden, logprobs, entropy = graph
         # Without edges of its own a segment still passes on what its descendants left at its K and V.
         outputs, gradients = [hidden], [torch.zeros_like(hidden)]
-        if logprobs.shape[0]:
+        if logprobs.shape[0] or is_last:
             grad_logprobs, grad_entropy = self.loss.gradients(segment)
             outputs.append(logprobs)
             gradients.append(grad_logprobs)

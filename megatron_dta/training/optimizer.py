@@ -20,7 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_dta.config import OptimizationConfig
+from megatron_dta.config import OptimizationConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,18 @@ class StepOutcome:
 class TrainingOptimizer:
     """The model with its gradient buffers, optimizer and learning-rate schedule."""
 
-    def __init__(self, model: MegatronModule, settings: OptimizationConfig) -> None:
+    def __init__(
+        self, model: MegatronModule, settings: OptimizationConfig, parallel: ParallelConfig | None = None
+    ) -> None:
+        parallel = parallel or ParallelConfig()
         self.settings = settings
         self.model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
                 # Exactness tests in float64 keep their gradients in it.
                 grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
-                overlap_grad_reduce=False,
+                overlap_grad_reduce=parallel.overlap_grad_reduce,
+                bucket_size=parallel.ddp_bucket_size,
                 use_distributed_optimizer=False,
             ),
             model,

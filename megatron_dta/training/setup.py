@@ -58,7 +58,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         console.print(f"starting from the weights of {start}", soft_wrap=True)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
     reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
-    optimizer = TrainingOptimizer(model, config.optimization)
+    optimizer = TrainingOptimizer(model, config.optimization, config.parallel)
     progress = Progress()
     if start is not None and resumes:
         iteration, state, changed = load_checkpoint(start, config, model, optimizer)
