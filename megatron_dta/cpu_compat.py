@@ -81,14 +81,17 @@ def _on_cpu(make_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _patch_type_names() -> None:
-    """The bfloat16 optimizer and clipping tell dtypes by ``tensor.type()`` and know only the names of CUDA tensors.
+    """The bfloat16 and the distributed optimizer and clipping tell dtypes by ``tensor.type()`` and know only the names
+    of CUDA tensors.
 
-    So while one of these two runs, a CPU tensor answers with the name of its CUDA counterpart.
+    So while one of these runs, a CPU tensor answers with the name of its CUDA counterpart.
     """
-    from megatron.core.optimizer import optimizer
+    from megatron.core.optimizer import distrib_optimizer, optimizer
 
     float16_optimizer = optimizer.Float16OptimizerWithFloat16Params
     float16_optimizer.__init__ = _with_cuda_type_names(float16_optimizer.__init__)
+    sharded_optimizer = distrib_optimizer.DistributedOptimizer
+    sharded_optimizer.__init__ = _with_cuda_type_names(sharded_optimizer.__init__)
     optimizer.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(optimizer.clip_grad_by_total_norm_fp32)
 
 

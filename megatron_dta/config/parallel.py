@@ -18,6 +18,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "Processes that share the stack of layers; only 1 so far.", minimum=1)
     context_parallel_size: int = option(1, "Processes that share a sequence; only 1 so far.", minimum=1)
     expert_model_parallel_size: int = option(1, "Processes that share the experts; only 1 so far.", minimum=1)
+    use_distributed_optimizer: bool = option(False, "Divide the optimizer's state among the data-parallel processes.")
     overlap_grad_reduce: bool = option(
         False, "Add up the replicas' gradients while the step's last backward still runs."
     )

@@ -53,11 +53,13 @@ class TrainingOptimizer:
                 grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
                 overlap_grad_reduce=parallel.overlap_grad_reduce,
                 bucket_size=parallel.ddp_bucket_size,
-                use_distributed_optimizer=False,
+                use_distributed_optimizer=parallel.use_distributed_optimizer,
             ),
             model,
         )
-        self.optimizer = get_megatron_optimizer(_optimizer_config(settings, model.config.params_dtype), [self.model])
+        optimizer_config = _optimizer_config(settings, model.config.params_dtype)
+        optimizer_config.use_distributed_optimizer = parallel.use_distributed_optimizer
+        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model])
         self.schedule = _schedule(self.optimizer, settings)
 
     def zero_grad(self) -> None:
@@ -132,7 +134,6 @@ def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -
         clip_grad=settings.clip_grad,
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
-        use_distributed_optimizer=False,
     )
 
 
