@@ -173,7 +173,13 @@ def _check_schedule(config: TrainConfig) -> None:
 
 
 def _check_parallel(config: TrainConfig) -> None:
-    supported = ("tensor_model_parallel_size", "sequence_parallel", "overlap_grad_reduce", "ddp_bucket_size")
+    supported = (
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "overlap_grad_reduce",
+        "ddp_bucket_size",
+        "distributed_timeout_minutes",
+    )
     for topic, setting, value in settings_of(config):
         if topic == "parallel" and setting.name not in supported and value != setting.default:
             raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")

@@ -6,6 +6,7 @@ Flags of what is not there yet exist so that a command written for Megatron fail
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 from megatron_dta.config.options import option
 
@@ -25,4 +26,12 @@ class ParallelConfig:
     ddp_bucket_size: int | None = option(
         None, "Parameters whose gradients are added up together, with --overlap-grad-reduce.", minimum=1
     )
+    distributed_timeout_minutes: float = option(
+        10.0, "A process that the others have waited for so long, because it died or hangs, ends the job.", above=0
+    )
     sequence_parallel: bool = option(False, "Shard norms along the sequence; needs tensor parallelism.")
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective waits for a rank."""
+        return timedelta(minutes=self.distributed_timeout_minutes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -93,14 +94,16 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
     if has_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     if not torch.distributed.is_initialized():
-        _initialize_process_group("nccl" if has_cuda else "gloo")
+        _initialize_process_group("nccl" if has_cuda else "gloo", parallel.timeout)
     check_world_size(parallel, torch.distributed.get_world_size())
     size = parallel.tensor_model_parallel_size
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=size, distributed_timeout_minutes=parallel.distributed_timeout_minutes
+        )
     elif parallel_state.get_tensor_model_parallel_world_size() != size:
         raise ValueError("the mesh exists already, with another tensor size; destroy it first")
-    _make_host_group()
+    _make_host_group(parallel.timeout)
     torch.manual_seed(seed)
     # The inference tracker is a plain one without CUDA states: all there is to do where nothing is drawn from it.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not has_cuda, force_reset_rng=True)
@@ -122,15 +125,17 @@ def current_mesh() -> Mesh:
     )
 
 
-def _make_host_group() -> None:
+def _make_host_group(timeout: timedelta) -> None:
     global _host_group
     if _host_group is None and torch.distributed.get_world_size() > 1:
         on_host = torch.distributed.get_backend() == "gloo"
-        _host_group = torch.distributed.group.WORLD if on_host else torch.distributed.new_group(backend="gloo")
+        _host_group = (
+            torch.distributed.group.WORLD if on_host else torch.distributed.new_group(backend="gloo", timeout=timeout)
+        )
 
 
-def _initialize_process_group(backend: str) -> None:
+def _initialize_process_group(backend: str, timeout: timedelta) -> None:
     if torch.distributed.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        torch.distributed.init_process_group(backend=backend)
+        torch.distributed.init_process_group(backend=backend, timeout=timeout)
     else:
         torch.distributed.init_process_group(backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from megatron_dta.training.checkpoint import CheckpointSaver
 from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.samples import SamplePreparation, StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.watchdog import Watchdog
 
 
 @dataclass
@@ -53,14 +54,16 @@ class Progress:
 
 
 class Stopwatch:
-    """Seconds spent under names since it was made."""
+    """Seconds spent under names since it was made; ``on_start`` gets each name as its time begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_start: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
+        self._on_start = on_start
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the time of the block to ``name``."""
+        self._on_start(name)
         start = time.perf_counter()
         try:
             yield
@@ -90,10 +93,11 @@ class Trainer:
         self.checkpoints = CheckpointSaver(
             self.config, self.engine.tree_model, self.optimizer, lambda line: self.console.print(line, soft_wrap=True)
         )
+        self.watchdog = Watchdog(self.engine.mesh, self.config.parallel.timeout.total_seconds())
 
     def run(self) -> None:
         """Train to the last step, or until SIGTERM; either way the state is saved."""
-        with self._watching_for_sigterm():
+        with self._watching_for_sigterm(), self.watchdog:
             if not self.resumed:
                 self._report_start()
             while self.progress.iteration < self.config.optimization.train_iters and not self._stops():
@@ -109,7 +113,7 @@ class Trainer:
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; returns its record of metrics."""
-        watch = Stopwatch()
+        watch = self._stopwatch(self.progress.iteration + 1)
         if not self.progress.waiting:
             with watch.measure("collect"):
                 rollouts = self._collect()
@@ -144,6 +148,9 @@ class Trainer:
             TIMING: self._timing(watch.seconds, tokens, unique),
         }
 
+    def _stopwatch(self, iteration: int) -> Stopwatch:
+        return Stopwatch(lambda name: self.watchdog.enter(f"'{name}' of step {iteration}"))
+
     def _stops(self) -> bool:
         """Whether any process got a SIGTERM: it may reach them between different steps."""
         self.terminated = any(self.engine.mesh.gather_from_all(self.terminated))
@@ -174,7 +181,7 @@ class Trainer:
         iteration, logging = record["iteration"], self.config.logging
         last = iteration == self.config.optimization.train_iters
         if logging.eval_interval and (iteration % logging.eval_interval == 0 or last):
-            watch = Stopwatch()
+            watch = self._stopwatch(iteration)
             with watch.measure("evaluate"):
                 for evaluation in self.evaluations:
                     values = evaluation.evaluate(iteration)
@@ -194,6 +201,7 @@ class Trainer:
         folder, iteration = self.config.checkpoint.save, self.progress.iteration
         if folder is None or self.saved_iteration == iteration:
             return
+        self.watchdog.enter(f"saving step {iteration}")
         self.checkpoints.save(iteration, self.progress.state_dict())
         self.saved_iteration = iteration
 
