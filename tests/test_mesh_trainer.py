@@ -29,6 +29,7 @@ SAMPLED = (
 )
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 900"
 
 
 def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[str, Any]]:
@@ -93,6 +94,9 @@ def folder(tmp_path_factory) -> Path:
         job("sampled-dp2", SAMPLED),
         job("sampled-dp2-cut", SAMPLED, "--save-interval 1", "1"),
         job("sampled-dp2-cut", SAMPLED, "--save-interval 1"),
+        job("sharded-dp2", SAMPLED, SHARDED),
+        job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1", "0"),
+        job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1"),
         job("moved", half, SP),
         job("moved", stored),
     ]
@@ -114,7 +118,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(folder):
     _compare(_rows(folder / "moved"), _rows(folder / "stored-1"))
 
 
-@pytest.mark.parametrize("run", ["sampled-tp2", "sampled-dp2", "sampled-tp2-dp2"])
+@pytest.mark.parametrize("run", ["sampled-tp2", "sampled-dp2", "sharded-dp2", "sampled-tp2-dp2"])
 def test_samples_are_those_of_one_process(folder, run):
     rows, expected = _rows(folder / run), _rows(folder / "sampled-1")
     _compare(rows, expected)
@@ -133,7 +137,15 @@ def _compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None
 
 def test_a_run_goes_on_bit_for_bit_on_the_same_mesh(folder):
     """A SIGTERM to one process alone stops all of them after the same step."""
-    assert _rows(folder / "sampled-dp2-cut") == _rows(folder / "sampled-dp2")
+    for optimizer in ("sampled", "sharded"):
+        assert _rows(folder / f"{optimizer}-dp2-cut") == _rows(folder / f"{optimizer}-dp2")
+
+
+def test_a_checkpoint_of_the_other_optimizer_is_refused(folder, tmp_path):
+    for run, flags, word in (("sharded-dp2", "", "with"), ("sampled-dp2", SHARDED, "without")):
+        command = f"{SAMPLED} {flags} --load {folder}/{run} --save {tmp_path}/{run}"
+        with pytest.raises(RuntimeError, match=f"was written {word} --use-distributed-optimizer"):
+            run_on_ranks(train_on_rank, [(command, None)], 1, tmp_path / f"ranks-{run}")
 
 
 def test_only_the_first_process_writes(folder):

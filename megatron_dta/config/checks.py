@@ -176,6 +176,7 @@ def _check_parallel(config: TrainConfig) -> None:
     supported = (
         "tensor_model_parallel_size",
         "sequence_parallel",
+        "use_distributed_optimizer",
         "overlap_grad_reduce",
         "ddp_bucket_size",
         "distributed_timeout_minutes",

@@ -38,7 +38,7 @@ REFERENCE = "reference"
 # Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
 _READ_ERRORS = (Exception, CheckpointException)
 # Another value of one of these is another mesh.
-_MESH_FLAGS = tuple(flag_of(setting) for setting in fields(ParallelConfig) if setting.name.endswith("_size"))
+_MESH_FLAGS = tuple(flag_of(setting) for setting in fields(ParallelConfig) if setting.name.endswith("_parallel_size"))
 # Settings of the model that may differ between a checkpoint and the run that loads it: they change no weight's meaning.
 _FREE_MODEL_SETTINGS = {
     "max_position_embeddings",
@@ -155,6 +155,7 @@ def load_checkpoint(
         raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
     saved = json.loads(common["megatron_dta"]["settings"])
     _check_same_model(path, saved, config.model, with_dtype=True)
+    _check_same_optimizer(path, saved, config)
     model_state = model.sharded_state_dict()
     wanted = {"model": model_state}
     if "optimizer" in common:
@@ -213,6 +214,17 @@ def _check_same_model(path: Path, saved: dict[str, Any], model: ModelConfig, wit
         if flag in saved and saved[flag] != value:
             name = "the dtype (--bf16)" if setting.name == "params_dtype" else flag
             raise InputError(f"{path}: checkpoint of another model: {name} is {saved[flag]} there and {value} here")
+
+
+def _check_same_optimizer(path: Path, saved: dict[str, Any], config: TrainConfig) -> None:
+    """A distributed optimizer's state is laid out otherwise."""
+    before = saved.get("--use-distributed-optimizer", False)
+    if before != config.parallel.use_distributed_optimizer:
+        change = "add" if before else "leave out"
+        raise InputError(
+            f"{path}: was written {'with' if before else 'without'} --use-distributed-optimizer; {change} it, or give "
+            "--load and --finetune to start from its weights alone"
+        )
 
 
 def _read_common(path: Path) -> dict[str, Any]:

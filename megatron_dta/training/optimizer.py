@@ -20,7 +20,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_dta import cpu_compat
 from megatron_dta.config import OptimizationConfig, ParallelConfig
+
+# Megatron's layout of a distributed optimizer's state that loads on any mesh, gathered on the host.
+_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,9 @@ class TrainingOptimizer:
     ) -> None:
         parallel = parallel or ParallelConfig()
         self.settings = settings
+        self._is_distributed = parallel.use_distributed_optimizer
+        if self._is_distributed:
+            cpu_compat.place_parameters_of_all_buckets()
         self.model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
@@ -98,9 +108,19 @@ class TrainingOptimizer:
         An optimizer that has not taken a step has no state, and then no part.
         """
         state = {"opt_param_scheduler": self.schedule.state_dict()}
+        if is_loading and self._is_distributed:
+            self._make_empty_state()
         if is_loading or len(self.optimizer.state):
-            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading)
+            metadata = {"metadata": _RESHARDABLE} if self._is_distributed else {}
+            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, **metadata)
         return state
+
+    def _make_empty_state(self) -> None:
+        """Megatron's distributed optimizer reads the number of steps from Adam's state, also before there is one."""
+        adam = self._distributed().optimizer
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a loaded state. Hyperparameters stay those of the command line, only the progress is taken."""
@@ -114,12 +134,37 @@ class TrainingOptimizer:
             loaded = state["optimizer"].get("optimizer", state["optimizer"])
             for group in loaded["param_groups"]:
                 group.update(max_lr=self.settings.lr, min_lr=self.settings.min_lr)
-            self.optimizer.load_state_dict(state["optimizer"])
+            if self._is_distributed:
+                self._load_distributed(dict(state["optimizer"]))
+            else:
+                self.optimizer.load_state_dict(state["optimizer"])
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
         # Megatron's schedule adds the loaded steps to its own.
         self.schedule.num_steps = 0
         self.schedule.load_state_dict(state["opt_param_scheduler"])
+
+    def _load_distributed(self, state: dict[str, Any]) -> None:
+        """Number of steps and hyperparameters first, then weights and moments, which the layout has by parameter.
+
+        With PyTorch's Adam Megatron asks the second part for the number of steps too, which it does not hold, and gives
+        all parameters one tensor as their number of steps, which each would then advance.
+        """
+        optimizer = self._distributed()
+        moments = state.pop("param_state")
+        del state["param_state_sharding_type"]
+        optimizer.load_state_dict(state)
+        of_parameters = list(optimizer.optimizer.state.values())
+        steps = [values.pop("step").clone() if "step" in values else None for values in of_parameters]
+        optimizer.load_parameter_state_from_fully_reshardable(moments)
+        for values, step in zip(of_parameters, steps, strict=True):
+            if step is not None:
+                values["step"] = step
+
+    def _distributed(self) -> Any:
+        """Megatron's one distributed optimizer; there are several only where there are experts."""
+        (optimizer,) = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return optimizer
 
 
 def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -> OptimizerConfig:
