@@ -56,7 +56,7 @@ class Rank:
         seed_random_states(stretch.seed)
         self.config = TrainConfig(model=stretch.model, optimization=stretch.rates, parallel=stretch.parallel)
         self.model = build_model(stretch.model, device, stretch.parallel)
-        self.optimizer = TrainingOptimizer(self.model, stretch.rates)
+        self.optimizer = TrainingOptimizer(self.model, stretch.rates, stretch.parallel)
         self.mesh = current_mesh()
         self.iteration = 0
 
