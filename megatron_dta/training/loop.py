@@ -122,7 +122,7 @@ class Trainer:
             self.progress.collections += 1
         step = self.progress.waiting.pop(0)
         with watch.measure("plan"):
-            batch = step.batch(self.config.tree, self.config.objective.loss_aggregation, self.engine.mesh)
+            batch = step.batch(self.config.tree, self.config.objective.loss_aggregation, self.engine)
         with watch.measure("train"):
             self.optimizer.zero_grad()
             result = self.engine.forward_backward(batch, self.objective)
