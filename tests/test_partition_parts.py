@@ -14,8 +14,10 @@ from megatron_dta.errors import InputError
 from megatron_dta.planning import CostModel, cut_mini_batches
 from megatron_dta.planning.assignment import Assignment
 from megatron_dta.planning.chunks import Chunks
+from megatron_dta.planning.pair_cuts import MOST_PLACES, PairCuts
 from megatron_dta.planning.range_minimum import RangeMinimum
 from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.saving import save_cost
 from megatron_dta.planning.sequence_costs import SequenceCosts
 from megatron_dta.tree import build_prefix_tree
 from partition_cases import WHOLE_COSTS, cost, random_forest, turns_forest
@@ -108,7 +110,7 @@ def test_changes_are_counted_by_borders(seed: int) -> None:
             joined = found.cost_of(np.sort(np.append(members[rank], chunk))) - found.cost_of(members[rank])
             assert found.joining(np.array([chunk]), np.array([rank]))[0] == joined
     slowest, total = found.cost.max(), found.cost.sum()
-    found.save_cost(10, float(slowest))
+    save_cost(found, 10, float(slowest))
     assert found.cost.max() <= slowest
     assert found.cost.sum() < total
     slowest, cap = found.cost.max(), found.cost.sum() * 1.01
@@ -116,6 +118,27 @@ def test_changes_are_counted_by_borders(seed: int) -> None:
     assert found.cost.max() <= slowest
     assert found.cost.sum() <= cap + found.gain
     assert found.cost.tolist() == [found.cost_of(np.flatnonzero(found.rank == rank)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 2), (1, 3), (2, 12), (3, 70)])
+def test_divisions_of_a_pair_of_ranks(seed: int, count: int) -> None:
+    """A run and what stands around it cost what ranks that hold them cost."""
+    rng = seed_all(seed)
+    atoms = atoms_of(random_forest(rng, 3 * count, longest=20, one_root=True)[0])
+    found = Assignment(atoms, np.zeros(len(atoms)), 1)
+    members = np.sort(rng.permutation(len(atoms))[:count])
+    cuts = PairCuts.of(atoms, members)
+    places = cuts.places.tolist()
+    assert places == list(range(len(members) + 1)) or len(places) <= 2 * MOST_PLACES
+    for i, begin in enumerate(places):
+        for j, end in enumerate(places):
+            if begin >= end or end - begin == len(members):
+                assert cuts.slower[i, j] == np.inf
+                continue
+            inside = cuts.run(i * len(places) + j)
+            assert np.flatnonzero(inside).tolist() == list(range(begin, end))
+            run, rest = found.cost_of(members[inside]), found.cost_of(members[~inside])
+            assert (cuts.slower[i, j], cuts.total[i, j]) == (max(run, rest), run + rest)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dta.planning.chunks import Chunks
+from megatron_dta.planning.pair_cuts import PairCuts
 
 # A change must gain this share of the mean cost: sums of floats in another order differ by less.
 LEAST_GAIN = 1e-9
@@ -20,6 +21,8 @@ MOST_CANDIDATES = 256
 IDLEST = 8
 NEAREST = 3
 NEAR_RUNS = np.array([step for step in range(-NEAREST, NEAREST + 1) if step])
+# Chunks of the slowest rank whose neighbours it may be divided anew with.
+PARTNERS = 4
 # Ranks that the slowest swaps with.
 SWAP_RANKS = 12
 
@@ -96,13 +99,17 @@ class Assignment:
                 return step
             slowest = int(self.cost.argmax())
             members = self.members(slowest)
-            members = _thinned(members, MOST_CANDIDATES)
+            members = thinned(members, MOST_CANDIDATES)
             room = cap - self.cost.sum() + self.gain
-            if not (self._move_from(slowest, members, room) or self._swap_from(slowest, members, room)):
+            if not (
+                self._move_from(slowest, members, room)
+                or self._swap_from(slowest, members, room)
+                or self._divide_anew(slowest, room)
+            ):
                 return step
         return steps
 
-    def _targets(self, chunk: np.ndarray) -> np.ndarray:
+    def targets(self, chunk: np.ndarray) -> np.ndarray:
         """Ranks worth moving each chunk to, int64 [len(chunk), few]: the idlest, and those of its neighbours."""
         if self.num_ranks <= IDLEST + 2 * NEAREST:
             return np.broadcast_to(np.arange(self.num_ranks), (len(chunk), self.num_ranks))
@@ -117,7 +124,7 @@ class Assignment:
         if self.size[slowest] < 2:
             return False
         top = self.cost[slowest]
-        target = self._targets(members)
+        target = self.targets(members)
         leaving = self.leaving(members)[:, None]
         joining = self.joining(members[:, None], target)
         worse = np.maximum(top - leaving, self.cost[target] + joining)
@@ -141,7 +148,7 @@ class Assignment:
         others = np.flatnonzero(column[self.rank] >= 0)
         if not len(others):
             return False
-        members, others = _thinned(members, MOST_CANDIDATES // 4), _thinned(others, MOST_CANDIDATES)
+        members, others = thinned(members, MOST_CANDIDATES // 4), thinned(others, MOST_CANDIDATES)
         rank = self.rank[others]
         out, back = self.leaving(members)[:, None], self.joining(others, slowest)[None, :]
         joining = self.joining(members[:, None], idlest[None, :])[:, column[rank]]
@@ -155,47 +162,44 @@ class Assignment:
             mine, other = divmod(int(pair), len(others))
             if value[mine, other] == np.inf:
                 break
-            if self._exchange(int(members[mine]), int(others[other]), room):
+            if self.exchange(int(members[mine]), int(others[other]), top - self.gain, room):
                 return True
         return False
 
-    def _exchange(self, mine: int, other: int, room: float) -> bool:
-        """Swap two chunks if both ranks then cost less than the costlier does now, with neighbours exactly counted."""
+    def _divide_anew(self, slowest: int, room: float) -> bool:
+        """Divide what the slowest and another rank hold in another way, if that helps."""
+        top = self.cost[slowest]
+        best, chosen = np.inf, None
+        members = self.members(slowest)
+        for rank in np.unique(self.targets(thinned(members, PARTNERS))).tolist():
+            if rank == slowest or self.size[slowest] + self.size[rank] < 2:
+                continue
+            cuts = PairCuts.of(self.chunks, np.sort(np.append(members, self.members(rank))))
+            added = cuts.total - top - self.cost[rank]
+            value = cuts.slower + np.maximum(added, 0)
+            value[(cuts.slower >= top - self.gain) | (added > room)] = np.inf
+            choice = int(value.argmin())
+            if value.flat[choice] < best:
+                best, chosen = value.flat[choice], (rank, cuts, choice)
+        if chosen is None:
+            return False
+        rank, cuts, choice = chosen
+        self.put(cuts.members, np.where(cuts.run(choice), slowest, rank))
+        return True
+
+    def exchange(self, mine: int, other: int, limit: float, room: float) -> bool:
+        """Swap two chunks if both ranks then cost at most ``limit``, and at most ``room`` more together."""
         a, b = int(self.rank[mine]), int(self.rank[other])
         after_a = np.sort(np.append(np.setdiff1d(self.members(a), [mine]), other))
         after_b = np.sort(np.append(np.setdiff1d(self.members(b), [other]), mine))
         cost_a, cost_b = self.cost_of(after_a), self.cost_of(after_b)
-        added = cost_a + cost_b - self.cost[a] - self.cost[b]
-        if max(cost_a, cost_b) >= self.cost[a] - self.gain or added > room:
+        if max(cost_a, cost_b) > limit or cost_a + cost_b - self.cost[a] - self.cost[b] > room:
             return False
         self.put(np.array([mine, other]), np.array([b, a]))
         return True
 
-    def save_cost(self, rounds: int, limit: float) -> None:
-        """Move chunks to where they share more, as long as no rank comes to cost more than ``limit``."""
-        for _ in range(rounds):
-            chunk = np.arange(len(self.chunks))
-            target = self._targets(chunk)
-            joining = self.joining(chunk[:, None], target)
-            saved = self.leaving(chunk)[:, None] - joining
-            saved[(self.cost[target] + joining > limit) | (target == self.rank[:, None])] = 0
-            place = saved.argmax(axis=1)
-            value, best = saved[chunk, place], target[chunk, place]
-            touched: set[int] = set()
-            moved = []
-            for candidate in np.argsort(-value, kind="stable"):
-                if value[candidate] <= self.gain:
-                    break
-                pair = {int(self.rank[candidate]), int(best[candidate])}
-                if not pair & touched:
-                    touched |= pair
-                    moved.append(candidate)
-            if not moved:
-                return
-            self.put(np.array(moved), best[moved])
 
-
-def _thinned(chunks: np.ndarray, most: int) -> np.ndarray:
+def thinned(chunks: np.ndarray, most: int) -> np.ndarray:
     """At most so many of the chunks, evenly chosen."""
     if len(chunks) <= most:
         return chunks

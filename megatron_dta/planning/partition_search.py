@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_dta.planning.assignment import Assignment
 from megatron_dta.planning.chunks import Chunks
+from megatron_dta.planning.saving import save_cost
 
 # More places than this for each rank, and in all, are joined to chunks before the search.
 MOST_PER_RANK = 64
@@ -34,13 +35,16 @@ FINENESS = (4.0, 16.0, None)
 # A slowest rank of so many times the mean is not refined further.
 GOOD = 1.002
 CHANGES = 200
-# Under the bound of ``_within``: how much slower the slowest rank may become while duplicated cost is brought below it,
-# how often it is saved and the ranks evened out in turn, and how much slower than the best the result may be.
+# Under the bound of ``_within``: how much slower the slowest rank may become while duplicated cost is brought below it;
+# how often cost is saved and the ranks evened out in turn, from one start and in all; how much slower than the best the
+# result may be, and from where on nothing better is looked for.
 SLACK = (1.01, 1.03, 1.06, 1.1)
-TURNS = 6
+TURNS = 5
+MOST_TURNS = 10
+GOOD_WITHIN = 1.01
 WORTH = 1.03
 SAVING_FINENESS = 16.0
-SAVING_ROUNDS = 20
+SAVING_ROUNDS = 12
 
 
 def assign(atoms: Chunks, num_ranks: int, units: np.ndarray, contiguous: np.ndarray | None) -> np.ndarray:
@@ -55,7 +59,10 @@ def assign(atoms: Chunks, num_ranks: int, units: np.ndarray, contiguous: np.ndar
         return np.zeros(len(atoms), dtype=np.int64)
     share = _share(atoms, num_ranks)
     if len(atoms) <= num_ranks:
-        return _save(atoms, np.arange(len(atoms)), num_ranks, share)
+        begin = atoms.even_runs(num_ranks)
+        starts = [np.arange(len(atoms)), _spread(np.arange(len(begin)), begin, len(atoms))]
+        saved = [Assignment(atoms, _save(atoms, rank, num_ranks, share, share), num_ranks) for rank in starts]
+        return min(saved, key=Assignment.score).rank
     first = units if len(units) > num_ranks else np.arange(len(atoms))
     coarse = atoms.joined(first)
     if len(first) > max(MOST_PLACES, MOST_PER_RANK * num_ranks):
@@ -114,8 +121,8 @@ def _search(atoms: Chunks, num_ranks: int, contiguous: np.ndarray | None) -> tup
 def _within(atoms: Chunks, best: Assignment, starts: list[np.ndarray], cap: float, share: float) -> Assignment:
     """A partition that costs at most ``cap`` in all, where its slowest rank is about as fast as ``best``'s."""
     fastest = float(best.cost.max())
-    kept = []
-    for start in (*starts, best.rank):
+    kept: list[Assignment] = []
+    for start in (best.rank, *starts):
         rank = _save_below(atoms, start, best.num_ranks, share, cap, fastest)
         if rank is None:
             continue
@@ -127,7 +134,7 @@ def _within(atoms: Chunks, best: Assignment, starts: list[np.ndarray], cap: floa
             slowest = found.cost.max()
             kept.append(found)
             rank = _save(atoms, found.rank, best.num_ranks, share)
-        if slowest <= GOOD_START * fastest:
+        if slowest <= GOOD_WITHIN * fastest or len(kept) >= MOST_TURNS:
             break
     within = min(kept, key=Assignment.score, default=best)
     return within if within.cost.max() <= WORTH * fastest else best
@@ -184,5 +191,5 @@ def _save(atoms: Chunks, rank: np.ndarray, num_ranks: int, share: float, limit: 
     """Ranks of the atoms with less duplicated cost, none costlier than ``limit`` (None: than the slowest is)."""
     begin = _cut_ranks(atoms, rank, share / SAVING_FINENESS)
     found = Assignment(atoms.joined(begin), rank[begin], num_ranks)
-    found.save_cost(SAVING_ROUNDS, float(found.cost.max()) if limit is None else limit)
+    save_cost(found, SAVING_ROUNDS, float(found.cost.max()) if limit is None else limit)
     return _spread(found.rank, begin, len(atoms))
