@@ -47,45 +47,61 @@ def assert_same_tensors(left: Path, right: Path) -> None:
 CASES = {"fp32": (MODEL, False), "bf16": (BF16, False), "fp32 sharded": (MODEL, True), "bf16 sharded": (BF16, True)}
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
-    """Two steps on each mesh, then two more from every mesh's checkpoint on every mesh."""
-    folder, (model, sharded) = tmp_path_factory.mktemp("runs"), request.param
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """For every case: two steps in one process, then four more in pairs, on this mesh or on another one each time."""
+    folder = tmp_path_factory.mktemp("runs")
 
-    def stretch(parallel: ParallelConfig, save: str, load: str | None = None) -> Stretch:
-        path = folder / load if load is not None else None
-        parallel = replace(parallel, use_distributed_optimizer=sharded)
-        return Stretch(parallel, 2, folder / save, path, seed=17 if load is None else 18, model=model)
+    def stretches(*legs: tuple[ParallelConfig, str, str | None]) -> list[Stretch]:
+        return [
+            Stretch(
+                replace(parallel, use_distributed_optimizer=sharded),
+                2,
+                folder / case / save,
+                folder / case / load if load is not None else None,
+                seed=17 if load is None else 18,
+                model=model,
+            )
+            for case, (model, sharded) in CASES.items()
+            for parallel, save, load in legs
+        ]
 
-    found = {}
     # One process first: the other meshes start from its weights, as their vocabularies are padded differently.
-    run_on_ranks(run_stretches, [stretch(ONE, "one")], 1, folder / "a")
-    begun = [stretch(TP2, "tp2-4", "one"), stretch(ONE, "dp2-4", "one")]
-    begun += [stretch(parallel, f"{name}-6", f"{name}-4") for name, parallel in (("tp2", TP2), ("dp2", ONE))]
-    begun += [stretch(ONE, "tp2-dp2", "tp2-4"), stretch(TP2, "dp2-tp2", "dp2-4")]
-    found["two"] = run_on_ranks(run_stretches, begun, 2, folder / "b")
-    alone = [stretch(ONE, "one-4", "one"), stretch(ONE, "one-6", "one-4")]
-    alone += [stretch(ONE, f"{name}-one", f"{name}-4") for name in ("tp2", "dp2")]
+    run_on_ranks(run_stretches, stretches((ONE, "one", None)), 1, folder / "a")
+    pairs = stretches(
+        (TP2, "tp2-4", "one"),
+        (ONE, "dp2-4", "one"),
+        (TP2, "tp2-6", "tp2-4"),
+        (ONE, "dp2-6", "dp2-4"),
+        (ONE, "tp2-dp2", "tp2-4"),
+        (TP2, "dp2-tp2", "dp2-4"),
+    )
+    alone = stretches(
+        (ONE, "one-4", "one"), (ONE, "one-6", "one-4"), (ONE, "tp2-one", "tp2-4"), (ONE, "dp2-one", "dp2-4")
+    )
+    found = {"two": run_on_ranks(run_stretches, pairs, 2, folder / "b")}
     found["one"] = run_on_ranks(run_stretches, alone, 1, folder / "c")
     return folder, found
 
 
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["tp2-4", "dp2-4"])
-def test_one_process_continues_on_two(runs: tuple[Path, dict], name: str) -> None:
-    assert_same_tensors(runs[0] / name, runs[0] / "one-4")
+def test_one_process_continues_on_two(runs: tuple[Path, dict], case: str, name: str) -> None:
+    assert_same_tensors(runs[0] / case / name, runs[0] / case / "one-4")
 
 
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["tp2-6", "dp2-6", "tp2-dp2", "dp2-tp2", "tp2-one", "dp2-one"])
-def test_every_mesh_continues_every_other(runs: tuple[Path, dict], name: str) -> None:
-    assert_same_tensors(runs[0] / name, runs[0] / "one-6")
+def test_every_mesh_continues_every_other(runs: tuple[Path, dict], case: str, name: str) -> None:
+    assert_same_tensors(runs[0] / case / name, runs[0] / case / "one-6")
 
 
 def test_another_mesh_is_told(runs: tuple[Path, dict]) -> None:
     for results in runs[1]["two"]:
         notes = [[line for line in result["changed"] if line.startswith("mesh: ")] for result in results]
-        assert [len(lines) for lines in notes] == [1, 1, 0, 0, 1, 1]
+        assert [len(lines) for lines in notes] == [1, 1, 0, 0, 1, 1] * len(CASES)
         assert notes[0][0].startswith("mesh: 1 processes before, 2 now; random states start from the seed")
-    assert [len(result["changed"]) for result in runs[1]["one"][0]] == [0, 0, 2, 1]
+    assert [len(result["changed"]) for result in runs[1]["one"][0]] == [0, 0, 2, 1] * len(CASES)
 
 
 def test_random_states_of_ranks(tmp_path: Path) -> None:
