@@ -156,6 +156,33 @@ def _run_case(case: MeshCase) -> RankResult:
     return result
 
 
+def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, int]]:
+    """Segments of a training step, those of them with logprobs, and how often each collective ran in it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron_dta.config import ObjectiveConfig
+    from megatron_dta.engine import TreeEngine, prepare_batch
+    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.objectives import make_objective
+
+    counts: dict[str, int] = {}
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            namespace, _, name = str(function).partition(".")
+            if namespace == "c10d":
+                counts[name] = counts.get(name, 0) + 1
+            return function(*args, **(kwargs or {}))
+
+    device = initialize_parallel(5, case.parallel)
+    engine = TreeEngine(build_model(case.model, device, case.parallel), case.temperature, 5)
+    batch = prepare_batch(case.samples, case.tree)
+    with Counting():
+        engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
+    with_logprobs = int((batch.plan.segment_rows[1:] > batch.plan.segment_rows[:-1]).sum())
+    return batch.plan.segments.num_segments, with_logprobs, counts
+
+
 def _sabotaged(name: str) -> Any:
     """Leave a part of the communication out."""
     from unittest import mock

@@ -16,7 +16,7 @@ from megatron_dta.objectives import make_objective
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.shards import join_shards, shard_weights
-from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
+from mesh_worker import MeshCase, RankResult, count_collectives, run_cases, run_on_ranks
 from test_tree_engine import (
     QWEN2,
     QWEN3,
@@ -294,6 +294,27 @@ def test_initial_weights_do_not_depend_on_the_tensor_size(references, results, m
 def _with_even_vocabulary(references: _References) -> ModelConfig:
     """A model whose embedding needs no more rows on two ranks than on one."""
     return replace(references.models["qwen2"], vocab_size=VOCABULARY + 1)
+
+
+@pytest.mark.parametrize("parallel", [TP, SP], ids=["tp2", "tp2-sp"])
+def test_a_segment_communicates_as_megatron_does(references, tmp_path, parallel):
+    """Forward and backward of the embedding, of two layers and of the hidden states before the logprobs.
+
+    Beyond those there are two reductions of a number or two a row, for the logprobs, however many chunks there are.
+    """
+    case = references.case(parallel, [[]], "qwen3", "dta")
+    for num_segments, with_logprobs, counts in run_on_ranks(count_collectives, case, 2, tmp_path):
+        layers = references.models["qwen3"].num_layers
+        per_segment = {"allreduce_.default": 1 + 2 * layers + 2 * layers + 1}
+        if parallel.sequence_parallel:
+            per_segment = {
+                "_reduce_scatter_base_.default": 1 + 2 * layers + 2 * layers + 1,
+                # Inputs are gathered again in the backward pass, for the gradients of the weights.
+                "_allgather_base_.default": 2 * layers + 1 + 2 * layers + 2 * layers + 1,
+            }
+        expected = {collective: count * num_segments for collective, count in per_segment.items()}
+        expected["allreduce_.default"] = expected.get("allreduce_.default", 0) + 2 * with_logprobs
+        assert counts == expected
 
 
 def test_shards_join_to_the_whole(references):
