@@ -3,7 +3,8 @@
 1. Starts: contiguous runs of sequences in depth-first order, the costliest as cheap as runs can be (threshold search);
    and chunks, cut where least is shared, placed one by one, the costliest first (``_place``).
 2. Each is refined: chunks move from the slowest rank or are swapped with others', first large ones, then smaller ones,
-   down to single sequences.
+   down to single sequences, and then pairs of ranks divide what they hold anew; last, what several ranks compute is
+   brought together where no rank becomes slower than the slowest (``saving``).
 3. A partition that makes all ranks together cost more than plain contiguous runs do buys its even ranks with duplicated
    work. If the best one does, the refinement is done again under that bound (``_within``), and its result is taken
    unless its slowest rank is clearly slower.
@@ -71,7 +72,7 @@ def assign(atoms: Chunks, num_ranks: int, units: np.ndarray, contiguous: np.ndar
     best, cap = _search(coarse, num_ranks, None if contiguous is None else contiguous[first])
     rank = _spread(best.rank, first, len(atoms))
     if len(coarse) < len(atoms) <= MOST_REFINED and best.cost.max() > GOOD * best.cost.mean():
-        best = refine(atoms, rank, num_ranks, share, cap if best.cost.sum() <= cap else np.inf)
+        best = refine(atoms, rank, num_ranks, share, cap if best.cost.sum() <= cap + best.gain else np.inf)
         rank = _save(atoms, best.rank, num_ranks, share)
     return rank
 
