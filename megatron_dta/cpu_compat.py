@@ -2,7 +2,7 @@
 
 Megatron-Core 0.16.1 to 0.19 names the CUDA device in places that a model, its optimizer and its checkpoints pass
 through. ``install`` repairs exactly those, only where CUDA is absent; nothing changes what is computed.
-``write_checkpoints_in_process`` is for every machine.
+``write_checkpoints_in_process`` and ``place_parameters_of_all_buckets`` are for every machine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 _installed = False
+_buckets_placed = False
 
 # Modules that create small tensors on the literal "cuda": loss scales, overflow flags, the gradient norm.
 _MODULES_WITH_CUDA_LITERALS = (
@@ -81,14 +82,17 @@ def _on_cpu(make_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _patch_type_names() -> None:
-    """The bfloat16 optimizer and clipping tell dtypes by ``tensor.type()`` and know only the names of CUDA tensors.
+    """The bfloat16 and the distributed optimizer and clipping tell dtypes by ``tensor.type()`` and know only the names
+    of CUDA tensors.
 
-    So while one of these two runs, a CPU tensor answers with the name of its CUDA counterpart.
+    So while one of these runs, a CPU tensor answers with the name of its CUDA counterpart.
     """
-    from megatron.core.optimizer import optimizer
+    from megatron.core.optimizer import distrib_optimizer, optimizer
 
     float16_optimizer = optimizer.Float16OptimizerWithFloat16Params
     float16_optimizer.__init__ = _with_cuda_type_names(float16_optimizer.__init__)
+    sharded_optimizer = distrib_optimizer.DistributedOptimizer
+    sharded_optimizer.__init__ = _with_cuda_type_names(sharded_optimizer.__init__)
     optimizer.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(optimizer.clip_grad_by_total_norm_fp32)
 
 
@@ -136,6 +140,47 @@ def write_checkpoints_in_process() -> None:
 
     if not isinstance(filesystem_async.mp, _MultiprocessingByThreads):
         filesystem_async.mp = _MultiprocessingByThreads("multiprocessing")
+
+
+def place_parameters_of_all_buckets() -> None:
+    """Let a distributed optimizer's state be gathered with the padding between gradient buckets, on every machine.
+
+    Megatron gathers the state of all buckets without their padding and then cuts parameters out of it at positions that
+    count the padding: with several buckets a checkpoint holds moments and weights shifted by some elements, and says
+    nothing. Where positions do fit (one bucket, or a version that repairs this) nothing is changed.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    global _buckets_placed
+    if not _buckets_placed:
+        gather = DistributedOptimizer.get_parameter_state_dp_zero
+        DistributedOptimizer.get_parameter_state_dp_zero = _with_padding(gather)
+        _buckets_placed = True
+
+
+def _with_padding(gather: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gather)
+    def gather_with_padding(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        state = gather(optimizer, *args, **kwargs)
+        for index, buffer in enumerate(optimizer.buffers if state is not None else ()):
+            last = max(end for _, end, _ in buffer.param_index_map.values())
+            for tensors in state[index].values():
+                for name, compact in tensors.items():
+                    if torch.is_tensor(compact) and last > len(compact):
+                        tensors[name] = _spread(compact, buffer)
+        return state
+
+    return gather_with_padding
+
+
+def _spread(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """Every bucket's elements where the bucket begins in the buffer."""
+    spread, begin = compact.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        end = begin + bucket.numel_unpadded
+        spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = compact[begin:end]
+        begin = end
+    return spread
 
 
 class _ThreadContext:

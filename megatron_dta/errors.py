@@ -7,6 +7,7 @@ project.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -16,10 +17,14 @@ class InputError(ValueError):
 
 
 def run_entry_point(main: Callable[[], int | None]) -> None:
-    """Run ``main`` and exit with its status; an ``InputError`` becomes one line on standard error and status 2."""
+    """Run ``main`` and exit with its status; an ``InputError`` becomes one line on standard error and status 2.
+
+    Of several processes, those after the first name themselves: mostly all of them met the same error, but not always.
+    """
     try:
         status = main()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
         status = 2
     sys.exit(status or 0)

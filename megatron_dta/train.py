@@ -1,6 +1,6 @@
 """Entry point of training: ``python -m megatron_dta.train --num-layers 4 ... --task arithmetic --save runs/first``.
 
-Runs on the CUDA GPU if there is one and on the CPU otherwise, alone or under ``torchrun --nproc-per-node 1``.
+Runs on the CUDA GPU if there is one and on the CPU otherwise, alone or under ``torchrun``.
 ``--help`` lists all flags; ``examples/`` holds whole commands. Status 0 after the last step and after SIGTERM (the
 state is saved; the same command continues), 2 after bad input.
 """
@@ -26,20 +26,25 @@ def main() -> None:
     from megatron_dta.arguments import parse_arguments
 
     config = parse_arguments()
+    if config.parallel.tensor_model_parallel_size > 1:
+        # Kernels then start in the order in which they were given, which Megatron needs to hide its communication.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     import torch
 
     from megatron_dta.training.plot import plot_reward
     from megatron_dta.training.setup import build_trainer, metrics_path
 
-    console = Console(highlight=False)
+    # All processes compute the same metrics; the first one reports them.
+    is_first = os.environ.get("RANK", "0") == "0"
+    console = Console(highlight=False, quiet=not is_first)
     trainer = build_trainer(config, console)
     try:
         trainer.run()
     finally:
         trainer.metrics.close()
     metrics = metrics_path(config)
-    if metrics is not None:
+    if metrics is not None and is_first:
         picture = metrics.with_name("reward.png")
         if plot_reward(metrics, picture):
             console.print(f"reward plot: {picture}", soft_wrap=True)

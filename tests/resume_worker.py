@@ -27,7 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta import train
-from megatron_dta.training import checkpoint, metrics, plot, setup  # noqa: F401 (imported here, not in every child)
+from megatron_dta.training import (  # noqa: F401 (all imported here, not in every child)
+    checkpoint,
+    checkpoint_writer,
+    metrics,
+    plot,
+    setup,
+)
+from megatron_dta.training.checkpoint_files import unfinished_name
 
 
 def die() -> None:
@@ -58,16 +65,15 @@ def arm(kill: str) -> None:
         at_occurrence(metrics.MetricsLog, "write", int(number), half_row)
     elif kind == "half":
 
-        def half_checkpoint(original: Callable, state: dict, folder: str) -> None:
-            original(state, folder)
-            os.truncate(Path(folder) / "__0_0.distcp", 100)
+        def half_checkpoint(original: Callable, write: checkpoint_writer.CheckpointWrite) -> None:
+            os.truncate(unfinished_name(write.path) / "__0_0.distcp", 100)
             die()
 
-        at_occurrence(checkpoint.dist_checkpointing, "save", int(number), half_checkpoint)
+        at_occurrence(checkpoint_writer.CheckpointWrite, "_publish", int(number), half_checkpoint)
     elif kind == "renamed":
-        at_occurrence(checkpoint, "_replace_text", int(number), lambda *arguments: die())
+        at_occurrence(checkpoint, "replace_text", int(number), lambda *arguments: die())
     elif kind == "saved":
-        at_occurrence(checkpoint, "_replace_text", int(number), lambda original, *a: (original(*a), die()))
+        at_occurrence(checkpoint, "replace_text", int(number), lambda original, *a: (original(*a), die()))
 
 
 def run_once(argv: list[str], kill: str | None) -> int:

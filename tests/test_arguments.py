@@ -24,11 +24,9 @@ SAMPLED = f"{MODEL} --task arithmetic"
 REFUSED = {
     "fp16",
     "transformer_impl",
-    "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
-    "sequence_parallel",
 }
 
 
@@ -122,8 +120,13 @@ BAD = [
     (f"{SAMPLED} --transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
     (f"{SAMPLED} --recompute-granularity full", "--recompute-method"),
     (f"{SAMPLED} --recompute-method uniform", "--recompute-method has no effect"),
-    (f"{SAMPLED} --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 is not supported"),
-    (f"{SAMPLED} --sequence-parallel", "--sequence-parallel is not supported"),
+    (f"{SAMPLED} --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 does not divide the 1 processes"),
+    (f"{SAMPLED} --tensor-model-parallel-size 3", "does not divide --num-query-groups 4"),
+    (
+        f"{SAMPLED} --sequence-parallel",
+        "--sequence-parallel has no effect without --tensor-model-parallel-size above 1",
+    ),
+    (f"{SAMPLED} --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 is not supported"),
     (MODEL, "no rollouts to train on"),
     (f"{STORED} --task arithmetic", "--rollouts conflicts with sampling"),
     (f"{MODEL} --vocab-size 9 --rollouts a.jsonl", "--rollouts needs --global-batch-size"),
@@ -160,10 +163,12 @@ def test_bad_flags_are_refused_in_one_line(line: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="2 processes were started"):
-        parse(SAMPLED)
+def test_processes_must_make_whole_tensor_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse(f"{SAMPLED} --tensor-model-parallel-size 2 --sequence-parallel").parallel.sequence_parallel
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(InputError, match="--tensor-model-parallel-size 2 does not divide the 3 processes"):
+        parse(f"{SAMPLED} --tensor-model-parallel-size 2")
 
 
 def test_every_refused_flag_is_refused() -> None:
@@ -172,6 +177,6 @@ def test_every_refused_flag_is_refused() -> None:
         for setting in fields(getattr(config, topic.name)):
             if setting.name not in REFUSED:
                 continue
-            value = {"transformer_impl": " transformer_engine", "fp16": "", "sequence_parallel": ""}
+            value = {"transformer_impl": " transformer_engine", "fp16": ""}
             with pytest.raises(InputError, match=flag_of(setting)):
                 parse(f"{SAMPLED} {flag_of(setting)}{value.get(setting.name, ' 2')}")

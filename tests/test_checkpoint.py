@@ -19,16 +19,9 @@ from megatron_dta.config import ModelConfig, OptimizationConfig, TrainConfig
 from megatron_dta.errors import InputError
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.planning.sample import TrainingSample
-from megatron_dta.training import checkpoint
-from megatron_dta.training.checkpoint import (
-    TRACKER,
-    find_checkpoint,
-    load_checkpoint,
-    load_weights,
-    remove_leftovers,
-    save_checkpoint,
-    save_weights,
-)
+from megatron_dta.training import checkpoint, checkpoint_writer
+from megatron_dta.training.checkpoint import load_checkpoint, load_weights, save_checkpoint, save_weights
+from megatron_dta.training.checkpoint_files import TRACKER, find_checkpoint, remove_leftovers
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.samples import StepSamples, pack_steps, unpack_steps
 
@@ -250,25 +243,25 @@ def test_an_interrupted_save_leaves_the_last_good_one(tmp_path: Path, monkeypatc
     before = run.weights()
     run.step()
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    def full(*args: object) -> None:
+    def full(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.dist_checkpointing, "save", full)
+        patch.setattr(checkpoint_writer.dist_checkpointing, "save", full)
         with pytest.raises(InputError, match=r"iter_0000002: the checkpoint cannot be written .*No space left"):
             run.save(tmp_path, 2)
     for place, name in (("dist_checkpointing", "save"), ("os", "replace")):
         with monkeypatch.context() as patch:
-            patch.setattr(getattr(checkpoint, place), name, fail)
+            patch.setattr(getattr(checkpoint_writer, place), name, fail)
             with pytest.raises(KeyboardInterrupt):
                 run.save(tmp_path, 2)
         assert find_checkpoint(tmp_path).name == "iter_0000001"
         assert list(tmp_path.glob("*.tmp"))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_replace_text", fail)
+        patch.setattr(checkpoint, "replace_text", fail)
         with pytest.raises(KeyboardInterrupt):
             run.save(tmp_path, 2)
     assert (tmp_path / "iter_0000002").exists()

@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 from conftest import REPOSITORY, seed_all
 from megatron_dta.model import initialize_parallel
 from megatron_dta.rollouts import Rollout, write_rollouts
-from megatron_dta.training.checkpoint import find_checkpoint
+from megatron_dta.training.checkpoint_files import find_checkpoint
 
 MODEL = (
     "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --swiglu --disable-bias-linear "

@@ -39,22 +39,25 @@ def main() -> None:
 
     quieten_libraries()
     # Megatron takes seconds to import; wrong flags are told before.
-    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.model import build_model, current_mesh, initialize_parallel
     from megatron_dta.sampling.source import SamplingSource
     from megatron_dta.sampling.task import build_task
-    from megatron_dta.training.checkpoint import find_checkpoint, load_weights
+    from megatron_dta.training.checkpoint import load_weights
+    from megatron_dta.training.checkpoint_files import find_checkpoint
 
     checkpoint = find_checkpoint(config.checkpoint.load)
     if checkpoint is None:
         raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
     task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size)
     model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
-    model = build_model(model_config, initialize_parallel(config.optimization.seed))
+    device = initialize_parallel(config.optimization.seed, config.parallel)
+    model = build_model(model_config, device, config.parallel)
     load_weights(checkpoint, model_config, model)
     rollouts = SamplingSource(model, task, config.sampling, config.optimization.seed).next_batch(own.collection)
-    write_rollouts(own.output, rollouts)
-    mean = np.mean([rollout.reward for rollout in rollouts])
-    print(f"{len(rollouts)} rollouts from {checkpoint}, mean reward {mean:.3f} -> {own.output}")
+    if current_mesh().rank == 0:
+        write_rollouts(own.output, rollouts)
+        mean = np.mean([rollout.reward for rollout in rollouts])
+        print(f"{len(rollouts)} rollouts from {checkpoint}, mean reward {mean:.3f} -> {own.output}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class _LinearLogprobs(torch.autograd.Function):
         lse_R = torch.empty_like(entropy_R)
         for chunk in chunks:
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
-            logprobs_BV = _logits(hidden_RC[rows], weight_VC, temperature, dtype)
+            logprobs_BV = chunk_logits(hidden_RC[rows], weight_VC, temperature, dtype)
             lse_B = torch.logsumexp(logprobs_BV, dim=-1)
             logprobs_BV -= lse_B[:, None]
             logprobs_E[edges] = logprobs_BV[edge_row_E[edges] - chunk.row_begin, target_E[edges]]
@@ -65,11 +65,11 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype)
         for chunk in ctx.chunks:
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
-            logprobs_BV = _logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype)
+            logprobs_BV = chunk_logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype)
             logprobs_BV -= lse_R[rows, None]
             grad_edges = None if grad_logprobs_E is None else grad_logprobs_E[edges].to(dtype)
             edge_row = edge_row_E[edges] - chunk.row_begin
-            grad_logits_BV = _grad_logits(
+            grad_logits_BV = grad_chunk_logits(
                 logprobs_BV,
                 grad_edges,
                 edge_row,
@@ -111,21 +111,23 @@ def linear_logprobs(
     return _LinearLogprobs.apply(hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature)
 
 
-def _logits(hidden_BC: Tensor, weight_VC: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+def chunk_logits(hidden_BC: Tensor, weight_VC: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     """Logits of a chunk, a fresh tensor [B, V]; what follows works in place, since allocating it is what costs."""
     return (hidden_BC @ weight_VC.t()).to(dtype).div_(temperature)
 
 
-def _grad_logits(
+def grad_chunk_logits(
     logprobs_BV: Tensor,
     grad_edges: Tensor | None,
     edge_row: Tensor,
     target: Tensor,
     grad_entropy_B: Tensor | None,
     entropy_B: Tensor,
+    is_own: Tensor | None = None,
 ) -> Tensor:
     """Gradient by the (tempered) logits [B, V]; overwrites ``logprobs_BV``.
 
+    Where the vocabulary is divided, ``is_own`` says which targets are among these columns; the others name any column.
     d logprob(target) / d logits = onehot(target) - p and d entropy / d logits = -p (logprob + entropy).
     """
     row_sum_B = torch.zeros_like(entropy_B)
@@ -140,7 +142,10 @@ def _grad_logits(
         grad_logits_BV = torch.exp(logprobs_BV)
         factor_BV = logprobs_BV.add_(entropy_B[:, None]).mul_(-grad_entropy_B[:, None]).sub_(row_sum_B[:, None])
         grad_logits_BV.mul_(factor_BV)
-    if grad_edges is not None:
+    if grad_edges is not None and is_own is not None:
+        # Targets of other ranks add a zero somewhere, so no order of additions can matter.
+        grad_logits_BV.index_put_((edge_row, target), torch.where(is_own, grad_edges, 0), accumulate=True)
+    elif grad_edges is not None:
         # The children of one token differ in their token, so every (row, target) occurs once.
         grad_logits_BV[edge_row, target] += grad_edges
     return grad_logits_BV

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 
+from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
+from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.train import TrainConfig, settings_of
 from megatron_dta.errors import InputError
 
@@ -171,15 +173,46 @@ def _check_schedule(config: TrainConfig) -> None:
 
 
 def _check_parallel(config: TrainConfig) -> None:
+    supported = (
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "ddp_bucket_size",
+        "distributed_timeout_minutes",
+    )
     for topic, setting, value in settings_of(config):
-        if topic == "parallel" and value != setting.default:
-            given = flag_of(setting) + ("" if value is True else f" {value}")
-            raise InputError(f"{given} is not supported yet: training runs in one process; leave the flag out")
+        if topic == "parallel" and setting.name not in supported and value != setting.default:
+            raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")
+    check_tensor_parallel(config.model, config.parallel)
     world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
+    check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
+
+
+def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a number of processes that the mesh cannot use whole."""
+    size = parallel.tensor_model_parallel_size
+    if world_size % size:
         raise InputError(
-            f"{world_size} processes were started, but training runs in one; use torchrun --nproc-per-node 1"
+            f"--tensor-model-parallel-size {size} does not divide the {world_size} processes; start a multiple of "
+            f"{size} (torchrun --nproc-per-node) or change the flag"
         )
+
+
+def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse a model that the ranks of a tensor group cannot share equally."""
+    size = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and size == 1:
+        raise InputError("--sequence-parallel has no effect without --tensor-model-parallel-size above 1")
+    for flag, value in (
+        ("--num-query-groups", model.num_query_groups),
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+    ):
+        if value % size:
+            raise InputError(
+                f"--tensor-model-parallel-size {size} does not divide {flag} {value}; lower it to a divisor of {value}"
+            )
 
 
 def _check_no_effect(config: TrainConfig) -> None:
@@ -215,9 +248,10 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--lr-warmup-iters": (config.optimization.lr_warmup_iters > 0, "lr_warmup_init"),
         "--load": (config.checkpoint.load is not None, "finetune"),
         "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
-        "--save": (config.checkpoint.save is not None, "save_interval"),
+        "--save": (config.checkpoint.save is not None, "save_interval async_save keep_checkpoints"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
+        "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
     }
     for needed, (holds, names) in conditions.items():

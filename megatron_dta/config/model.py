@@ -82,7 +82,11 @@ class ModelConfig:
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: the vocabulary rounded up to ``make_vocab_size_divisible_by``."""
+        return self.padded_vocab_size_on(1)
+
+    def padded_vocab_size_on(self, tensor_size: int) -> int:
+        """Rows of the embedding on ``tensor_size`` tensor-parallel ranks, an equal number each (Megatron's rule)."""
         if self.vocab_size is None:
             raise ValueError("vocab_size is not known yet: it comes from --vocab-size or from the tokenizer")
-        unit = self.make_vocab_size_divisible_by
+        unit = self.make_vocab_size_divisible_by * tensor_size
         return -(-self.vocab_size // unit) * unit

@@ -16,6 +16,10 @@ class CheckpointConfig:
     )
     load: str | None = option(None, "Folder of a checkpoint to start from, while --save holds none.")
     save_interval: int | None = option(None, "Steps between checkpoints; one is always saved at the end.", minimum=1)
+    async_save: bool = option(False, "Write checkpoints while training goes on; one counts when it is complete.")
+    keep_checkpoints: int | None = option(
+        None, "Keep only so many of the newest checkpoints in --save (default: all).", minimum=1
+    )
     finetune: bool = option(False, "Take only the weights from --load; optimizer, step and randomness start anew.")
     exit_on_missing_checkpoint: bool = option(False, "Stop if neither --save nor --load holds a checkpoint.")
     ref_load: str | None = option(

@@ -1,8 +1,12 @@
-"""The mesh. One process today: the flags exist so that a command written for Megatron fails with a reason."""
+"""The mesh: tensor and sequence parallelism; the processes that remain are data-parallel.
+
+Flags of what is not there yet exist so that a command written for Megatron fails with a reason.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 from megatron_dta.config.options import option
 
@@ -11,8 +15,23 @@ from megatron_dta.config.options import option
 class ParallelConfig:
     """Sizes of Megatron's process groups."""
 
-    tensor_model_parallel_size: int = option(1, "Processes that share every layer; only 1 so far.", minimum=1)
+    tensor_model_parallel_size: int = option(1, "Processes that share every layer.", minimum=1)
     pipeline_model_parallel_size: int = option(1, "Processes that share the stack of layers; only 1 so far.", minimum=1)
     context_parallel_size: int = option(1, "Processes that share a sequence; only 1 so far.", minimum=1)
     expert_model_parallel_size: int = option(1, "Processes that share the experts; only 1 so far.", minimum=1)
+    use_distributed_optimizer: bool = option(False, "Divide the optimizer's state among the data-parallel processes.")
+    overlap_grad_reduce: bool = option(
+        False, "Add up the replicas' gradients while the step's last backward still runs."
+    )
+    ddp_bucket_size: int | None = option(
+        None, "Parameters whose gradients are added up together, with --overlap-grad-reduce.", minimum=1
+    )
+    distributed_timeout_minutes: float = option(
+        10.0, "A process that the others have waited for so long, because it died or hangs, ends the job.", above=0
+    )
     sequence_parallel: bool = option(False, "Shard norms along the sequence; needs tensor parallelism.")
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective waits for a rank."""
+        return timedelta(minutes=self.distributed_timeout_minutes)

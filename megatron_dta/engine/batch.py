@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dta.objectives.weights import loss_weights
+from megatron_dta.objectives.weights import TrainedCounts, loss_weights
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 from megatron_dta.planning.step_plan import StepPlan, plan_step
 
@@ -62,7 +62,10 @@ class TreeBatch:
 
 
 def prepare_batch(
-    samples: Sequence[TrainingSample], tree: TreeConfig, loss_aggregation: str = "token-mean"
+    samples: Sequence[TrainingSample],
+    tree: TreeConfig,
+    loss_aggregation: str = "token-mean",
+    counts: TrainedCounts | None = None,
 ) -> TreeBatch:
     """Plan a step over ``samples``, and gather the fields of its loss.
 
@@ -70,7 +73,8 @@ def prepare_batch(
 
     Args:
         tree: mode, segment size and budgets.
-        loss_aggregation: "token-mean" or "sequence-mean", over all samples.
+        loss_aggregation: "token-mean" or "sequence-mean", over the whole step.
+        counts: what the whole step trains, where ``samples`` (maybe none) are only this rank's part of it.
     """
     plan = plan_step(
         samples, tree.tree_mode, tree.tree_segment_tokens, tree.tree_memory_tokens, tree.tree_activation_tokens
@@ -83,7 +87,7 @@ def prepare_batch(
         if 0 < len(missing) < len(samples):
             raise ValueError(f"{name} is missing in sample {missing[0]}, though other samples have it")
         fields[name] = None if missing or not samples else _trained(arrays, masks)
-    weights = loss_weights(np.diff(plan.sequence_pairs), loss_aggregation)
+    weights = loss_weights(np.diff(plan.sequence_pairs), loss_aggregation, counts)
     return TreeBatch(plan, masks, np.repeat(weights, np.diff(plan.sequence_pairs)), fields)
 
 

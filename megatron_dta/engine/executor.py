@@ -22,10 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.engine.batch import TreeBatch
+from megatron_dta.config import TreeConfig
+from megatron_dta.engine.batch import TreeBatch, prepare_batch
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.loss_pass import LossPass, Objective
-from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel, accumulation_dtype
+from megatron_dta.model import KVPool, Mesh, SegmentContext, TreeGPTModel, accumulation_dtype, current_mesh
+from megatron_dta.objectives import TokenLosses
+from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.schedule import OpKind
 
 # Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
@@ -34,17 +37,24 @@ LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one step; gradients are in the model's parameters.
+    """Outcome of one step, of all data-parallel ranks together; gradients are in the model's parameters.
+
+    Counts are sums over the ranks: tokens that two ranks compute count twice.
 
     Attributes:
         loss: scalar tensor, the step's loss under the one global denominator.
         metrics: scalar tensors, means over the step's trained tokens.
-        peak_in_flight_tokens: most tokens whose K and V were alive at once, as run.
+        sequence_tokens, computed_tokens, segments: tokens of the sequences counted separately, tokens of the forests,
+            and the segments that they were cut into.
+        peak_in_flight_tokens: most tokens whose K and V were alive at once, as run, on any rank.
         recomputed_tokens: tokens whose forward ran twice.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    sequence_tokens: int
+    computed_tokens: int
+    segments: int
     peak_in_flight_tokens: int
     recomputed_tokens: int
 
@@ -71,6 +81,7 @@ class TreeEngine:
         self.model = model
         self.tree_model: TreeGPTModel = model if isinstance(model, TreeGPTModel) else model.module
         self.temperature = temperature
+        self.mesh = current_mesh()
         parameter = next(self.tree_model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         most = LOGIT_ELEMENTS[self.device.type] // self.tree_model.true_vocab_size
@@ -81,14 +92,17 @@ class TreeEngine:
     ) -> StepResult:
         """Add the gradient of the batch's loss to the parameters' gradients.
 
+        With several data-parallel ranks every rank calls this with its own part of the step, which may be empty.
+
         Args:
             forbid_synchronization: on a GPU, raise where an op would wait for the device (a check of this engine).
         """
         run = _Run(self, batch, objective)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
             self._train(run, batch)
-        means = {name: total / max(1, batch.plan.num_pairs) for name, total in run.loss.metric_sums.items()}
-        return StepResult(run.loss.loss, means, run.peak_tokens, run.recomputed_tokens)
+            if not batch.plan.training_ops and self._syncs_in_backward():
+                self._train_nothing()
+        return _result(run, batch, self.mesh)
 
     def _train(self, run: _Run, batch: TreeBatch) -> None:
         num_backwards = sum(op.kind is OpKind.BACKWARD for op in batch.plan.training_ops)
@@ -99,8 +113,22 @@ class TreeEngine:
             else:
                 num_backwards -= 1
                 # Gradients of replicas are reduced once, with the step's last backward.
-                with nullcontext() if num_backwards == 0 else self._no_sync():
-                    run.backward(op.segment)
+                is_last = num_backwards == 0
+                with nullcontext() if is_last else self._no_sync():
+                    run.backward(op.segment, is_last)
+
+    def _syncs_in_backward(self) -> bool:
+        """Whether replicas' gradients are reduced within the last backward, and not only after it."""
+        return hasattr(self.model, "ddp_config") and self.model.ddp_config.overlap_grad_reduce
+
+    def _train_nothing(self) -> None:
+        """A backward with gradients of zero: a rank without sequences joins the reduction, in the same order."""
+        sample = TrainingSample(np.zeros(2, np.int32), np.array([False, True]))
+        batch = prepare_batch([sample], TreeConfig())
+        run = _Run(
+            self, batch, lambda logprobs, entropy, fields: TokenLosses(torch.zeros_like(logprobs) * logprobs, {})
+        )
+        self._train(run, batch)
 
     @torch.no_grad()
     def compute_logprobs(self, batch: TreeBatch) -> list[np.ndarray]:
@@ -125,7 +153,7 @@ class _Run:
         self.pool = KVPool(
             num_layers=config.num_layers,
             num_slots=step.num_slots if self.training else step.forward_num_slots,
-            num_kv_heads=config.num_query_groups,
+            num_kv_heads=config.num_query_groups // config.tensor_model_parallel_size,
             head_size=config.kv_channels,
             dtype=engine.dtype,
             device=engine.device,
@@ -146,8 +174,11 @@ class _Run:
             self.tokens += self.plan.start[segment + 1] - self.plan.start[segment]
             self.peak_tokens = max(self.peak_tokens, self.tokens)
 
-    def backward(self, segment: int) -> None:
-        """B: the segment's share of the gradient; its activations, K and V are free afterwards."""
+    def backward(self, segment: int, is_last: bool) -> None:
+        """B: the segment's share of the gradient; its activations, K and V are free afterwards.
+
+        The step's last backward reaches every parameter, the output weight too: it may be what starts its reduction.
+        """
         live = self.in_flight.pop(segment)
         length = self.plan.start[segment + 1] - self.plan.start[segment]
         graph = live.graph
@@ -158,7 +189,7 @@ class _Run:
         hidden, logprobs, entropy = graph
         # Without edges of its own a segment still passes on what its descendants left at its K and V.
         outputs, gradients = [hidden], [torch.zeros_like(hidden)]
-        if logprobs.shape[0]:
+        if logprobs.shape[0] or is_last:
             grad_logprobs, grad_entropy = self.loss.gradients(segment)
             outputs.append(logprobs)
             gradients.append(grad_logprobs)
@@ -192,6 +223,32 @@ class _Run:
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
         )
+
+
+def _result(run: _Run, batch: TreeBatch, mesh: Mesh) -> StepResult:
+    """The step's result, the same on every rank: what the ranks found is added up in their order.
+
+    A rank without sequences knows no metrics by name, so what is exchanged are small objects on the host.
+    """
+    plan, loss = batch.plan, run.loss.loss
+    counts = (
+        plan.num_pairs,
+        plan.num_sequence_tokens,
+        plan.segments.tree.num_tokens,
+        plan.segments.num_segments,
+        run.recomputed_tokens,
+    )
+    peak, metric_sums = run.peak_tokens, run.loss.metric_sums
+    if mesh.data_size > 1:
+        own = (float(loss), {name: float(total) for name, total in metric_sums.items()}, counts, peak)
+        losses, sums, all_counts, peaks = zip(*mesh.gather_over_data(own), strict=True)
+        names = next((list(of_rank) for of_rank in sums if of_rank), [])
+        loss = loss.new_tensor(sum(losses))
+        metric_sums = {name: loss.new_tensor(sum(of_rank.get(name, 0.0) for of_rank in sums)) for name in names}
+        counts, peak = tuple(map(sum, zip(*all_counts, strict=True))), max(peaks)
+    num_pairs, sequence_tokens, computed_tokens, segments, recomputed_tokens = counts
+    means = {name: total / max(1, num_pairs) for name, total in metric_sums.items()}
+    return StepResult(loss, means, sequence_tokens, computed_tokens, segments, peak, recomputed_tokens)
 
 
 @contextmanager

@@ -7,52 +7,25 @@ file, so another model class of Megatron's needs one change here.
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_dta import cpu_compat
-from megatron_dta.config import ModelConfig
+from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.config.checks import check_tensor_parallel
+from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.tree_attention import TreeAttention
 from megatron_dta.model.tree_model import TreeGPTModel
 
 
-def initialize_parallel(seed: int) -> torch.device:
-    """Set up torch.distributed (if the launcher has not), Megatron's mesh and its random states for this process.
-
-    Without torchrun's environment variables a group of one process is made in memory, with no network port.
-
-    Returns:
-        The device of this process: its CUDA GPU where there is one, else the CPU.
-    """
-    cpu_compat.install()
-    # From 0.19 on every GPTModel announces its successor; this file is where that change will be made.
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-    has_cuda = torch.cuda.is_available()
-    if not torch.distributed.is_initialized():
-        _initialize_process_group("nccl" if has_cuda else "gloo")
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-    torch.manual_seed(seed)
-    # The inference tracker is a plain one without CUDA states: all there is to do where nothing is drawn from it.
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not has_cuda, force_reset_rng=True)
-    return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
-
-
-def _initialize_process_group(backend: str) -> None:
-    if torch.distributed.is_torchelastic_launched():
-        torch.distributed.init_process_group(backend=backend)
-    else:
-        torch.distributed.init_process_group(backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-
-
-def transformer_config(model: ModelConfig) -> TransformerConfig:
+def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = None) -> TransformerConfig:
     """Megatron's configuration of ``model``: no dropout, no fusion that changes a result."""
+    parallel = parallel or ParallelConfig()
+    check_tensor_parallel(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(
         num_layers=model.num_layers,
@@ -79,6 +52,10 @@ def transformer_config(model: ModelConfig) -> TransformerConfig:
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
         recompute_num_layers=model.recompute_num_layers,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        # Replicas' gradients are added up and not averaged: the loss weights hold the step's one denominator.
+        calculate_per_token_loss=True,
         use_cpu_initialization=not has_cuda,
         # Fused ones go through torch.compile, which takes seconds to start and changes roundings.
         bias_activation_fusion=False,
@@ -99,10 +76,20 @@ def layer_spec(model: ModelConfig, tree_attention: bool = True) -> ModuleSpec:
     return spec
 
 
-def model_arguments(model: ModelConfig) -> dict[str, object]:
+def sequence_parallel_spec(model: ModelConfig) -> TransformerBlockSubmodules:
+    """The spec of all layers and the final norm, with norms that know of sequence parallelism."""
+    spec = layer_spec(model)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    if model.qk_layernorm:
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * model.num_layers, layer_norm=SequenceParallelNorm)
+
+
+def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, object]:
     """Arguments of ``GPTModel`` beside its configuration and spec."""
     return dict(
-        vocab_size=model.padded_vocab_size,
+        vocab_size=model.padded_vocab_size_on(tensor_size),
         max_sequence_length=model.max_position_embeddings,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
@@ -111,12 +98,18 @@ def model_arguments(model: ModelConfig) -> dict[str, object]:
     )
 
 
-def build_model(model: ModelConfig, device: torch.device) -> TreeGPTModel:
-    """A freshly initialized model on ``device``, in ``model.params_dtype``; the random state decides the weights.
+def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None) -> TreeGPTModel:
+    """This rank's part of a freshly initialized model on ``device``, in ``model.params_dtype``.
 
-    ``initialize_parallel`` must have run.
+    The random state decides the weights. ``initialize_parallel`` must have run, with the same sizes.
+
+    Raises:
+        InputError: the model cannot be divided among so many ranks.
     """
-    tree_model = TreeGPTModel(transformer_config(model), layer_spec(model), **model_arguments(model))
+    parallel = parallel or ParallelConfig()
+    config = transformer_config(model, parallel)
+    spec = sequence_parallel_spec(model) if parallel.sequence_parallel else layer_spec(model)
+    tree_model = TreeGPTModel(config, spec, **model_arguments(model, parallel.tensor_model_parallel_size))
     tree_model.true_vocab_size = model.vocab_size
     return tree_model.to(device=device, dtype=model.params_dtype)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -50,5 +51,8 @@ class TreeAttention(MegatronModule):
         **_: object,
     ) -> Tensor:
         context = check_context(packed_seq_params)
-        out = context.attend(self.layer_number, query.squeeze(1), key.squeeze(1), value.squeeze(1), self.softmax_scale)
-        return out.reshape(out.shape[0], 1, -1)
+        # Tokens that only fill up a pass for sequence parallelism attend to nothing and are seen by nobody.
+        padded, n = query.shape[0], context.position_ids.shape[0]
+        query, key, value = (tensor.squeeze(1)[:n] for tensor in (query, key, value))
+        out = context.attend(self.layer_number, query, key, value, self.softmax_scale).reshape(n, -1)
+        return F.pad(out, (0, 0, 0, padded - n)).unsqueeze(1) if padded > n else out.unsqueeze(1)

@@ -4,14 +4,21 @@ Two hooks of the stock model are overridden and nothing is patched. ``_preproces
 ``position_ids`` and numbers tokens from 0, which for a segment is wrong; here the table is indexed by the context's
 positions. ``_postprocess``: the stock model would return the logits of every row; here the last stage returns hidden
 states, and the logprob head turns the rows that need it into logprobs, a chunk at a time.
+
+Under tensor parallelism every rank returns all hidden states; a rank's logprob head holds a part of the vocabulary, so
+the gradients that its ranks send back are parts of a sum, which Megatron's mappings here add up. Under sequence
+parallelism a pass is filled up to a multiple of the ranks with tokens that the core attention leaves out.
 """
 
 from __future__ import annotations
 
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from dta_kernels.linear_logprobs import RowChunk, linear_logprobs
+from dta_kernels.parallel_linear_logprobs import parallel_linear_logprobs
 from megatron_dta.model.attention_context import AttentionContext, check_context
 
 
@@ -32,8 +39,8 @@ class TreeGPTModel(GPTModel):
             context: positions and attention of the pass.
         """
         return super().forward(
-            input_ids=input_ids,
-            position_ids=context.position_ids.unsqueeze(0),
+            input_ids=self._filled_up(input_ids),
+            position_ids=self._filled_up(context.position_ids).unsqueeze(0),
             attention_mask=None,
             packed_seq_params=context,
             **kwargs,
@@ -44,20 +51,57 @@ class TreeGPTModel(GPTModel):
         # The table always has its full length, so Megatron's cache of it hits for every segment.
         context.max_seqlen_q = context.max_seqlen_kv = self.max_sequence_length
         outputs = list(super()._preprocess(*args, packed_seq_params=context, **kwargs))
-        outputs[1] = outputs[1].index_select(0, context.position_ids)
+        outputs[1] = outputs[1].index_select(0, self._filled_up(context.position_ids))
         return tuple(outputs)
 
-    def _postprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return hidden_states.squeeze(1) if self.post_process else hidden_states
+    def _postprocess(
+        self, hidden_states: Tensor, *args: object, packed_seq_params: object = None, **kwargs: object
+    ) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
+            hidden_states = hidden_states[: check_context(packed_seq_params).position_ids.shape[0]]
+        elif self.config.tensor_model_parallel_size > 1:
+            hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
+        return hidden_states.squeeze(1)
+
+    def _filled_up(self, tokens: Tensor) -> Tensor:
+        """``tokens`` [..., n], under sequence parallelism with zeros up to a multiple of the ranks."""
+        missing = -tokens.shape[-1] % self.config.tensor_model_parallel_size if self.config.sequence_parallel else 0
+        return F.pad(tokens, (0, missing)) if missing else tokens
 
     def output_weight(self) -> Tensor:
-        """The output weight [vocabulary, hidden size] without its padding rows."""
+        """The rank's rows of the output weight [its part of the vocabulary, hidden size] without padding rows."""
+        weight = self._padded_output_weight()
+        return weight[: max(0, self.true_vocab_size - self._first_token(weight))]
+
+    def _padded_output_weight(self) -> Tensor:
         shared = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
-        return weight[: self.true_vocab_size]
+        return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+
+    @staticmethod
+    def _first_token(weight: Tensor) -> int:
+        """Token id of the first row of the rank's part of the output weight."""
+        return parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocabulary] of ``hidden`` [n, hidden size], whole on every rank; for sampling, not for training.
+
+        Every rank of a tensor group gets the same bits.
+        """
+        if self.config.tensor_model_parallel_size == 1:
+            return hidden @ self.output_weight().t()
+        logits = hidden @ self._padded_output_weight().t()
+        return tensor_parallel.gather_from_tensor_model_parallel_region(logits)[:, : self.true_vocab_size]
 
     def edge_logprobs(
         self, hidden: Tensor, edge_row: Tensor, target: Tensor, chunks: list[RowChunk], temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Logprob of every edge and entropy of every row of ``hidden``; see ``linear_logprobs``."""
-        return linear_logprobs(hidden, self.output_weight(), edge_row, target, chunks, temperature)
+        weight = self.output_weight()
+        if self.config.tensor_model_parallel_size == 1:
+            return linear_logprobs(hidden, weight, edge_row, target, chunks, temperature)
+        first_token = self._first_token(self._padded_output_weight())
+        group = parallel_state.get_tensor_model_parallel_group()
+        return parallel_linear_logprobs(hidden, weight, edge_row, target, chunks, temperature, first_token, group)

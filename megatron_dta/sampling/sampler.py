@@ -14,6 +14,8 @@ reason. Greedy decoding (temperature 0) records the logprobs of temperature 1.
 id, position), so the same sequence comes out alone, in a batch, in another order or after a restart. (Matrix products
 of other shapes may round differently in the last bit, which moves a draw only if its number falls on that bit.)
 
+Under tensor parallelism the ranks of a group hold parts of the cache, gather the logits and draw the same tokens.
+
 Legend: B live sequences, V vocabulary, C hidden size.
 """
 
@@ -134,7 +136,12 @@ def _generate_batch(
     config = model.config
     weight_VC = model.output_weight()
     cache = DecodeCache(
-        config.num_layers, len(prompts), config.num_query_groups, config.kv_channels, weight_VC.dtype, weight_VC.device
+        config.num_layers,
+        len(prompts),
+        config.num_query_groups // config.tensor_model_parallel_size,
+        config.kv_channels,
+        weight_VC.dtype,
+        weight_VC.device,
     )
     prompt_rows = torch.from_numpy(row_prompt)
     hidden_BC = _prefill(model, cache, prompts)[prompt_rows.to(weight_VC.device)]
@@ -147,7 +154,7 @@ def _generate_batch(
     live = np.arange(len(sequence_ids))
     for step in range(params.max_response_tokens):
         noise = keyed_uniform(params.seed, params.domain, iteration, sequence_ids[live], cache.lengths.numpy())
-        token_B, logprob_B = _next_tokens(hidden_BC, weight_VC, torch.from_numpy(noise), params)
+        token_B, logprob_B = _next_tokens(model, hidden_BC, torch.from_numpy(noise), params)
         chosen = token_B.cpu()
         token_ids[live, step] = chosen.numpy()
         logprobs[live, step] = logprob_B.cpu().numpy()
@@ -185,14 +192,14 @@ def _prefill(model: TreeGPTModel, cache: DecodeCache, prompts: list[np.ndarray])
 
 
 def _next_tokens(
-    hidden_BC: Tensor, weight_VC: Tensor, noise_B: Tensor, params: SamplingParams
+    model: TreeGPTModel, hidden_BC: Tensor, noise_B: Tensor, params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
     """Draw the next token of each row; returns (int64 [B], its logprob [B])."""
     noise_B = noise_B.to(hidden_BC.device)
-    rows = max(1, _LOGIT_ELEMENTS // weight_VC.shape[0])
+    rows = max(1, _LOGIT_ELEMENTS // model.true_vocab_size)
     tokens, logprobs = [], []
     for hidden, noise in zip(hidden_BC.split(rows), noise_B.split(rows), strict=True):
-        logits = hidden @ weight_VC.t()
+        logits = model.logits(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logprobs_BV = torch.log_softmax(logits / (params.temperature or 1.0), dim=-1)
         if params.temperature == 0:

@@ -1,5 +1,8 @@
 """Closes the RL loop: rollouts sampled from the current weights for training, and mean rewards on held-out prompts.
 
+Data-parallel ranks sample a share of the prompts each and then have all that was sampled: the identity of a sequence,
+which its random numbers are keyed by, does not depend on who samples it.
+
 A collection of rollouts is a function of (weights, settings, seed, collection number): the prompts come from a keyed
 shuffle and every token from a keyed random number. Nothing has to be saved for a resumed run to continue bit for bit.
 """
@@ -12,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.config import SamplingConfig
-from megatron_dta.model.tree_model import TreeGPTModel
+from megatron_dta.model import TreeGPTModel, current_mesh
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.keyed_random import Domain
@@ -115,15 +118,23 @@ def _sample_and_score(
     params: SamplingParams,
     iteration: int,
 ) -> list[tuple[Prompt, Response, float]]:
-    """``samples`` responses to every prompt with their rewards, prompt by prompt."""
+    """``samples`` responses to every prompt with their rewards, prompt by prompt; the same on every rank."""
+    mesh = current_mesh()
     sequence_prompt = np.repeat(np.arange(len(prompts)), samples)
+    share = np.array_split(np.arange(sequence_prompt.size), mesh.data_size)[mesh.data_rank]
     token_ids = [prompt.token_ids for prompt in prompts]
-    responses = generate(model, token_ids, sequence_prompt, np.arange(sequence_prompt.size), params, iteration)
-    scored = []
-    for index, response in zip(sequence_prompt, responses, strict=True):
-        prompt, ids = prompts[index], response.token_ids.tolist()
-        text = task.tokenizer.decode(ids)
-        scored.append(
-            (prompt, response, compute_reward(task.reward_function, prompt.prompt_id, prompt.record, text, ids))
-        )
-    return scored
+    responses = generate(model, token_ids, sequence_prompt[share], share, params, iteration)
+    rewards = []
+    # A user's reward may cost something, or be random: one rank of each replica asks for it.
+    if mesh.tensor_rank == 0:
+        for index, response in zip(sequence_prompt[share], responses, strict=True):
+            prompt, ids = prompts[index], response.token_ids.tolist()
+            text = task.tokenizer.decode(ids)
+            rewards.append(compute_reward(task.reward_function, prompt.prompt_id, prompt.record, text, ids))
+    gathered = mesh.gather_from_replicas((responses, rewards))
+    responses = [response for part, _ in gathered for response in part]
+    rewards = [reward for _, part in gathered for reward in part]
+    return [
+        (prompts[index], response, reward)
+        for index, response, reward in zip(sequence_prompt, responses, rewards, strict=True)
+    ]

@@ -7,14 +7,14 @@
 
 A checkpoint is written under another name and renamed when complete, then the number file is replaced the same way.
 So a kill at any moment leaves the previous checkpoint or the new one, never half of one. What a killed save left behind
-is removed by the next run. Megatron and PyTorch pickle a checkpoint's metadata: load only what you trust.
+is removed by the next run. Every rank writes its shards, and a checkpoint may be loaded on another mesh; only on the
+same one does the run go on bit for bit. Megatron and PyTorch pickle a checkpoint's metadata: load only what you trust.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,21 @@ from megatron.core import dist_checkpointing
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dta import cpu_compat
-from megatron_dta.config import ModelConfig, TrainConfig
+from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.train import settings_of
 from megatron_dta.errors import InputError
+from megatron_dta.model import current_mesh
+from megatron_dta.training.checkpoint_files import TRACKER, iteration_folder, prune_checkpoints, replace_text
+from megatron_dta.training.checkpoint_writer import CheckpointWrite, on_first_rank, reason_of
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.random_state import capture_random_state, restore_random_state
 
-TRACKER = "latest_checkpointed_iteration.txt"
 REFERENCE = "reference"
-_UNFINISHED = ".tmp"
 # Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
 _READ_ERRORS = (Exception, CheckpointException)
+# Another value of one of these is another mesh.
+_MESH_FLAGS = tuple(flag_of(setting) for setting in fields(ParallelConfig) if setting.name.endswith("_parallel_size"))
 # Settings of the model that may differ between a checkpoint and the run that loads it: they change no weight's meaning.
 _FREE_MODEL_SETTINGS = {
     "max_position_embeddings",
@@ -53,30 +55,50 @@ _FREE_MODEL_SETTINGS = {
 }
 
 
-def find_checkpoint(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``, or ``folder`` itself if it is one; None where there is none."""
-    folder = Path(folder)
-    if (folder / "metadata.json").is_file():
-        return folder
-    tracker = folder / TRACKER
-    if not tracker.exists():
-        return None
-    text = tracker.read_text(errors="replace").strip()
-    if text != "release" and not text.isdecimal():
-        raise InputError(
-            f"{tracker}: holds {text[:40]!r} instead of the number of a checkpoint; correct it or remove it"
-        )
-    path = folder / (text if text == "release" else _iteration_folder(int(text)))
-    if not (path / "metadata.json").is_file():
-        others = ", ".join(sorted(found.name for found in folder.glob("iter_*"))) or "no other checkpoint"
-        raise InputError(f"{tracker}: names {path.name}, which is missing or incomplete; there is {others}")
-    return path
+class CheckpointSaver:
+    """Saves a run's checkpoints into ``--save``: now or, with ``--async-save``, while training goes on.
 
+    Every rank has one and calls the same methods at the same steps.
 
-def remove_leftovers(folder: str | Path) -> None:
-    """Delete what a killed save left in a run's own folder."""
-    for path in Path(folder).glob(f"*{_UNFINISHED}"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    Args:
+        report: gets a line for each checkpoint that counts from now on.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: MegatronModule,
+        optimizer: TrainingOptimizer,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._config, self._model, self._optimizer, self._report = config, model, optimizer, report
+        self._folder = Path(config.checkpoint.save or ".")
+        self._pending: tuple[int, CheckpointWrite] | None = None
+
+    def save(self, iteration: int, progress: dict[str, Any]) -> None:
+        """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first."""
+        self.finish()
+        state = _complete_state(self._config, self._model, self._optimizer, iteration, progress)
+        background = self._config.checkpoint.async_save
+        self._pending = iteration, CheckpointWrite(self._folder / iteration_folder(iteration), state, background)
+        if not background:
+            self.finish()
+
+    def poll(self) -> None:
+        """Let the checkpoint being written count, if all ranks have written their part; call between steps."""
+        if self._pending is not None and all(current_mesh().gather_from_all(self._pending[1].done)):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint being written, if there is one, and let it count; then delete old ones."""
+        if self._pending is None:
+            return
+        (iteration, write), self._pending = self._pending, None
+        _let_count(write, iteration)
+        self._report(f"saved {write.path}")
+        if self._config.checkpoint.keep_checkpoints is not None:
+            keep = self._config.checkpoint.keep_checkpoints
+            on_first_rank(write.path, lambda: prune_checkpoints(self._folder, keep))
 
 
 def save_checkpoint(
@@ -87,22 +109,34 @@ def save_checkpoint(
     iteration: int,
     progress: dict[str, Any],
 ) -> Path:
-    """Write the checkpoint of ``iteration`` and make it the one that counts.
+    """Write the checkpoint of ``iteration`` into ``folder`` and make it the one that counts.
 
     Args:
-        progress: where the loop stands, made of numbers, strings, lists and tensors.
+        progress: where the loop stands, made of numbers, strings, lists and tensors, the same on every rank.
     """
+    state = _complete_state(config, model, optimizer, iteration, progress)
+    write = CheckpointWrite(Path(folder) / iteration_folder(iteration), state)
+    _let_count(write, iteration)
+    return write.path
+
+
+def _let_count(write: CheckpointWrite, iteration: int) -> None:
+    write.finish()
+    on_first_rank(write.path, lambda: replace_text(write.path.parent / TRACKER, str(iteration)))
+
+
+def _complete_state(
+    config: TrainConfig, model: MegatronModule, optimizer: TrainingOptimizer, iteration: int, progress: dict[str, Any]
+) -> dict[str, Any]:
+    """All that a checkpoint holds: shards of this rank, and what is the same on every rank."""
     model_state = model.sharded_state_dict()
-    state = {
+    return {
         "model": model_state,
         **optimizer.sharded_state_dict(model_state),
         "iteration": iteration,
-        "rng_state": [capture_random_state()],
+        "rng_state": current_mesh().gather_from_all(capture_random_state()),
         "megatron_dta": {"settings": json.dumps(settings_by_flag(config)), "progress": progress},
     }
-    path = _write(Path(folder) / _iteration_folder(iteration), state)
-    _replace_text(Path(folder) / TRACKER, str(iteration))
-    return path
 
 
 def load_checkpoint(
@@ -121,6 +155,7 @@ def load_checkpoint(
         raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
     saved = json.loads(common["megatron_dta"]["settings"])
     _check_same_model(path, saved, config.model, with_dtype=True)
+    _check_same_optimizer(path, saved, config)
     model_state = model.sharded_state_dict()
     wanted = {"model": model_state}
     if "optimizer" in common:
@@ -128,13 +163,24 @@ def load_checkpoint(
     state = _read(path, wanted)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state)
-    restore_random_state(state["rng_state"][0])
-    changed = [
-        f"{flag}: {saved.get(flag)} before, {value} now"
-        for flag, value in settings_by_flag(config).items()
-        if saved.get(flag) != value
-    ]
+    changed = _changed_settings(saved, config)
+    mesh, random_states = current_mesh(), state["rng_state"]
+    if len(random_states) == mesh.world_size and not any(line.startswith(_MESH_FLAGS) for line in changed):
+        restore_random_state(random_states[mesh.rank])
+    else:
+        changed.append(
+            f"mesh: {len(random_states)} processes before, {mesh.world_size} now; random states start from the seed, "
+            "and results agree with an unbroken run's up to rounding only"
+        )
     return int(state["iteration"]), state["megatron_dta"]["progress"], changed
+
+
+def _changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
+    return [
+        f"{flag}: {saved[flag]} before, {value} now"
+        for flag, value in settings_by_flag(config).items()
+        if flag in saved and saved[flag] != value
+    ]
 
 
 def load_weights(path: Path, model_config: ModelConfig, model: MegatronModule) -> None:
@@ -148,11 +194,7 @@ def load_weights(path: Path, model_config: ModelConfig, model: MegatronModule) -
 def save_weights(path: Path, config: TrainConfig, model: MegatronModule) -> None:
     """Write only the weights as the checkpoint ``path``."""
     settings = {"settings": json.dumps(settings_by_flag(config))}
-    _write(path, {"model": model.sharded_state_dict(), "megatron_dta": settings})
-
-
-def _iteration_folder(iteration: int) -> str:
-    return f"iter_{iteration:07d}"
+    CheckpointWrite(path, {"model": model.sharded_state_dict(), "megatron_dta": settings}).finish()
 
 
 def settings_by_flag(config: TrainConfig) -> dict[str, Any]:
@@ -174,28 +216,15 @@ def _check_same_model(path: Path, saved: dict[str, Any], model: ModelConfig, wit
             raise InputError(f"{path}: checkpoint of another model: {name} is {saved[flag]} there and {value} here")
 
 
-def _write(path: Path, state: dict[str, Any]) -> Path:
-    cpu_compat.write_checkpoints_in_process()
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        dist_checkpointing.save(state, str(unfinished))
-    except (OSError, CheckpointException) as error:
-        raise InputError(f"{path}: the checkpoint cannot be written ({_reason(error)})") from error
-    # A checkpoint of this name that no tracker names: its run was killed before it counted.
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(unfinished, path)
-    return path
-
-
-def _replace_text(path: Path, text: str) -> None:
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    with open(unfinished, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+def _check_same_optimizer(path: Path, saved: dict[str, Any], config: TrainConfig) -> None:
+    """A distributed optimizer's state is laid out otherwise."""
+    before = saved.get("--use-distributed-optimizer", False)
+    if before != config.parallel.use_distributed_optimizer:
+        change = "add" if before else "leave out"
+        raise InputError(
+            f"{path}: was written {'with' if before else 'without'} --use-distributed-optimizer; {change} it, or give "
+            "--load and --finetune to start from its weights alone"
+        )
 
 
 def _read_common(path: Path) -> dict[str, Any]:
@@ -214,12 +243,5 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def _unreadable(path: Path, error: BaseException) -> InputError:
     return InputError(
-        f"{path}: the checkpoint cannot be read ({_reason(error)}); write the number of an earlier one to {TRACKER}"
+        f"{path}: the checkpoint cannot be read ({reason_of(error)}); write the number of an earlier one to {TRACKER}"
     )
-
-
-def _reason(error: BaseException) -> str:
-    """One line; of an error of several ranks, whose own message is a traceback, what one of them met."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -16,10 +16,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,10 +28,11 @@ from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.objectives import Objective
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
-from megatron_dta.training.checkpoint import save_checkpoint
+from megatron_dta.training.checkpoint import CheckpointSaver
 from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.samples import SamplePreparation, StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.watchdog import Watchdog
 
 
 @dataclass
@@ -54,14 +54,16 @@ class Progress:
 
 
 class Stopwatch:
-    """Seconds spent under names since it was made."""
+    """Seconds spent under names since it was made; ``on_start`` gets each name as its time begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_start: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
+        self._on_start = on_start
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the time of the block to ``name``."""
+        self._on_start(name)
         start = time.perf_counter()
         try:
             yield
@@ -87,23 +89,31 @@ class Trainer:
     saved_iteration: int | None = None
     terminated: bool = False
 
+    def __post_init__(self) -> None:
+        self.checkpoints = CheckpointSaver(
+            self.config, self.engine.tree_model, self.optimizer, lambda line: self.console.print(line, soft_wrap=True)
+        )
+        self.watchdog = Watchdog(self.engine.mesh, self.config.parallel.timeout.total_seconds())
+
     def run(self) -> None:
         """Train to the last step, or until SIGTERM; either way the state is saved."""
-        with self._watching_for_sigterm():
+        with self._watching_for_sigterm(), self.watchdog:
             if not self.resumed:
                 self._report_start()
-            while self.progress.iteration < self.config.optimization.train_iters and not self.terminated:
+            while self.progress.iteration < self.config.optimization.train_iters and not self._stops():
                 self._report(self._step())
+                self.checkpoints.poll()
                 interval = self.config.checkpoint.save_interval
                 if interval and self.progress.iteration % interval == 0:
                     self._save()
             self._save()
+            self.checkpoints.finish()
         if self.terminated:
             self.console.print(f"stopped by SIGTERM after step {self.progress.iteration}")
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; returns its record of metrics."""
-        watch = Stopwatch()
+        watch = self._stopwatch(self.progress.iteration + 1)
         if not self.progress.waiting:
             with watch.measure("collect"):
                 rollouts = self._collect()
@@ -112,7 +122,7 @@ class Trainer:
             self.progress.collections += 1
         step = self.progress.waiting.pop(0)
         with watch.measure("plan"):
-            batch = step.batch(self.config.tree, self.config.objective.loss_aggregation)
+            batch = step.batch(self.config.tree, self.config.objective.loss_aggregation, self.engine)
         with watch.measure("train"):
             self.optimizer.zero_grad()
             result = self.engine.forward_backward(batch, self.objective)
@@ -120,7 +130,7 @@ class Trainer:
         with watch.measure("update"):
             outcome = self.optimizer.step(loss)
         self.progress.iteration += 1
-        tokens, unique = batch.plan.num_sequence_tokens, batch.plan.segments.tree.num_tokens
+        tokens, unique = result.sequence_tokens, result.computed_tokens
         return {
             "iteration": self.progress.iteration,
             "loss": loss,
@@ -132,11 +142,19 @@ class Trainer:
             "tokens": tokens,
             "unique_tokens": unique,
             "token_reuse": tokens / unique,
-            "segments": batch.plan.segments.num_segments,
+            "segments": result.segments,
             "peak_in_flight_tokens": result.peak_in_flight_tokens,
             "recomputed_tokens": result.recomputed_tokens,
             TIMING: self._timing(watch.seconds, tokens, unique),
         }
+
+    def _stopwatch(self, iteration: int) -> Stopwatch:
+        return Stopwatch(lambda name: self.watchdog.enter(f"'{name}' of step {iteration}"))
+
+    def _stops(self) -> bool:
+        """Whether any process got a SIGTERM: it may reach them between different steps."""
+        self.terminated = any(self.engine.mesh.gather_from_all(self.terminated))
+        return self.terminated
 
     def _collect(self) -> list:
         try:
@@ -163,7 +181,7 @@ class Trainer:
         iteration, logging = record["iteration"], self.config.logging
         last = iteration == self.config.optimization.train_iters
         if logging.eval_interval and (iteration % logging.eval_interval == 0 or last):
-            watch = Stopwatch()
+            watch = self._stopwatch(iteration)
             with watch.measure("evaluate"):
                 for evaluation in self.evaluations:
                     values = evaluation.evaluate(iteration)
@@ -183,11 +201,9 @@ class Trainer:
         folder, iteration = self.config.checkpoint.save, self.progress.iteration
         if folder is None or self.saved_iteration == iteration:
             return
-        path = save_checkpoint(
-            folder, self.config, self.engine.tree_model, self.optimizer, iteration, self.progress.state_dict()
-        )
+        self.watchdog.enter(f"saving step {iteration}")
+        self.checkpoints.save(iteration, self.progress.state_dict())
         self.saved_iteration = iteration
-        self.console.print(f"saved {Path(path)}", soft_wrap=True)
 
     @contextmanager
     def _watching_for_sigterm(self) -> Iterator[None]:

@@ -20,7 +20,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_dta.config import OptimizationConfig
+from megatron_dta import cpu_compat
+from megatron_dta.config import OptimizationConfig, ParallelConfig
+
+# Megatron's layout of a distributed optimizer's state that loads on any mesh, gathered on the host.
+_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 
 
 @dataclass(frozen=True)
@@ -41,16 +48,28 @@ class StepOutcome:
 class TrainingOptimizer:
     """The model with its gradient buffers, optimizer and learning-rate schedule."""
 
-    def __init__(self, model: MegatronModule, settings: OptimizationConfig) -> None:
+    def __init__(
+        self, model: MegatronModule, settings: OptimizationConfig, parallel: ParallelConfig | None = None
+    ) -> None:
+        parallel = parallel or ParallelConfig()
         self.settings = settings
+        self._is_distributed = parallel.use_distributed_optimizer
+        if self._is_distributed:
+            cpu_compat.place_parameters_of_all_buckets()
         self.model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+                # Exactness tests in float64 keep their gradients in it.
+                grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
+                overlap_grad_reduce=parallel.overlap_grad_reduce,
+                bucket_size=parallel.ddp_bucket_size,
+                use_distributed_optimizer=parallel.use_distributed_optimizer,
             ),
             model,
         )
-        self.optimizer = get_megatron_optimizer(_optimizer_config(settings, model.config.params_dtype), [self.model])
+        optimizer_config = _optimizer_config(settings, model.config.params_dtype)
+        optimizer_config.use_distributed_optimizer = parallel.use_distributed_optimizer
+        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model])
         self.schedule = _schedule(self.optimizer, settings)
 
     def zero_grad(self) -> None:
@@ -58,9 +77,16 @@ class TrainingOptimizer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of the replicas, and over a tensor group those of which each rank has a part.
+
+        Every rank must call this, also one that had nothing to train; ``step`` does.
+        """
+        finalize_model_grads([self.model])
+
     def step(self, loss: float) -> StepOutcome:
         """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""
-        finalize_model_grads([self.model])
+        self.reduce_gradients()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.learning_rate
@@ -82,9 +108,19 @@ class TrainingOptimizer:
         An optimizer that has not taken a step has no state, and then no part.
         """
         state = {"opt_param_scheduler": self.schedule.state_dict()}
+        if is_loading and self._is_distributed:
+            self._make_empty_state()
         if is_loading or len(self.optimizer.state):
-            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading)
+            metadata = {"metadata": _RESHARDABLE} if self._is_distributed else {}
+            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, **metadata)
         return state
+
+    def _make_empty_state(self) -> None:
+        """Megatron's distributed optimizer reads the number of steps from Adam's state, also before there is one."""
+        adam = self._distributed().optimizer
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a loaded state. Hyperparameters stay those of the command line, only the progress is taken."""
@@ -98,12 +134,37 @@ class TrainingOptimizer:
             loaded = state["optimizer"].get("optimizer", state["optimizer"])
             for group in loaded["param_groups"]:
                 group.update(max_lr=self.settings.lr, min_lr=self.settings.min_lr)
-            self.optimizer.load_state_dict(state["optimizer"])
+            if self._is_distributed:
+                self._load_distributed(dict(state["optimizer"]))
+            else:
+                self.optimizer.load_state_dict(state["optimizer"])
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             group.update(values)
         # Megatron's schedule adds the loaded steps to its own.
         self.schedule.num_steps = 0
         self.schedule.load_state_dict(state["opt_param_scheduler"])
+
+    def _load_distributed(self, state: dict[str, Any]) -> None:
+        """Number of steps and hyperparameters first, then weights and moments, which the layout has by parameter.
+
+        With PyTorch's Adam Megatron asks the second part for the number of steps too, which it does not hold, and gives
+        all parameters one tensor as their number of steps, which each would then advance.
+        """
+        optimizer = self._distributed()
+        moments = state.pop("param_state")
+        del state["param_state_sharding_type"]
+        optimizer.load_state_dict(state)
+        of_parameters = list(optimizer.optimizer.state.values())
+        steps = [values.pop("step").clone() if "step" in values else None for values in of_parameters]
+        optimizer.load_parameter_state_from_fully_reshardable(moments)
+        for values, step in zip(of_parameters, steps, strict=True):
+            if step is not None:
+                values["step"] = step
+
+    def _distributed(self) -> Any:
+        """Megatron's one distributed optimizer; there are several only where there are experts."""
+        (optimizer,) = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return optimizer
 
 
 def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -> OptimizerConfig:
@@ -118,7 +179,6 @@ def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -
         clip_grad=settings.clip_grad,
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
-        use_distributed_optimizer=False,
     )
 
 

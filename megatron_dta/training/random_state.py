@@ -13,9 +13,15 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
+from megatron_dta.model import current_mesh
+
 
 def seed_random_states(seed: int) -> None:
-    """Seed numpy's and Python's generators; ``model.initialize_parallel`` seeds torch's and Megatron's."""
+    """Seed numpy's and Python's generators; ``model.initialize_parallel`` seeds torch's and Megatron's.
+
+    Replicas get states of their own: what draws from them, such as a user's reward, should not repeat itself there.
+    """
+    seed += current_mesh().data_rank
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

@@ -4,7 +4,9 @@
 
 Advantages come first, so a group is seen whole however its collection is cut. Old and reference logprobs are those of
 the weights before the collection's first step; with more than one step they must be computed then, and so they are part
-of what a checkpoint keeps. One plan serves all passes of a step; it follows from the samples, so no checkpoint has it.
+of what a checkpoint keeps. Every data-parallel rank has all samples and trains its part of them, which follows from the
+samples and is the same for every pass; the logprobs that ranks compute are exchanged. One plan serves all passes of a
+step; it follows from the samples, so no checkpoint has it.
 """
 
 from __future__ import annotations
@@ -19,24 +21,51 @@ import torch
 from megatron_dta.config import ObjectiveConfig, TreeConfig
 from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.errors import InputError
+from megatron_dta.model import Mesh
 from megatron_dta.objectives import Objective, token_advantages
+from megatron_dta.objectives.weights import count_trained
+from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 from megatron_dta.rollouts import Rollout
 
 
 @dataclass
 class StepSamples:
-    """The samples of one optimizer step, and statistics of the rollouts they were made from."""
+    """The samples of one optimizer step, those of all ranks, and statistics of the rollouts they were made from."""
 
     samples: list[TrainingSample]
     statistics: dict[str, float]
     planned: TreeBatch | None = None
+    own: list[int] | None = None
 
-    def batch(self, tree: TreeConfig, loss_aggregation: str) -> TreeBatch:
-        """The samples with their plan: the one of the passes for logprobs, or a new one after a checkpoint."""
+    def batch(self, tree: TreeConfig, loss_aggregation: str, engine: TreeEngine) -> TreeBatch:
+        """This rank's samples (``own``) with their plan: that of earlier passes, or a new one after a checkpoint."""
         if self.planned is None:
-            self.planned = prepare_batch(self.samples, tree, loss_aggregation)
+            mesh = engine.mesh
+            self.own = list(range(len(self.samples)))
+            if mesh.data_size > 1:
+                partition = partition_samples(self.samples, mesh.data_size, cost_model(engine, tree))
+                self.own = partition.sequences_of(mesh.data_rank).tolist()
+            counts = count_trained([sample.num_trained for sample in self.samples])
+            self.planned = prepare_batch([self.samples[i] for i in self.own], tree, loss_aggregation, counts)
         return self.planned
+
+
+def cost_model(engine: TreeEngine, tree: TreeConfig) -> CostModel:
+    """What the engine's model needs for tokens, pairs of attention and logprobs, up to a factor of all."""
+    model = engine.tree_model.config
+    return CostModel.from_shape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        vocab_size=engine.tree_model.true_vocab_size,
+        swiglu=model.gated_linear_unit,
+        segment_tokens=tree.tree_segment_tokens,
+    )
 
 
 class SamplePreparation:
@@ -80,7 +109,9 @@ class SamplePreparation:
     def _complete(self, samples: list[TrainingSample], rollouts: list[Rollout]) -> StepSamples:
         """One step with its plan, old and reference logprobs."""
         step = StepSamples(samples, rollout_statistics(rollouts))
-        batch = step.batch(self.tree, self.settings.loss_aggregation)
+        mesh = self.policy.mesh
+        batch = step.batch(self.tree, self.settings.loss_aggregation, self.policy)
+        own = step.own
         logprobs: dict[str, Sequence[np.ndarray]] = {}
         if self.objective.name != "sft":
             if self.settings.old_logprobs == "rollout":
@@ -88,15 +119,21 @@ class SamplePreparation:
                 logprobs["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
             elif self.num_steps > 1:
                 # The weights of an only step are the old ones: the loss takes missing old logprobs to be its own.
-                logprobs["old_logprobs"] = self.policy.compute_logprobs(batch)
+                logprobs["old_logprobs"] = _of_all_ranks(mesh, own, self.policy.compute_logprobs(batch))
         if self.reference is not None:
-            logprobs["ref_logprobs"] = self.reference.compute_logprobs(batch)
+            logprobs["ref_logprobs"] = _of_all_ranks(mesh, own, self.reference.compute_logprobs(batch))
         step.samples = [
             replace(sample, **{name: arrays[i] for name, arrays in logprobs.items()})
             for i, sample in enumerate(samples)
         ]
-        step.planned = batch.with_fields(**logprobs)
+        step.planned = batch.with_fields(**{name: [arrays[i] for i in own] for name, arrays in logprobs.items()})
         return step
+
+
+def _of_all_ranks(mesh: Mesh, own: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Arrays of all samples in order, from those that each rank has computed of its ``own``."""
+    found = [pair for part in mesh.gather_over_data(list(zip(own, arrays, strict=True))) for pair in part]
+    return [array for _, array in sorted(found, key=lambda pair: pair[0])]
 
 
 def split_groups(rollouts: Sequence[Rollout], num_steps: int) -> list[list[int]]:

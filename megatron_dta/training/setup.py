@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from megatron_dta.config import TrainConfig
+from megatron_dta.config import LoggingConfig, TrainConfig
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
-from megatron_dta.model import TreeGPTModel, build_model, initialize_parallel
+from megatron_dta.model import TreeGPTModel, build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
@@ -24,13 +24,12 @@ from megatron_dta.sampling.source import SamplingEvaluation, SamplingSource
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.checkpoint import (
     REFERENCE,
-    find_checkpoint,
     load_checkpoint,
     load_weights,
-    remove_leftovers,
     save_weights,
     settings_by_flag,
 )
+from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
 from megatron_dta.training.loop import Progress, Trainer
 from megatron_dta.training.metrics import MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
@@ -47,19 +46,19 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     if config.model.vocab_size is None:
         config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
 
-    device = initialize_parallel(config.optimization.seed)
+    device = initialize_parallel(config.optimization.seed, config.parallel)
     seed_random_states(config.optimization.seed)
     if config.optimization.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    model = build_model(config.model, device)
+    model = build_model(config.model, device, config.parallel)
     start, resumes = _starting_point(config)
     if start is not None and not resumes:
         load_weights(start, config.model, model)
         console.print(f"starting from the weights of {start}", soft_wrap=True)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
     reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
-    optimizer = TrainingOptimizer(model, config.optimization)
+    optimizer = TrainingOptimizer(model, config.optimization, config.parallel)
     progress = Progress()
     if start is not None and resumes:
         iteration, state, changed = load_checkpoint(start, config, model, optimizer)
@@ -89,7 +88,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         source=source,
         preparation=preparation,
         evaluations=_evaluations(config, engine, model, task, held_out),
-        metrics=MetricsLog(metrics_path(config), config.logging, kept_metrics, settings_by_flag(config)),
+        metrics=_open_metrics(config, kept_metrics),
         progress=progress,
         console=console,
         resumed=start is not None and resumes,
@@ -102,6 +101,13 @@ def metrics_path(config: TrainConfig) -> Path | None:
     if config.logging.metrics_file is not None:
         return Path(config.logging.metrics_file)
     return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save is not None else None
+
+
+def _open_metrics(config: TrainConfig, iteration: int) -> MetricsLog:
+    """The first process writes them; all have the same."""
+    if current_mesh().rank != 0:
+        return MetricsLog(None, LoggingConfig(), iteration)
+    return MetricsLog(metrics_path(config), config.logging, iteration, settings_by_flag(config))
 
 
 def _make_folders(config: TrainConfig) -> None:
@@ -136,7 +142,10 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
     """The checkpoint to start from, or None; and whether the run it belongs to is continued."""
     save, load = config.checkpoint.save, config.checkpoint.load
     if save is not None:
-        remove_leftovers(save)
+        mesh = current_mesh()
+        if mesh.rank == 0:
+            remove_leftovers(save)
+        mesh.wait_for_all()
         own = find_checkpoint(save)
         if own is not None:
             # The same command after a kill must go on here, whatever --load it was started with.
@@ -154,7 +163,7 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
 
 def _build_reference(config: TrainConfig, policy: TreeGPTModel, device: torch.device, resumes: bool) -> TreeGPTModel:
     """The frozen model that the KL divergence is measured from."""
-    reference = build_model(config.model, device)
+    reference = build_model(config.model, device, config.parallel)
     save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
     if config.checkpoint.ref_load is not None:
         path = find_checkpoint(config.checkpoint.ref_load)

@@ -69,13 +69,15 @@ class StoredRollouts(RolloutSource):
 
 
 class StoredEvaluation(Evaluation):
-    """``loss``: mean negative logprob of the trained tokens of held-out rollouts."""
+    """``loss``: mean negative logprob of the trained tokens of held-out rollouts, whose batches the ranks share."""
 
     def __init__(self, engine: TreeEngine, rollouts: Sequence[Rollout], tree: TreeConfig, batch_size: int) -> None:
         self._engine = engine
         samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
         pieces = [samples[first : first + batch_size] for first in range(0, len(samples), batch_size)]
-        self._batches = [prepare_batch(piece, tree) for piece in pieces]
+        self._trained_tokens = sum(sample.num_trained for sample in samples)
+        mesh = engine.mesh
+        self._batches = [prepare_batch(piece, tree) for piece in pieces[mesh.data_rank :: mesh.data_size]]
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The mean over all trained tokens; the forward pass is that of training, trees and all."""
@@ -84,7 +86,7 @@ class StoredEvaluation(Evaluation):
             for batch in self._batches
             for logprobs in self._engine.compute_logprobs(batch)
         )
-        return {"loss": -total / sum(batch.plan.num_pairs for batch in self._batches)}
+        return {"loss": -sum(self._engine.mesh.gather_over_data(total)) / self._trained_tokens}
 
 
 def load_files(files: Sequence[str], config: TrainConfig, require: Sequence[str] = ()) -> list[Rollout]:

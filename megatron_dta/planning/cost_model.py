@@ -1,0 +1,120 @@
+"""Predicts what a rank's forest costs, so that work can be divided before it is done.
+
+    seconds = a * tokens + b * pairs + c * edges + d * segments
+
+tokens    unique tokens of the forest: every GEMM of the layers runs once for each
+pairs     (query, key) pairs that attention computes: a token at position p has p + 1
+edges     unique (parent, child) pairs that some sequence trains: each needs a row of logits
+segments  forwards (and backwards) that are launched
+
+The number of segments is not known before a forest is cut; tokens / segment_tokens is used for it, which the segment
+planner reaches up to the fill of its segments. That makes the cost linear in three counts, and so a sum over the nodes
+of the forest. Only ratios between costs decide a partition: coefficients in other units than seconds serve as well.
+
+``CostModel.from_shape`` derives the coefficients from the FLOPs of a model; coefficients fitted to measured steps take
+their place through a JSON file (``CostModel.load``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dta.errors import InputError
+
+# Rates in FLOP/s of one H200 in bfloat16, forward and backward: large GEMMs at two thirds of their peak, attention.
+GEMM_RATE = 520e12
+ATTENTION_RATE = 500e12
+# Time that a layer adds to each segment whatever its length: launches, small kernels. An estimate.
+SECONDS_PER_SEGMENT_AND_LAYER = 1e-4
+# Forward and backward; attention's backward computes its scores again (5 products for the forward's 2).
+GEMM_PASSES = 3.0
+ATTENTION_PASSES = 3.5
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Coefficients of the cost; the defaults are ``from_shape`` of Qwen3-1.7B.
+
+    Attributes:
+        seconds_per_token, seconds_per_pair, seconds_per_edge, seconds_per_segment: a, b, c, d; not negative, and the
+            first above 0.
+        segment_tokens: tokens of a full segment (``--tree-segment-tokens``).
+    """
+
+    seconds_per_token: float = 1.6261e-05
+    seconds_per_pair: float = 1.6056e-09
+    seconds_per_edge: float = 3.5904e-06
+    seconds_per_segment: float = 2.8e-03
+    segment_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise InputError(f"{field.name} of the cost model must be a number not below 0, not {value!r}")
+        if self.seconds_per_token <= 0:
+            raise InputError("seconds_per_token of the cost model must be above 0")
+        if not isinstance(self.segment_tokens, int) or self.segment_tokens < 1:
+            raise InputError(f"segment_tokens of the cost model must be a whole number above 0: {self.segment_tokens}")
+
+    @classmethod
+    def from_shape(
+        cls,
+        num_layers: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_query_groups: int,
+        kv_channels: int,
+        vocab_size: int,
+        swiglu: bool = True,
+        segment_tokens: int = 2048,
+    ) -> CostModel:
+        """Coefficients from the FLOPs of a dense decoder (Megatron's names) at the rates on top of this file.
+
+        A product with a weight of n entries is 2 n FLOPs a token; scores and values of attention are 4 FLOPs a pair
+        for each channel of each query head.
+        """
+        width, kv_width = num_attention_heads * kv_channels, num_query_groups * kv_channels
+        attention_weights = hidden_size * (2 * width + 2 * kv_width)
+        ffn_weights = (3 if swiglu else 2) * hidden_size * ffn_hidden_size
+        return cls(
+            seconds_per_token=GEMM_PASSES * 2 * num_layers * (attention_weights + ffn_weights) / GEMM_RATE,
+            seconds_per_pair=ATTENTION_PASSES * 4 * num_layers * width / ATTENTION_RATE,
+            seconds_per_edge=GEMM_PASSES * 2 * hidden_size * vocab_size / GEMM_RATE,
+            seconds_per_segment=SECONDS_PER_SEGMENT_AND_LAYER * num_layers,
+            segment_tokens=segment_tokens,
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """A cost model from a JSON object with the names of the attributes; what it leaves out keeps its default.
+
+        Raises InputError naming the file and what is wrong in it.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except ValueError:
+            raise InputError(f"{path}: is not a JSON file") from None
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, dict):
+            raise InputError(f"{path}: must hold one JSON object with some of {', '.join(names)}")
+        for name in values:
+            if name not in names:
+                raise InputError(f"{path}: field {name!r} is not known; the fields are {', '.join(names)}")
+        try:
+            return cls(**values)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+
+    def cost(self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray) -> np.ndarray:
+        """Cost of forests with these counts (arrays of one shape, or numbers)."""
+        per_token = self.seconds_per_token + self.seconds_per_segment / self.segment_tokens
+        return per_token * tokens + self.seconds_per_pair * pairs + self.seconds_per_edge * edges

@@ -1,0 +1,152 @@
+"""Writes one checkpoint from all ranks: each its shards, under another name until every one of them is done.
+
+    1. the first rank makes an empty folder with an unfinished name
+    2. every rank plans with the others and writes its shards: at once, or (``background``) by a thread, from a copy on
+       the host, while training goes on
+    3. ranks agree that all have written; the first one adds the metadata and renames the folder
+
+An error on one rank before step 3 ends the save on all, and the unfinished folder never gets its proper name. Planning
+and agreeing talk to other ranks, so they run on the main thread, at moments that are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_dta import cpu_compat
+from megatron_dta.errors import InputError
+from megatron_dta.model import current_mesh
+from megatron_dta.training.checkpoint_files import unfinished_name
+
+
+class _AgreeingStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's writer of shards, which first hears from all ranks whether the parts before it were written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("torch_dist", 1)
+        self.path, self.reached = path, False
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        self.reached = True
+        raise_on_all(self.path, None)
+        return super().async_save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+
+class CheckpointWrite:
+    """A checkpoint being written. Every rank makes one, and calls ``finish`` once, at the same moment of its run."""
+
+    def __init__(self, path: Path, state: dict[str, Any], background: bool = False) -> None:
+        cpu_compat.write_checkpoints_in_process()
+        self.path, self._unfinished = path, unfinished_name(path)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._request: Any = None
+        on_first_rank(path, self._make_folder)
+        if background:
+            _copy_host_tensors(state)
+        strategy = _AgreeingStrategy(path)
+        try:
+            self._request = dist_checkpointing.save(
+                state, str(self._unfinished), strategy, async_sharded_save=background
+            )
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if not strategy.reached:
+                raise_on_all(path, error)
+            raise _cannot_write(path, error) from error
+        if background:
+            self._start_thread()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has written its shards (or failed to)."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for all ranks' shards and give the checkpoint its name."""
+        if self._thread is not None:
+            self._thread.join()
+            raise_on_all(self.path, self._error)
+            try:
+                for finalize in self._request.finalize_fns:
+                    finalize()
+            except (OSError, CheckpointException) as error:
+                raise _cannot_write(self.path, error) from error
+        on_first_rank(self.path, self._publish)
+
+    def _make_folder(self) -> None:
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._unfinished.mkdir(parents=True)
+
+    def _publish(self) -> None:
+        # A checkpoint of this name that no tracker names: its run was killed before it counted.
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.replace(self._unfinished, self.path)
+
+    def _start_thread(self) -> None:
+        """Copy what is on a GPU to the host, then write it while the caller goes on; ``finish`` tells of errors."""
+        arguments = list(self._request.async_fn_args)
+        if self._request.preload_fn is not None:
+            arguments[1] = self._request.preload_fn()
+
+        def write() -> None:
+            try:
+                if self._request.async_fn is not None:
+                    self._request.async_fn(*arguments, **self._request.async_fn_kwargs)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name=f"write {self.path.name}", daemon=True)
+        self._thread.start()
+
+
+def raise_on_all(path: Path, error: BaseException | None) -> None:
+    """Raise on every rank if any of them brings an error; every rank must call this."""
+    reasons = current_mesh().gather_from_all(None if error is None else reason_of(error))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            where = f"rank {rank}: " if len(reasons) > 1 else ""
+            raise InputError(f"{path}: the checkpoint cannot be written ({where}{reason})") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """One line; of an error of several ranks, whose own message is a traceback, what one of them met."""
+    if isinstance(error, CheckpointException):
+        if not error.failures:
+            return "another rank failed and has the reason"
+        rank, failure = next(iter(error.failures.items()))
+        error, where = failure[0], f"rank {rank}: " if current_mesh().world_size > 1 else ""
+        return where + (" ".join(str(error).split())[:200] or type(error).__name__)
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def on_first_rank(path: Path, act: Any) -> None:
+    """Let the first rank act on files while the others wait; its failure is everybody's."""
+    error = None
+    if current_mesh().rank == 0:
+        try:
+            act()
+        except OSError as caught:
+            error = caught
+    raise_on_all(path, error)
+
+
+def _cannot_write(path: Path, error: BaseException) -> InputError:
+    return InputError(f"{path}: the checkpoint cannot be written ({reason_of(error)})")
+
+
+def _copy_host_tensors(state: dict[str, Any]) -> None:
+    """Tensors on the host are written from where they are, and training would change them meanwhile."""
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and torch.is_tensor(part.data) and part.data.is_cpu:
+            part.data = part.data.detach().clone()

@@ -1,0 +1,213 @@
+"""Kills a training run again and again, at random moments, and compares what it ends with to an unbroken run's.
+
+    python tests/kill_run.py [--kills 100] [--processes 1 2] [--seed 0] [--folder FOLDER] [training flags]
+
+The run saves after every step. A third of the kills (SIGKILL) come while a checkpoint is being written, a third in the
+steps, a third while the run starts and loads. With several processes one of them is killed, and the rest as torchrun
+would. Between kills the folder must hold a complete checkpoint that is never older than before; the metrics at the end
+must be those of the unbroken run, bit for bit. Further training flags are added to the command's. Status 0 if so.
+
+Runs are forked off this process, which has imported everything, so a start takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_dta import train
+from megatron_dta.training import plot, setup  # noqa: F401 (imported here, not in every child)
+from megatron_dta.training.checkpoint_files import find_checkpoint
+
+COMMAND = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --tree-segment-tokens 16 "
+    "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 3 --entropy-coef 0.05 "
+    "--rollout-max-response-len 4 --num-steps-per-rollout 2 --old-logprobs recompute --eval-interval 10 --eval-iters 4 "
+    "--lr 1e-2 --save-interval 1 --keep-checkpoints 2"
+)
+KINDS = ("starting", "stepping", "saving")
+# A run that shows no sign of life for so long has hung.
+PATIENCE_S = 120.0
+
+
+class Run:
+    """The processes of one start of the command, forked off this one."""
+
+    def __init__(self, argv: list[str], processes: int, log: Path) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        mesh = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+        self.children = [
+            _fork(argv, mesh | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}, log)
+            for rank in range(processes)
+        ]
+        self.statuses: dict[int, int] = {}
+
+    def ended(self) -> bool:
+        """Whether any process has ended."""
+        for child in self.children:
+            if child not in self.statuses:
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    self.statuses[child] = os.waitstatus_to_exitcode(status)
+        return bool(self.statuses)
+
+    def wait(self) -> list[int]:
+        """Exit statuses of all processes."""
+        for child in self.children:
+            if child not in self.statuses:
+                self.statuses[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return [self.statuses[child] for child in self.children]
+
+    def kill(self, first: int) -> list[int]:
+        """Kill one process and, a moment later, the others."""
+        for child in [self.children[first], *self.children]:
+            if child not in self.statuses:
+                os.kill(child, signal.SIGKILL)
+            if child == self.children[first] and len(self.children) > 1:
+                time.sleep(random.choice((0.0, 0.3)))
+            self.ended()
+        return self.wait()
+
+    def until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for a condition; False if a process ends before it holds."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if self.ended():
+                return False
+            if time.monotonic() > deadline:
+                self.kill(0)
+                raise SystemExit(f"the run has hung: nothing happened for {PATIENCE_S:.0f} s")
+            time.sleep(0.001)
+        return True
+
+
+def _fork(argv: list[str], mesh: dict[str, str], log: Path) -> int:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(mesh)
+            sys.argv = ["train", *argv]
+            train.main()
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return child
+
+
+def kill_at(run: Run, folder: Path, kind: str, start_s: float, step_s: float, save_s: float) -> None:
+    """Wait for a random moment of the kind."""
+    delays = {"starting": start_s, "stepping": 2 * step_s, "saving": save_s}
+    if kind == "stepping":
+        before = saved_iteration(folder)
+        run.until(lambda: saved_iteration(folder) > before)
+    elif kind == "saving":
+        run.until(lambda: any(folder.glob("iter_*.tmp")))
+    deadline = time.monotonic() + random.uniform(0, delays[kind])
+    run.until(lambda: time.monotonic() > deadline)
+
+
+def rows_written(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def rows_without_timing(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "timing"} for row in rows]
+
+
+def saved_iteration(folder: Path) -> int:
+    """The step of the checkpoint that counts, 0 if there is none yet; an error if the folder holds half of one."""
+    for path in folder.glob("iter_*"):
+        if path.suffix != ".tmp" and not (path / "metadata.json").is_file():
+            raise SystemExit(f"{path} is no complete checkpoint")
+    found = find_checkpoint(folder)
+    return int(found.name.removeprefix("iter_")) if found is not None else 0
+
+
+def unbroken_run(argv: list[str], processes: int, folder: Path, log: Path) -> tuple[float, float, float]:
+    """Run to the end; seconds until the first step, for a step with its save, and for a save."""
+    began = time.monotonic()
+    run = Run([*argv, "--save", str(folder)], processes, log)
+    run.until(lambda: rows_written(folder) > 1)
+    started = time.monotonic()
+    if any(run.wait()):
+        raise SystemExit(f"the unbroken run failed; see {log}")
+    step_s = (time.monotonic() - started) / (rows_written(folder) - 1)
+    return started - began, step_s, step_s
+
+
+def kill_repeatedly(argv: list[str], processes: int, kills: int, folder: Path) -> bool:
+    """The whole experiment on so many processes; prints and returns its outcome."""
+    straight, killed, log = folder / f"unbroken-{processes}", folder / f"killed-{processes}", folder / "output.txt"
+    times = unbroken_run(argv, processes, straight, log)
+    print(f"{processes} process(es): start {times[0]:.2f} s, step and save {times[1]:.3f} s", flush=True)
+    killed.mkdir()
+    counts, latest, began = dict.fromkeys(KINDS, 0), 0, time.monotonic()
+    while sum(counts.values()) < kills:
+        kind = random.choice(KINDS)
+        run = Run([*argv, "--save", str(killed)], processes, log)
+        kill_at(run, killed, kind, *times)
+        statuses = run.kill(random.randrange(processes))
+        if -signal.SIGKILL not in statuses:
+            # It had come to its end, or it has failed.
+            if any(statuses):
+                raise SystemExit(f"a start after {counts} failed with {statuses}; see {log}")
+            break
+        counts[kind] += 1
+        iteration = saved_iteration(killed)
+        if iteration < latest:
+            raise SystemExit(f"the checkpoint of step {latest} is lost: that of {iteration} counts")
+        latest = iteration
+    if any(Run([*argv, "--save", str(killed)], processes, log).wait()):
+        raise SystemExit(f"the last start failed; see {log}")
+    same = rows_without_timing(killed) == rows_without_timing(straight)
+    number = sum(counts.values())
+    print(
+        f"{number} kills {counts} in {time.monotonic() - began:.0f} s, the last at checkpoint {latest}; metrics",
+        end=" ",
+    )
+    print("bit for bit the same" if same else "DIFFERENT", flush=True)
+    if number < kills:
+        print(f"the run ended before {kills} kills; give more --train-iters", flush=True)
+    return same and number == kills
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where runs are kept (default: a temporary folder)")
+    options, flags = parser.parse_known_args()
+    random.seed(options.seed)
+    argv = [*COMMAND.split(), "--train-iters", str(3 * options.kills + 10), *flags]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        return 0 if all([kill_repeatedly(argv, count, options.kills, folder) for count in options.processes]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""``tools/plan_partition.py`` as a user runs it: its figures, its table, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import REPOSITORY, rollout_file, seed_all
+from megatron_dta.planning import CostModel
+from partition_cases import cost, counts, turns_forest
+
+TOOL = REPOSITORY / "tools" / "plan_partition.py"
+METHOD_KEYS = {"cost_per_rank", "max_over_mean", "total_cost", "duplicated_tokens", "seconds"}
+GOOD = '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n'
+
+
+def plan(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+
+
+def plan_json(*arguments: object) -> dict:
+    done = plan(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_turns(path: Path, seed: int) -> tuple[Path, list, list, list[str]]:
+    sequences, masks, names = turns_forest(seed_all(seed), 7, 3, 4)
+    rows = [
+        {"token_ids": s.tolist() + [5] * 3, "loss_mask": m.tolist() + [False] * 3, "group_id": name, "reward": 1.0}
+        for s, m, name in zip(sequences, masks, names, strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path, sequences, masks, names
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_figures(tmp_path: Path, seed: int) -> None:
+    """What a step computes: not the three tokens behind the last trained one."""
+    path, sequences, masks, names = write_turns(tmp_path / "rollouts.jsonl", seed)
+    values = plan_json(path, "--data-parallel-size", 5)
+    tokens = counts(sequences, masks)[0]
+    assert values["unique_tokens"] == tokens
+    for method in (values, values["first_fit"], values["contiguous"]):
+        assert method.keys() >= METHOD_KEYS
+        per_rank = np.array(method["cost_per_rank"])
+        assert len(per_rank) == 5
+        assert method["max_over_mean"] == pytest.approx(per_rank.max() / per_rank.mean())
+        assert method["total_cost"] == pytest.approx(per_rank.sum())
+        assert method["duplicated_tokens"] == sum(method["tokens_per_rank"]) - tokens >= 0
+        assert sum(method["sequences_per_rank"]) == len(sequences)
+        assert method["seconds"] > 0
+    assert max(values["cost_per_rank"]) >= values["least_slowest_cost"]
+    one = plan_json(path, "--data-parallel-size", 1)
+    assert one["total_cost"] == pytest.approx(cost(CostModel(), sequences, masks))
+    assert one["duplicated_tokens"] == 0
+    whole = plan_json(path, "--data-parallel-size", 9, "--keep-together", "group", "--fill-idle-ranks")
+    assert whole["idle_ranks"] == 9 - len(set(names))
+
+
+def test_the_cost_model_and_the_framing_are_used(tmp_path: Path) -> None:
+    path, *_ = write_turns(tmp_path / "rollouts.jsonl", 2)
+    model = tmp_path / "model.json"
+    coefficients = {"seconds_per_token": 1, "seconds_per_pair": 0, "seconds_per_edge": 0, "seconds_per_segment": 0}
+    model.write_text(json.dumps(coefficients))
+    values = plan_json(path, "--data-parallel-size", 3, "--cost-model", model)
+    assert values["cost_per_rank"] == values["tokens_per_rank"]
+    rows = [
+        {"token_ids": list(range(40)), "loss_mask": [int(i in (9, 19, 39)) for i in range(40)]},
+        {"token_ids": [*range(30), 7], "loss_mask": [int(i == 30) for i in range(31)]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for framing, sequences in (("trajectory", 2), ("turn", 4)):
+        values = plan_json(path, "--data-parallel-size", 2, "--framing", framing)
+        assert (values["sequences"], values["unique_tokens"]) == (sequences, 41)
+    together = plan_json(
+        path, "--data-parallel-size", 4, "--framing", "turn", "--keep-together", "trajectory", "--fill-idle-ranks"
+    )
+    assert sorted(together["sequences_per_rank"]) == [0, 0, 1, 3]
+    assert plan_json(path, "--data-parallel-size", 2, "--max-sequences", 1, "--max-length", 15)["tokens"] == 10
+
+
+def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path) -> None:
+    path, *_ = write_turns(tmp_path / "rollouts.jsonl", 3)
+    done = plan(path, "--data-parallel-size", 4)
+    assert done.returncode == 0, done.stderr
+    for label in ("slowest / mean", "first fit", "contiguous", "duplicated tokens", "idle ranks", "planning"):
+        assert label in done.stdout
+    assert "{" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "parts"),
+    [
+        (GOOD + '{"token_ids": [1, 2', ("--data-parallel-size", "2"), ("rollouts.jsonl", "2")),
+        (None, ("--data-parallel-size", "2"), ("rollouts.jsonl", "no such file")),
+        ("", ("--data-parallel-size", "2"), ("rollouts.jsonl",)),
+        (GOOD, (), ("--data-parallel-size",)),
+        (GOOD, ("--data-parallel-size", "0"), ("--data-parallel-size", "at least 1")),
+        (GOOD, ("--data-parallel-size", "two"), ("--data-parallel-size", "two")),
+        (GOOD, ("--data-parallel-size", "2", "--framing", "row"), ("--framing", "trajectory")),
+        (GOOD, ("--data-parallel-size", "2", "--keep-together", "x"), ("--keep-together", "group")),
+        (GOOD, ("--data-parallel-size", "2", "--max-length", "0"), ("--max-length", "at least 1")),
+        (GOOD, ("--data-parallel-size", "2", "--max-length", "1"), ("rollouts.jsonl", "max_length")),
+        (GOOD, ("--data-parallel-size", "2", "--cost-model", "no.json"), ("no.json", "cannot be read")),
+    ],
+)
+def test_bad_input_gets_one_line(tmp_path: Path, content: str | None, arguments: tuple, parts: tuple) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    if content is not None:
+        path.write_text(content)
+    done = plan(path, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    for part in parts:
+        assert part in line
+
+
+def test_no_torch_is_loaded(tmp_path: Path) -> None:
+    path, *_ = write_turns(tmp_path / "rollouts.jsonl", 4)
+    program = (
+        "import runpy, sys\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as stop:\n    assert not stop.code\n"
+        "print([name for name in ('torch', 'megatron', 'matplotlib') if name in sys.modules])\n"
+    )
+    arguments = [str(TOOL), str(path), "--data-parallel-size", "3"]
+    command = [sys.executable, "-c", f"import sys; sys.argv = {arguments!r}\n{program}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_real_set(tmp_path: Path) -> None:
+    begin = time.perf_counter()
+    values = plan_json(rollout_file("tau1_airline_gpt4o_4x50.npz"), "--data-parallel-size", 8, "--framing", "turn")
+    assert time.perf_counter() - begin < 20, "two seconds on an idle machine; the rest is room for a busy one"
+    assert values["max_over_mean"] <= 1.03
+    assert values["total_cost"] <= values["contiguous"]["total_cost"]
+    assert values["idle_ranks"] == 0

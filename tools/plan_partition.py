@@ -1,0 +1,166 @@
+"""Divides the sequences of a rollout file over data-parallel ranks and says how even the ranks are.
+
+    python tools/plan_partition.py FILE --data-parallel-size 8 [--framing turn] [--json]
+
+FILE is a rollout file (.jsonl, .parquet or .npz). Costs are predicted seconds of a rank's forward and backward by the
+cost model (megatron_dta/planning/cost_model.py), shared prefixes counted on each rank that computes them; duplicated
+tokens are those that ranks compute beyond the unique ones; tokens behind a sequence's last trained one are left out, as
+in training. Two other methods stand beside it, costed by the same model: first fit by token count, and AReaL-DTA's
+contiguous runs of leaves. Seconds are those of planning, the prefix tree included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.partition import Partition, least_slowest, partition_costs, trained_parts
+from megatron_dta.planning.partition_baselines import contiguous, first_fit
+from megatron_dta.planning.sequence_costs import SequenceCosts
+from megatron_dta.rollouts import Rollout, load_rollouts
+from megatron_dta.tree import PrefixTree, build_prefix_tree
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (--help lists the flags)")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
+    parser.add_argument("--data-parallel-size", type=int, metavar="N", required=True, help="number of ranks")
+    parser.add_argument(
+        "--framing",
+        choices=("trajectory", "turn"),
+        default="trajectory",
+        help="one sequence per stored rollout, or per turn of it with all turns before (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep-together",
+        choices=("sequence", "trajectory", "group"),
+        default="sequence",
+        help="what is never divided: a sequence, all samples of a trajectory, or of a group (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fill-idle-ranks",
+        action="store_true",
+        help="give every rank work while there is enough, even where that only repeats prefixes",
+    )
+    parser.add_argument("--cost-model", metavar="JSON", help="coefficients (default: those of Qwen3-1.7B on an H200)")
+    parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
+    parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    for flag in ("--data-parallel-size", "--max-sequences", "--max-length"):
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None and value < 1:
+            raise InputError(f"{flag} must be at least 1, not {value}")
+    return arguments
+
+
+def names_to_keep(rollouts: list[Rollout], unit: str) -> list[str] | None:
+    """The name of what each rollout must stay with; a rollout without a trajectory is one of its own."""
+    if unit == "group":
+        return [rollout.group_id for rollout in rollouts]
+    if unit == "trajectory":
+        return [
+            f"row {row}" if rollout.trajectory_id is None else json.dumps([rollout.group_id, rollout.trajectory_id])
+            for row, rollout in enumerate(rollouts)
+        ]
+    return None
+
+
+def figures(partition: Partition, seconds: float) -> dict[str, object]:
+    """The figures of one method, under the names of the keys of ``--json``."""
+    sequences = np.bincount(partition.rank_of_sequence, minlength=partition.num_ranks)
+    return {
+        "cost_per_rank": partition.cost_per_rank.tolist(),
+        "max_over_mean": partition.max_over_mean,
+        "total_cost": partition.total_cost,
+        "duplicated_tokens": partition.duplicated_tokens,
+        "seconds": seconds,
+        "tokens_per_rank": partition.tokens_per_rank.tolist(),
+        "sequences_per_rank": sequences.tolist(),
+        "idle_ranks": int(np.count_nonzero(sequences == 0)),
+    }
+
+
+def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostModel) -> dict[str, object]:
+    """Figures of the partition, and under ``first_fit`` and ``contiguous`` those of the other methods."""
+    ranks = arguments.data_parallel_size
+    names = names_to_keep(rollouts, arguments.keep_together)
+    begin = time.perf_counter()
+    sequences, masks = trained_parts(rollouts)
+    tree = build_prefix_tree(sequences)
+    costs = SequenceCosts.of(tree, model, masks, names)
+    partition = partition_costs(costs, ranks, arguments.fill_idle_ranks)
+    result = figures(partition, time.perf_counter() - begin)
+    result["least_slowest_cost"] = least_slowest(costs, ranks)
+    result["sequences"], result["tokens"] = len(sequences), sum(map(len, sequences))
+    result["unique_tokens"] = tree.num_tokens
+
+    def of_tree(method: Callable[[PrefixTree], np.ndarray]) -> dict[str, object]:
+        begin = time.perf_counter()
+        rank = method(build_prefix_tree(sequences))
+        return figures(Partition.of(costs, rank, ranks), time.perf_counter() - begin)
+
+    result["first_fit"] = of_tree(lambda tree: first_fit(tree.sequence_lengths, ranks))
+    result["contiguous"] = of_tree(lambda tree: contiguous(tree, ranks))
+    return result
+
+
+def print_table(values: dict[str, object], title: str) -> None:
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("figure", no_wrap=True)
+    methods = {"this planner": values, "first fit": values["first_fit"], "contiguous": values["contiguous"]}
+    for name in methods:
+        table.add_column(name, justify="right", no_wrap=True)
+    rows: dict[str, Callable[[dict], str]] = {
+        "slowest rank (seconds)": lambda v: f"{max(v['cost_per_rank']):.4f}",
+        "slowest / mean": lambda v: f"{v['max_over_mean']:.4f}",
+        "fastest rank (seconds)": lambda v: f"{min(v['cost_per_rank']):.4f}",
+        "all ranks (seconds)": lambda v: f"{v['total_cost']:.4f}",
+        "duplicated tokens": lambda v: f"{v['duplicated_tokens']:,}",
+        "idle ranks": lambda v: f"{v['idle_ranks']:,}",
+        "planning (seconds)": lambda v: f"{v['seconds']:.3f}",
+    }
+    for label, show in rows.items():
+        table.add_row(label, *(show(method) for method in methods.values()))
+    table.caption = f"no partition has a slowest rank below {values['least_slowest_cost']:.4f} seconds"
+    table.caption_justify = "left"
+    Console().print(table)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    model = CostModel() if arguments.cost_model is None else CostModel.load(arguments.cost_model)
+    rollouts = load_rollouts(
+        arguments.file,
+        framing=arguments.framing,
+        max_sequences=arguments.max_sequences,
+        max_length=arguments.max_length,
+    )
+    values = compare(rollouts, arguments, model)
+    name = f"{Path(arguments.file).name}, one sequence per {arguments.framing}"
+    counts = f"{values['sequences']:,} sequences, {values['unique_tokens']:,} of {values['tokens']:,} tokens unique"
+    print_table(values, f"{name}: {counts}, {arguments.data_parallel_size} ranks")
+    if arguments.json:
+        sys.stdout.flush()
+        print(json.dumps(values))
+
+
+if __name__ == "__main__":
+    run_entry_point(main)
