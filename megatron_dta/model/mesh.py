@@ -136,6 +136,13 @@ def _make_host_group(timeout: timedelta) -> None:
 
 def _initialize_process_group(backend: str, timeout: timedelta) -> None:
     if torch.distributed.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        torch.distributed.init_process_group(backend=backend, timeout=timeout)
+        store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+            # torchrun keeps its store over restarts, with the addresses of the processes before. (On several nodes the
+            # restart counts of their launchers may differ.)
+            store = torch.distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        torch.distributed.init_process_group(
+            backend=backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
     else:
         torch.distributed.init_process_group(backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
