@@ -19,6 +19,8 @@ setup(
     install_requires=[
         # 0.16.1 is the newest for Python 3.11; 0.17 and later need Python 3.12.
         "megatron-core>=0.16.1,<0.20",
+        # Megatron-Core 0.19 imports triton, on a CPU too, and PyTorch's CPU builds do not bring it.
+        "triton; python_version >= '3.12' and platform_system == 'Linux'",
         "numpy",
         "torch>=2.7",
         # megatron.core.dist_checkpointing imports psutil without declaring it.
