@@ -40,7 +40,9 @@ class _AgreeingStrategy(TorchDistSaveShardedStrategy):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         self.reached = True
         raise_on_all(self.path, None)
-        return super().async_save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        # Newer versions say whose writers to use, by default those of a package that need not be there.
+        own_writers = ("mcore",) if args or kwargs else ()
+        return super().async_save(sharded_state_dict, checkpoint_dir, *own_writers)
 
 
 class CheckpointWrite:
