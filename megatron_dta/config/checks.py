@@ -64,6 +64,18 @@ def _check_model(config: TrainConfig) -> None:
             f"--rotary-percent {model.rotary_percent} rotates {rotated} of {model.kv_channels} channels per head; "
             "that must be an even number above 0, so change --rotary-percent or --kv-channels"
         )
+    check_dropout(model)
+    if model.bf16 and model.fp16:
+        raise InputError("--bf16 and --fp16 conflict; keep --bf16")
+    if model.fp16:
+        raise InputError("--fp16 is not supported: it needs loss scaling; use --bf16")
+    if model.transformer_impl != "local":
+        raise InputError(f"--transformer-impl {model.transformer_impl} is not supported yet; use local")
+    _check_recompute(config)
+
+
+def check_dropout(model: ModelConfig) -> None:
+    """Refuse any dropout; the model is not built with it either."""
     for flag, value in (
         ("--attention-dropout", model.attention_dropout),
         ("--hidden-dropout", model.hidden_dropout),
@@ -73,13 +85,6 @@ def _check_model(config: TrainConfig) -> None:
                 f"{flag} {value}: must be 0, because sequences that share a prefix would share its dropout mask, "
                 "which training them separately does not"
             )
-    if model.bf16 and model.fp16:
-        raise InputError("--bf16 and --fp16 conflict; keep --bf16")
-    if model.fp16:
-        raise InputError("--fp16 is not supported: it needs loss scaling; use --bf16")
-    if model.transformer_impl != "local":
-        raise InputError(f"--transformer-impl {model.transformer_impl} is not supported yet; use local")
-    _check_recompute(config)
 
 
 def _check_recompute(config: TrainConfig) -> None:

@@ -2,7 +2,7 @@
 
 from dta_kernels.linear_logprobs import RowChunk
 from dta_kernels.tree_attention_reference import accumulation_dtype
-from megatron_dta.model.attention_context import AttentionContext, position_tensor
+from megatron_dta.model.attention_context import AttentionContext
 from megatron_dta.model.kv_pool import KVPool
 from megatron_dta.model.mesh import Mesh, current_mesh, initialize_parallel
 from megatron_dta.model.provider import build_model, build_stock_model
@@ -21,5 +21,4 @@ __all__ = [
     "build_stock_model",
     "current_mesh",
     "initialize_parallel",
-    "position_tensor",
 ]

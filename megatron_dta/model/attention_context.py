@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -51,8 +50,3 @@ def check_context(context: object) -> AttentionContext:
     if not isinstance(context, AttentionContext):
         raise TypeError(f"the tree model needs an AttentionContext as packed_seq_params, got {type(context).__name__}")
     return context
-
-
-def position_tensor(positions: object, device: torch.device) -> Tensor:
-    """Positions as the int64 tensor that indexes the rotary table."""
-    return torch.as_tensor(positions, dtype=torch.int64, device=device)

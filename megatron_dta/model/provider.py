@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.checks import check_tensor_parallel
+from megatron_dta.config.checks import check_dropout, check_tensor_parallel
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.tree_attention import TreeAttention
 from megatron_dta.model.tree_model import TreeGPTModel
@@ -25,6 +25,7 @@ from megatron_dta.model.tree_model import TreeGPTModel
 def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = None) -> TransformerConfig:
     """Megatron's configuration of ``model``: no dropout, no fusion that changes a result."""
     parallel = parallel or ParallelConfig()
+    check_dropout(model)
     check_tensor_parallel(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(

@@ -92,11 +92,6 @@ class SequenceCosts:
             labelled=labels is not None,
         )
 
-    @property
-    def num_stops(self) -> int:
-        """Distinct sequences (and labels), K."""
-        return len(self.stop_node)
-
     @cached_property
     def least_shared(self) -> RangeMinimum:
         """Minima of ``shared``: stops i < j share ``least_shared(i + 1, j + 1)``."""

@@ -11,6 +11,7 @@ step; it follows from the samples, so no checkpoint has it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,10 +39,12 @@ class StepSamples:
     statistics: dict[str, float]
     planned: TreeBatch | None = None
     own: list[int] | None = None
+    plan_seconds: float = 0.0
 
     def batch(self, tree: TreeConfig, loss_aggregation: str, engine: TreeEngine) -> TreeBatch:
         """This rank's samples (``own``) with their plan: that of earlier passes, or a new one after a checkpoint."""
         if self.planned is None:
+            start = time.perf_counter()
             mesh = engine.mesh
             self.own = list(range(len(self.samples)))
             if mesh.data_size > 1:
@@ -49,6 +52,7 @@ class StepSamples:
                 self.own = partition.sequences_of(mesh.data_rank).tolist()
             counts = count_trained([sample.num_trained for sample in self.samples])
             self.planned = prepare_batch([self.samples[i] for i in self.own], tree, loss_aggregation, counts)
+            self.plan_seconds = time.perf_counter() - start
         return self.planned
 
 
