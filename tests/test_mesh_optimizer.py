@@ -62,7 +62,7 @@ def _train(
     # Clipping would multiply by the norm, which the two add up in another order.
     settings_of_steps = OptimizationConfig(train_iters=5, lr=1e-2, clip_grad=0.0)
     optimizer = TrainingOptimizer(model, settings_of_steps, parallel)
-    engine = TreeEngine(optimizer.model)
+    engine = TreeEngine(optimizer.chunks)
     samples = random_training_samples(branching_sequences(np.random.default_rng(3), count=12, longest=30), seed=3)
     counts = count_trained([sample.num_trained for sample in samples])
     record = []

@@ -12,6 +12,7 @@ import os
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.config.train import TrainConfig, settings_of
 from megatron_dta.errors import InputError
 
@@ -180,6 +181,10 @@ def _check_schedule(config: TrainConfig) -> None:
 def _check_parallel(config: TrainConfig) -> None:
     supported = (
         "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+        "pipeline_in_flight_tokens",
         "sequence_parallel",
         "use_distributed_optimizer",
         "overlap_grad_reduce",
@@ -190,17 +195,21 @@ def _check_parallel(config: TrainConfig) -> None:
         if topic == "parallel" and setting.name not in supported and value != setting.default:
             raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")
     check_tensor_parallel(config.model, config.parallel)
+    stage_layers(config.model, config.parallel)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a number of processes that the mesh cannot use whole."""
-    size = parallel.tensor_model_parallel_size
-    if world_size % size:
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if world_size % (tensor * pipeline):
+        flags = f"--tensor-model-parallel-size {tensor}"
+        if pipeline > 1:
+            flags += f" x --pipeline-model-parallel-size {pipeline}"
         raise InputError(
-            f"--tensor-model-parallel-size {size} does not divide the {world_size} processes; start a multiple of "
-            f"{size} (torchrun --nproc-per-node) or change the flag"
+            f"{flags} does not divide the {world_size} processes; start a multiple of {tensor * pipeline} "
+            "(torchrun --nproc-per-node) or change the flags"
         )
 
 
@@ -256,6 +265,10 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--save": (config.checkpoint.save is not None, "save_interval async_save keep_checkpoints"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
+        "--pipeline-model-parallel-size above 1": (
+            config.parallel.pipeline_model_parallel_size > 1,
+            "num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout pipeline_in_flight_tokens",
+        ),
         "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
     }

@@ -4,21 +4,25 @@ from dta_kernels.linear_logprobs import RowChunk
 from dta_kernels.tree_attention_reference import accumulation_dtype
 from megatron_dta.model.attention_context import AttentionContext
 from megatron_dta.model.kv_pool import KVPool
-from megatron_dta.model.mesh import Mesh, current_mesh, initialize_parallel
+from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
 from megatron_dta.model.provider import build_model, build_stock_model
 from megatron_dta.model.segment_context import SegmentContext
+from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.tree_model import TreeGPTModel
 
 __all__ = [
     "AttentionContext",
     "KVPool",
     "Mesh",
+    "Model",
     "RowChunk",
     "SegmentContext",
+    "StagedModel",
     "TreeGPTModel",
     "accumulation_dtype",
     "build_model",
     "build_stock_model",
     "current_mesh",
+    "destroy_parallel",
     "initialize_parallel",
 ]

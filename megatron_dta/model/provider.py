@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
@@ -17,7 +18,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.config.checks import check_dropout, check_tensor_parallel
+from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
+from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.tree_attention import TreeAttention
 from megatron_dta.model.tree_model import TreeGPTModel
 
@@ -55,6 +58,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         recompute_num_layers=model.recompute_num_layers,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        **_pipeline_settings(model, parallel),
         # Replicas' gradients are added up and not averaged: the loss weights hold the step's one denominator.
         calculate_per_token_loss=True,
         use_cpu_initialization=not has_cuda,
@@ -69,6 +73,24 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     return TransformerConfig(**{name: value for name, value in settings.items() if name in known})
 
 
+def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, object]:
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    if size == 1:
+        return {}
+    layout: list[list[str]] = [["decoder"] * layers for layers in stage_layers(model, parallel)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return dict(
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_model_parallel_layout=layout,
+        # Every message is a send or a receive of its own; what they wait for is the engine's business.
+        batch_p2p_comm=False,
+        batch_p2p_sync=False,
+        overlap_p2p_comm=chunks > 1,
+    )
+
+
 def layer_spec(model: ModelConfig, tree_attention: bool = True) -> ModuleSpec:
     """Megatron's layer spec; with ``tree_attention`` its core attention is ours, otherwise the stock one."""
     spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
@@ -77,14 +99,14 @@ def layer_spec(model: ModelConfig, tree_attention: bool = True) -> ModuleSpec:
     return spec
 
 
-def sequence_parallel_spec(model: ModelConfig) -> TransformerBlockSubmodules:
-    """The spec of all layers and the final norm, with norms that know of sequence parallelism."""
+def sequence_parallel_spec(model: ModelConfig, num_layers: int) -> TransformerBlockSubmodules:
+    """The spec of ``num_layers`` layers and the final norm, with norms that know of sequence parallelism."""
     spec = layer_spec(model)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
     if model.qk_layernorm:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * model.num_layers, layer_norm=SequenceParallelNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=SequenceParallelNorm)
 
 
 def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, object]:
@@ -99,7 +121,9 @@ def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, objec
     )
 
 
-def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None) -> TreeGPTModel:
+def build_model(
+    model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None
+) -> Model:
     """This rank's part of a freshly initialized model on ``device``, in ``model.params_dtype``.
 
     The random state decides the weights. ``initialize_parallel`` must have run, with the same sizes.
@@ -108,11 +132,25 @@ def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConf
         InputError: the model cannot be divided among so many ranks.
     """
     parallel = parallel or ParallelConfig()
+    num_stages, num_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    layers = stage_layers(model, parallel)
     config = transformer_config(model, parallel)
-    spec = sequence_parallel_spec(model) if parallel.sequence_parallel else layer_spec(model)
-    tree_model = TreeGPTModel(config, spec, **model_arguments(model, parallel.tensor_model_parallel_size))
-    tree_model.true_vocab_size = model.vocab_size
-    return tree_model.to(device=device, dtype=model.params_dtype)
+    parts = []
+    for chunk in range(num_chunks):
+        virtual_stage = chunk * num_stages + parallel_state.get_pipeline_model_parallel_rank()
+        own_layers = layers[virtual_stage]
+        part = TreeGPTModel(
+            config,
+            sequence_parallel_spec(model, own_layers) if parallel.sequence_parallel else layer_spec(model),
+            **model_arguments(model, parallel.tensor_model_parallel_size),
+            pre_process=virtual_stage == 0,
+            post_process=virtual_stage == len(layers) - 1,
+            vp_stage=chunk if num_chunks > 1 else None,
+        )
+        part.true_vocab_size = model.vocab_size
+        part.stage_layers, part.first_layer = tuple(layers), sum(layers[:virtual_stage])
+        parts.append(part.to(device=device, dtype=model.params_dtype))
+    return StagedModel(parts) if num_stages > 1 else parts[0]
 
 
 def build_stock_model(model: ModelConfig, device: torch.device) -> GPTModel:
