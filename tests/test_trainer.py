@@ -266,9 +266,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
 
     fine, output = make_trainer(f"{common} --load {first} --finetune --save {second} --train-iters 1")
     assert fine.progress.iteration == 0
-    for (name, values), expected in zip(
-        fine.model.named_parameters(), again.model.parameters(), strict=True
-    ):
+    for (name, values), expected in zip(fine.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(values, expected), name
     fine.run()
     # The same command again: its own checkpoint goes before --load.

@@ -121,9 +121,7 @@ def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, objec
     )
 
 
-def build_model(
-    model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None
-) -> Model:
+def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None) -> Model:
     """This rank's part of a freshly initialized model on ``device``, in ``model.params_dtype``.
 
     The random state decides the weights. ``initialize_parallel`` must have run, with the same sizes.

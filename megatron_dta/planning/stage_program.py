@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class PipelineShape:
     num_stages: int = 1
     num_chunks: int = 1
     layers: tuple[int, ...] = (1,)
-    cost_model: CostModel = CostModel()
+    cost_model: CostModel = field(default_factory=CostModel)
     max_in_flight_tokens: int | None = None
 
 

@@ -191,9 +191,7 @@ def _prefill(model: Model, cache: DecodeCache, prompts: list[np.ndarray]) -> Ten
     return torch.cat(last_hidden)
 
 
-def _next_tokens(
-    model: Model, hidden_BC: Tensor, noise_B: Tensor, params: SamplingParams
-) -> tuple[Tensor, Tensor]:
+def _next_tokens(model: Model, hidden_BC: Tensor, noise_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Draw the next token of each row; returns (int64 [B], its logprob [B])."""
     noise_B = noise_B.to(hidden_BC.device)
     rows = max(1, _LOGIT_ELEMENTS // model.true_vocab_size)

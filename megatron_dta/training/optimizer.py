@@ -52,9 +52,7 @@ class TrainingOptimizer:
         chunks: the rank's parts of the model in Megatron's distributed data parallelism, for the engine.
     """
 
-    def __init__(
-        self, model: Model, settings: OptimizationConfig, parallel: ParallelConfig | None = None
-    ) -> None:
+    def __init__(self, model: Model, settings: OptimizationConfig, parallel: ParallelConfig | None = None) -> None:
         parallel = parallel or ParallelConfig()
         self.settings = settings
         self._is_distributed = parallel.use_distributed_optimizer

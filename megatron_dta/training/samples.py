@@ -47,9 +47,7 @@ class StepSamples:
             mesh = engine.mesh
             self.own = list(range(len(self.samples)))
             if mesh.data_size > 1:
-                partition = partition_samples(
-                    self.samples, mesh.data_size, engine.cost_model(tree.tree_segment_tokens)
-                )
+                partition = partition_samples(self.samples, mesh.data_size, engine.cost_model(tree.tree_segment_tokens))
                 self.own = partition.sequences_of(mesh.data_rank).tolist()
             counts = count_trained([sample.num_trained for sample in self.samples])
             pipeline = engine.pipeline(tree.tree_segment_tokens)

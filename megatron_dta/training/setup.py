@@ -162,9 +162,7 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
     return None, False
 
 
-def _build_reference(
-    config: TrainConfig, policy: Model, device: torch.device, resumes: bool
-) -> Model:
+def _build_reference(config: TrainConfig, policy: Model, device: torch.device, resumes: bool) -> Model:
     """The frozen model that the KL divergence is measured from."""
     reference = build_model(config.model, device, config.parallel)
     save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
