@@ -16,7 +16,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.checks import check_dropout, check_tensor_parallel
+from megatron_dta.config.checks import check_dropout, check_rotary, check_tensor_parallel
+from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.tree_attention import TreeAttention
 from megatron_dta.model.tree_model import TreeGPTModel
@@ -26,6 +27,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     """Megatron's configuration of ``model``: no dropout, no fusion that changes a result."""
     parallel = parallel or ParallelConfig()
     check_dropout(model)
+    check_rotary(model)
     check_tensor_parallel(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(
@@ -66,7 +68,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         cuda_graph_scope=[],
     )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    return TransformerConfig(**{name: value for name, value in settings.items() if name in known})
+    config = TransformerConfig(**{name: value for name, value in settings.items() if name in known})
+    set_attention_factor(config, model)
+    return config
 
 
 def layer_spec(model: ModelConfig, tree_attention: bool = True) -> ModuleSpec:
@@ -93,7 +97,8 @@ def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, objec
         vocab_size=model.padded_vocab_size_on(tensor_size),
         max_sequence_length=model.max_position_embeddings,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
+        # Megatron's own rotary embedding for every kind of scaling: what they differ in is set by set_frequencies.
+        position_embedding_type="rope",
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
     )
@@ -112,6 +117,7 @@ def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConf
     spec = sequence_parallel_spec(model) if parallel.sequence_parallel else layer_spec(model)
     tree_model = TreeGPTModel(config, spec, **model_arguments(model, parallel.tensor_model_parallel_size))
     tree_model.true_vocab_size = model.vocab_size
+    set_frequencies(tree_model, model)
     return tree_model.to(device=device, dtype=model.params_dtype)
 
 
@@ -121,4 +127,5 @@ def build_stock_model(model: ModelConfig, device: torch.device) -> GPTModel:
     Its parameters have the names of ``build_model``'s, so a state dictionary carries over.
     """
     stock = GPTModel(transformer_config(model), layer_spec(model, tree_attention=False), **model_arguments(model))
+    set_frequencies(stock, model)
     return stock.to(device=device, dtype=model.params_dtype)
