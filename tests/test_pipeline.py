@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,16 @@ from megatron_dta.parity import compare_outcomes, random_training_samples, run_s
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.shards import join_shards
 from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
-from test_tree_engine import QWEN2, QWEN3, TEMPERATURE, VOCABULARY, branching_sequences, model_config, tree_config, weights_of
+from test_tree_engine import (
+    QWEN2,
+    QWEN3,
+    TEMPERATURE,
+    VOCABULARY,
+    branching_sequences,
+    model_config,
+    tree_config,
+    weights_of,
+)
 
 GRPO = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
 UNTIED = QWEN3 | {"untie_embeddings_and_output_weights": True}

@@ -17,8 +17,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.checks import check_dropout, check_tensor_parallel
+from megatron_dta.config.checks import check_dropout, check_rotary, check_tensor_parallel
 from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.tree_attention import TreeAttention
@@ -29,6 +30,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     """Megatron's configuration of ``model``: no dropout, no fusion that changes a result."""
     parallel = parallel or ParallelConfig()
     check_dropout(model)
+    check_rotary(model)
     check_tensor_parallel(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(
@@ -70,7 +72,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         cuda_graph_scope=[],
     )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    return TransformerConfig(**{name: value for name, value in settings.items() if name in known})
+    config = TransformerConfig(**{name: value for name, value in settings.items() if name in known})
+    set_attention_factor(config, model)
+    return config
 
 
 def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, object]:
@@ -115,7 +119,8 @@ def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, objec
         vocab_size=model.padded_vocab_size_on(tensor_size),
         max_sequence_length=model.max_position_embeddings,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
+        # Megatron's own rotary embedding for every kind of scaling: what they differ in is set by set_frequencies.
+        position_embedding_type="rope",
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
     )
@@ -145,6 +150,7 @@ def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConf
             post_process=virtual_stage == len(layers) - 1,
             vp_stage=chunk if num_chunks > 1 else None,
         )
+        set_frequencies(part, model)
         part.true_vocab_size = model.vocab_size
         part.stage_layers, part.first_layer = tuple(layers), sum(layers[:virtual_stage])
         parts.append(part.to(device=device, dtype=model.params_dtype))
@@ -157,4 +163,5 @@ def build_stock_model(model: ModelConfig, device: torch.device) -> GPTModel:
     Its parameters have the names of ``build_model``'s, so a state dictionary carries over.
     """
     stock = GPTModel(transformer_config(model), layer_spec(model, tree_attention=False), **model_arguments(model))
+    set_frequencies(stock, model)
     return stock.to(device=device, dtype=model.params_dtype)

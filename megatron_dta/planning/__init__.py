@@ -14,7 +14,7 @@ from megatron_dta.planning.pipeline_schedule import (
 )
 from megatron_dta.planning.pipeline_simulation import Message, Timeline, message_order, rank_programs, simulate
 from megatron_dta.planning.recompute import choose_kept_segments
-from megatron_dta.planning.schedule import Op, OpKind, allocate_slots, depth_first_schedule, forward_only_schedule
+from megatron_dta.planning.schedule import Op, OpKind, allocate_slots, depth_first_schedule
 from megatron_dta.planning.segment_plan import SegmentPlan, segment_parents
 from megatron_dta.planning.segments import plan_segments
 
@@ -35,7 +35,6 @@ __all__ = [
     "cut_mini_batches",
     "depth_first_schedule",
     "forward_only_pipeline",
-    "forward_only_schedule",
     "message_order",
     "partition_samples",
     "partition_sequences",

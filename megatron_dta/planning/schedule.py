@@ -35,11 +35,6 @@ class Op(NamedTuple):
     segment: int
 
 
-def forward_only_schedule(plan: SegmentPlan) -> list[Op]:
-    """Every segment's forward, in preorder: for logprobs without gradients."""
-    return [Op(OpKind.FORWARD, segment) for segment in range(plan.num_segments)]
-
-
 def depth_first_schedule(plan: SegmentPlan) -> list[Op]:
     """Forwards in preorder and each backward as soon as all its children's are done: one root path in flight."""
     ops: list[Op] = []

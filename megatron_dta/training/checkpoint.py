@@ -38,7 +38,11 @@ REFERENCE = "reference"
 # Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
 _READ_ERRORS = (Exception, CheckpointException)
 # Another value of one of these is another mesh.
-_MESH_FLAGS = tuple(flag_of(setting) for setting in fields(ParallelConfig) if setting.name.endswith("_parallel_size"))
+_MESH_FLAGS = tuple(
+    flag_of(setting)
+    for setting in fields(ParallelConfig)
+    if setting.name.endswith("_parallel_size") or setting.name.startswith(("pipeline_model", "num_virtual"))
+)
 # Settings of the model that may differ between a checkpoint and the run that loads it: they change no weight's meaning.
 _FREE_MODEL_SETTINGS = {
     "max_position_embeddings",
