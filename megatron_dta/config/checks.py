@@ -217,7 +217,8 @@ def _check_parallel(config: TrainConfig) -> None:
         if topic == "parallel" and setting.name not in supported and value != setting.default:
             raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")
     check_tensor_parallel(config.model, config.parallel)
-    stage_layers(config.model, config.parallel)
+    if config.parallel.pipeline_model_parallel_size > 1:
+        stage_layers(config.model, config.parallel)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
 
@@ -226,9 +227,8 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a number of processes that the mesh cannot use whole."""
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world_size % (tensor * pipeline):
-        flags = f"--tensor-model-parallel-size {tensor}"
-        if pipeline > 1:
-            flags += f" x --pipeline-model-parallel-size {pipeline}"
+        sizes = (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline))
+        flags = " x ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
         raise InputError(
             f"{flags} does not divide the {world_size} processes; start a multiple of {tensor * pipeline} "
             "(torchrun --nproc-per-node) or change the flags"
