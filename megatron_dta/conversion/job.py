@@ -160,7 +160,9 @@ def _check_space(folder: Path, needed: int) -> None:
 @contextmanager
 def _progress(console: Console, files: dict[str, int], done: dict[str, Any]) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("Converting", total=sum(files.values()))
         progress.advance(task, sum(files[name] for name in done))
         yield lambda count: progress.advance(task, count)

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dta.config import ModelConfig
+from megatron_dta.config.options import flag_of
+from megatron_dta.conversion.hf_config import settings_from_hf
 from megatron_dta.conversion.job import source_stamp
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
@@ -27,6 +30,8 @@ from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOu
 from megatron_dta.errors import InputError
 
 MAX_SHARD_BYTES = 5_000_000_000
+# Choices of a run that change no weight's meaning.
+FREE_SETTINGS = ("max_position_embeddings", "init_method_std")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".py")
 
 
@@ -132,6 +137,23 @@ class ToHuggingFace:
     def finish(self, folder: Path, records: dict[str, Any]) -> None:
         """Add the index and what is carried along."""
         write_surroundings(self.template, folder, self.layouts)
+
+
+def settings_of_checkpoint(path: Path, template: Path) -> dict[str, object]:
+    """Fields of ``ModelConfig`` by ``template``; ``InputError`` if the checkpoint ``path`` is of another model.
+
+    Shapes alone do not tell: 8 heads of 64 have the weights of 4 heads of 128.
+    """
+    saved = MegatronCheckpoint(path).settings() or {}
+    length = saved.get("--max-position-embeddings")
+    settings = settings_from_hf(template, {} if length is None else {"max_position_embeddings": length})
+    for setting in fields(ModelConfig):
+        flag = flag_of(setting)
+        if setting.name in settings and setting.name not in FREE_SETTINGS and flag in saved:
+            there, here = saved[flag], settings[setting.name]
+            if there != here:
+                raise InputError(f"{path}: is of another model: {flag} is {there} there and {here} by {template}")
+    return settings
 
 
 def lay_out_like(template: Path, tensors: Shapes, max_shard_bytes: int | None) -> list[FileLayout]:

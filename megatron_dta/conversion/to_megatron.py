@@ -116,7 +116,7 @@ class ToMegatron:
                     if block is None or block[0] != (piece.parameter, piece.rows):
                         block = (piece.parameter, piece.rows), self._read(parameter, piece.rows)
                     values = block[1][:, slice(*piece.columns)].contiguous()
-                writer.append(values)
+                writer.append(values.reshape(*(1 for _ in parameter.place), *piece.shape))
                 advance(self._bytes(piece))
             file.flush()
             os.fsync(file.fileno())
