@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from megatron_dta.config import LoggingConfig, TrainConfig
+from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
@@ -27,7 +28,6 @@ from megatron_dta.training.checkpoint import (
     load_checkpoint,
     load_weights,
     save_weights,
-    settings_by_flag,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
 from megatron_dta.training.loop import Progress, Trainer
