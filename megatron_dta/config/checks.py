@@ -285,6 +285,7 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--load": (config.checkpoint.load is not None, "finetune"),
         "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
         "--save": (config.checkpoint.save is not None, "save_interval async_save keep_checkpoints"),
+        "--timeline-dir": (config.logging.timeline_dir is not None, "timeline_interval"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
         "--pipeline-model-parallel-size above 1": (

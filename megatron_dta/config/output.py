@@ -42,6 +42,10 @@ class LoggingConfig:
     eval_iters: int | None = option(
         None, "Evaluate at most this many held-out prompts or rollouts (default: all).", minimum=1
     )
+    timeline_dir: str | None = option(
+        None, "Write when each pipeline stage ran which segment, planned and measured: JSON, Chrome trace and picture."
+    )
+    timeline_interval: int = option(100, "Steps between timelines; the second step has one too.", minimum=1)
     tensorboard_dir: str | None = option(None, "Write TensorBoard events here.")
     wandb_project: str | None = option(None, "Report to this Weights & Biases project; needs the package wandb.")
     wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases.")

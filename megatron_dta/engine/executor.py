@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from torch import Tensor
 from megatron_dta.config import TreeConfig
 from megatron_dta.engine.batch import TreeBatch, prepare_batch
 from megatron_dta.engine.loss_pass import Objective
+from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, current_mesh
 from megatron_dta.objectives import TokenLosses
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.stage_program import PipelineShape
+from megatron_dta.planning.timeline import TimelineEvent
 
 # Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
 LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
@@ -44,6 +46,7 @@ class StepResult:
         peak_in_flight_tokens: most tokens whose K and V were alive at once, as run, on any rank (with several parts of
             the model on a rank, divided by their number).
         recomputed_tokens: tokens whose forward ran twice.
+        timeline: when each stage of this replica ran what; empty unless it was asked for.
     """
 
     loss: Tensor
@@ -53,6 +56,7 @@ class StepResult:
     segments: int
     peak_in_flight_tokens: int
     recomputed_tokens: int
+    timeline: list[TimelineEvent] = field(default_factory=list)
 
 
 class TreeEngine:
@@ -112,7 +116,11 @@ class TreeEngine:
         )
 
     def forward_backward(
-        self, batch: TreeBatch, objective: Objective, forbid_synchronization: bool = False
+        self,
+        batch: TreeBatch,
+        objective: Objective,
+        forbid_synchronization: bool = False,
+        record_timeline: bool = False,
     ) -> StepResult:
         """Add the gradient of the batch's loss to the parameters' gradients.
 
@@ -121,14 +129,19 @@ class TreeEngine:
 
         Args:
             forbid_synchronization: on a GPU, raise where an op would wait for the device (a check of this engine).
+            record_timeline: measure when each op runs; all ranks must agree in it.
         """
         self._check_agreement(batch, training=True)
-        run = StageRun(self, batch, objective)
+        run = StageRun(self, batch, objective, OpClock(self.mesh, self.device) if record_timeline else None)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
             run.walk()
             if not run.program.ops and self._syncs_in_backward():
                 self._train_nothing()
-        return _result(run, batch, self.mesh)
+        result = _result(run, batch, self.mesh)
+        if run.clock is None:
+            return result
+        stages = self.mesh.gather_over_replica((self.mesh.tensor_rank, run.clock.events()))
+        return replace(result, timeline=[event for rank, events in stages if rank == 0 for event in events])
 
     def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
         """Keep a backward of a part from starting the reduction of its gradients, unless ``allowed``."""
@@ -170,7 +183,7 @@ class TreeEngine:
                 f"parts, the model is on {self.mesh.pipeline_size} of {len(self.chunks)}; give prepare_batch "
                 "pipeline=engine.pipeline(...)"
             )
-        ranks = self.mesh.gather_over_replica((self.mesh.rank, plan.digest(batch.plan.segments)))
+        ranks = self.mesh.gather_over_replica((self.mesh.rank, batch.plan.digest(plan)))
         others = [rank for rank, digest in ranks if digest != ranks[0][1]]
         if others:
             raise RuntimeError(

@@ -12,6 +12,7 @@ its own K and V, and an op names its part.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.loss_pass import LossPass, Objective
+from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_transport import StageTransport
 from megatron_dta.model import KVPool, SegmentContext, accumulation_dtype
 from megatron_dta.planning.pipeline_schedule import PipelineOp
@@ -48,8 +50,10 @@ class _InFlight:
 class StageRun:
     """State of one walk over the ops; ``objective`` None is a pass for logprobs only."""
 
-    def __init__(self, engine: TreeEngine, batch: TreeBatch, objective: Objective | None) -> None:
-        self.engine, self.training = engine, objective is not None
+    def __init__(
+        self, engine: TreeEngine, batch: TreeBatch, objective: Objective | None, clock: OpClock | None = None
+    ) -> None:
+        self.engine, self.training, self.clock = engine, objective is not None, clock
         step, mesh = batch.plan, engine.mesh
         self.pass_plan = step.training if self.training else step.forward_only
         self.keep_activations = step.keep_activations
@@ -99,6 +103,9 @@ class StageRun:
         part = f", part {op.chunk}" if len(self.pools) > 1 else ""
         return f"{op.kind.value}({op.segment}) of pipeline stage {mesh.pipeline_rank}{part}, rank {mesh.rank}"
 
+    def _timed(self, op: PipelineOp) -> AbstractContextManager:
+        return nullcontext() if self.clock is None else self.clock.measure(op)
+
     def _virtual_stage(self, chunk: int) -> int:
         return chunk * self.engine.mesh.pipeline_size + self.engine.mesh.pipeline_rank
 
@@ -113,13 +120,14 @@ class StageRun:
         stage_input = None
         if stage > 0:
             stage_input = self.transport.receive(OpKind.FORWARD, segment, stage).requires_grad_(self.training)
-        with torch.set_grad_enabled(keep):
-            graph = self._run_model(op, context, stage_input)
-        if self._is_last(chunk):
-            self.loss.store(segment, *graph[1:])
-            if self.training:
-                self.loss.complete(segment)
-        else:
+        with self._timed(op):
+            with torch.set_grad_enabled(keep):
+                graph = self._run_model(op, context, stage_input)
+            if self._is_last(chunk):
+                self.loss.store(segment, *graph[1:])
+                if self.training:
+                    self.loss.complete(segment)
+        if not self._is_last(chunk):
             self.transport.send(OpKind.FORWARD, segment, stage, graph[0])
         if self.training:
             self.in_flight[segment, chunk] = _InFlight(context, stage_input, graph if keep else None)
@@ -130,16 +138,19 @@ class StageRun:
         """B: the segment's share of the gradient; its activations, K and V are free afterwards."""
         segment, chunk = op.segment, op.chunk
         stage, live = self._virtual_stage(chunk), self.in_flight.pop((op.segment, op.chunk))
-        graph = live.graph
-        if graph is None:
-            self.recomputed_tokens += self.lengths[segment]
-            with torch.enable_grad():
-                graph = self._run_model(op, live.context, live.stage_input)
-        if self._is_last(chunk):
-            outputs, gradients = self._at_the_loss(segment, graph, is_last)
-        else:
-            outputs, gradients = graph, [self.transport.receive(OpKind.BACKWARD, segment, stage)]
-        torch.autograd.backward(outputs, gradients)
+        graph, arrived = live.graph, None
+        if not self._is_last(chunk):
+            arrived = self.transport.receive(OpKind.BACKWARD, segment, stage)
+        with self._timed(op):
+            if graph is None:
+                self.recomputed_tokens += self.lengths[segment]
+                with torch.enable_grad():
+                    graph = self._run_model(op, live.context, live.stage_input)
+            if arrived is None:
+                outputs, gradients = self._at_the_loss(segment, graph, is_last)
+            else:
+                outputs, gradients = graph, [arrived]
+            torch.autograd.backward(outputs, gradients)
         if stage > 0:
             self.transport.send(OpKind.BACKWARD, segment, stage, live.stage_input.grad)
         self.tokens -= self.lengths[segment]

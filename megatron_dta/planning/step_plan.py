@@ -14,6 +14,7 @@ Legend: E edges, R rows, P pairs, Q sequences, N stream tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,21 @@ class StepPlan:
     segment_pairs: np.ndarray
     loss_batches: list[list[LossBatch]]
     paths: RootPaths
+
+    def digest(self, plan: PassPlan) -> str:
+        """Equal digests on two ranks mean the same ops on the same segments of the same sequences."""
+        content = hashlib.sha256(plan.schedule.digest().encode())
+        tree = self.segments.tree
+        for array in (
+            self.segments.segment_start,
+            tree.token_ids,
+            tree.subtree_end,
+            self.keep_activations,
+            self.sequence_pairs,
+            self.pair_edge,
+        ):
+            content.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        return content.hexdigest()
 
     @property
     def num_pairs(self) -> int:

@@ -33,6 +33,7 @@ from megatron_dta.training.checkpoint import CheckpointSaver
 from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.samples import SamplePreparation, StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.timelines import write_step_timeline
 from megatron_dta.training.watchdog import Watchdog
 
 
@@ -129,11 +130,15 @@ class Trainer:
         watch.seconds["plan"] = step.plan_seconds
         with watch.measure("train"):
             self.optimizer.zero_grad()
-            result = self.engine.forward_backward(batch, self.objective)
+            timed = self._is_timed(self.progress.iteration + 1)
+            result = self.engine.forward_backward(batch, self.objective, record_timeline=timed)
             loss = float(result.loss)
         with watch.measure("update"):
             outcome = self.optimizer.step(loss)
         self.progress.iteration += 1
+        if result.timeline and self.engine.mesh.rank == 0:
+            planned = batch.plan.training.planned_events()
+            write_step_timeline(self.config.logging.timeline_dir, self.progress.iteration, result.timeline, planned)
         tokens, unique = result.sequence_tokens, result.computed_tokens
         return {
             "iteration": self.progress.iteration,
@@ -151,6 +156,11 @@ class Trainer:
             "recomputed_tokens": result.recomputed_tokens,
             TIMING: self._timing(watch.seconds, tokens, unique),
         }
+
+    def _is_timed(self, iteration: int) -> bool:
+        """The second step is the first that is not slower for what is only prepared once."""
+        logging = self.config.logging
+        return logging.timeline_dir is not None and (iteration == 2 or iteration % logging.timeline_interval == 0)
 
     def _stopwatch(self, iteration: int) -> Stopwatch:
         return Stopwatch(lambda name: self.watchdog.enter(f"'{name}' of step {iteration}"))

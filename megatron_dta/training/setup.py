@@ -117,6 +117,7 @@ def _make_folders(config: TrainConfig) -> None:
         ("--save", config.checkpoint.save),
         ("--metrics-file", config.logging.metrics_file and Path(config.logging.metrics_file).parent),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--timeline-dir", config.logging.timeline_dir),
     ):
         if path is not None:
             try:
