@@ -25,6 +25,7 @@ def check_config(config: TrainConfig) -> None:
     _check_objective(config)
     _check_schedule(config)
     _check_parallel(config)
+    _check_hf(config)
     _check_no_effect(config)
 
 
@@ -221,6 +222,16 @@ def _check_parallel(config: TrainConfig) -> None:
         stage_layers(config.model, config.parallel)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
+
+
+def _check_hf(config: TrainConfig) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.load_hf is not None and checkpoint.load is not None:
+        raise InputError("--load-hf conflicts with --load; keep the one to start from")
+    if checkpoint.save_hf is not None and checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
+        raise InputError(
+            "--save-hf needs --load-hf or --hf-checkpoint, whose configuration and tokenizer are carried along"
+        )
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:

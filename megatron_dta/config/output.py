@@ -27,6 +27,16 @@ class CheckpointConfig:
         "Folder of a Hugging Face checkpoint whose config.json decides the model's settings, and whose tokenizer the "
         "prompts get. Its weights are not loaded.",
     )
+    load_hf: str | None = option(
+        None,
+        "Folder of a Hugging Face checkpoint to start from, while --save holds no checkpoint; its config.json decides "
+        "the model's settings.",
+    )
+    save_hf: str | None = option(
+        None,
+        "Folder to write the trained model to in Hugging Face's form after the last step; configuration and tokenizer "
+        "are those of --load-hf or --hf-checkpoint.",
+    )
     ref_load: str | None = option(
         None, "Checkpoint of the KL reference model (default: the weights this run started from)."
     )

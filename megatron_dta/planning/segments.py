@@ -37,6 +37,11 @@ MAX_STEPS = 7000
 STEPS_PER_SEGMENT = 10
 
 
+def default_memory_tokens(tree: PrefixTree, segment_tokens: int) -> int:
+    """The budget of in-flight tokens where none is given: 1.5 times the longest sequence, or 8 segments if more."""
+    return max(3 * int(tree.sequence_lengths.max(initial=0)) // 2, 8 * segment_tokens)
+
+
 def plan_segments(tree: PrefixTree, segment_tokens: int, memory_tokens: int | None = None) -> SegmentPlan:
     """Reorder siblings and cut the stream into segments, as full as the budget allows.
 
@@ -56,7 +61,7 @@ def plan_segments(tree: PrefixTree, segment_tokens: int, memory_tokens: int | No
         raise InputError(f"--tree-segment-tokens {segment_tokens}: a segment holds at least 1 token")
     longest = int(tree.sequence_lengths.max(initial=0))
     if memory_tokens is None:
-        memory_tokens = max(3 * longest // 2, 8 * segment_tokens)
+        memory_tokens = default_memory_tokens(tree, segment_tokens)
     if memory_tokens < longest:
         raise InputError(
             f"--tree-memory-tokens {memory_tokens} is less than the longest sequence, all of which is in flight when "

@@ -30,6 +30,7 @@ from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.training.checkpoint import CheckpointSaver
+from megatron_dta.training.hf_weights import save_hf
 from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.samples import SamplePreparation, StepSamples, pack_steps, unpack_steps
@@ -111,6 +112,7 @@ class Trainer:
                     self._save()
             self._save()
             self.checkpoints.finish()
+            self._save_hf()
         if self.terminated:
             self.console.print(f"stopped by SIGTERM after step {self.progress.iteration}")
 
@@ -218,6 +220,13 @@ class Trainer:
         self.watchdog.enter(f"saving step {iteration}")
         self.checkpoints.save(iteration, self.progress.state_dict())
         self.saved_iteration = iteration
+
+    def _save_hf(self) -> None:
+        if self.config.checkpoint.save_hf is None or self.terminated:
+            return
+        self.watchdog.enter("saving in Hugging Face's form")
+        path = save_hf(self.config, self.model)
+        self.console.print(f"saved {path}", soft_wrap=True)
 
     @contextmanager
     def _watching_for_sigterm(self) -> Iterator[None]:
