@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 
+from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
@@ -180,6 +181,8 @@ def _check_schedule(config: TrainConfig) -> None:
 def _check_parallel(config: TrainConfig) -> None:
     supported = (
         "tensor_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
         "sequence_parallel",
         "use_distributed_optimizer",
         "overlap_grad_reduce",
@@ -190,6 +193,7 @@ def _check_parallel(config: TrainConfig) -> None:
         if topic == "parallel" and setting.name not in supported and value != setting.default:
             raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")
     check_tensor_parallel(config.model, config.parallel)
+    check_experts(config.model, config.parallel)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
 
