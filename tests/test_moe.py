@@ -36,7 +36,11 @@ QWEN2_MOE = {
     "moe_shared_expert_gate": True,
 }
 GPT_MOE = {"normalization": "LayerNorm", "swiglu": False, "num_experts": 3, "moe_router_topk": 3}
+BALANCE = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.02}
+QWEN3_BALANCED = QWEN3_MOE | BALANCE
+DEEPSEEK_BALANCED = DEEPSEEK | BALANCE
 MODELS = {"qwen3": QWEN3_MOE, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen2": QWEN2_MOE, "gpt": GPT_MOE}
+MODELS |= {"qwen3-balanced": QWEN3_BALANCED, "deepseek-balanced": DEEPSEEK_BALANCED}
 CUTS = [("dense", 9, None), ("dense", 64, 0), ("packed", 45, None), ("packed", 45, 0), ("dta", 6, 12), ("dta", 9, 0)]
 
 

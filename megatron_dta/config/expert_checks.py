@@ -97,8 +97,6 @@ def _check_balance(model: ModelConfig) -> None:
             f"--moe-router-load-balancing-type {kind}: not supported, because it depends on how a batch is cut into "
             "micro-batches, and here into segments; use seq_aux_loss, which is the same with one sequence at a time"
         )
-    if model.moe_aux_loss_coeff or model.moe_z_loss_coeff:
-        raise InputError("--moe-aux-loss-coeff and --moe-z-loss-coeff are not supported yet; leave them out")
     if kind == "none" and model.moe_aux_loss_coeff:
         raise InputError(
             "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none; use seq_aux_loss"

@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_dta.config import TreeConfig
 from megatron_dta.engine.batch import TreeBatch, prepare_batch
 from megatron_dta.engine.device_plan import DevicePlan
+from megatron_dta.engine.expert_pass import ExpertPass
 from megatron_dta.engine.loss_pass import LossPass, Objective
 from megatron_dta.model import KVPool, Mesh, SegmentContext, TreeGPTModel, accumulation_dtype, current_mesh
 from megatron_dta.objectives import TokenLosses
@@ -102,7 +103,8 @@ class TreeEngine:
             self._train(run, batch)
             if not batch.plan.training_ops and self._syncs_in_backward():
                 self._train_nothing()
-        return _result(run, batch, self.mesh)
+        result = _result(run, batch, self.mesh)
+        return result if run.experts is None else run.experts.complete(result, self.mesh)
 
     def _train(self, run: _Run, batch: TreeBatch) -> None:
         num_backwards = sum(op.kind is OpKind.BACKWARD for op in batch.plan.training_ops)
@@ -159,6 +161,8 @@ class _Run:
             device=engine.device,
             with_gradients=self.training,
         )
+        has_experts = config.num_moe_experts is not None
+        self.experts = ExpertPass(engine.tree_model, batch, self.plan, self.training) if has_experts else None
         self.in_flight: dict[int, _InFlight] = {}
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
 
@@ -169,6 +173,8 @@ class _Run:
         with torch.set_grad_enabled(keep):
             graph = self._run_model(segment, context)
         self.loss.store(segment, *graph[1:])
+        if self.experts is not None:
+            self.experts.after_forward(segment, context.routing)
         if self.training:
             self.in_flight[segment] = _InFlight(context, graph if keep else None)
             self.tokens += self.plan.start[segment + 1] - self.plan.start[segment]
@@ -216,6 +222,7 @@ class _Run:
         slot = plan.slot_start[segment]
         return SegmentContext(
             position_ids=plan.positions[own],
+            routing=None if self.experts is None else self.experts.routing(segment),
             pool=self.pool,
             slots=slice(slot, slot + own.stop - own.start),
             ancestor_slots=plan.token_slot[path],

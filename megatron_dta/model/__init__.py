@@ -7,6 +7,7 @@ from megatron_dta.model.kv_pool import KVPool
 from megatron_dta.model.mesh import Mesh, current_mesh, initialize_parallel
 from megatron_dta.model.provider import build_model, build_stock_model
 from megatron_dta.model.segment_context import SegmentContext
+from megatron_dta.model.token_routing import TokenRouting
 from megatron_dta.model.tree_model import TreeGPTModel
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Mesh",
     "RowChunk",
     "SegmentContext",
+    "TokenRouting",
     "TreeGPTModel",
     "accumulation_dtype",
     "build_model",

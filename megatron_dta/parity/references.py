@@ -83,7 +83,8 @@ def _run_one_by_one(
     device = next(module.parameters()).device
     total, all_logprobs = 0.0, []
     for sample, weight in zip(samples, weights, strict=True):
-        token_ids = torch.from_numpy(sample.token_ids.astype(np.int64)).to(device)[None]
+        # What follows the last trained token is in no loss, the auxiliary ones of experts included.
+        token_ids = torch.from_numpy(sample.token_ids[: sample.needed_length()].astype(np.int64)).to(device)[None]
         trained = torch.from_numpy(np.flatnonzero(sample.loss_mask)).to(device)
         distributions = torch.log_softmax(logits_of(token_ids) / temperature, dim=-1)[trained - 1]
         logprobs = distributions.gather(1, token_ids[0, trained, None]).squeeze(1)
