@@ -39,6 +39,7 @@ def install() -> None:
         importlib.import_module(name).torch = _TorchOnCpu("torch")
     _patch_type_names()
     _patch_recomputation()
+    _patch_token_dispatcher()
     _installed = True
 
 
@@ -60,6 +61,10 @@ class _NoStream:
     def wait_stream(self, stream: object) -> None: ...
 
     def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> _NoStream:
+        """The event that has happened already."""
+        return self
 
     def synchronize(self) -> None: ...
 
@@ -127,6 +132,13 @@ def _patch_recomputation() -> None:
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def _patch_token_dispatcher() -> None:
+    """The dispatcher of tokens to experts copies their numbers to the host on a CUDA stream: here they are there."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
 
 
 def write_checkpoints_in_process() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 
+from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
@@ -208,6 +209,8 @@ def _check_parallel(config: TrainConfig) -> None:
         "num_virtual_stages_per_pipeline_rank",
         "pipeline_model_parallel_layout",
         "pipeline_in_flight_tokens",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
         "sequence_parallel",
         "use_distributed_optimizer",
         "overlap_grad_reduce",
@@ -220,6 +223,7 @@ def _check_parallel(config: TrainConfig) -> None:
     check_tensor_parallel(config.model, config.parallel)
     if config.parallel.pipeline_model_parallel_size > 1:
         stage_layers(config.model, config.parallel)
+    check_experts(config.model, config.parallel)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dta.config.moe_layers import parse_moe_layer_freq
 from megatron_dta.config.options import REQUIRED, option
 
 
@@ -85,6 +86,52 @@ class ModelConfig:
         None, "Layers per recomputed unit (uniform) or recomputed (block).", minimum=1
     )
 
+    num_experts: int | None = option(
+        None, "Routed experts of a mixture-of-experts layer (default: no such layers).", minimum=1
+    )
+    moe_router_topk: int = option(2, "Experts that each token is routed to.", minimum=1)
+    moe_ffn_hidden_size: int | None = option(
+        None, "Width of one expert's feed-forward layer (default: --ffn-hidden-size).", minimum=1
+    )
+    moe_layer_freq: str = option(
+        "1", "Which layers have experts: every N-th from the first, or a list like [0]*1+[1]*3, one entry a layer."
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, "Width of the shared experts together, which every token goes through (default: none).", minimum=1
+    )
+    moe_shared_expert_gate: bool = option(False, "Scale the shared experts' output by a learned gate.")
+    moe_router_score_function: str = option("softmax", "Router scores from logits.", choices=("softmax", "sigmoid"))
+    moe_router_pre_softmax: bool = option(False, "Softmax over all experts before the top k are chosen, not after.")
+    moe_router_topk_scaling_factor: float | None = option(None, "Factor on the chosen experts' scores.", above=0)
+    moe_router_num_groups: int | None = option(
+        None, "Groups of experts, of which --moe-router-group-topk are chosen first.", minimum=1
+    )
+    moe_router_group_topk: int | None = option(None, "Groups that a token may be routed to.", minimum=1)
+    moe_router_dtype: str | None = option(
+        None, "Dtype of the router's logits (default: that of the activations).", choices=("fp32", "fp64")
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False, "Balance by a bias on each expert's score, set after every step from its load; needs sigmoid scores."
+    )
+    moe_router_bias_update_rate: float = option(1e-3, "What an expert's bias changes by in a step.", minimum=0)
+    moe_router_load_balancing_type: str = option(
+        "seq_aux_loss",
+        "Kind of balancing loss: of each sequence alone, averaged over a step's sequences.",
+        choices=("seq_aux_loss", "none", "aux_loss", "global_aux_loss", "sinkhorn"),
+    )
+    moe_aux_loss_coeff: float = option(0.0, "Factor of the balancing loss; 0 for none.", minimum=0)
+    moe_z_loss_coeff: float | None = option(
+        None, "Factor of the mean squared log-sum-exp of the router's logits (default: none).", minimum=0
+    )
+    moe_grouped_gemm: bool = option(False, "Run a rank's experts as one grouped GEMM; needs the package grouped_gemm.")
+    moe_token_dispatcher_type: str = option(
+        "alltoall", "How tokens reach their experts.", choices=("alltoall", "allgather", "flex")
+    )
+    moe_expert_capacity_factor: float | None = option(None, "Refused: no token is dropped.")
+    moe_pad_expert_input_to_capacity: bool = option(False, "Refused: no token is dropped.")
+    moe_token_drop_policy: str | None = option(None, "Refused: no token is dropped.")
+    moe_input_jitter_eps: float | None = option(None, "Refused: sequences that share a prefix would share the noise.")
+
     def __post_init__(self) -> None:
         """Derive what was left None the way Megatron's argument validation does."""
         if self.ffn_hidden_size is None:
@@ -101,6 +148,17 @@ class ModelConfig:
             self.num_query_groups = self.num_attention_heads
         if self.params_dtype is None:
             self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+        if self.num_experts is not None and self.moe_ffn_hidden_size is None:
+            self.moe_ffn_hidden_size = self.ffn_hidden_size
+        self.moe_layer_freq = str(self.moe_layer_freq)
+
+    @property
+    def moe_layers(self) -> list[bool]:
+        """Whether each layer has experts, as ``num_experts`` and ``moe_layer_freq`` say."""
+        if self.num_experts is None:
+            return [False] * self.num_layers
+        return parse_moe_layer_freq(self.moe_layer_freq, self.num_layers)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -31,7 +31,10 @@ class ParallelConfig:
         minimum=1,
     )
     context_parallel_size: int = option(1, "Processes that share a sequence; only 1 so far.", minimum=1)
-    expert_model_parallel_size: int = option(1, "Processes that share the experts; only 1 so far.", minimum=1)
+    expert_model_parallel_size: int = option(1, "Processes that share the experts of a layer.", minimum=1)
+    expert_tensor_parallel_size: int | None = option(
+        None, "Processes that share each expert (default: --tensor-model-parallel-size).", minimum=1
+    )
     use_distributed_optimizer: bool = option(False, "Divide the optimizer's state among the data-parallel processes.")
     overlap_grad_reduce: bool = option(
         False, "Add up the replicas' gradients while the step's last backward still runs."
@@ -43,6 +46,11 @@ class ParallelConfig:
         10.0, "A process that the others have waited for so long, because it died or hangs, ends the job.", above=0
     )
     sequence_parallel: bool = option(False, "Shard norms along the sequence; needs tensor parallelism.")
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Processes that share each expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def timeout(self) -> timedelta:

@@ -31,12 +31,14 @@ class TreeBatch:
         loss_weights: float64 [P], factor of each token's loss in the step's loss.
         fields: float64 [P] for each of "advantages", "old_logprobs", "ref_logprobs", or None where the samples have
             none.
+        num_sequences: sequences of the whole step, those of other ranks included.
     """
 
     plan: StepPlan
     loss_mask: list[np.ndarray]
     loss_weights: np.ndarray
     fields: dict[str, np.ndarray | None]
+    num_sequences: int
 
     def with_fields(self, **fields: Sequence[np.ndarray]) -> TreeBatch:
         """The same batch with fields replaced, each given as one array [T] per sequence."""
@@ -96,7 +98,8 @@ def prepare_batch(
             raise ValueError(f"{name} is missing in sample {missing[0]}, though other samples have it")
         fields[name] = None if missing or not samples else _trained(arrays, masks)
     weights = loss_weights(np.diff(plan.sequence_pairs), loss_aggregation, counts)
-    return TreeBatch(plan, masks, np.repeat(weights, np.diff(plan.sequence_pairs)), fields)
+    num_sequences = len(samples) if counts is None else counts.sequences
+    return TreeBatch(plan, masks, np.repeat(weights, np.diff(plan.sequence_pairs)), fields, num_sequences)
 
 
 def _trained(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -138,6 +138,8 @@ class TreeEngine:
             if not run.program.ops and self._syncs_in_backward():
                 self._train_nothing()
         result = _result(run, batch, self.mesh)
+        if run.experts:
+            result = run.experts[0].complete(result, self.mesh)
         if run.clock is None:
             return result
         stages = self.mesh.gather_over_replica((self.mesh.tensor_rank, run.clock.events()))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
+from megatron_dta.engine.expert_pass import ExpertPass
 from megatron_dta.engine.loss_pass import LossPass, Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_transport import StageTransport
@@ -60,6 +61,7 @@ class StageRun:
         self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
         self.plan = DevicePlan(step, engine.device, self.program, not self.training, engine.logprob_chunk_tokens)
         self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(engine.dtype), engine.device)
+        self.experts = self._expert_passes(batch)
         self.pools = [self._pool(chunk) for chunk in range(len(engine.chunks))]
         self.lengths = step.segments.lengths.tolist()
         self.transport = None
@@ -67,6 +69,13 @@ class StageRun:
             self.transport = StageTransport(engine.tree_models[0], self.program.messages, self.lengths)
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
+
+    def _expert_passes(self, batch: TreeBatch) -> list[ExpertPass]:
+        """One for each part of a model with experts; they share the sums of the auxiliary losses."""
+        if self.engine.config.num_moe_experts is None:
+            return []
+        losses: dict[str, Tensor] = {}
+        return [ExpertPass(part, batch, self.plan, self.training, losses) for part in self.engine.tree_models]
 
     def _pool(self, chunk: int) -> KVPool:
         config = self.engine.config
@@ -123,6 +132,8 @@ class StageRun:
         with self._timed(op):
             with torch.set_grad_enabled(keep):
                 graph = self._run_model(op, context, stage_input)
+            if self.experts:
+                self.experts[chunk].after_forward(segment, context.routing)
             if self._is_last(chunk):
                 self.loss.store(segment, *graph[1:])
                 if self.training:
@@ -194,6 +205,7 @@ class StageRun:
         slot = plan.slot_start[chunk][segment]
         return SegmentContext(
             position_ids=plan.positions[own],
+            routing=self.experts[chunk].routing(segment) if self.experts else None,
             pool=self.pools[chunk],
             first_layer=self.engine.tree_models[chunk].first_layer,
             slots=slice(slot, slot + own.stop - own.start),

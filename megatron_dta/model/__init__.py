@@ -8,6 +8,7 @@ from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initia
 from megatron_dta.model.provider import build_model, build_stock_model
 from megatron_dta.model.segment_context import SegmentContext
 from megatron_dta.model.staged_model import Model, StagedModel
+from megatron_dta.model.token_routing import TokenRouting
 from megatron_dta.model.tree_model import TreeGPTModel
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "RowChunk",
     "SegmentContext",
     "StagedModel",
+    "TokenRouting",
     "TreeGPTModel",
     "accumulation_dtype",
     "build_model",

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_dta.model.token_routing import TokenRouting
+
 
 @dataclass
 class AttentionContext(PackedSeqParams):
@@ -22,9 +24,11 @@ class AttentionContext(PackedSeqParams):
     Attributes:
         position_ids: int64 [n], each token's position in its own sequence (its depth in the tree); indexes the rotary
             table.
+        routing: what the routers of layers with experts know of the tokens; None where they need to know nothing.
     """
 
     position_ids: Tensor | None = None
+    routing: TokenRouting | None = None
 
     def __post_init__(self) -> None:
         # 'sbhd' keeps Megatron's layers on the layout [n, 1, heads, head size]; any other value would flatten them.

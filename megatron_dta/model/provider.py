@@ -14,12 +14,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.config.checks import check_dropout, check_rotary, check_tensor_parallel
+from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.model.expert_spec import expert_layer_spec, expert_settings
 from megatron_dta.model.rotary import set_attention_factor, set_frequencies
+from megatron_dta.model.router import TreeRouter
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.tree_attention import TreeAttention
@@ -32,6 +36,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     check_dropout(model)
     check_rotary(model)
     check_tensor_parallel(model, parallel)
+    check_experts(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(
         num_layers=model.num_layers,
@@ -61,6 +66,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         **_pipeline_settings(model, parallel),
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
+        **expert_settings(model),
         # Replicas' gradients are added up and not averaged: the loss weights hold the step's one denominator.
         calculate_per_token_loss=True,
         use_cpu_initialization=not has_cuda,
@@ -95,22 +103,39 @@ def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str
     )
 
 
-def layer_spec(model: ModelConfig, tree_attention: bool = True) -> ModuleSpec:
-    """Megatron's layer spec; with ``tree_attention`` its core attention is ours, otherwise the stock one."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+def layer_spec(
+    model: ModelConfig, layer: int = 0, tree_attention: bool = True, router: type | None = TreeRouter
+) -> ModuleSpec:
+    """Megatron's spec of layer ``layer`` (from 0); with ``tree_attention`` its core attention is ours, otherwise the
+    stock one. ``router`` is that of experts, None for the stock one.
+    """
+    if model.moe_layers[layer]:
+        spec = expert_layer_spec(model, router)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
     if tree_attention:
         spec.submodules.self_attention.submodules.core_attention = TreeAttention
     return spec
 
 
-def sequence_parallel_spec(model: ModelConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """The spec of ``num_layers`` layers and the final norm, with norms that know of sequence parallelism."""
-    spec = layer_spec(model)
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    if model.qk_layernorm:
-        attention = spec.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=SequenceParallelNorm)
+def block_spec(model: ModelConfig, parallel: ParallelConfig, layers: range) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec of one layer where all are the same, else of the given ``layers`` and the final norm."""
+    if parallel.sequence_parallel:
+        return sequence_parallel_spec(model, layers)
+    if model.num_experts is None:
+        return layer_spec(model)
+    return TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
+
+
+def sequence_parallel_spec(model: ModelConfig, layers: range) -> TransformerBlockSubmodules:
+    """The spec of ``layers`` and the final norm, with norms that know of sequence parallelism."""
+    specs = [layer_spec(model, layer) for layer in layers]
+    for spec in specs:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        if model.qk_layernorm:
+            attention = spec.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=SequenceParallelNorm)
 
 
 def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, object]:
@@ -141,10 +166,10 @@ def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConf
     parts = []
     for chunk in range(num_chunks):
         virtual_stage = chunk * num_stages + parallel_state.get_pipeline_model_parallel_rank()
-        own_layers = layers[virtual_stage]
+        first_layer = sum(layers[:virtual_stage])
         part = TreeGPTModel(
             config,
-            sequence_parallel_spec(model, own_layers) if parallel.sequence_parallel else layer_spec(model),
+            block_spec(model, parallel, range(first_layer, first_layer + layers[virtual_stage])),
             **model_arguments(model, parallel.tensor_model_parallel_size),
             pre_process=virtual_stage == 0,
             post_process=virtual_stage == len(layers) - 1,
@@ -152,16 +177,21 @@ def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConf
         )
         set_frequencies(part, model)
         part.true_vocab_size = model.vocab_size
-        part.stage_layers, part.first_layer = tuple(layers), sum(layers[:virtual_stage])
+        part.stage_layers, part.first_layer = tuple(layers), first_layer
         parts.append(part.to(device=device, dtype=model.params_dtype))
     return StagedModel(parts) if num_stages > 1 else parts[0]
 
 
-def build_stock_model(model: ModelConfig, device: torch.device) -> GPTModel:
+def build_stock_model(model: ModelConfig, device: torch.device, router: type | None = None) -> GPTModel:
     """Megatron's own ``GPTModel`` with its own attention: the reference that tree training must agree with.
 
     Its parameters have the names of ``build_model``'s, so a state dictionary carries over.
+
+    Args:
+        router: takes the place of Megatron's router, which computes in float32 whatever the model's dtype.
     """
-    stock = GPTModel(transformer_config(model), layer_spec(model, tree_attention=False), **model_arguments(model))
+    specs = [layer_spec(model, layer, tree_attention=False, router=router) for layer in range(model.num_layers)]
+    spec = TransformerBlockSubmodules(specs, WrappedTorchNorm) if model.num_experts is not None else specs[0]
+    stock = GPTModel(transformer_config(model), spec, **model_arguments(model))
     set_frequencies(stock, model)
     return stock.to(device=device, dtype=model.params_dtype)

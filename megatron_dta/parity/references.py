@@ -18,6 +18,7 @@ from megatron_dta.objectives import LossFields, TokenLosses
 from megatron_dta.objectives.weights import loss_weights
 from megatron_dta.parity.huggingface import build_huggingface
 from megatron_dta.parity.outcome import Outcome
+from megatron_dta.parity.plain_router import PlainRouter
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 
 Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses]
@@ -31,17 +32,25 @@ def run_stock(
     temperature: float = 1.0,
     loss_aggregation: str = "token-mean",
 ) -> Outcome:
-    """Train ``samples`` one by one on Megatron's stock model with ``weights``, in the precision of ``model``."""
+    """Train ``samples`` one by one on Megatron's stock model with ``weights``, in the precision of ``model``.
+
+    A model with experts gets ``PlainRouter``; its auxiliary losses are averaged over the samples and are no part of the
+    loss that is returned, as in training.
+    """
     device = next(iter(weights.values())).device
-    stock = build_stock_model(model, device)
+    stock = build_stock_model(model, device, PlainRouter)
     stock.load_state_dict(weights)
+    routers = [module for module in stock.modules() if isinstance(module, PlainRouter)]
 
     def logits_of(token_ids: Tensor) -> Tensor:
         length = token_ids.shape[1]
         hidden_from = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
         return stock(token_ids, torch.arange(length, device=device)[None], hidden_from)[0]
 
-    return _run_one_by_one(stock, logits_of, samples, objective, temperature, loss_aggregation)
+    def auxiliary_loss() -> Tensor | float:
+        return sum(router.losses.pop() for router in routers) / len(samples)
+
+    return _run_one_by_one(stock, logits_of, samples, objective, temperature, loss_aggregation, auxiliary_loss)
 
 
 def run_huggingface(
@@ -68,19 +77,21 @@ def _run_one_by_one(
     objective: Objective,
     temperature: float,
     loss_aggregation: str,
+    auxiliary_loss: Callable[[], Tensor | float] = lambda: 0.0,
 ) -> Outcome:
     weights = loss_weights(np.array([sample.num_trained for sample in samples]), loss_aggregation)
     device = next(module.parameters()).device
     total, all_logprobs = 0.0, []
     for sample, weight in zip(samples, weights, strict=True):
-        token_ids = torch.from_numpy(sample.token_ids.astype(np.int64)).to(device)[None]
+        # What follows the last trained token is in no loss, the auxiliary ones of experts included.
+        token_ids = torch.from_numpy(sample.token_ids[: sample.needed_length()].astype(np.int64)).to(device)[None]
         trained = torch.from_numpy(np.flatnonzero(sample.loss_mask)).to(device)
         distributions = torch.log_softmax(logits_of(token_ids) / temperature, dim=-1)[trained - 1]
         logprobs = distributions.gather(1, token_ids[0, trained, None]).squeeze(1)
         entropy = -(distributions.exp() * distributions).sum(-1)
         losses = objective(logprobs, entropy, _fields(sample, logprobs))
         loss = losses.loss.sum() * float(weight)
-        loss.backward()
+        (loss + auxiliary_loss()).backward()
         total += float(loss.detach().double())
         spread = np.zeros(len(sample.token_ids))
         spread[sample.loss_mask] = logprobs.detach().double().cpu().numpy()

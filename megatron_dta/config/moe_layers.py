@@ -1,0 +1,52 @@
+"""``--moe-layer-freq``: which layers have experts, in Megatron's notation, read without evaluating it as a program."""
+
+from __future__ import annotations
+
+import ast
+
+from megatron_dta.errors import InputError
+
+
+def parse_moe_layer_freq(text: str, num_layers: int) -> list[bool]:
+    """One entry a layer.
+
+    Args:
+        text: "N" for every N-th layer from the first, or a list of 0 and 1 for each layer; lists may be added and
+            multiplied: "([0]*1+[1]*3)*2".
+
+    Raises:
+        InputError: it is neither, or the list has another length.
+    """
+    try:
+        value = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise InputError(
+            f"--moe-layer-freq {text}: give a number N for every N-th layer, or a list of 0 and 1 like [0]*1+[1]*3"
+        ) from None
+    if isinstance(value, int):
+        if value < 1:
+            raise InputError(f"--moe-layer-freq {text}: must be at least 1")
+        return [layer % value == 0 for layer in range(num_layers)]
+    if len(value) != num_layers:
+        raise InputError(f"--moe-layer-freq {text}: has {len(value)} entries for --num-layers {num_layers}")
+    if not any(value):
+        raise InputError(f"--moe-layer-freq {text}: no layer has experts; leave --num-experts out")
+    return [entry == 1 for entry in value]
+
+
+def _value(node: ast.expr, num_layers: int) -> int | list[int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        entries = [_value(entry, num_layers) for entry in node.elts]
+        if all(entry in (0, 1) for entry in entries):
+            return entries
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, num_layers), _value(node.right, num_layers)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+            entries, times = (left, right) if isinstance(left, list) else (right, left)
+            if times * len(entries) <= 100 * num_layers:  # no flag fills the memory
+                return entries * times
+    raise ValueError("neither a number nor a list of 0 and 1")

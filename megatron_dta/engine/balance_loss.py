@@ -1,0 +1,96 @@
+"""The balancing loss of experts on a tree, exactly that of training each sequence alone.
+
+Megatron's sequence-level loss (``seq_aux_loss``) of one sequence of T tokens in one layer, with E experts of which
+each token goes to K: coefficient x E x sum over experts of (tokens routed there / (K T)) x (mean score). A step's loss
+is its mean over the step's sequences, summed over layers; a sequence counts up to its last trained token. The fraction
+routed is a constant to the gradient, so a token's score of expert e has the gradient
+
+    sum over the sequences through the token of  coefficient E / (K T^2 Q) x tokens of the sequence routed to e
+
+with Q sequences in the step. Every sequence through a segment has run forward to its end when the segment's backward
+begins, so one pass suffices, and neither segments nor packs nor ranks change the result.
+
+Legend: N stream tokens, n tokens of a segment, A its ancestors', L layers with experts, Q sequences of this rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dta.engine.device_plan import DevicePlan
+from megatron_dta.model import TokenRouting
+from megatron_dta.planning.step_plan import StepPlan
+
+
+class BalanceLoss:
+    """The balancing loss of one step on one rank.
+
+    Args:
+        layer_numbers: Megatron's numbers of the layers with experts.
+        coefficient: coefficient x E / (K Q) of the formula above.
+        group: the tensor group whose ranks route a part of the tokens each; None where a rank routes all.
+    """
+
+    def __init__(
+        self,
+        step: StepPlan,
+        plan: DevicePlan,
+        layer_numbers: list[int],
+        num_experts: int,
+        topk: int,
+        coefficient: float,
+        dtype: torch.dtype,
+        group: torch.distributed.ProcessGroup | None,
+    ) -> None:
+        self.plan, self.layer_numbers, self.num_experts, self.group = plan, layer_numbers, num_experts, group
+        tree, device = step.segments.tree, plan.stream.device
+        last = tree.node_start[np.asarray(tree.sequence_node) + 1] - 1
+        order = np.argsort(last, kind="stable")
+        self.last = last[order].astype(np.int64)
+        self.last_Q = torch.from_numpy(self.last).to(device)
+        lengths = np.asarray(tree.sequence_lengths, dtype=np.float64)[order]
+        self.weights_Q = torch.from_numpy(coefficient / lengths**2).to(device, dtype)
+        # NaN until a sequence has run to its end: a gradient asked for too early cannot pass unnoticed.
+        self.loads_QLE = torch.full((len(last), len(layer_numbers), num_experts), torch.nan, dtype=dtype, device=device)
+        self.experts_NLK = torch.zeros(tree.num_tokens, len(layer_numbers), topk, dtype=torch.int16, device=device)
+        starts, ends = step.segments.segment_start, tree.subtree_end
+        self.reach = [int(ends[a:b].max()) for a, b in itertools.pairwise(starts.tolist())]
+
+    def store(self, segment: int, routing: TokenRouting) -> None:
+        """Take the experts of a segment's first forward, and the loads of the sequences that end in it."""
+        begin, end = self.plan.start[segment], self.plan.start[segment + 1]
+        experts_LnK = torch.stack([routing.balanced[number] for number in self.layer_numbers])
+        if self.group is not None:
+            experts_LnK = _joined(experts_LnK, self.group)
+        self.experts_NLK[begin:end] = experts_LnK[:, : end - begin].transpose(0, 1)
+        first, beyond = np.searchsorted(self.last, [begin, end]).tolist()
+        if first == beyond:
+            return
+        keys = torch.cat([self.plan.path_of(segment), self.plan.stream[begin:end]])
+        last_Q1 = self.last_Q[first:beyond, None]
+        passed = ((keys <= last_Q1) & (last_Q1 < self.plan.subtree_end[keys])).to(self.loads_QLE.dtype)
+        for layer in range(len(self.layer_numbers)):
+            routed = passed.new_zeros(len(keys), self.num_experts)
+            routed.scatter_(1, self.experts_NLK[keys, layer].long(), 1.0)
+            self.loads_QLE[first:beyond, layer] = passed @ routed
+
+    def gradient(self, segment: int, layer_number: int) -> Tensor:
+        """Gradient [n, E] by the scores of a segment's tokens in one layer."""
+        layer = self.layer_numbers.index(layer_number)
+        begin, end = self.plan.start[segment], self.plan.start[segment + 1]
+        own = slice(*np.searchsorted(self.last, [begin, self.reach[segment]]).tolist())
+        token_n1, end_n1 = self.plan.stream[begin:end, None], self.plan.subtree_end[begin:end, None]
+        passes = (token_n1 <= self.last_Q[own]) & (self.last_Q[own] < end_n1)
+        return passes.to(self.weights_Q.dtype) @ (self.weights_Q[own, None] * self.loads_QLE[own, layer])
+
+
+def _joined(experts_LrK: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """The rows of all ranks of a tensor group, in their order."""
+    own = experts_LrK.transpose(0, 1).to(torch.int32).contiguous()
+    whole = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
+    torch.distributed.all_gather_into_tensor(whole, own, group=group)
+    return whole.transpose(0, 1)

@@ -1,0 +1,23 @@
+"""How often a token of the forest is counted when every sequence is counted alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dta.tree import PrefixTree
+
+
+def token_weights(tree: PrefixTree, sequence_weights: np.ndarray) -> np.ndarray:
+    """For each stream token the sum of ``sequence_weights`` [Q] over the sequences through it, float64 [N].
+
+    With weights of 1 this is the number of sequences through the token. Sums run from the leaves up, so a small weight
+    is not lost beside a large one elsewhere.
+    """
+    weights = np.zeros(tree.num_nodes, dtype=np.float64)
+    np.add.at(weights, tree.sequence_node, sequence_weights)
+    totals = weights.tolist()
+    parents = tree.node_parent.tolist()
+    for node in range(tree.num_nodes - 1, -1, -1):
+        if parents[node] >= 0:
+            totals[parents[node]] += totals[node]
+    return np.repeat(np.asarray(totals, dtype=np.float64), np.diff(tree.node_start))
