@@ -28,6 +28,7 @@ from dta_kernels.tree_attention_forward import forward_kernel
 from dta_kernels.tree_attention_plan import (
     AttentionShape,
     TreeAttentionPlan,
+    local_key_end_on_device,
     plan_from_indices,
     plan_tree_attention,
 )
@@ -36,6 +37,8 @@ __all__ = [
     "AttentionShape",
     "KeyGradients",
     "TreeAttentionPlan",
+    "interpreted",
+    "local_key_end_on_device",
     "plan_from_indices",
     "plan_tree_attention",
     "tree_attention_backward",
@@ -48,12 +51,12 @@ class KeyGradients:
     """Accumulators of dK and dV over a step, and where a segment's keys stand in them.
 
     Attributes:
-        keys_SGD, values_SGD: float32, contiguous.
+        keys, values: float32 [S, G, D], contiguous.
         slots: int64 [M], distinct.
     """
 
-    keys_SGD: Tensor
-    values_SGD: Tensor
+    keys: Tensor
+    values: Tensor
     slots: Tensor
 
 
@@ -63,19 +66,20 @@ def interpreted() -> bool:
 
 
 def tree_attention_forward(
-    q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, plan: TreeAttentionPlan, scale: float
+    q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor, plan: TreeAttentionPlan, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the keys it sees.
 
     Args:
         q_NHD, k_MGD, v_MGD: queries, and keys and values of [ancestors, own]; one dtype.
+        key_end_M: int32, ``local_key_end`` of the plan's segment.
         scale: factor on the scores, above 0.
 
     Returns:
         ``(out_NHD, lse_HN)``: the output in the queries' dtype, the log-sum-exp of the scaled scores in float32. A
         query that sees no key gets 0 and minus infinity.
     """
-    _check(plan, scale, q_NHD, k_MGD, v_MGD)
+    _check(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     q_NHD, k_MGD, v_MGD = q_NHD.contiguous(), k_MGD.contiguous(), v_MGD.contiguous()
     shape, settings = plan.shape, plan.config.forward
     out_NHD = torch.empty_like(q_NHD)
@@ -87,7 +91,7 @@ def tree_attention_forward(
         _keys(v_MGD, settings),
         out_NHD,
         lse_HN,
-        plan.key_end,
+        key_end_M,
         plan.forward.programs,
         plan.forward.blocks,
         plan.num_queries,
@@ -107,6 +111,7 @@ def tree_attention_backward(
     v_MGD: Tensor,
     out_NHD: Tensor,
     lse_HN: Tensor,
+    key_end_M: Tensor,
     plan: TreeAttentionPlan,
     scale: float,
     into: KeyGradients | None = None,
@@ -124,7 +129,7 @@ def tree_attention_backward(
         ``(dq_NHD, dk, dv)``: dq in the queries' dtype. Without ``into`` dk and dv are float32 [M, G, D]; with it they
         are the own ones [N, G, D] in the queries' dtype.
     """
-    _check(plan, scale, q_NHD, k_MGD, v_MGD)
+    _check(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     tensors = (grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN)
     grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN = (tensor.contiguous() for tensor in tensors)
     shape, settings, backward = plan.shape, plan.config, plan.config.key_gradients
@@ -137,13 +142,13 @@ def tree_attention_backward(
     else:
         _check_accumulators(plan, into)
         dk, dv = (k_MGD.new_empty((plan.num_queries, *k_MGD.shape[1:])) for _ in range(2))
-        accumulators = (into.keys_SGD, into.values_SGD, into.slots)
+        accumulators = (into.keys, into.values, into.slots)
     dscores = q_NHD.new_empty(plan.stored_elements) if plan.stored_groups else delta
     num_groups = plan.stored_groups or shape.num_groups
     for first_group in range(0, shape.num_groups, num_groups):
         groups = min(num_groups, shape.num_groups - first_group)
         key_gradients_kernel[(groups, plan.columns.programs.shape[0])](
-            grad_out_tiles, q_tiles, k_MGD, v_MGD, delta, lse_2, dk, dv, *accumulators, dscores, plan.key_end,
+            grad_out_tiles, q_tiles, k_MGD, v_MGD, delta, lse_2, dk, dv, *accumulators, dscores, key_end_M,
             plan.columns.programs, plan.columns.blocks, plan.columns.tiles, plan.num_queries, plan.num_keys,
             plan.num_ancestors, first_group, scale,
             **_constants(plan, backward, pack),
@@ -161,7 +166,7 @@ def tree_attention_backward(
     if not plan.stored_groups:
         again = settings.query_gradients
         query_gradients_kernel[(shape.num_heads // pack, plan.rows.programs.shape[0])](
-            grad_out_NHD, q_NHD, _keys(k_MGD, again), _keys(v_MGD, again), delta, lse_2, dq_NHD, plan.key_end,
+            grad_out_NHD, q_NHD, _keys(k_MGD, again), _keys(v_MGD, again), delta, lse_2, dq_NHD, key_end_M,
             plan.rows.programs, plan.rows.blocks, plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
             **_constants(plan, again, pack),
         )  # fmt: skip
@@ -216,7 +221,9 @@ def _constants(
     }
 
 
-def _check(plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor) -> None:
+def _check(
+    plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor
+) -> None:
     shape = plan.shape
     expected = (plan.num_queries, shape.num_heads, shape.head_size)
     keys = (plan.num_keys, shape.num_groups, shape.head_size)
@@ -227,12 +234,14 @@ def _check(plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, 
         )
     if {q_NHD.dtype, k_MGD.dtype, v_MGD.dtype} != {shape.dtype}:
         raise ValueError(f"queries, keys and values must be {shape.dtype} as planned")
+    if key_end_M.shape != (plan.num_keys,) or key_end_M.dtype != torch.int32:
+        raise ValueError(f"key_end must be int32 [{plan.num_keys}], got {key_end_M.dtype} {tuple(key_end_M.shape)}")
     if not scale > 0:
         raise ValueError(f"scale {scale}: must be above 0")
 
 
 def _check_accumulators(plan: TreeAttentionPlan, into: KeyGradients) -> None:
-    for accumulator in (into.keys_SGD, into.values_SGD):
+    for accumulator in (into.keys, into.values):
         if accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
             raise ValueError("accumulators of dK and dV must be contiguous float32")
     if into.slots.shape != (plan.num_keys,) or into.slots.dtype != torch.int64:

@@ -128,7 +128,7 @@ def _collect(
     row = tl.arange(0, BLOCK_M)
     channel = tl.arange(0, BLOCK_D)
     within = (row // PACK) * (H * D) + (row % PACK) * D
-    statistics = (head // PACK).to(tl.int64) * num_queries * PACK
+    statistics = tl.cast(head // PACK, tl.int64) * num_queries * PACK
     scale_2 = scale * 1.4426950408889634
     for index in tl.range(begin, end):
         block = index
@@ -144,7 +144,7 @@ def _collect(
             q = q_source.load([tile_row, 0])
             do = grad_out.load([tile_row, 0])
         else:
-            base = first.to(tl.int64) * (H * D) + head * D
+            base = tl.cast(first, tl.int64) * (H * D) + head * D
             offsets = within[:, None] + channel[None, :]
             inside = exists[:, None]
             if BLOCK_D != D:
@@ -162,7 +162,7 @@ def _collect(
         dscore = (probability * (dprobability - delta_row[None, :])).to(q.dtype)
         dk = product(dscore, q, dk, PRECISION, UPCAST)
         if STORE:
-            tile = tl.load(tiles + first_tile + index).to(tl.int64)
+            tile = tl.cast(tl.load(tiles + first_tile + index), tl.int64)
             CHUNKS: tl.constexpr = H // G // PACK
             target = dscores + tile * (tl.num_programs(0) * CHUNKS * BLOCK_K * BLOCK_M)
             inner = tl.arange(0, BLOCK_K)[:, None] * BLOCK_M + row[None, :]
@@ -191,12 +191,12 @@ def query_gradients_from_scores_kernel(
     source = dscores + tl.program_id(0) * (BLOCK_K * BLOCK_M) + inner
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     for index in tl.range(run_begin, run_end):
-        dscore = tl.load(source + (run_tile + index).to(tl.int64) * stride)
+        dscore = tl.load(source + tl.cast(run_tile + index, tl.int64) * stride)
         k = load_rows(k_MGD, index * BLOCK_K, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, False, TMA)
         acc = product(dscore.T, k, acc, PRECISION, UPCAST)
     for index in tl.range(list_begin, list_end):
         other = tl.load(blocks + index)
-        dscore = tl.load(source + (list_tile + index).to(tl.int64) * stride)
+        dscore = tl.load(source + tl.cast(list_tile + index, tl.int64) * stride)
         k = load_rows(k_MGD, other * BLOCK_K, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, True, TMA)
         acc = product(dscore.T, k, acc, PRECISION, UPCAST)
     offsets, query = query_row_pointers(block, head, BLOCK_Q, PACK, H, D, BLOCK_D)

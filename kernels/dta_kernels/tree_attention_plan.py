@@ -1,12 +1,13 @@
 """What the tree attention kernels need of a step's segments, on the device: made once, uploaded in one copy.
 
-A ``TreeAttentionPlan`` holds one segment's ``key_end`` and block tables (see ``tree_attention_blocks``) for the tile
-sizes of one configuration. Nothing in it depends on a layer, so all layers of a step share it.
+A ``TreeAttentionPlan`` holds one segment's block tables (see ``tree_attention_blocks``) for the tile sizes of one
+configuration. Nothing in it depends on a layer, so all layers of a step share it. ``key_end`` itself is not part of
+it: an engine that has subtree ends on the device makes it there (``local_key_end_on_device``), without the copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +56,6 @@ class TreeAttentionPlan:
 
     Attributes:
         num_queries, num_keys: N and M = A + N.
-        key_end: int32 [M], see ``local_key_end``.
         forward: tiles of queries in the forward pass.
         columns: blocks of keys in the backward pass.
         rows: tiles of queries of the kernel that computes dQ.
@@ -67,7 +67,6 @@ class TreeAttentionPlan:
     config: TreeAttentionConfig
     num_queries: int
     num_keys: int
-    key_end: Tensor
     forward: DeviceTable
     columns: DeviceTable
     rows: DeviceTable
@@ -82,7 +81,7 @@ class TreeAttentionPlan:
 @dataclass(frozen=True)
 class _HostPlan:
     num_queries: int
-    key_end: np.ndarray
+    num_keys: int
     forward: BlockTable
     columns: BlockTable
     rows: BlockTable
@@ -91,11 +90,11 @@ class _HostPlan:
 
     def arrays(self) -> list[np.ndarray]:
         tables = (self.forward, self.columns, self.rows)
-        return [self.key_end, *(array for t in tables for array in (t.programs, t.blocks, t.tiles))]
+        return [array for table in tables for array in (table.programs, table.blocks, table.tiles)]
 
 
 def plan_tree_attention(
-    segments: Sequence[tuple[np.ndarray, int]],
+    segments: Iterable[tuple[np.ndarray, int]],
     shape: AttentionShape,
     device: torch.device,
     config: TreeAttentionConfig | None = None,
@@ -119,15 +118,11 @@ def plan_tree_attention(
     stored_elements = max((host.stored_elements for host in hosts), default=0)
     plans = []
     for host in hosts:
-        key_end = next(pieces)
-        forward, columns, rows = (
-            DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in range(3)
-        )
+        tables = (DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in range(3))
         plans.append(
             TreeAttentionPlan(
-                shape, config, host.num_queries, len(host.key_end), key_end, forward, columns, rows,
-                host.stored_groups, stored_elements,
-            )  # fmt: skip
+                shape, config, host.num_queries, host.num_keys, *tables, host.stored_groups, stored_elements
+            )
         )
     return plans
 
@@ -139,8 +134,8 @@ def plan_from_indices(
     shape: AttentionShape,
     device: torch.device,
     config: TreeAttentionConfig | None = None,
-) -> TreeAttentionPlan:
-    """Plan of one segment from stream indices, in the terms of ``tree_attention_reference``.
+) -> tuple[TreeAttentionPlan, Tensor]:
+    """Plan and ``key_end`` of one segment from stream indices, in the terms of ``tree_attention_reference``.
 
     Raises:
         ValueError: the queries are not consecutive, or the keys are not ancestors in stream order and then the
@@ -155,12 +150,16 @@ def plan_from_indices(
     if np.any(np.diff(key_index) <= 0):
         raise ValueError("keys must come in stream order")
     ends = local_key_end(int(query_index[0]), num_queries, key_end[:num_ancestors], key_end[num_ancestors:])
-    return plan_tree_attention([(ends, num_queries)], shape, device, config)[0]
+    return plan_tree_attention([(ends, num_queries)], shape, device, config)[0], torch.from_numpy(ends).to(device)
 
 
-def _host_plan(
-    key_end: np.ndarray, num_queries: int, shape: AttentionShape, config: TreeAttentionConfig
-) -> _HostPlan:
+def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:
+    """``local_key_end`` int32 [M] from stream indices of the queries and subtree ends of all keys, where they are."""
+    num_queries, num_keys = query_index_N.shape[0], key_end_M.shape[0]
+    return ((key_end_M - query_index_N[:1]).clamp_(0, num_queries) + (num_keys - num_queries)).int()
+
+
+def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, config: TreeAttentionConfig) -> _HostPlan:
     def tables(rows: int, keys: int, pack: int):
         return block_tables(key_end, num_queries, rows // pack, keys)
 
@@ -179,5 +178,5 @@ def _host_plan(
         again = config.query_gradients
         rows = tables(again.rows, again.keys, pack).rows
     return _HostPlan(
-        num_queries, key_end, forward, key_tables.columns, rows, stored_groups, stored_groups * elements_of_group
+        num_queries, len(key_end), forward, key_tables.columns, rows, stored_groups, stored_groups * elements_of_group
     )

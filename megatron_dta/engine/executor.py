@@ -21,7 +21,7 @@ from megatron_dta.engine.batch import TreeBatch, prepare_batch
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, current_mesh
+from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
 from megatron_dta.objectives import TokenLosses
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.sample import TrainingSample
@@ -67,6 +67,7 @@ class TreeEngine:
         temperature: the logits are divided by it, in training as in sampling.
         logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` over the vocabulary.
         pipeline_in_flight_tokens: most tokens that a pipeline stage holds; None for the planner's default.
+        tree_attention_impl: "auto", "triton" or "reference", see ``TreeConfig``.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class TreeEngine:
         temperature: float = 1.0,
         logprob_chunk_tokens: int | None = None,
         pipeline_in_flight_tokens: int | None = None,
+        tree_attention_impl: str = "auto",
     ) -> None:
         self.chunks = list(model.parts if isinstance(model, (TreeGPTModel, StagedModel)) else model)
         self.tree_models: list[TreeGPTModel] = [
@@ -89,6 +91,8 @@ class TreeEngine:
         most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
         self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
         self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
+        head_size = self.config.kv_channels
+        self.uses_kernels = choose_attention(tree_attention_impl, head_size, self.dtype, self.device)
 
     def cost_model(self, segment_tokens: int) -> CostModel:
         """What the whole model needs for tokens, pairs of attention and logprobs, up to a factor of all."""

@@ -25,7 +25,7 @@ from megatron_dta.engine.expert_pass import ExpertPass
 from megatron_dta.engine.loss_pass import LossPass, Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_transport import StageTransport
-from megatron_dta.model import KVPool, SegmentContext, accumulation_dtype
+from megatron_dta.model import AttentionShape, KVPool, SegmentContext, accumulation_dtype, plan_segment_attention
 from megatron_dta.planning.pipeline_schedule import PipelineOp
 from megatron_dta.planning.schedule import OpKind
 from megatron_dta.planning.stage_program import stage_program
@@ -63,6 +63,12 @@ class StageRun:
         self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(engine.dtype), engine.device)
         self.experts = self._expert_passes(batch)
         self.pools = [self._pool(chunk) for chunk in range(len(engine.chunks))]
+        self.attention_plans = None
+        if engine.uses_kernels:
+            _, _, groups, head_size = self.pools[0].keys_LSGD.shape
+            heads = engine.config.num_attention_heads // engine.config.tensor_model_parallel_size
+            shape = AttentionShape(heads, groups, head_size, engine.dtype)
+            self.attention_plans = plan_segment_attention(step.segments, step.paths, shape, engine.device)
         self.lengths = step.segments.lengths.tolist()
         self.transport = None
         if mesh.pipeline_size > 1:
@@ -213,4 +219,5 @@ class StageRun:
             query_index=plan.stream[own],
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
+            attention_plan=self.attention_plans[segment] if self.attention_plans else None,
         )
