@@ -20,7 +20,7 @@ from dta_kernels.tree_attention_blocks import (
     RUN_BEGIN,
     RUN_END,
     TILE_BEGIN,
-    block_tables,
+    block_matrix,
     local_key_end,
 )
 from tree_attention_cases import (
@@ -52,7 +52,8 @@ def test_tables_name_every_live_block_once_and_full_ones_are_full(seed):
     num_queries, A = len(segment.query_index), segment.num_ancestors
     key_end = local_key_end(int(segment.query_index[0]), num_queries, segment.key_end[:A], segment.key_end[A:])
     visible = visible_pairs(key_end, num_queries)
-    tables = block_tables(key_end, num_queries, block_q, block_k)
+    matrix = block_matrix(key_end, num_queries, block_q, block_k)
+    tables = matrix.tables()
     num_rows, num_columns = -(-num_queries // block_q), -(-len(key_end) // block_k)
     padded = np.zeros((num_rows * block_q, num_columns * block_k), dtype=bool)
     padded[: visible.shape[0], : visible.shape[1]] = visible
@@ -87,6 +88,29 @@ def test_tables_name_every_live_block_once_and_full_ones_are_full(seed):
     assert sorted(tile_of.values()) == list(range(tables.num_tiles))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_of_the_rows_cover_every_live_block_once(seed):
+    generator = seed_all(seed + 100)
+    segment = random_segment(generator, int(generator.integers(20, 150)))
+    num_queries, A = len(segment.query_index), segment.num_ancestors
+    key_end = local_key_end(int(segment.query_index[0]), num_queries, segment.key_end[:A], segment.key_end[A:])
+    matrix, most = block_matrix(key_end, num_queries, 2, 4), int(generator.integers(1, 60))
+    parts = matrix.row_parts(most)
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == len(matrix.live)
+    seen = np.zeros_like(matrix.live, dtype=int)
+    for part in parts:
+        tables = matrix.tables(part)
+        assert tables.num_tiles <= most or part.stop - part.start == 1
+        for program in tables.columns.programs:
+            others = [*range(program[RUN_BEGIN], program[RUN_END])]
+            others += tables.columns.blocks[program[LIST_BEGIN] : program[LIST_END]].tolist()
+            assert others
+            seen[others, program[BLOCK]] += 1
+        assert sorted(tables.rows.programs[:, BLOCK].tolist()) == list(range(part.start, part.stop))
+    assert np.array_equal(seen, matrix.live)
+
+
 @interpreter
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("stored", [False, True], ids=["recomputed", "stored"])
@@ -101,7 +125,7 @@ def test_random_forests_in_float32(seed, stored):
         rows=int(generator.choice([16, 32])),
         keys=int(generator.choice([16, 32])),
         tma=bool(generator.integers(0, 2)) and shape.head_size == 16,
-        stored_scores_bytes=int(generator.choice([30_000, 1 << 20])) if stored else 0,
+        stored_scores_bytes=int(generator.choice([1, 6_000, 30_000, 1 << 20])) if stored else 0,
         max_pack=int(generator.choice([1, 2, 8])),
     )
     case = Case.random(segment, shape, DEVICE)
@@ -136,7 +160,7 @@ def test_edges_of_the_sizes_and_dtypes(dtype, bound, ancestors, queries):
 
 
 @interpreter
-@pytest.mark.parametrize("stored_scores_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("stored_scores_bytes", [0, 9_000, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_in_place(stored_scores_bytes, dtype):
     generator = seed_all(21)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dta_kernels.tree_attention_common import load_key_end, load_rows, product, query_row_pointers
 
-_RUNTIME = ["num_queries", "num_keys", "num_ancestors", "first_group", "first_chunk"]
+_RUNTIME = ["num_queries", "num_keys", "num_ancestors", "num_added", "first_group", "first_chunk"]
 _TABLES = ["key_end", "programs", "blocks", "tiles", "slots"]
 
 
@@ -51,7 +51,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
 def key_gradients_kernel(
     grad_out, q, k_MGD, v_MGD, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores,
-    key_end, programs, blocks, tiles, num_queries, num_keys, num_ancestors, first_group, scale,
+    key_end, programs, blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -59,9 +59,9 @@ def key_gradients_kernel(
     """Grid (groups of this launch, blocks of keys).
 
     With TMA ``grad_out`` and ``q`` are descriptors of their copies in the order of tiles, else pointers to [N, H, D].
-    ACCUMULATE: ancestors' gradients are added to ``grad_keys[slots]`` and ``grad_values[slots]`` [., G, D] float32,
-    what stands there at the own slots is added to the own ones, and ``dk`` and ``dv`` are [N, G, D] in the queries'
-    dtype; else they are float32 [M, G, D].
+    ACCUMULATE: the gradients of the first ``num_added`` keys are added to ``grad_keys[slots]`` and
+    ``grad_values[slots]`` [., G, D] float32; those of the other keys, with what stands at their slots added to them,
+    go to ``dk`` and ``dv`` [M - num_added, G, D] in the queries' dtype (None where all are added). Else all go to ``dk`` and ``dv``, float32.
     """
     CHUNKS: tl.constexpr = H // G // PACK
     group = first_group + tl.program_id(0)
@@ -104,16 +104,17 @@ def key_gradients_kernel(
         slot_offsets = slot[:, None] * (G * D) + column[None, :]
         dk_acc += tl.load(grad_keys + slot_offsets, mask=inside, other=0.0)
         dv_acc += tl.load(grad_values + slot_offsets, mask=inside, other=0.0)
-        of_ancestors = inside & (key < num_ancestors)[:, None]
-        tl.store(grad_keys + slot_offsets, dk_acc, mask=of_ancestors)
-        tl.store(grad_values + slot_offsets, dv_acc, mask=of_ancestors)
-        own = (key - num_ancestors).to(tl.int64)
-        offsets = own[:, None] * (G * D) + column[None, :]
-        inside = inside & (key >= num_ancestors)[:, None]
+        added = inside & (key < num_added)[:, None]
+        tl.store(grad_keys + slot_offsets, dk_acc, mask=added)
+        tl.store(grad_values + slot_offsets, dv_acc, mask=added)
+        other = (key - num_added).to(tl.int64)
+        offsets = other[:, None] * (G * D) + column[None, :]
+        inside = inside & (key >= num_added)[:, None]
     else:
         offsets = key.to(tl.int64)[:, None] * (G * D) + column[None, :]
-    tl.store(dk + offsets, dk_acc.to(dk.dtype.element_ty), mask=inside)
-    tl.store(dv + offsets, dv_acc.to(dv.dtype.element_ty), mask=inside)
+    if dk is not None:
+        tl.store(dk + offsets, dk_acc.to(dk.dtype.element_ty), mask=inside)
+        tl.store(dv + offsets, dv_acc.to(dv.dtype.element_ty), mask=inside)
 
 
 @triton.jit

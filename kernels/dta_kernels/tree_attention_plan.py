@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dta_kernels.tree_attention_blocks import BlockTable, block_tables, local_key_end
-from dta_kernels.tree_attention_config import TreeAttentionConfig, default_config, supports
+from dta_kernels.tree_attention_blocks import BlockMatrix, BlockTable, block_matrix, local_key_end
+from dta_kernels.tree_attention_config import KernelConfig, TreeAttentionConfig, default_config, supports
 
 # Every array starts at a multiple of so many int32 numbers.
 _ALIGNMENT = 4
@@ -51,14 +51,22 @@ class DeviceTable:
 
 
 @dataclass(frozen=True)
+class BackwardPart:
+    """Blocks of keys for dK and dV, and tiles of queries for dQ."""
+
+    columns: DeviceTable
+    rows: DeviceTable
+
+
+@dataclass(frozen=True)
 class TreeAttentionPlan:
     """One segment, for one configuration.
 
     Attributes:
         num_queries, num_keys: N and M = A + N.
         forward: tiles of queries in the forward pass.
-        columns: blocks of keys in the backward pass.
-        rows: tiles of queries of the kernel that computes dQ.
+        parts: the backward pass, mostly in one part; where the tiles of dS of a single group are more than may be
+            stored, of some tiles of queries each.
         stored_groups: key/value heads whose tiles of dS are stored at once; 0 where dS is computed again.
         stored_elements: elements of the buffer for them, the same in all segments of a step.
     """
@@ -68,8 +76,7 @@ class TreeAttentionPlan:
     num_queries: int
     num_keys: int
     forward: DeviceTable
-    columns: DeviceTable
-    rows: DeviceTable
+    parts: tuple[BackwardPart, ...]
     stored_groups: int
     stored_elements: int
 
@@ -82,15 +89,12 @@ class TreeAttentionPlan:
 class _HostPlan:
     num_queries: int
     num_keys: int
-    forward: BlockTable
-    columns: BlockTable
-    rows: BlockTable
+    tables: list[BlockTable]  # forward, then columns and rows of every part
     stored_groups: int
     stored_elements: int
 
     def arrays(self) -> list[np.ndarray]:
-        tables = (self.forward, self.columns, self.rows)
-        return [array for table in tables for array in (table.programs, table.blocks, table.tiles)]
+        return [array for table in self.tables for array in (table.programs, table.blocks, table.tiles)]
 
 
 def plan_tree_attention(
@@ -118,10 +122,18 @@ def plan_tree_attention(
     stored_elements = max((host.stored_elements for host in hosts), default=0)
     plans = []
     for host in hosts:
-        tables = (DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in range(3))
+        forward, *rest = [DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in host.tables]
+        parts = tuple(BackwardPart(*pair) for pair in zip(rest[::2], rest[1::2], strict=True))
         plans.append(
             TreeAttentionPlan(
-                shape, config, host.num_queries, host.num_keys, *tables, host.stored_groups, stored_elements
+                shape,
+                config,
+                host.num_queries,
+                host.num_keys,
+                forward,
+                parts,
+                host.stored_groups,
+                stored_elements,
             )
         )
     return plans
@@ -160,23 +172,27 @@ def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:
 
 
 def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, config: TreeAttentionConfig) -> _HostPlan:
-    def tables(rows: int, keys: int, pack: int):
-        return block_tables(key_end, num_queries, rows // pack, keys)
+    def matrix(settings: KernelConfig, pack: int) -> BlockMatrix:
+        return block_matrix(key_end, num_queries, settings.rows // pack, settings.keys)
 
     group_size, backward = shape.group_size, config.key_gradients
-    forward = tables(config.forward.rows, config.forward.keys, config.forward.pack(group_size)).rows
+    forward = matrix(config.forward, config.forward.pack(group_size)).tables().rows
     pack = backward.pack(group_size)
-    key_tables = tables(backward.rows, backward.keys, pack)
-    elements_of_group = key_tables.num_tiles * (group_size // pack) * backward.rows * backward.keys
-    bytes_of_group = elements_of_group * shape.dtype.itemsize
-    stored_groups = min(shape.num_groups, config.stored_scores_bytes // bytes_of_group)
-    if stored_groups:
-        launches = -(-shape.num_groups // stored_groups)
+    by_keys = matrix(backward, pack)
+    if not config.stored_scores_bytes:
+        again = matrix(config.query_gradients, pack).tables().rows
+        return _HostPlan(num_queries, len(key_end), [forward, by_keys.tables().columns, again], 0, 0)
+    # Elements of a live block, all heads of a group together.
+    elements = group_size // pack * backward.rows * backward.keys
+    most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)
+    num_tiles = int(by_keys.live.sum())
+    if num_tiles <= most_tiles:
+        launches = -(-shape.num_groups // min(shape.num_groups, most_tiles // num_tiles))
         stored_groups = -(-shape.num_groups // launches)
-        rows = key_tables.rows
+        parts = [by_keys.tables()]
     else:
-        again = config.query_gradients
-        rows = tables(again.rows, again.keys, pack).rows
-    return _HostPlan(
-        num_queries, len(key_end), forward, key_tables.columns, rows, stored_groups, stored_groups * elements_of_group
-    )
+        stored_groups = 1
+        parts = [by_keys.tables(rows) for rows in by_keys.row_parts(most_tiles)]
+    stored_elements = stored_groups * elements * max(part.num_tiles for part in parts)
+    tables = [table for part in parts for table in (part.columns, part.rows)]
+    return _HostPlan(num_queries, len(key_end), [forward, *tables], stored_groups, stored_elements)
