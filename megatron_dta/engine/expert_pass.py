@@ -55,12 +55,14 @@ class ExpertPass:
         if self.config.moe_z_loss_coeff:
             per_sequence = self.config.moe_z_loss_coeff / count / np.asarray(tree.sequence_lengths, dtype=np.float64)
             self.z_weights_N = torch.from_numpy(token_weights(tree, per_sequence)).to(device, dtype)
-        if self.config.moe_aux_loss_coeff:
+        layer_numbers = [layer.layer_number for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+        # A pipeline stage may have no layer with experts.
+        if self.config.moe_aux_loss_coeff and layer_numbers:
             experts, topk = self.config.num_moe_experts, self.config.moe_router_topk
             self.balance = BalanceLoss(
                 batch.plan,
                 plan,
-                [layer.layer_number for layer in model.decoder.layers if hasattr(layer.mlp, "router")],
+                layer_numbers,
                 experts,
                 topk,
                 self.config.moe_aux_loss_coeff * experts / (topk * max(1, count)),
