@@ -166,16 +166,14 @@ def check_accumulation(case: Case, config: TreeAttentionConfig | None, generator
     assert all(torch.equal(x, y) for x, y in zip(again[:3], (out, lse, dq), strict=True))
     for accumulator, old, own, all_keys in zip((into.keys, into.values), before, again[3:], plain, strict=True):
         ancestors, owners = into.slots[:A], into.slots[A:]
-        wanted = old.clone()
-        wanted[ancestors] = all_keys[:A] + old[ancestors]
-        # A compiler may round the product with the scale and the sum at once.
-        torch.testing.assert_close(accumulator, wanted, rtol=1e-6, atol=1e-6)
-        untouched = torch.ones(len(wanted), dtype=torch.bool, device=wanted.device)
-        untouched[ancestors] = False
+        # Sums may be rounded in another order.
+        torch.testing.assert_close(accumulator[ancestors], all_keys[:A] + old[ancestors], rtol=4e-6, atol=4e-6)
+        untouched = torch.ones(len(old), dtype=torch.bool, device=old.device)
+        untouched[into.slots] = False
         assert torch.equal(accumulator[untouched], old[untouched])
         assert own.dtype == case.shape.dtype
-        rounding = max(1e-6, 2 * torch.finfo(own.dtype).eps)
-        torch.testing.assert_close(own.float(), all_keys[A:] + old[owners], rtol=rounding, atol=1e-6)
+        rounding = max(4e-6, 2 * torch.finfo(own.dtype).eps)
+        torch.testing.assert_close(own.float(), all_keys[A:] + old[owners], rtol=rounding, atol=4e-6)
 
 
 def check_sibling_changes_no_bit(

@@ -124,7 +124,7 @@ def tree_attention_backward(
 
     Args:
         into: None returns all of dK and dV. Otherwise the ancestors' dK and dV are added in place at their slots, and
-            what stands at the own slots (from descendants) is added to the own dK and dV.
+            what stands at the own slots (from descendants) is added to the own dK and dV; it is undefined afterwards.
 
     Returns:
         ``(dq_NHD, dk, dv)``: dq in the queries' dtype. Without ``into`` dk and dv are float32 [M, G, D]; with it they

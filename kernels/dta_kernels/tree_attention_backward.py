@@ -61,7 +61,8 @@ def key_gradients_kernel(
     With TMA ``grad_out`` and ``q`` are descriptors of their copies in the order of tiles, else pointers to [N, H, D].
     ACCUMULATE: the gradients of the first ``num_added`` keys are added to ``grad_keys[slots]`` and
     ``grad_values[slots]`` [., G, D] float32; those of the other keys, with what stands at their slots added to them,
-    go to ``dk`` and ``dv`` [M - num_added, G, D] in the queries' dtype (None where all are added). Else all go to ``dk`` and ``dv``, float32.
+    go to ``dk`` and ``dv`` [M - num_added, G, D] in the queries' dtype (None where all are added). Else all go to
+    ``dk`` and ``dv``, float32.
     """
     CHUNKS: tl.constexpr = H // G // PACK
     group = first_group + tl.program_id(0)
