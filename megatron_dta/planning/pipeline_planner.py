@@ -113,6 +113,8 @@ def plan_pipeline(
         split_backward,
         send_seconds,
     )
+    if num_stages == 1:
+        return list_schedule(pipeline, Policy()).schedule  # Never idle, and least in flight: depth first.
     limit = max(limits, default=0)
     bound = makespan_bound(parents, tokens, costs, num_stages, num_chunks, limit, split_backward)
     fits = all(peak <= limit for peak, limit in zip(peak_in_flight(static, tokens), limits, strict=True))
