@@ -48,6 +48,12 @@ def key_gradient_candidates(base: TreeAttentionConfig, padded_head_size: int) ->
     yield replace(base, key_gradients=replace(base.key_gradients, max_pack=1))
 
 
+def library_candidates(base: TreeAttentionConfig) -> Iterator[TreeAttentionConfig]:
+    """A library's kernel for the rectangle of ancestors that many queries see, in several granularities."""
+    for queries, keys in ((256, 256), (256, 512), (512, 1024)):
+        yield replace(base, library_queries=queries, library_keys=keys)
+
+
 def query_gradient_candidates(
     base: TreeAttentionConfig, padded_head_size: int, tma: bool
 ) -> Iterator[TreeAttentionConfig]:

@@ -27,7 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_candidates import forward_candidates, key_gradient_candidates, query_gradient_candidates
+from attention_candidates import (
+    forward_candidates,
+    key_gradient_candidates,
+    library_candidates,
+    query_gradient_candidates,
+)
 from attention_cases import AttentionCase, chain, choose_sequences, probe_case, segment_cases, whole_tree
 from benchmark_report import Report
 from dta_kernels.tree_attention_config import TreeAttentionConfig, default_config, padded_head_size
@@ -183,15 +188,16 @@ def sweep(report: Report, inputs: Inputs, probe: Inputs) -> TreeAttentionConfig:
         ("forward", lambda base: forward_candidates(base, padded, tma)),
         ("key_gradients", lambda base: key_gradient_candidates(base, padded)),
         ("query_gradients", lambda base: query_gradient_candidates(base, padded, tma)),
+        ("library", library_candidates),
     )
     for stage, candidates in stages:
-        direction = "forward" if stage == "forward" else "backward"
+        directions = {"forward": ["forward"], "library": ["forward", "backward"]}.get(stage, ["backward"])
         times: list[tuple[float, TreeAttentionConfig]] = []
         for config in [best, *candidates(best)]:
             names = {"case": inputs.case.name, "sweep": stage, "config": _short(config, stage)}
-            row = report.attempt(names, lambda c=config, d=direction: checked(inputs, probe, c, d == "backward"))
+            row = report.attempt(names, lambda c=config, d=directions: checked(inputs, probe, c, d == ["backward"]))
             if row is not None:
-                times.append((row[f"{direction}_ms"], config))
+                times.append((sum(row[f"{direction}_ms"] for direction in directions), config))
         if times:
             best = min(times, key=lambda pair: pair[0])[1]
             print(f"best {stage} on {inputs.case.name}: {_short(best, stage)}", flush=True)
@@ -207,6 +213,8 @@ def _short(config: TreeAttentionConfig, stage: str) -> str:
         launch = f"warps {kernel.num_warps} stages {kernel.num_stages} pack {kernel.max_pack}{tma}"
         return f"{name} {kernel.rows}x{kernel.keys} {launch}"
 
+    if stage == "library":
+        return f"library {config.library_queries} x {config.library_keys}"
     if stage != "query_gradients":
         return describe(stage)
     stored = config.stored_scores_bytes >> 20
