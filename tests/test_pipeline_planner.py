@@ -211,7 +211,7 @@ def test_ten_thousand_segments_on_eight_stages() -> None:
 
 def test_bad_input() -> None:
     costs = PipelineCosts.uniform(2, 2)
-    with pytest.raises(ValueError, match=r"limit of 6 tokens in flight is below the longest root path.*7 tokens"):
+    with pytest.raises(ValueError, match=r"--pipeline-in-flight-tokens 6 is below the longest root path.*7 tokens"):
         plan_pipeline([-1, 0], [3, 4], costs, 2, 1, 6)
     with pytest.raises(ValueError, match="do not fit"):
         plan_pipeline([-1, 0], [3], costs, 2)

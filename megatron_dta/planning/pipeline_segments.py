@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_dta.errors import InputError
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_planner import DEFAULT_FACTOR, plan_pipeline
 from megatron_dta.planning.pipeline_schedule import PipelineSchedule
@@ -48,14 +49,19 @@ def pipeline_segment_tokens(num_tokens: int, segment_tokens: int, memory_tokens:
 
 
 def plan_pipeline_segments(
-    tree: PrefixTree, segment_tokens: int, memory_tokens: int | None, num_stages: int
+    tree: PrefixTree,
+    segment_tokens: int,
+    memory_tokens: int | None,
+    num_stages: int,
+    max_in_flight_tokens: int | None = None,
 ) -> SegmentPlan:
     """``plan_segments`` with the size for a pipeline and the budget of a single stage.
 
-    Raises InputError as ``plan_segments`` does.
+    With ``max_in_flight_tokens`` the budget leaves the pipeline a third of that limit, where sequences allow it.
+
+    Raises InputError as ``plan_segments`` does, and for a limit below the longest sequence.
     """
-    if memory_tokens is None:
-        memory_tokens = default_memory_tokens(tree, segment_tokens)
+    memory_tokens = _budget(tree, segment_tokens, memory_tokens, max_in_flight_tokens)
     size = pipeline_segment_tokens(tree.num_tokens, segment_tokens, memory_tokens, num_stages)
     return plan_segments(tree, size, memory_tokens)
 
@@ -115,8 +121,7 @@ def choose_pipeline(
         max_in_flight_tokens: limit in place of 1.5 times one stage's.
         pipeline_tokens: most tokens of a segment in the pipeline; None to choose.
     """
-    if memory_tokens is None:
-        memory_tokens = default_memory_tokens(tree, segment_tokens)
+    memory_tokens = _budget(tree, segment_tokens, memory_tokens, max_in_flight_tokens)
     alone = plan_segments(tree, segment_tokens, memory_tokens)
     if pipeline_tokens is None:
         largest = pipeline_segment_tokens(tree.num_tokens, segment_tokens, memory_tokens, num_stages)
@@ -149,6 +154,21 @@ def choose_pipeline(
             return plan
     assert best is not None
     return best
+
+
+def _budget(tree: PrefixTree, segment_tokens: int, memory_tokens: int | None, limit: int | None) -> int:
+    """In-flight tokens that segments are planned with."""
+    longest = int(tree.sequence_lengths.max(initial=0))
+    if memory_tokens is None:
+        memory_tokens = default_memory_tokens(tree, segment_tokens)
+    if limit is None:
+        return memory_tokens
+    if limit < longest:
+        raise InputError(
+            f"--pipeline-in-flight-tokens {limit} is less than the longest sequence ({longest} tokens), all of which "
+            "is in flight when its last segment runs"
+        )
+    return min(memory_tokens, max(longest, int(limit / DEFAULT_FACTOR)))
 
 
 def _sizes(largest: int) -> list[int]:
