@@ -31,44 +31,12 @@ from torch import Tensor
 
 from megatron_dta.model.decode_context import DecodeCache, append_context
 from megatron_dta.model.staged_model import Model
-from megatron_dta.sampling.keyed_random import Domain, keyed_uniform
+from megatron_dta.sampling.keyed_random import keyed_uniform
+from megatron_dta.sampling.params import SamplingParams
 
 # Bounds of the memory of one pass: prompt tokens prefilled at once, and logits whose softmax exists at once.
 _PREFILL_TOKENS = 4096
 _LOGIT_ELEMENTS = 2**24
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to sample.
-
-    Attributes:
-        max_response_tokens: length cap, the end of sequence included.
-        eos_id: the token that ends a response; it is part of the response.
-        temperature: divides the logits; 0 takes the most likely token (the lowest id of equals).
-        top_p: tokens are drawn among the most likely ones that together hold at least this much probability.
-        seed: of the keyed random numbers.
-        domain: keeps the numbers of evaluation apart from those of training.
-        max_sequences: most sequences decoded at once; bounds the cache and does not change the samples.
-    """
-
-    max_response_tokens: int
-    eos_id: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-    domain: Domain = Domain.SAMPLING
-    max_sequences: int = 256
-
-    def __post_init__(self) -> None:
-        if self.max_response_tokens < 1:
-            raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.max_sequences < 1:
-            raise ValueError(f"max_sequences must be at least 1, got {self.max_sequences}")
 
 
 @dataclass(frozen=True)
