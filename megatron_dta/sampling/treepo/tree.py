@@ -8,8 +8,8 @@ and what is recorded in front of it cannot differ.
 **Leaf weights.** Walk down from the root and take each child of a node alike; the weight of a leaf is the probability
 of ending there, the product of 1 / children over its path. While the number of children of a node is decided before
 any of its children is seen, the weighted mean over leaves of anything is an unbiased estimate of its mean over
-independent rollouts; the plain mean is not, since paths that live longer branch more often. (Induction over
-the forks: given the path up to a node, each child's subtree has the value of the node as expectation, so their mean has.)
+independent rollouts; the plain mean is not, since paths that live longer branch more often. (Induction over the forks:
+given the path up to a node, each child's subtree has the value of the node as its expectation, so their mean has it.)
 
 Fallback breaks the premise: it adds children to a node because of what has become of the first ones (all paths have
 ended early), whichever node it chooses. So leaves grown by fallback weigh 0, and the walk takes only children that were
