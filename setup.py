@@ -38,11 +38,14 @@ setup(
         "gpu": ["triton"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
+        # The client of --rollout-engine vllm and sglang.
+        "servers": ["aiohttp"],
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
         "parity": ["transformers>=4.57,<6", "safetensors"],
         "test": [
             "transformers>=4.57,<6",
             "safetensors",
+            "aiohttp",
             "pytest",
             "hypothesis",
             "ruff",
