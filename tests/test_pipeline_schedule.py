@@ -128,6 +128,13 @@ def two_stages(first: str, second: str, num_chunks: int = 1) -> PipelineSchedule
     return PipelineSchedule(2, num_chunks, ops)
 
 
+def test_tokens_in_flight_by_hand() -> None:
+    """A segment is held to its backward, where that is split to its weight gradients; chunks count for their part."""
+    assert peak_in_flight(two_stages("F0 B0 F1 B1", "F0 F1 B0 B1"), [5, 7]) == [7, 12]
+    assert peak_in_flight(two_stages("F0 I0 F1 W0 I1 W1", "F0 I0 W0 F1 I1 W1"), [5, 7]) == [12, 7]
+    assert peak_in_flight(two_stages("F0 B0 F1 B1", "F0 F1 B0 B1", 2), [5, 7]) == [3.5, 6]
+
+
 GOOD = "F0 F1 B1 B0"
 
 

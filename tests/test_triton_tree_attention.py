@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter against the plain reference; on a GPU ``test_gpu.py`` has the same checks.
+"""The Triton kernels in the interpreter against the plain reference; on a GPU see ``test_gpu_tree_attention.py``.
 
 The interpreter is slow, so tiles and inputs are small; tiles small against the input give every kind of block.
 """

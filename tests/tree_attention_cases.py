@@ -215,3 +215,17 @@ def check_sibling_changes_no_bit(
     assert torch.equal(dv[own_keys], dv_2[own_keys])
     assert not torch.equal(out, out_2)
     assert not torch.equal(dk, dk_2)
+
+
+def compiled_variants() -> int:
+    """Variants of the tree attention kernels that were compiled in this process."""
+    from dta_kernels import tree_attention_backward, tree_attention_forward
+
+    kernels = (
+        tree_attention_forward.forward_kernel,
+        tree_attention_backward.prepare_kernel,
+        tree_attention_backward.key_gradients_kernel,
+        tree_attention_backward.query_gradients_from_scores_kernel,
+        tree_attention_backward.query_gradients_kernel,
+    )
+    return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())

@@ -106,7 +106,6 @@ def tree_attention_forward(
         n,
         scale,
         **_constants(plan, settings, pack),
-        WARP_SPECIALIZE=settings.warp_specialize,
     )
     return out_NHD, lse_HN
 

@@ -25,7 +25,6 @@ class KernelConfig:
         num_warps, num_stages: Triton's.
         tma: read tiles through tensor descriptors (Hopper and later).
         max_pack: most heads of a group in one tile.
-        warp_specialize: let Triton give loads and products to different warps (forward only).
     """
 
     rows: int
@@ -34,7 +33,6 @@ class KernelConfig:
     num_stages: int
     tma: bool = False
     max_pack: int = 8
-    warp_specialize: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("rows", self.rows), ("keys", self.keys)):

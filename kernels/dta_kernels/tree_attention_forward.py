@@ -20,8 +20,8 @@ def forward_kernel(
     q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end, programs, blocks, prefix_out, prefix_lse, num_queries, num_keys,
     num_ancestors, num_prefix_queries, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
-    PREFIX: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PREFIX: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (H / PACK, blocks of queries).
 
@@ -52,16 +52,16 @@ def forward_kernel(
     position = num_ancestors + query
     acc, total, largest = _visit(
         acc, total, largest, q, k_MGD, v_MGD, key_end, blocks, tl.load(program + 1), tl.load(program + 2), position,
-        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, WARP_SPECIALIZE, PRECISION, UPCAST, False, False,
+        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, False, False,
     )  # fmt: skip
     middle = tl.load(program + 4)
     acc, total, largest = _visit(
         acc, total, largest, q, k_MGD, v_MGD, key_end, blocks, tl.load(program + 3), middle, position,
-        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, WARP_SPECIALIZE, PRECISION, UPCAST, True, False,
+        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, True, False,
     )  # fmt: skip
     acc, total, largest = _visit(
         acc, total, largest, q, k_MGD, v_MGD, key_end, blocks, middle, tl.load(program + 5), position,
-        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, False, PRECISION, UPCAST, True, True,
+        num_keys, scale_2, column, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, True, True,
     )  # fmt: skip
     sees_any = total > 0
     acc = acc / tl.where(sees_any, total, 1.0)[:, None]
@@ -74,11 +74,11 @@ def forward_kernel(
 def _visit(
     acc, total, largest, q, k_MGD, v_MGD, key_end, blocks, begin, end, position, num_keys, scale_2, column,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the blocks of keys ``begin .. end``, of the list if LISTED."""
-    for index in tl.range(begin, end, warp_specialize=WARP_SPECIALIZE):
+    for index in tl.range(begin, end):
         block = index
         if LISTED:
             block = tl.load(blocks + index)

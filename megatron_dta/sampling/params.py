@@ -23,7 +23,6 @@ class SamplingParams:
         seed: of the keyed random numbers.
         domain: keeps the numbers of evaluation apart from those of training.
         other_eos_ids: further tokens that end a response.
-        max_sequences: most sequences decoded at once.
     """
 
     max_response_tokens: int
@@ -33,7 +32,6 @@ class SamplingParams:
     seed: int = 0
     domain: Domain = Domain.SAMPLING
     other_eos_ids: tuple[int, ...] = ()
-    max_sequences: int = 256
 
     def __post_init__(self) -> None:
         if self.max_response_tokens < 1:
