@@ -108,7 +108,10 @@ def plan_step(
     if 0 in lengths:
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
-    segments = plan_forest(sequences, tree_mode, segment_tokens, memory_tokens)
+    pipeline = pipeline or PipelineShape()
+    segments = plan_forest(
+        sequences, tree_mode, segment_tokens, memory_tokens, pipeline.num_stages, pipeline.max_in_flight_tokens
+    )
     tree = segments.tree
 
     # Pairs in sequence order, each named by its child token in the stream.
@@ -141,7 +144,7 @@ def plan_step(
 
     keep_activations = choose_kept_segments(segments, activation_tokens)
     training, forward_only = plan_passes(
-        segments, np.diff(segment_edges), ~keep_activations, pipeline or PipelineShape()
+        segments, np.diff(segment_edges), ~keep_activations, pipeline
     )
     return StepPlan(
         segments=segments,
