@@ -23,6 +23,7 @@ class TrainingSample:
         advantages: float [T], or None for objectives without them.
         old_logprobs: float [T], logprobs under the policy that sampled, or None: the current policy's own.
         ref_logprobs: float [T], logprobs under the reference model, or None.
+        weight: how much the sequence counts in the means of the loss.
     """
 
     token_ids: np.ndarray
@@ -30,6 +31,7 @@ class TrainingSample:
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
