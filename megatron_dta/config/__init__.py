@@ -1,6 +1,8 @@
 """Settings as typed dataclasses, one module a topic. ``megatron_dta.arguments`` reads them from the command line."""
 
+from megatron_dta.config.critic import CriticConfig
 from megatron_dta.config.data import DataConfig, SamplingConfig
+from megatron_dta.config.filtering import FilterConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
@@ -12,7 +14,9 @@ from megatron_dta.config.treepo import TreePOConfig
 
 __all__ = [
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
+    "FilterConfig",
     "LoggingConfig",
     "ModelConfig",
     "ObjectiveConfig",

@@ -11,7 +11,11 @@ from megatron_dta.config.options import option
 class ObjectiveConfig:
     """Settings of ``megatron_dta.objectives``; the sampling temperature is in ``SamplingConfig``."""
 
-    objective: str = option("grpo", "Loss to minimize.", choices=("grpo", "sft"))
+    objective: str = option(
+        "grpo",
+        "Loss to minimize; ppo trains a critic for its advantages, dpo pairs of a group, sft the likelihood.",
+        choices=("grpo", "ppo", "gspo", "gspo-token", "cispo", "dpo", "sft"),
+    )
     eps_clip: float = option(0.2, "The probability ratio is clipped below at 1 minus this.", above=0, maximum=1)
     eps_clip_high: float | None = option(
         None, "The ratio is clipped above at 1 plus this (default: --eps-clip).", above=0
@@ -19,13 +23,62 @@ class ObjectiveConfig:
     dual_clip: float | None = option(
         None, "Bound the loss of tokens with negative advantage at this ratio, above 1 (default: unbounded).", above=1
     )
-    kl_loss_coef: float = option(0.0, "Weight of the KL divergence from the reference model.", minimum=0)
+    kl_loss_coef: float = option(
+        0.0, "Weight of the KL divergence from the reference model in the loss.", minimum=0
+    )
     kl_loss_type: str = option("k3", "Estimator of that divergence.", choices=("k1", "k2", "k3"))
+    kl_coef: float = option(
+        0.0,
+        "Weight of the KL divergence from the reference model in the reward: of each token for ppo and "
+        "reinforce_plus_plus, of the whole response for the others.",
+        minimum=0,
+    )
+    kl_reward_type: str = option("k1", "Estimator of the divergence in the reward.", choices=("k1", "k2", "k3"))
+    offload_reference: bool = option(
+        False, "Keep the reference model in host memory; it is on the device only while it computes logprobs."
+    )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     loss_aggregation: str = option(
         "token-mean",
-        "Mean over all trained tokens of the batch, or over its sequences' own means.",
-        choices=("token-mean", "sequence-mean"),
+        "Mean over all trained tokens of the batch, over its sequences' own means, or over its sequences' sums divided "
+        "by one constant length (Dr. GRPO).",
+        choices=("token-mean", "sequence-mean", "sequence-sum"),
+    )
+    loss_length: float | None = option(
+        None, "Constant length of sequence-sum (default when sampling: --rollout-max-response-len).", above=0
+    )
+    shared_token_ownership: str = option(
+        "every-path",
+        "A sampled token that several sequences share trains with each of them, or with the first only; what the loss "
+        "is divided by follows.",
+        choices=("every-path", "first"),
+    )
+    ppo_epochs: int = option(
+        1, "Times that each collection of rollouts is trained, its old logprobs, values and advantages fixed.", minimum=1
+    )
+    use_tis: bool = option(
+        False,
+        "Weigh the surrogate by the ratio of trainer and sampler on the weights that sampled (truncated importance "
+        "sampling).",
+    )
+    tis_mode: str = option(
+        "truncate", "Ratios outside of the bounds are moved to them, or count 0.", choices=("truncate", "mask")
+    )
+    tis_level: str = option("token", "One ratio for each token or sequence.", choices=("token", "sequence"))
+    tis_clip: float = option(2.0, "Upper bound of that ratio.", above=0)
+    tis_clip_low: float = option(0.0, "Lower bound of that ratio.", minimum=0)
+    sampler_mismatch_alarm: float | None = option(
+        None,
+        "Warn when exp(mean |trainer's - sampler's logprob|) on the weights that sampled is above this, such as 1.05.",
+        above=1,
+    )
+    dpo_beta: float = option(0.1, "Scale of DPO's implicit reward.", above=0)
+    dpo_label_smoothing: float = option(
+        0.0, "Probability that a pair's preference is taken to be wrong.", minimum=0, maximum=0.5
+    )
+    dpo_pairs: str = option(
+        "best-worst", "Pairs of a group: its best and its worst rollout, or all of different rewards.",
+        choices=("best-worst", "all"),
     )
     disable_grpo_std_normalization: bool = option(
         False, "Advantages are only centred within their group, not divided by the group's standard deviation."

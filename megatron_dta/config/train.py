@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from megatron_dta.config.critic import CriticConfig
 from megatron_dta.config.data import DataConfig, SamplingConfig
+from megatron_dta.config.filtering import FilterConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
@@ -24,6 +26,8 @@ class TrainConfig:
     model: ModelConfig
     tree: TreeConfig = field(default_factory=TreeConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    filtering: FilterConfig = field(default_factory=FilterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     treepo: TreePOConfig = field(default_factory=TreePOConfig)

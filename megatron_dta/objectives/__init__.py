@@ -7,15 +7,17 @@
 
 from megatron_dta.objectives.advantages import group_advantages
 from megatron_dta.objectives.estimators import estimate_advantages, sequence_weights
-from megatron_dta.objectives.fields import LossFields, Objective, TokenLosses
-from megatron_dta.objectives.grpo import grpo_loss
-from megatron_dta.objectives.registry import make_objective
+from megatron_dta.objectives.dpo import preference_pairs
+from megatron_dta.objectives.fields import LossFields, Objective, PairTerms, TokenLosses
+from megatron_dta.objectives.policy import grpo_loss, policy_loss
+from megatron_dta.objectives.registry import make_objective, make_value_objective
 from megatron_dta.objectives.sft import sft_loss
 from megatron_dta.objectives.weights import TrainedCounts, count_trained, loss_weights
 
 __all__ = [
     "LossFields",
     "Objective",
+    "PairTerms",
     "TokenLosses",
     "TrainedCounts",
     "count_trained",
@@ -24,6 +26,9 @@ __all__ = [
     "grpo_loss",
     "loss_weights",
     "make_objective",
+    "make_value_objective",
+    "policy_loss",
+    "preference_pairs",
     "sequence_weights",
     "sft_loss",
 ]

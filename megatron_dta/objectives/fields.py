@@ -15,8 +15,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PairTerms:
+    """Losses of pairs, divided among their sequences (Q of them).
+
+    Attributes:
+        gradient: float64 [Q], derivative of the sum of all pairs' losses by each logprob of the sequence.
+        loss: float64 [Q], the sequence's half of its pairs' losses.
+        metrics: means over the pairs.
+    """
+
+    gradient: np.ndarray
+    loss: np.ndarray
+    metrics: dict[str, float]
 
 
 @dataclass
@@ -31,6 +47,16 @@ class LossFields:
     """float: logprobs of the policy that sampled the tokens; None: the present ones, so every ratio is 1."""
     ref_logprobs: Tensor | None = None
     """float: logprobs of the reference policy, where a KL term asks for them."""
+    rollout_logprobs: Tensor | None = None
+    """float: logprobs that the sampler recorded, where they are known."""
+    old_values: Tensor | None = None
+    """float: value of the state that each token was taken in, before the collection's first step (critics only)."""
+    returns: Tensor | None = None
+    """float: what the values shall become (critics only)."""
+    pair_gradient: Tensor | None = None
+    """float: derivative of the loss of a sequence's pairs by each of its logprobs (objectives of pairs only)."""
+    pair_loss: Tensor | None = None
+    """float: each token's share of that loss (objectives of pairs only)."""
 
 
 @dataclass
@@ -41,9 +67,13 @@ class TokenLosses:
     """[..., T], in the dtype of the logprobs."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """name -> [..., T], detached, 0 where the mask is False; to be averaged over trained tokens."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """name -> [..., T], detached, 0 where the mask is False; their largest value is reported."""
 
 
 LossFunction = Callable[[Tensor, Tensor, LossFields], TokenLosses]
+# (sum of logprob - ref_logprob of every sequence [Q], pairs [K, 2]) -> what ``pair_terms`` says of them.
+PairFunction = Callable[[np.ndarray, np.ndarray], PairTerms]
 
 
 @dataclass(frozen=True)
@@ -58,6 +88,12 @@ class Objective:
     """Whether ``LossFields.ref_logprobs`` must be given."""
     uses_entropy: bool = False
     """Whether the loss depends on the entropy; if not, no gradient goes there and it only appears in the metrics."""
+    is_policy_gradient: bool = False
+    """Whether the loss has advantages and a ratio to old logprobs."""
+    needs_critic: bool = False
+    """Whether the advantages come from a critic's values."""
+    couple: PairFunction | None = None
+    """For losses of pairs of sequences: the derivative of their loss by each sequence's logprobs."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, fields: LossFields) -> TokenLosses:
         return self.function(logprobs, entropy, fields)

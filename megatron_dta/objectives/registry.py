@@ -7,9 +7,13 @@ from functools import partial
 from typing import Protocol
 
 from megatron_dta.errors import InputError
+from megatron_dta.objectives.corrections import CORRECTION_LEVELS, CORRECTION_MODES, Correction
+from megatron_dta.objectives.dpo import dpo_loss, pair_terms
 from megatron_dta.objectives.fields import Objective
-from megatron_dta.objectives.grpo import KL_TYPES, grpo_loss
+from megatron_dta.objectives.policy import KL_TYPES, policy_loss
 from megatron_dta.objectives.sft import sft_loss
+from megatron_dta.objectives.surrogates import SURROGATES, Clip
+from megatron_dta.objectives.value import value_loss
 
 
 class ObjectiveSettings(Protocol):
@@ -21,34 +25,62 @@ class ObjectiveSettings(Protocol):
     dual_clip: float | None
     kl_loss_coef: float
     kl_loss_type: str
+    kl_coef: float
     entropy_coef: float
+    use_tis: bool
+    tis_mode: str
+    tis_level: str
+    tis_clip: float
+    tis_clip_low: float
+    dpo_beta: float
+    dpo_label_smoothing: float
 
 
 def _make_sft(config: ObjectiveSettings) -> Objective:
     return Objective("sft", sft_loss)
 
 
-def _make_grpo(config: ObjectiveSettings) -> Objective:
-    _check_grpo(config)
+def _make_policy(config: ObjectiveSettings) -> Objective:
+    _check_policy(config)
+    correction = None
+    if config.use_tis:
+        correction = Correction(config.tis_mode, config.tis_level, config.tis_clip_low, config.tis_clip)
     function = partial(
-        grpo_loss,
-        eps_clip=config.eps_clip,
-        eps_clip_high=config.eps_clip_high,
-        dual_clip=config.dual_clip,
+        policy_loss,
+        surrogate=SURROGATES[config.objective],
+        clip=Clip(config.eps_clip, config.eps_clip_high, config.dual_clip),
+        correction=correction,
         kl_loss_coef=config.kl_loss_coef,
         kl_loss_type=config.kl_loss_type,
         entropy_coef=config.entropy_coef,
     )
+    needs_critic = config.objective == "ppo"
     return Objective(
-        "grpo",
+        config.objective,
         function,
-        requires=("reward|advantages",),
-        needs_ref_logprobs=config.kl_loss_coef != 0,
+        # Advantages that come with the rollouts say nothing of the rewards that a critic learns from.
+        requires=("reward",) if needs_critic else ("reward|advantages",),
+        needs_ref_logprobs=config.kl_loss_coef != 0 or config.kl_coef != 0,
         uses_entropy=config.entropy_coef != 0,
+        is_policy_gradient=True,
+        needs_critic=needs_critic,
     )
 
 
-OBJECTIVES: dict[str, Callable[[ObjectiveSettings], Objective]] = {"grpo": _make_grpo, "sft": _make_sft}
+def _make_dpo(config: ObjectiveSettings) -> Objective:
+    if not 0 < config.dpo_beta < float("inf"):
+        raise InputError(f"--dpo-beta {config.dpo_beta}: must be above 0")
+    if not 0 <= config.dpo_label_smoothing < 0.5:
+        raise InputError(f"--dpo-label-smoothing {config.dpo_label_smoothing}: must be at least 0 and below 0.5")
+    couple = partial(pair_terms, beta=config.dpo_beta, label_smoothing=config.dpo_label_smoothing)
+    return Objective("dpo", dpo_loss, requires=("reward",), needs_ref_logprobs=True, couple=couple)
+
+
+OBJECTIVES: dict[str, Callable[[ObjectiveSettings], Objective]] = {
+    "sft": _make_sft,
+    "dpo": _make_dpo,
+    **dict.fromkeys(SURROGATES, _make_policy),
+}
 
 
 def make_objective(config: ObjectiveSettings) -> Objective:
@@ -58,7 +90,12 @@ def make_objective(config: ObjectiveSettings) -> Objective:
     return OBJECTIVES[config.objective](config)
 
 
-def _check_grpo(config: ObjectiveSettings) -> None:
+def make_value_objective(value_clip: float | None) -> Objective:
+    """The loss of a critic."""
+    return Objective("value", partial(value_loss, value_clip=value_clip))
+
+
+def _check_policy(config: ObjectiveSettings) -> None:
     """Comparisons are written so that NaN fails them."""
     if not 0 < config.eps_clip <= 1:
         raise InputError(f"--eps-clip {config.eps_clip}: must be above 0 and at most 1")
@@ -66,8 +103,20 @@ def _check_grpo(config: ObjectiveSettings) -> None:
         raise InputError(f"--eps-clip-high {config.eps_clip_high}: must be above 0")
     if config.dual_clip is not None and not config.dual_clip > 1:
         raise InputError(f"--dual-clip {config.dual_clip}: must be above 1")
+    if config.dual_clip is not None and config.objective == "cispo":
+        raise InputError("--dual-clip has no effect with --objective cispo, which clips every weight; leave it out")
     if config.kl_loss_type not in KL_TYPES:
         raise InputError(f"--kl-loss-type {config.kl_loss_type}: choose from {', '.join(KL_TYPES)}")
-    for flag, value in (("--kl-loss-coef", config.kl_loss_coef), ("--entropy-coef", config.entropy_coef)):
+    if config.tis_mode not in CORRECTION_MODES:
+        raise InputError(f"--tis-mode {config.tis_mode}: choose from {', '.join(CORRECTION_MODES)}")
+    if config.tis_level not in CORRECTION_LEVELS:
+        raise InputError(f"--tis-level {config.tis_level}: choose from {', '.join(CORRECTION_LEVELS)}")
+    if not 0 <= config.tis_clip_low < config.tis_clip:
+        raise InputError(f"--tis-clip-low {config.tis_clip_low}: must be at least 0 and below --tis-clip")
+    for flag, value in (
+        ("--kl-loss-coef", config.kl_loss_coef),
+        ("--kl-coef", config.kl_coef),
+        ("--entropy-coef", config.entropy_coef),
+    ):
         if not 0 <= value < float("inf"):
             raise InputError(f"{flag} {value}: must be 0 or above")

@@ -2,6 +2,8 @@
 
     token-mean      1 / (trained tokens of the step): every trained token counts alike
     sequence-mean   1 / (trained tokens of the sequence * sequences of the step): every sequence counts alike
+    sequence-sum    1 / (a constant length * sequences of the step): no sequence's length changes what its tokens
+                    weigh (Dr. GRPO, arXiv 2503.20783)
 
 The denominator is of the step, across micro-batches, segments and ranks: each part sums loss * weight and the parts are
 added up, never averaged, so the result does not depend on how the step was cut. Sequences without a trained token have
@@ -19,7 +21,7 @@ import numpy as np
 
 from megatron_dta.errors import InputError
 
-AGGREGATIONS = ("token-mean", "sequence-mean")
+AGGREGATIONS = ("token-mean", "sequence-mean", "sequence-sum")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class TrainedCounts:
         return TrainedCounts(tokens, sequences, pairs[0][0] + pairs[1][0], pairs[0][1] + pairs[1][1])
 
     def denominators(self) -> tuple[float, float]:
-        """(of token-mean, of sequence-mean)."""
+        """(of token-mean, of sequence-mean and sequence-sum)."""
         if self.weighted_tokens is None or self.weighted_sequences is None:
             return self.tokens, self.sequences
         return self.weighted_tokens, self.weighted_sequences
@@ -66,12 +68,14 @@ def loss_weights(
     mode: str,
     counts: TrainedCounts | None = None,
     sequence_weights: np.ndarray | None = None,
+    constant_length: float | None = None,
 ) -> np.ndarray:
     """float64 [Q]: the weight of each token's loss in sequence q, from the trained tokens of each sequence, int [Q].
 
     counts: of the whole step, where these are only a part of its sequences (default: these are all).
     sequence_weights: float [Q], how much each sequence counts (default: alike). A sequence without trained tokens gets
     0, as do all where all weights are 0.
+    constant_length: the length that sequence-sum divides by.
     """
     trained_tokens = np.asarray(trained_tokens, np.int64)
     counts = count_trained(trained_tokens, sequence_weights) if counts is None else counts
@@ -80,6 +84,10 @@ def loss_weights(
         denominators = np.full(len(trained_tokens), tokens, np.float64)
     elif mode == "sequence-mean":
         denominators = trained_tokens.astype(np.float64) * sequences
+    elif mode == "sequence-sum":
+        if constant_length is None or not constant_length > 0:
+            raise InputError(f"--loss-aggregation sequence-sum needs --loss-length above 0, got {constant_length}")
+        denominators = np.full(len(trained_tokens), constant_length * sequences, np.float64)
     else:
         raise InputError(f"--loss-aggregation {mode}: choose from {', '.join(AGGREGATIONS)}")
     weights = np.ones(len(trained_tokens)) if sequence_weights is None else np.asarray(sequence_weights, np.float64)

@@ -1,0 +1,74 @@
+"""Generalized advantage estimation (arXiv 1506.02438) over the trained tokens of each sequence.
+
+    delta_t = r_t + gamma V_(t+1) - V_t          A_t = delta_t + gamma lambda A_(t+1)          R_t = A_t + V_t
+
+t runs over the trained tokens only: what a tool or a user says in between is part of the next state, not an action.
+V_t is the value of the state before token t; behind the last trained token value and advantage are 0. Sequences that
+share tokens share their values, and have their own rewards and so their own advantages there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_dta.rollouts import Rollout
+
+
+def token_rewards(rollout: Rollout) -> np.ndarray:
+    """Reward received with each token, float64 [T], 0 where a token is not trained.
+
+    Rewards of segments come with the last trained token before their end (or the first one behind, if there is none
+    before), a plain reward with the last trained token. Their sum over the sequence is what was received.
+    """
+    trained = np.flatnonzero(rollout.loss_mask)
+    rewards = np.zeros(len(rollout))
+    if rollout.segment_rewards is None or rollout.segment_ends is None:
+        rewards[trained[-1]] = rollout.reward
+        return rewards
+    place = np.maximum(np.searchsorted(trained, rollout.segment_ends, side="left") - 1, 0)
+    np.add.at(rewards, trained[place], rollout.segment_rewards.astype(np.float64))
+    return rewards
+
+
+def generalized_advantages(
+    rewards: Sequence[np.ndarray],
+    values: Sequence[np.ndarray],
+    loss_masks: Sequence[np.ndarray],
+    gamma: float,
+    lam: float,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Advantages and returns of each sequence, float64 [T], 0 where a token is not trained.
+
+    Args:
+        rewards, values: float [T] of each sequence; those of tokens that are not trained are not used.
+    """
+    trained = [np.flatnonzero(mask) for mask in loss_masks]
+    longest = max((len(where) for where in trained), default=0)
+    # Sequences end together, at the right, so one walk over time serves all; the column behind the end stays 0.
+    shape = len(trained), longest + 1
+    reward_QT, value_QT, advantage_QT = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    for q, where in enumerate(trained):
+        own = slice(longest - len(where), longest)
+        reward_QT[q, own], value_QT[q, own] = rewards[q][where], values[q][where]
+    for t in range(longest - 1, -1, -1):
+        delta = reward_QT[:, t] + gamma * value_QT[:, t + 1] - value_QT[:, t]
+        advantage_QT[:, t] = delta + gamma * lam * advantage_QT[:, t + 1]
+    advantages = [np.zeros(len(mask)) for mask in loss_masks]
+    returns = [np.zeros(len(mask)) for mask in loss_masks]
+    for q, where in enumerate(trained):
+        own = slice(longest - len(where), longest)
+        advantages[q][where] = advantage_QT[q, own]
+        returns[q][where] = advantage_QT[q, own] + value_QT[q, own]
+    return advantages, returns
+
+
+def whiten(advantages: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Mean 0 and variance 1 over the trained tokens of all sequences together."""
+    values = np.concatenate([advantage[mask] for advantage, mask in zip(advantages, loss_masks, strict=True)])
+    mean, std = values.mean(), values.std()
+    return [
+        np.where(mask, (advantage - mean) / (std + 1e-8), 0.0)
+        for advantage, mask in zip(advantages, loss_masks, strict=True)
+    ]

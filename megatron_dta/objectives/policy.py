@@ -1,0 +1,124 @@
+"""The loss of a policy-gradient step: a surrogate, a penalty against a reference, a bonus for entropy.
+
+The loss of a token to minimize is, with a surrogate of ``surrogates.py`` and a weight of ``corrections.py``,
+
+    -weight * surrogate + kl_loss_coef * KL - entropy_coef * entropy
+
+KL to a reference policy is estimated as by J. Schulman, "Approximating KL divergence" (2020), with
+d = ref_logprob - logprob:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - 1 - d  (never negative; the one of GRPO). They are
+differentiated as they stand, as GRPO does. On the policy's own samples the expected gradient is that of
+KL(policy || reference) for k2, of KL(reference || policy) for k3, and 0 for k1, which is a measure and no penalty.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dta.errors import InputError
+from megatron_dta.objectives.corrections import Correction
+from megatron_dta.objectives.fields import LossFields, TokenLosses, masked
+from megatron_dta.objectives.surrogates import Clip, SurrogateFunction, clipped
+
+KL_TYPES = ("k1", "k2", "k3")
+
+
+def policy_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    fields: LossFields,
+    *,
+    surrogate: SurrogateFunction = clipped,
+    clip: Clip | None = None,
+    correction: Correction | None = None,
+    kl_loss_coef: float = 0.0,
+    kl_loss_type: str = "k3",
+    entropy_coef: float = 0.0,
+) -> TokenLosses:
+    """Loss per token, all tensors [..., T]; ``fields.advantages`` is required, ``ref_logprobs`` with a KL term,
+    ``rollout_logprobs`` with a correction.
+
+    Without ``old_logprobs`` the ratio is exactly 1 (on-policy) and the gradient is that of -A * logprob.
+    Metrics: ratio (the surrogate's), clip_fraction (1 where a clip, also the dual one, has cut the gradient or the
+    weight), approx_kl (estimates KL(old || present) by r - 1 - log r of the tokens' ratios), entropy, ref_kl (the
+    estimator chosen) with a KL term, those of the correction, and with rollout logprobs sampler_logprob_gap =
+    |logprob - rollout_logprob|. Maxima: ratio_max, sampler_logprob_gap_max.
+    """
+    if fields.advantages is None:
+        raise InputError("the objective needs advantages, or rewards to compute them from")
+    mask = fields.loss_mask
+    present = masked(logprobs, mask)
+    old = present.detach() if fields.old_logprobs is None else masked(fields.old_logprobs.to(present.dtype), mask)
+    advantages = masked(fields.advantages.to(present.dtype), mask)
+    found = surrogate(present, old, advantages, mask, clip or Clip())
+    log_ratio = (present - old).detach()
+    metrics = {
+        "ratio": masked(found.ratio, mask),
+        "clip_fraction": masked(found.clipped.to(present.dtype), mask),
+        "approx_kl": masked(torch.expm1(log_ratio) - log_ratio, mask),
+        "entropy": masked(entropy.detach(), mask),
+    }
+    maxima = {"ratio_max": metrics["ratio"]}
+    loss = -found.value
+    if fields.rollout_logprobs is not None:
+        rollout = masked(fields.rollout_logprobs.to(present.dtype), mask)
+        maxima["sampler_logprob_gap_max"] = metrics["sampler_logprob_gap"] = (present.detach() - rollout).abs()
+    if correction is not None:
+        if fields.rollout_logprobs is None:
+            raise InputError("--use-tis needs the logprobs that the sampler recorded")
+        weights, weight_metrics = correction.weights(old, rollout, mask)
+        # Where the weight is 0 the surrogate may be infinite.
+        loss = torch.where(weights == 0, 0.0, loss * weights)
+        metrics |= weight_metrics
+    if kl_loss_coef:
+        if fields.ref_logprobs is None:
+            raise InputError("--kl-loss-coef above 0 needs the logprobs of a reference model")
+        kl = reference_kl(present, masked(fields.ref_logprobs.to(present.dtype), mask), kl_loss_type)
+        loss = loss + kl_loss_coef * kl
+        metrics["ref_kl"] = masked(kl.detach(), mask)
+    if entropy_coef:
+        loss = loss - entropy_coef * masked(entropy, mask)
+    return TokenLosses(loss, metrics, maxima)
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    fields: LossFields,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    dual_clip: float | None = None,
+    kl_loss_coef: float = 0.0,
+    kl_loss_type: str = "k3",
+    entropy_coef: float = 0.0,
+) -> TokenLosses:
+    """``policy_loss`` with the clipped surrogate and bounds by the names of their flags."""
+    return policy_loss(
+        logprobs,
+        entropy,
+        fields,
+        clip=Clip(eps_clip, eps_clip_high, dual_clip),
+        kl_loss_coef=kl_loss_coef,
+        kl_loss_type=kl_loss_type,
+        entropy_coef=entropy_coef,
+    )
+
+
+def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_type: str) -> Tensor:
+    """Estimate per token of KL(policy || reference) from tokens of the policy; formulas on top of the module."""
+    difference = ref_logprobs - logprobs
+    if kl_type == "k1":
+        return -difference
+    if kl_type == "k2":
+        return difference.square() / 2
+    if kl_type == "k3":
+        return torch.expm1(difference) - difference
+    raise InputError(f"--kl-loss-type {kl_type}: choose from {', '.join(KL_TYPES)}")
+
+
+def reward_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kl_type: str) -> np.ndarray:
+    """The same estimate for arrays, float64: as a penalty in the reward it has no gradient."""
+    pair = (torch.from_numpy(np.asarray(values, np.float64)) for values in (logprobs, ref_logprobs))
+    return reference_kl(*pair, kl_type).numpy()
