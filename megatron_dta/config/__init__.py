@@ -1,6 +1,7 @@
 """Settings as typed dataclasses, one module a topic. ``megatron_dta.arguments`` reads them from the command line."""
 
 from megatron_dta.config.data import DataConfig, SamplingConfig
+from megatron_dta.config.environment import EnvironmentConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
@@ -13,6 +14,7 @@ from megatron_dta.config.treepo import TreePOConfig
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "EnvironmentConfig",
     "LoggingConfig",
     "ModelConfig",
     "ObjectiveConfig",

@@ -15,6 +15,7 @@ from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.config.train import TrainConfig, settings_of
+from megatron_dta.config.treepo_checks import check_treepo, treepo_conditions
 from megatron_dta.errors import InputError
 
 
@@ -24,6 +25,7 @@ def check_config(config: TrainConfig) -> None:
     _check_model(config)
     _check_data(config)
     _check_objective(config)
+    check_treepo(config)
     _check_schedule(config)
     _check_parallel(config)
     _check_hf(config)
@@ -138,7 +140,7 @@ def _check_data(config: TrainConfig) -> None:
         raise InputError("--rollouts needs --vocab-size: stored token ids do not tell the size of the vocabulary")
     if sampling.prompt_data and sampling.task:
         raise InputError("--task brings its own prompts and conflicts with --prompt-data; keep one of them")
-    if sampling.prompt_data and not sampling.reward_function:
+    if sampling.prompt_data and not (sampling.reward_function or config.environment.environment):
         raise InputError("--prompt-data needs --reward-function: exact_match, math_verify or FILE.py:NAME")
     if sampling.prompt_data and not sampling.tokenizer_type:
         raise InputError("--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)")
@@ -322,6 +324,7 @@ def _check_no_effect(config: TrainConfig) -> None:
         ),
         "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
+        **treepo_conditions(config, sampled, grpo),
     }
     for needed, (holds, names) in conditions.items():
         for _, setting, value in settings_of(config):
