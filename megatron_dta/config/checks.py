@@ -14,6 +14,7 @@ from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.config.rollout_checks import check_rollout_engine, rollout_conditions
 from megatron_dta.config.train import TrainConfig, settings_of
 from megatron_dta.config.treepo_checks import check_treepo, treepo_conditions
 from megatron_dta.errors import InputError
@@ -29,6 +30,7 @@ def check_config(config: TrainConfig) -> None:
     _check_schedule(config)
     _check_parallel(config)
     _check_hf(config)
+    check_rollout_engine(config)
     _check_no_effect(config)
 
 
@@ -145,8 +147,6 @@ def _check_data(config: TrainConfig) -> None:
     if sampling.prompt_data and not sampling.tokenizer_type:
         raise InputError("--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)")
     if sampled:
-        if sampling.rollout_engine != "in-process":
-            raise InputError(f"--rollout-engine {sampling.rollout_engine} is not supported yet; use in-process")
         _check_division_of_samples(config)
     length = data.seq_length
     if length is not None and length > model.max_position_embeddings:
@@ -323,6 +323,7 @@ def _check_no_effect(config: TrainConfig) -> None:
             "mscale_all_dim no_yarn_correction_range_round_to_int",
         ),
         "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
+        **rollout_conditions(config),
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
         **treepo_conditions(config, sampled, grpo),
     }
