@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.checks import check_config
 from megatron_dta.config.options import flag_of
+from megatron_dta.config.treepo import add_treepo_preset
 from megatron_dta.conversion.hf_arguments import add_hf_settings
 from megatron_dta.errors import InputError
 
@@ -28,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
     """The checked settings that ``argv`` (``sys.argv[1:]`` if None) asks for; raises ``InputError``."""
-    given = add_hf_settings(vars(build_parser().parse_args(argv)))
+    given = add_treepo_preset(add_hf_settings(vars(build_parser().parse_args(argv))))
     topics = {}
     for topic, dataclass_type in _topics().items():
         names = [setting.name for setting in _flags(dataclass_type)]
@@ -87,7 +88,8 @@ def _argparse_options(setting: Field, hint: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"help": help_text}
     if get_origin(hint) is list:
         (hint,) = get_args(hint)
-        options["nargs"] = "+"
+        # Values may follow one flag, or the flag be repeated.
+        options |= {"nargs": "+", "action": "extend"}
     choices = setting.metadata["choices"]
     if choices:
         options["choices"] = choices

@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--divide-widths", type=int, default=1, metavar="N", help="all widths by N (default 1)")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=8, help="of the target (default 8)")
     parser.add_argument("--processes", type=int, default=2, help="of a conversion (default 2)")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements, of which the median counts (default 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements in turn (default 3)")
     return parser.parse_args()
 
 
@@ -141,20 +141,18 @@ def resident(process: int) -> int:
     return 0
 
 
-def measure(act: Callable[[], int], source: Path, target: Path, repeats: int) -> tuple[float, int]:
-    """Median seconds, and most resident bytes."""
-    seconds, resident_bytes = [], 0
-    for _ in range(repeats):
-        shutil.rmtree(target, ignore_errors=True)
-        forget_cached(source)
-        start = time.perf_counter()
-        resident_bytes = max(resident_bytes, act())
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), resident_bytes
+def measure(act: Callable[[], int], source: Path, target: Path) -> tuple[float, int]:
+    """Seconds, and most resident bytes, of writing ``target`` from ``source``."""
+    shutil.rmtree(target, ignore_errors=True)
+    forget_cached(source)
+    start = time.perf_counter()
+    most = act()
+    return time.perf_counter() - start, most
 
 
 def benchmark(arguments: argparse.Namespace, folder: Path, layers: int) -> dict[str, object]:
-    source, megatron, back = folder / "hf", folder / "megatron", folder / "back"
+    """A copy and both conversions in turn, so that whatever else the machine does weighs on all of them."""
+    source, megatron, back, copied = (folder / name for name in ("hf", "megatron", "back", "copy"))
     size = write_checkpoint(source, layers, arguments.divide_widths)
     common = ["--processes", str(arguments.processes)]
     tensor = ["--tensor-model-parallel-size", str(arguments.tensor_model_parallel_size)]
@@ -162,19 +160,20 @@ def benchmark(arguments: argparse.Namespace, folder: Path, layers: int) -> dict[
     forth += ["--save", str(megatron), *tensor, *common]
     home = [sys.executable, str(TOOLS / "convert_megatron_to_hf.py"), "--load", str(megatron)]
     home += ["--hf-checkpoint", str(source), "--save-hf", str(back), *common]
+    runs: dict[str, list[tuple[float, int]]] = {"copy": [], "to_megatron": [], "to_hf": []}
+    for _ in range(arguments.repeats):
+        runs["copy"].append(measure(lambda: copy(source, copied), source, copied))
+        shutil.rmtree(copied)
+        runs["to_megatron"].append(measure(lambda: run_measured(forth), source, megatron))
+        runs["to_hf"].append(measure(lambda: run_measured(home), megatron, back))
     result: dict[str, object] = {"num_layers": layers, "bytes": size, "processes": arguments.processes}
-    copied = folder / "copy"
-    copy_seconds, _ = measure(lambda: copy(source, copied), source, copied, arguments.repeats)
-    shutil.rmtree(copied)
-    result["copy_bytes_per_second"] = round(size / copy_seconds)
-    for name, command, origin, target in (("to_megatron", forth, source, megatron), ("to_hf", home, megatron, back)):
-        seconds, most = measure(lambda command=command: run_measured(command), origin, target, arguments.repeats)
-        result[name] = {
-            "seconds": round(seconds, 2),
-            "bytes_per_second": round(size / seconds),
-            "of_copy": round(copy_seconds / seconds, 3),
-            "resident_bytes": most,
-        }
+    for name, found in runs.items():
+        seconds = statistics.median(run[0] for run in found)
+        result[name] = {"seconds": round(seconds, 2), "bytes_per_second": round(size / seconds)}
+        if name != "copy":
+            ratios = [plain[0] / run[0] for plain, run in zip(runs["copy"], found, strict=True)]
+            result[name] |= {"of_copy": [round(ratio, 3) for ratio in sorted(ratios)]}
+            result[name] |= {"resident_bytes": max(run[1] for run in found)}
     same = all(path.read_bytes() == (back / path.name).read_bytes() for path in source.glob("*.json"))
     for path in source.glob("*.safetensors"):
         same = same and not subprocess.run(["cmp", str(path), str(back / path.name)], check=False).returncode

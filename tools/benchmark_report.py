@@ -21,7 +21,7 @@ class Report:
         self.output = output
         self.results = {
             "what": what,
-            "hardware": torch.cuda.get_device_name(device),
+            "hardware": _hardware(device),
             "software": _versions(),
             "date": date.today().isoformat(),
             "command": " ".join(["python", *sys.argv]),
@@ -52,6 +52,12 @@ class Report:
             return None
         self.add(row)
         return row
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def _versions() -> str:

@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf_config import architecture, read_hf_config
 from megatron_dta.conversion.job import check_target, run_job
 from megatron_dta.conversion.mappings import ModelShape
-from megatron_dta.conversion.to_huggingface import ToHuggingFace, settings_of_checkpoint
+from megatron_dta.conversion.to_huggingface import ToHuggingFace, model_of_checkpoint
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.training.checkpoint_files import find_checkpoint
 
@@ -61,7 +60,7 @@ def main() -> None:
         source,
         template,
         architecture(read_hf_config(template)).architecture,
-        ModelShape.of(ModelConfig(**settings_of_checkpoint(source, template))),
+        ModelShape.of(model_of_checkpoint(source, template)),
         DTYPES[arguments.params_dtype],
         None if size is None else int(size * 1e9),
     )

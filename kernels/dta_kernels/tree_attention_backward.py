@@ -154,22 +154,33 @@ def _collect(
         if LISTED:
             block = tl.load(blocks + index)
         first = block * BLOCK_Q
-        # Rows behind the last query have log-sum-exp infinity, hence probability zero, whatever else is read for them.
-        exists = row < (num_queries - first) * PACK
-        lse = tl.load(lse_2 + statistics + first * PACK + row, mask=exists, other=float("inf"))
-        delta_row = tl.load(delta + statistics + first * PACK + row, mask=exists, other=0.0)
+        tile_row = first * PACK + row
+        if PARTIAL:
+            # Rows behind the last query have log-sum-exp infinity, hence probability zero, whatever is read for them.
+            exists = row < (num_queries - first) * PACK
+            lse = tl.load(lse_2 + statistics + tile_row, mask=exists, other=float("inf"))
+            delta_row = tl.load(delta + statistics + tile_row, mask=exists, other=0.0)
+        else:
+            lse = tl.load(lse_2 + statistics + tile_row)
+            delta_row = tl.load(delta + statistics + tile_row)
         if TMA:
-            tile_row = ((head // PACK) * num_queries + first) * PACK
-            q = q_source.load([tile_row, 0])
-            do = grad_out.load([tile_row, 0])
+            first_row = ((head // PACK) * num_queries + first) * PACK
+            q = q_source.load([first_row, 0])
+            do = grad_out.load([first_row, 0])
         else:
             base = tl.cast(first, tl.int64) * (H * D) + head * D
+            q_tile, do_tile = q_source + base, grad_out + base
             offsets = within[:, None] + channel[None, :]
-            inside = exists[:, None]
-            if BLOCK_D != D:
-                inside = inside & (channel < D)[None, :]
-            q = tl.load(q_source + base + offsets, mask=inside, other=0.0)
-            do = tl.load(grad_out + base + offsets, mask=inside, other=0.0)
+            if PARTIAL:
+                inside = exists[:, None] & (channel < D)[None, :]
+                q = tl.load(q_tile + offsets, mask=inside, other=0.0)
+                do = tl.load(do_tile + offsets, mask=inside, other=0.0)
+            elif BLOCK_D == D:
+                q = tl.load(q_tile + offsets)
+                do = tl.load(do_tile + offsets)
+            else:
+                q = tl.load(q_tile + offsets, mask=(channel < D)[None, :], other=0.0)
+                do = tl.load(do_tile + offsets, mask=(channel < D)[None, :], other=0.0)
         scores = product(k, q.T, None, PRECISION, UPCAST)
         probability = tl.exp2(scores * scale_2 - lse[None, :])
         if PARTIAL:

@@ -3,11 +3,11 @@
 One segment: N queries at positions ``A .. A + N - 1`` of a list of ``M = A + N`` keys, the A ancestors first. With
 ``key_end`` in these positions (``local_key_end``), query i sees key m exactly when ``m <= A + i < key_end[m]``.
 
-A block of queries and a block of keys are *dead* together (no query sees any key), *full* (every query sees every
-key, so no mask is needed) or *partial*. Which of the three follows exactly from the least and largest ``key_end`` of
-a block of keys. The queries of one root path share long full prefixes, so of every row (and column) of the block
-matrix the longest run of full blocks is kept as an interval, the other full blocks and the partial ones as lists. A
-kernel program handles one row (or one column); the programs with most to do come first.
+A block of queries and a block of keys are *dead* together (no query sees any key), *full* (both are whole, and every
+query sees every key, so no mask is needed) or *partial*. Which of the three follows exactly from the least and largest
+``key_end`` of a block of keys. The queries of one root path share long full prefixes, so of every row (and column) of
+the block matrix the longest run of full blocks is kept as an interval, the other full blocks and the partial ones as
+lists. A kernel program handles one row (or one column); the programs with most to do come first.
 
 Pure numpy; nothing here knows a device.
 """
@@ -149,8 +149,9 @@ def block_matrix(key_end: np.ndarray, num_queries: int, block_q: int, block_k: i
     # A key at or after the block's first query is its own query's key: such a block is live by its position alone.
     reaches = (most > query_first[:, None]) | (np.minimum(key_last, num_keys - 1) >= query_first[:, None])
     live = (key_first <= query_last[:, None]) & reaches
-    # The last block of keys may be cut short; it counts as partial, so that it is read under a mask.
+    # The last blocks may be cut short; they count as partial, so that they are read under a mask.
     full = (key_last <= query_first[:, None]) & (least > query_last[:, None]) & (key_last < num_keys)
+    full &= (query_last - query_first + 1 == block_q)[:, None]
     return BlockMatrix(live, full)
 
 

@@ -119,6 +119,8 @@ def plan_tree_attention(
         config: None for the table's.
     """
     config = config or default_config(shape.head_size, shape.dtype, device)
+    if config.library_queries and device.type == "cuda" and shape.dtype == torch.float32:
+        raise ValueError("library_queries: cuDNN's attention takes bfloat16 and float16 only")
     hosts = [_host_plan(key_end, num_queries, shape, config) for key_end, num_queries in segments]
     arrays = [array for host in hosts for array in host.arrays()]
     sizes = [array.size for array in arrays]

@@ -2,7 +2,11 @@
 
 from megatron_dta.config.critic import CriticConfig
 from megatron_dta.config.data import DataConfig, SamplingConfig
+<<<<<<< HEAD
 from megatron_dta.config.filtering import FilterConfig
+=======
+from megatron_dta.config.environment import EnvironmentConfig
+>>>>>>> main
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
@@ -16,7 +20,11 @@ __all__ = [
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
+<<<<<<< HEAD
     "FilterConfig",
+=======
+    "EnvironmentConfig",
+>>>>>>> main
     "LoggingConfig",
     "ModelConfig",
     "ObjectiveConfig",

@@ -14,7 +14,9 @@ from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.config.rollout_checks import check_rollout_engine, rollout_conditions
 from megatron_dta.config.train import TrainConfig, settings_of
+from megatron_dta.config.treepo_checks import check_treepo, treepo_conditions
 from megatron_dta.errors import InputError
 
 
@@ -24,9 +26,11 @@ def check_config(config: TrainConfig) -> None:
     _check_model(config)
     _check_data(config)
     _check_objective(config)
+    check_treepo(config)
     _check_schedule(config)
     _check_parallel(config)
     _check_hf(config)
+    check_rollout_engine(config)
     _check_no_effect(config)
 
 
@@ -138,13 +142,11 @@ def _check_data(config: TrainConfig) -> None:
         raise InputError("--rollouts needs --vocab-size: stored token ids do not tell the size of the vocabulary")
     if sampling.prompt_data and sampling.task:
         raise InputError("--task brings its own prompts and conflicts with --prompt-data; keep one of them")
-    if sampling.prompt_data and not sampling.reward_function:
+    if sampling.prompt_data and not (sampling.reward_function or config.environment.environment):
         raise InputError("--prompt-data needs --reward-function: exact_match, math_verify or FILE.py:NAME")
     if sampling.prompt_data and not sampling.tokenizer_type:
         raise InputError("--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)")
     if sampled:
-        if sampling.rollout_engine != "in-process":
-            raise InputError(f"--rollout-engine {sampling.rollout_engine} is not supported yet; use in-process")
         _check_division_of_samples(config)
     length = data.seq_length
     if length is not None and length > model.max_position_embeddings:
@@ -321,7 +323,9 @@ def _check_no_effect(config: TrainConfig) -> None:
             "mscale_all_dim no_yarn_correction_range_round_to_int",
         ),
         "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
+        **rollout_conditions(config),
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
+        **treepo_conditions(config, sampled, grpo),
     }
     for needed, (holds, names) in conditions.items():
         for _, setting, value in settings_of(config):

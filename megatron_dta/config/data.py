@@ -66,11 +66,36 @@ class SamplingConfig:
     )
     rollout_engine: str = option(
         "in-process",
-        "What samples: the training weights in this process (the only one so far), a server, or stored rollouts.",
+        "What samples: the training weights in this process, servers of vLLM or SGLang, or stored rollouts.",
         choices=("in-process", "vllm", "sglang", "replay"),
     )
+    rollout_server_url: list[str] | None = option(
+        None, "Servers of --rollout-engine vllm or sglang, like http://HOST:PORT; several share the requests."
+    )
+    rollout_timeout_seconds: float = option(
+        600.0, "A server has so long to answer one request, or to load new weights.", above=0
+    )
+    rollout_attempts: int = option(
+        6, "How often a request that fails is sent, to all servers together, before the step fails.", minimum=1
+    )
+    rollout_weights_dir: str | None = option(
+        None,
+        "Folder that the servers see by the same name; new weights are handed over in it (default: rollout-weights in "
+        "--save).",
+    )
+    rollout_max_staleness: int = option(
+        0,
+        "Sample ahead while training: most optimizer steps between the weights that sampled a rollout and the step "
+        "that trains it; 0 takes turns.",
+        minimum=0,
+    )
+    rollout_replay: list[str] | None = option(
+        None, "Stored rollouts that --rollout-engine replay answers from, each once (.jsonl, .parquet or .npz)."
+    )
     inference_max_requests: int = option(
-        256, "Most sequences decoded at once; bounds memory and does not change the samples.", minimum=1
+        256,
+        "Most sequences decoded at once, or sent to one server; bounds memory and does not change the samples.",
+        minimum=1,
     )
     inference_dynamic_batching_block_size: int = option(
         16, "Positions of a page of the K/V cache; sequences share full pages of a common prefix.", minimum=1

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_dta.config.critic import CriticConfig
 from megatron_dta.config.data import DataConfig, SamplingConfig
+from megatron_dta.config.environment import EnvironmentConfig
 from megatron_dta.config.filtering import FilterConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import ObjectiveConfig
@@ -31,6 +32,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     treepo: TreePOConfig = field(default_factory=TreePOConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -139,21 +139,21 @@ class ToHuggingFace:
         write_surroundings(self.template, folder, self.layouts)
 
 
-def settings_of_checkpoint(path: Path, template: Path) -> dict[str, object]:
-    """Fields of ``ModelConfig`` by ``template``; ``InputError`` if the checkpoint ``path`` is of another model.
+def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:
+    """The model by ``template``'s config.json; ``InputError`` if the checkpoint ``path`` is of another one.
 
     Shapes alone do not tell: 8 heads of 64 have the weights of 4 heads of 128.
     """
     saved = MegatronCheckpoint(path).settings() or {}
     length = saved.get("--max-position-embeddings")
     settings = settings_from_hf(template, {} if length is None else {"max_position_embeddings": length})
+    model = ModelConfig(**settings)
     for setting in fields(ModelConfig):
-        flag = flag_of(setting)
-        if setting.name in settings and setting.name not in FREE_SETTINGS and flag in saved:
-            there, here = saved[flag], settings[setting.name]
-            if there != here:
-                raise InputError(f"{path}: is of another model: {flag} is {there} there and {here} by {template}")
-    return settings
+        flag, here = flag_of(setting), getattr(model, setting.name)
+        there = saved.get(flag, here)
+        if setting.name in settings and setting.name not in FREE_SETTINGS and there != here:
+            raise InputError(f"{path}: is of another model: {flag} is {there} there and {here} by {template}")
+    return model
 
 
 def lay_out_like(template: Path, tensors: Shapes, max_shard_bytes: int | None) -> list[FileLayout]:

@@ -25,7 +25,7 @@ from megatron_dta.conversion.parameters import Parameter, Part, Sharding
 from megatron_dta.conversion.safetensors_files import SafetensorsFolder
 from megatron_dta.errors import InputError
 
-PIECE_BYTES = 1 << 27
+PIECE_BYTES = 1 << 25
 FILE_BYTES = 1 << 31
 # Megatron's names for a checkpoint that no training step has made.
 RELEASE, TRACKER = "release", "latest_checkpointed_iteration.txt"
@@ -102,20 +102,20 @@ class ToMegatron:
         """Write one file; returns where each of its pieces starts and how long it is."""
         (folder / RELEASE).mkdir(exist_ok=True)
         with open(folder / name, "wb") as file:
-            writer = PieceWriter(file)
+            writer, memory, own_columns = PieceWriter(file), Scratch(), Scratch()
             block: tuple[tuple[int, tuple[int, int]], Tensor] | None = None
             for piece in self.plan[name]:
                 if isinstance(piece, str):
                     writer.append([None])
                     continue
                 parameter = self.parameters[piece.parameter]
-                if piece.columns is None or piece.columns == (0, parameter.shape[1]):
-                    values = self._read(parameter, piece.rows)
-                else:
-                    # All ranks' columns of some rows stand one behind the other in the file: read these rows once.
-                    if block is None or block[0] != (piece.parameter, piece.rows):
-                        block = (piece.parameter, piece.rows), self._read(parameter, piece.rows)
-                    values = block[1][:, slice(*piece.columns)].contiguous()
+                # All ranks' columns of some rows stand one behind the other in the file: read these rows once.
+                if block is None or block[0] != (piece.parameter, piece.rows):
+                    block = (piece.parameter, piece.rows), self._read(parameter, piece.rows, memory)
+                values = block[1]
+                if piece.columns is not None and piece.columns != (0, parameter.shape[1]):
+                    values = own_columns.tensor(piece.shape, values.dtype)
+                    values.copy_(block[1][:, slice(*piece.columns)])
                 writer.append(values.reshape(*(1 for _ in parameter.stored_at.index), *piece.shape))
                 advance(self._bytes(piece))
             file.flush()
@@ -150,9 +150,9 @@ class ToMegatron:
                         "give --params-dtype to have all in one"
                     )
 
-    def _read(self, parameter: Parameter, rows: tuple[int, int]) -> Tensor:
+    def _read(self, parameter: Parameter, rows: tuple[int, int], memory: Scratch) -> Tensor:
         part = Part((rows,), parameter.whole().columns)
-        values = torch.empty(part.shape, dtype=self.dtype_of(parameter))
+        values = memory.tensor(part.shape, self.dtype_of(parameter))
         read_part(self.reader, parameter, part, values)
         return values
 
@@ -184,6 +184,20 @@ class ToMegatron:
         for start, stop in ranges:
             for first in range(start, stop, step):
                 yield from (Piece(index, (first, min(first + step, stop)), own) for own in columns)
+
+
+class Scratch:
+    """Memory that is used for one tensor after the other: fresh memory costs as much as reading into it."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor without values, whose storage is no larger than itself; the one before is overwritten."""
+        count = torch.Size(shape).numel()
+        if len(self._memory) < count * dtype.itemsize:
+            self._memory = bytearray(count * dtype.itemsize)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count).reshape(shape)
 
 
 def read_part(reader: SafetensorsFolder, parameter: Parameter, part: Part, into: Tensor) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +27,7 @@ from megatron_dta.config.checks import check_world_size
 # Groups for objects on the host, of all ranks and of the replica's; made by ``initialize_parallel``.
 _host_group: ProcessGroup | None = None
 _replica_group: ProcessGroup | None = None
+_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,14 @@ class Mesh:
         is_first = self.tensor_rank == 0 and self.pipeline_rank == 0
         parts = self.gather_from_all((self.data_rank, value) if is_first else None)
         return [part for _, part in sorted((part for part in parts if part is not None), key=lambda part: part[0])]
+
+    def from_first(self, value: Any) -> Any:
+        """``value`` of rank 0, on every process: the others' is not looked at."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0, group=self.host_group, device=torch.device("cpu"))
+        return values[0]
 
     def wait_for_all(self) -> None:
         """Return when every process has come here."""
@@ -165,8 +177,21 @@ def _sizes_of_mesh() -> dict[str, int | None]:
     }
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """In this thread, let ``current_mesh`` be one process: what runs within exchanges nothing with other ranks."""
+    before = getattr(_thread, "is_alone", False)
+    _thread.is_alone = True
+    try:
+        yield
+    finally:
+        _thread.is_alone = before
+
+
 def current_mesh() -> Mesh:
-    """The mesh that ``initialize_parallel`` has set up."""
+    """The mesh that ``initialize_parallel`` has set up, or one process within ``alone``."""
+    if getattr(_thread, "is_alone", False):
+        return Mesh(0, 1, 0, 1, 0, 1, 0, 1, None, None, None)
     data_size = parallel_state.get_data_parallel_world_size()
     return Mesh(
         rank=torch.distributed.get_rank(),

@@ -1,10 +1,6 @@
 """The same model in Hugging Face transformers: configuration and weights (or gradients) under its names.
 
-Megatron fuses what Hugging Face keeps apart: query, key and value of each head group in ``linear_qkv``, gate and up
-projection in ``linear_fc1``. The mapping is linear, so it carries gradients as it carries weights. It covers the
-models that ``check_parity`` builds, in one process, and is no checkpoint converter.
-
-Legend: G key/value heads, R query heads per key/value head, D head size.
+The mapping of names (``conversion.mappings``) only rearranges rows, so it carries gradients as it carries weights.
 """
 
 from __future__ import annotations
@@ -19,21 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_dta.config import ModelConfig
+from megatron_dta.conversion.hf_config import architecture
+from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.errors import InputError
-
-LAYER_NAMES = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
-TOP_NAMES = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
 
 
 def build_huggingface(
@@ -46,8 +30,10 @@ def build_huggingface(
         weights: all of Megatron's parameters by name.
         config: a config.json; by default what ``huggingface_config`` makes of ``model``.
     """
-    reference = empty_huggingface(config or huggingface_config(model))
-    named = {name: tensor.float() for name, tensor in to_huggingface(weights, model).items()}
+    config = config or huggingface_config(model)
+    reference = empty_huggingface(config)
+    renamed = to_huggingface(weights, model, architecture(config).architecture)
+    named = {name: tensor.float() for name, tensor in renamed.items()}
     if not model.untie_embeddings_and_output_weights:
         named["lm_head.weight"] = named["model.embed_tokens.weight"]
     reference.load_state_dict(named, strict=True)
@@ -152,37 +138,13 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig, family: str | None = None) -> dict[str, Tensor]:
     """Megatron's parameters (or their gradients) under Hugging Face's names; a ``KeyError`` names what has no place
     there.
+
+    Args:
+        family: Hugging Face's architecture, by default that of ``huggingface_config``.
     """
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name in TOP_NAMES:
-            renamed[TOP_NAMES[name]] = tensor
-            continue
-        _, _, layer, inner = name.split(".", 3)
-        prefix = f"model.layers.{layer}."
-        if inner in LAYER_NAMES:
-            renamed[prefix + LAYER_NAMES[inner]] = tensor
-        elif inner.startswith("self_attention.linear_qkv."):
-            kind = inner.rsplit(".", 1)[1]
-            for part, piece in zip("qkv", _split_qkv(tensor, model), strict=True):
-                renamed[f"{prefix}self_attn.{part}_proj.{kind}"] = piece
-        elif inner == "mlp.linear_fc1.weight":
-            gate, up = tensor.chunk(2)
-            renamed[prefix + "mlp.gate_proj.weight"], renamed[prefix + "mlp.up_proj.weight"] = gate, up
-        else:
-            raise KeyError(f"no Hugging Face name for {name}")
-    return renamed
-
-
-def _split_qkv(tensor: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """[G x (R + 2) x D, ...] -> [G x R x D, ...], [G x D, ...], [G x D, ...]."""
-    groups, per_group = model.num_query_groups, model.num_attention_heads // model.num_query_groups
-    by_group = tensor.unflatten(0, (groups, per_group + 2, model.kv_channels))
-    return (
-        by_group[:, :per_group].flatten(0, 2),
-        by_group[:, per_group].flatten(0, 1),
-        by_group[:, per_group + 1].flatten(0, 1),
-    )
+    family = family or huggingface_config(model)["architectures"][0]
+    by_name = {parameter.name: parameter for parameter in parameters_of(family, ModelShape.of(model))}
+    return {new: piece for name, tensor in tensors.items() for new, piece in by_name[name].split(tensor).items()}

@@ -20,6 +20,7 @@ from megatron_dta.planning.pipeline_segments import plan_pipeline_segments
 from megatron_dta.planning.segments import SegmentPlan, plan_segments
 from megatron_dta.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
 from megatron_dta.tree.concatenate import concatenate_forests
+from megatron_dta.tree.known_paths import KnownPath, build_from_known_paths
 
 
 def plan_forest(
@@ -29,6 +30,7 @@ def plan_forest(
     memory_tokens: int | None = None,
     num_stages: int = 1,
     max_in_flight_tokens: int | None = None,
+    paths: Sequence[KnownPath] | None = None,
 ) -> SegmentPlan:
     """Forest and segments of ``sequences`` for a mode.
 
@@ -39,6 +41,7 @@ def plan_forest(
         memory_tokens: budget of in-flight tokens, or None for the planner's default.
         num_stages, max_in_flight_tokens: pipeline stages and what each may hold; more stages are kept busy by more and
             smaller segments (not by smaller packs).
+        paths: nodes of the sequences, if known; then the forest of "dta" is not searched for.
 
     Raises:
         InputError: a sequence longer than a pack, or a budget that no plan can keep.
@@ -46,7 +49,7 @@ def plan_forest(
     if tree_mode == "packed":
         return plan_packs(sequences, segment_tokens)
     if tree_mode == "dta":
-        tree = build_prefix_tree(sequences)
+        tree = build_prefix_tree(sequences) if paths is None else build_from_known_paths(sequences, paths)
     elif tree_mode == "dense":
         tree = build_forest_without_sharing(sequences)
     else:

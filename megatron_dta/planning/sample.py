@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dta.tree.known_paths import KnownPath
+
 FIELDS = ("advantages", "old_logprobs", "ref_logprobs")
 
 
@@ -24,6 +26,7 @@ class TrainingSample:
         old_logprobs: float [T], logprobs under the policy that sampled, or None: the current policy's own.
         ref_logprobs: float [T], logprobs under the reference model, or None.
         weight: how much the sequence counts in the means of the loss.
+        path: its nodes in the trees that were sampled, where they are known; the same ids in all samples of a batch.
     """
 
     token_ids: np.ndarray
@@ -32,6 +35,7 @@ class TrainingSample:
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     weight: float = 1.0
+    path: KnownPath | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:

@@ -109,8 +109,15 @@ def plan_step(
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
     pipeline = pipeline or PipelineShape()
+    known = [sample.path for sample in samples]
     segments = plan_forest(
-        sequences, tree_mode, segment_tokens, memory_tokens, pipeline.num_stages, pipeline.max_in_flight_tokens
+        sequences,
+        tree_mode,
+        segment_tokens,
+        memory_tokens,
+        pipeline.num_stages,
+        pipeline.max_in_flight_tokens,
+        None if None in known else known,
     )
     tree = segments.tree
 
@@ -143,9 +150,7 @@ def plan_step(
     completed_in = np.searchsorted(segments.segment_start, last_row, side="right") - 1
 
     keep_activations = choose_kept_segments(segments, activation_tokens)
-    training, forward_only = plan_passes(
-        segments, np.diff(segment_edges), ~keep_activations, pipeline
-    )
+    training, forward_only = plan_passes(segments, np.diff(segment_edges), ~keep_activations, pipeline)
     return StepPlan(
         segments=segments,
         num_sequence_tokens=sum(lengths),

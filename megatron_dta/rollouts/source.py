@@ -1,22 +1,53 @@
 """Where training gets rollouts from: stored files or a sampler, behind one call.
 
-A collection of rollouts is a function of the settings, the current weights and its number alone. So a source keeps
-nothing that a checkpoint would have to save: a resumed run asks for the next number.
+A collection of rollouts is a function of the settings, the current weights and its number alone. So most sources keep
+nothing that a checkpoint would have to save: a resumed run asks for the next number. One that samples ahead of training
+has collections of earlier weights, which ``state_dict`` hands to the checkpoint.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
+from megatron_dta.errors import InputError
 from megatron_dta.rollouts.record import Rollout
 
 
+class RolloutError(InputError):
+    """A source has no rollouts to give, though the settings are right: servers died, recordings are used up."""
+
+
 class RolloutSource(ABC):
-    """Hands out the rollouts that training is about to learn from."""
+    """Hands out the rollouts that training is about to learn from. Every rank has one and calls it alike."""
 
     @abstractmethod
     def next_batch(self, step: int) -> list[Rollout]:
-        """Collection number ``step``, counted from 0; whole groups, at least one rollout with a trained token."""
+        """Collection number ``step``, counted from 0; whole groups, at least one rollout with a trained token.
+
+        Raises:
+            RolloutError: there is none; on all ranks, and nothing of the step has been trained.
+        """
+
+    def state_dict(self, wait: bool = True) -> dict[str, Any]:
+        """What a checkpoint between two steps must keep, of numbers, strings, lists and tensors.
+
+        Args:
+            wait: finish what is being sampled, so that it is kept, too; without, it will be sampled again.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        del state
+
+    def statistics(self) -> dict[str, float]:
+        """Metrics of the collection handed out last."""
+        return {}
+
+    def close(self) -> None:
+        """End what runs beside training. May be called twice."""
+        return
 
 
 class Evaluation(ABC):

@@ -37,11 +37,16 @@ class SamplingSource(RolloutSource):
         self._params = sampling_params(task, config, seed)
 
     def next_batch(self, step: int) -> list[Rollout]:
-        """Collection ``step``; one group a prompt, in order. ``policy_version`` is the collection's number."""
+        """Collection ``step``; one group a prompt, in order.
+
+        ``policy_version`` is the collection's number; with servers, whose weights are updated from outside, the
+        optimizer steps that their weights have had.
+        """
         count, samples = self._config.rollout_batch_size, self._config.n_samples_per_prompt
         first = step * count
         prompts = prompts_at(self._task.prompts, first, count, self._seed)
-        self._engine.update_weights(step)
+        if not self._engine.needs_checkpoint:
+            self._engine.update_weights(step)
         scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, step)
         # A small prompt file may come round again within one collection: the place in the stream names the group.
         return [

@@ -5,7 +5,9 @@ It is built before the model, whose vocabulary may be the tokenizer's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_dta.config import SamplingConfig
 from megatron_dta.errors import InputError
@@ -40,11 +42,16 @@ def build_task(sampling: SamplingConfig, max_position_embeddings: int, vocab_siz
         return _arithmetic(sampling, max_prompt_tokens, vocab_size)
     assert sampling.prompt_data is not None  # config.checks: one of the two is given
     tokenizer = build_tokenizer(sampling.tokenizer_type or "", sampling.tokenizer_model, sampling.eos_id, vocab_size)
-    reward_function = load_reward_function(sampling.reward_function or "")
+    # Without one an environment gives the rewards (config.checks).
+    reward_function = load_reward_function(sampling.reward_function) if sampling.reward_function else _no_reward
     prompts = [p for file in sampling.prompt_data for p in load_prompts(file, tokenizer, max_prompt_tokens)]
     eval_files = sampling.eval_prompt_data or []
     eval_prompts = [p for file in eval_files for p in load_prompts(file, tokenizer, max_prompt_tokens)]
     return SamplingTask(prompts, eval_prompts, tokenizer, reward_function)
+
+
+def _no_reward(prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
+    raise InputError("there is no --reward-function")
 
 
 def _arithmetic(sampling: SamplingConfig, max_prompt_tokens: int, vocab_size: int | None) -> SamplingTask:

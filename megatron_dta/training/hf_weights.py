@@ -53,10 +53,16 @@ def check_save_hf(config: TrainConfig) -> None:
 
 def save_hf(config: TrainConfig, model: torch.nn.Module) -> Path:
     """Write the folder ``--save-hf``; every rank calls this. The configuration comes from ``--hf-checkpoint``."""
-    target, template = Path(config.checkpoint.save_hf), _template(config)
-    weights = hf_weights(config, model)
+    target = Path(config.checkpoint.save_hf)
+    write_hf(config, model, target, "--save-hf")
+    return target
+
+
+def write_hf(config: TrainConfig, model: torch.nn.Module, target: Path, flag: str) -> None:
+    """Write the folder ``target``, all of it or nothing; every rank calls this. Errors name ``flag``."""
+    template, weights = _template(config), hf_weights(config, model)
     layouts = lay_out_like(template, weights.shapes(), None)
-    writer = _FolderWriter(target, layouts) if current_mesh().rank == 0 else None
+    writer = _FolderWriter(target, layouts, flag) if current_mesh().rank == 0 else None
     error: InputError | None = None
     with ExitStack() as files:
         # After a failure the others still send, so that they come to the end too.
@@ -65,14 +71,13 @@ def save_hf(config: TrainConfig, model: torch.nn.Module) -> Path:
         if writer is not None:
             error = error or writer.attempt(lambda: writer.finish(template))
     _raise_on_all(error)
-    return target
 
 
 class _FolderWriter:
     """The first rank's side: the files of one folder, all of them or none."""
 
-    def __init__(self, target: Path, layouts: list[FileLayout]) -> None:
-        self._target, self._layouts = target, layouts
+    def __init__(self, target: Path, layouts: list[FileLayout], flag: str) -> None:
+        self._target, self._layouts, self._flag = target, layouts, flag
         self._folder = target.with_name(target.name + _UNFINISHED)
         self._layout_of = {tensor: layout for layout in layouts for tensor in layout.shapes}
         self._outputs: dict[str, SafetensorsOutput] = {}
@@ -85,7 +90,7 @@ class _FolderWriter:
             shutil.rmtree(self._folder, ignore_errors=True)
             if isinstance(error, InputError):
                 return error
-            return InputError(f"--save-hf {self._target}: cannot be written ({error.strerror or error})")
+            return InputError(f"{self._flag} {self._target}: cannot be written ({error.strerror or error})")
         return None
 
     def write(self, name: str, values: Tensor, files: ExitStack) -> None:

@@ -17,7 +17,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
-from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.training.checkpoint import CheckpointSaver
 from megatron_dta.training.hf_weights import save_hf
 from megatron_dta.training.metrics import TIMING, MetricsLog
@@ -101,20 +101,37 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step, or until SIGTERM; either way the state is saved."""
-        with self._watching_for_sigterm(), self.watchdog:
-            if not self.resumed:
-                self._report_start()
-            while self.progress.iteration < self.config.optimization.train_iters and not self._stops():
-                self._report(self._step())
-                self.checkpoints.poll()
-                interval = self.config.checkpoint.save_interval
-                if interval and self.progress.iteration % interval == 0:
-                    self._save()
+        with self._watching_for_sigterm(), self.watchdog, closing(self.source):
+            with self._saving_if_rollouts_end():
+                self._run_steps()
             self._save()
             self.checkpoints.finish()
             self._save_hf()
         if self.terminated:
             self.console.print(f"stopped by SIGTERM after step {self.progress.iteration}")
+
+    def _run_steps(self) -> None:
+        if not self.resumed:
+            self._report_start()
+        while self.progress.iteration < self.config.optimization.train_iters and not self._stops():
+            self._report(self._step())
+            self.checkpoints.poll()
+            interval = self.config.checkpoint.save_interval
+            if interval and self.progress.iteration % interval == 0:
+                self._save()
+
+    @contextmanager
+    def _saving_if_rollouts_end(self) -> Iterator[None]:
+        """Where there are no more rollouts a step has not begun, or it is done: what there is can be kept."""
+        try:
+            yield
+        except RolloutError as error:
+            iteration, kept = self.progress.iteration, ""
+            if self.config.checkpoint.save is not None and iteration:
+                self._save(wait=False)
+                self.checkpoints.finish()
+                kept = "; what was trained is saved, and the same command continues"
+            raise InputError(f"after step {iteration}: {error}{kept}") from error
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; returns its record of metrics."""
@@ -146,6 +163,7 @@ class Trainer:
             "iteration": self.progress.iteration,
             "loss": loss,
             **step.statistics,
+            **self.source.statistics(),
             "grad_norm": outcome.grad_norm,
             "learning_rate": outcome.learning_rate,
             "skipped": not outcome.applied,
@@ -213,12 +231,14 @@ class Trainer:
         if iteration % logging.log_interval == 0 or last:
             self.console.print(progress_line(record, self.config.optimization.train_iters), soft_wrap=True)
 
-    def _save(self) -> None:
+    def _save(self, wait: bool = True) -> None:
+        """Save the state; ``wait`` for what is being sampled ahead of training."""
         folder, iteration = self.config.checkpoint.save, self.progress.iteration
         if folder is None or self.saved_iteration == iteration:
             return
         self.watchdog.enter(f"saving step {iteration}")
-        self.checkpoints.save(iteration, self.progress.state_dict())
+        source = self.source.state_dict(wait and not self.terminated)
+        self.checkpoints.save(iteration, self.progress.state_dict() | ({"source": source} if source else {}))
         self.saved_iteration = iteration
 
     def _save_hf(self) -> None:

@@ -28,7 +28,8 @@ from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.paths import decoded_tokens
+from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
+from megatron_dta.tree.known_paths import KnownPath
 
 
 @dataclass
@@ -95,8 +96,10 @@ class SamplePreparation:
             advantages = estimate_advantages(rollouts, self.settings)
             weights = sequence_weights(rollouts, self.settings.leaf_weights)
         return [
-            TrainingSample(rollout.token_ids, rollout.loss_mask, advantages=advantage, weight=float(weight))
-            for rollout, advantage, weight in zip(rollouts, advantages, weights, strict=True)
+            TrainingSample(rollout.token_ids, rollout.loss_mask, advantages=advantage, weight=float(weight), path=path)
+            for rollout, advantage, weight, path in zip(
+                rollouts, advantages, weights, known_paths(rollouts), strict=True
+            )
         ]
 
     def _complete(self, samples: list[TrainingSample], rollouts: list[Rollout]) -> StepSamples:
@@ -121,6 +124,14 @@ class SamplePreparation:
         ]
         step.planned = batch.with_fields(**{name: [arrays[i] for i in own] for name, arrays in logprobs.items()})
         return step
+
+
+def known_paths(rollouts: Sequence[Rollout]) -> Sequence[KnownPath | None]:
+    """Where each rollout runs through the trees that were sampled; None for all if some were not sampled as trees."""
+    if any(rollout.branches is None for rollout in rollouts):
+        return [None] * len(rollouts)
+    found = tree_paths(rollouts)
+    return [KnownPath(path, spans[1:]) for path, spans in zip(found.paths, found.spans, strict=True)]
 
 
 def _of_all_ranks(mesh: Mesh, own: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:

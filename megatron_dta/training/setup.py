@@ -21,9 +21,6 @@ from megatron_dta.model import Model, build_model, current_mesh, initialize_para
 from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
-from megatron_dta.sampling.engines.build import build_engine
-from megatron_dta.sampling.engines.interface import RolloutEngine
-from megatron_dta.sampling.source import SamplingEvaluation, SamplingSource
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.checkpoint import (
     REFERENCE,
@@ -37,6 +34,7 @@ from megatron_dta.training.loop import Progress, Trainer
 from megatron_dta.training.metrics import MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.random_state import seed_random_states
+from megatron_dta.training.sampled_data import build_sampled_data
 from megatron_dta.training.samples import SamplePreparation
 from megatron_dta.training.stored_data import StoredEvaluation, load_files, load_stored_rollouts
 
@@ -66,10 +64,10 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
     reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
     optimizer = TrainingOptimizer(model, config.optimization, config.parallel)
-    progress = Progress()
+    progress, source_state = Progress(), {}
     if start is not None and resumes:
         iteration, state, changed = load_checkpoint(start, config, model, optimizer)
-        progress = Progress.from_state_dict(iteration, state)
+        progress, source_state = Progress.from_state_dict(iteration, state), state.get("source", {})
         console.print(f"continuing {start} after step {iteration}", soft_wrap=True)
         for line in changed:
             console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
@@ -77,8 +75,13 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks)
-    sampler = build_engine(config.sampling, model) if task is not None else None
-    source: RolloutSource = stored or SamplingSource(sampler, task, config.sampling, config.optimization.seed)
+    if task is not None:
+        source, evaluations = build_sampled_data(
+            config, model, task, progress, lambda line: console.print(line, soft_wrap=True, style="yellow")
+        )
+        source.load_state_dict(source_state)
+    else:
+        source, evaluations = stored, _evaluations(config, engine, held_out)
     preparation = SamplePreparation(
         config.objective,
         objective,
@@ -96,7 +99,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         objective=objective,
         source=source,
         preparation=preparation,
-        evaluations=_evaluations(config, engine, sampler, task, held_out),
+        evaluations=evaluations,
         metrics=_open_metrics(config, kept_metrics),
         progress=progress,
         console=console,
@@ -201,16 +204,7 @@ def _engine(config: TrainConfig, model: Model | list[torch.nn.Module]) -> TreeEn
     )
 
 
-def _evaluations(
-    config: TrainConfig,
-    engine: TreeEngine,
-    sampler: RolloutEngine | None,
-    task: SamplingTask | None,
-    held_out: list[Rollout],
-) -> list[Evaluation]:
+def _evaluations(config: TrainConfig, engine: TreeEngine, held_out: list[Rollout]) -> list[Evaluation]:
     if not config.logging.eval_interval:
         return []
-    if task is not None:
-        seed, most = config.optimization.seed, config.logging.eval_iters
-        return [SamplingEvaluation(sampler, task, config.sampling, seed, most)]
     return [StoredEvaluation(engine, held_out, config.tree, config.data.global_batch_size or len(held_out))]

@@ -1,6 +1,6 @@
 """Builds the prefix forest of a batch at memory speed.
 
-1. Sort the sequences and find the prefix that each shares with the one before it (``_sort_sequences``): sequences are
+1. Sort the sequences and find the prefix that each shares with the one before it (``sort_sequences``): sequences are
    told apart by chunks of growing length, so a token is read once, however many sequences share it, and no token behind
    the first difference is read at all.
 2. In sorted order, sequence k adds the tokens behind that shared prefix to the stream: a *run*. A node begins at every
@@ -30,8 +30,17 @@ def build_prefix_tree(sequences: Sequence[np.ndarray]) -> PrefixTree:
     Siblings stand in a fixed order that depends on the tokens alone, not on the order of the sequences. Raises
     InputError for an empty sequence or one that is not an array of 32-bit token ids.
     """
-    arrays = [_checked(tokens, index) for index, tokens in enumerate(sequences)]
-    order, shared = _sort_sequences(arrays)
+    arrays = as_sequences(sequences)
+    return build_from_order(arrays, *sort_sequences(arrays))
+
+
+def as_sequences(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The sequences as int32 arrays; ``InputError`` for one that is none."""
+    return [_checked(tokens, index) for index, tokens in enumerate(sequences)]
+
+
+def build_from_order(arrays: list[np.ndarray], order: np.ndarray, shared: np.ndarray) -> PrefixTree:
+    """The forest of sorted sequences: ``order`` and ``shared`` as of ``sort_sequences``."""
     lengths = np.fromiter((len(tokens) for tokens in arrays), dtype=np.int64, count=len(arrays))
     stream = [arrays[index][length:] for index, length in zip(order.tolist(), shared.tolist(), strict=True)]
     token_ids = _concatenate(stream)
@@ -80,7 +89,7 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
 
-def _sort_sequences(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def sort_sequences(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """(order int64 [Q], shared int64 [Q]): ``arrays[order[k]]`` sorted, a prefix first; ``shared[k]`` tokens as before.
 
     The order is that of the tokens' bytes. Groups of sequences equal so far are split by their next chunk.

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from megatron_dta.config import SamplingConfig
-from megatron_dta.errors import InputError
+from collections.abc import Callable, Sequence
+
+from megatron_dta.config import SamplingConfig, TrainConfig
 from megatron_dta.model import Model
+from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.engines.http_client import HttpSettings
+from megatron_dta.sampling.engines.http_engine import HttpEngine
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.engines.replay import ReplayEngine
+from megatron_dta.sampling.engines.sglang import SglangProtocol
+from megatron_dta.sampling.engines.vllm import VllmProtocol
+
+_PROTOCOLS = {"vllm": VllmProtocol, "sglang": SglangProtocol}
 
 
 def build_engine(config: SamplingConfig, model: Model) -> RolloutEngine:
-    """An engine that samples from ``model``; ``InputError`` for one that does not exist yet."""
-    if config.rollout_engine != "in-process":
-        raise InputError(f"--rollout-engine {config.rollout_engine} is not supported yet; use in-process")
+    """The engine that samples from ``model`` in this process."""
     return InProcessEngine(
         model,
         config.inference_max_requests,
@@ -20,3 +27,31 @@ def build_engine(config: SamplingConfig, model: Model) -> RolloutEngine:
         config.inference_dynamic_batching_buffer_size_gb,
         config.inference_dynamic_batching_max_tokens,
     )
+
+
+def server_engine(config: TrainConfig, report: Callable[[str], None]) -> RolloutEngine:
+    """The engine on the servers of ``--rollout-server-url``.
+
+    Args:
+        report: gets a line when a server is left out.
+    """
+    sampling = config.sampling
+    settings = HttpSettings(
+        timeout_s=sampling.rollout_timeout_seconds,
+        connect_timeout_s=min(10.0, sampling.rollout_timeout_seconds),
+        attempts=sampling.rollout_attempts,
+        max_requests=sampling.inference_max_requests,
+    )
+    return HttpEngine(
+        _PROTOCOLS[sampling.rollout_engine](),
+        sampling.rollout_server_url or [],
+        settings,
+        exact_logprobs=config.objective.old_logprobs == "rollout",
+        vocab_size=config.model.vocab_size,
+        report=report,
+    )
+
+
+def replay_engine(rollouts: Sequence[Rollout], needs_logprobs: bool) -> RolloutEngine:
+    """The engine that answers from stored rollouts."""
+    return ReplayEngine(rollouts, needs_logprobs)

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from megatron_dta.errors import InputError
+from megatron_dta.rollouts.source import RolloutError
 
 API_KEY_VARIABLE = "ROLLOUT_SERVER_API_KEY"
 _TRANSIENT = frozenset((408, 429))
@@ -38,7 +39,7 @@ _MESSAGE_LENGTH = 300
 Answer = TypeVar("Answer")
 
 
-class ServerError(InputError):
+class ServerError(RolloutError):
     """The servers could not do what was asked; one line naming server, request and reason."""
 
 
@@ -196,7 +197,7 @@ class HttpClient:
                 break
             self.counts.retried += 1
             if healthy:
-                await self._pause(attempt)
+                await self.pause(attempt)
         left = f"; {len(self._alive())} of {len(self.servers)} servers are left" if len(self.servers) > 1 else ""
         raise ServerError(f"{label}: failed {self.settings.attempts} times, the last time on {server}: {reason}{left}")
 
@@ -216,7 +217,7 @@ class HttpClient:
                 reason = str(error)
             if attempt < attempts:
                 self.counts.retried += 1
-                await self._pause(attempt)
+                await self.pause(attempt)
         raise ServerError(f"{server}: {method} {path} failed {attempts} times: {reason}")
 
     async def find_healthy(self) -> list[Server]:
@@ -263,7 +264,7 @@ class HttpClient:
                 if self._alive() or self._is_lost:
                     break
                 if attempt > 1:
-                    await self._pause(attempt - 1)
+                    await self.pause(attempt - 1)
                 for server in self.servers:
                     if not server.alive and await self._is_healthy(server) and await self._has_current_weights(server):
                         self.take_back(server)
@@ -323,7 +324,8 @@ class HttpClient:
                 return content.decode(errors="replace")
             raise TransientFailureError(f"{method} {path}: the reply is not JSON: {_message_in(content)}") from error
 
-    async def _pause(self, attempt: int) -> None:
+    async def pause(self, attempt: int) -> None:
+        """Wait before what follows attempt number ``attempt``."""
         longest = min(self.settings.backoff_s * 2 ** (attempt - 1), self.settings.backoff_limit_s)
         await asyncio.sleep(longest * (0.5 + 0.5 * self._random.random()))
 

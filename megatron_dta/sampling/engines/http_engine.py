@@ -74,7 +74,7 @@ class HttpEngine(RolloutEngine):
         self._client.still_current = self._has_label
         # Another trainer's weights of the same number are other weights.
         self._run, self._label = uuid.uuid4().hex[:8], ""
-        self._policy_version = 0
+        self._policy_version, self._interrupted = 0, False
         self._params: SamplingParams | None = None
         self._iteration = 0
         self._checked: dict[str, tuple[float, float]] = {}
@@ -123,6 +123,9 @@ class HttpEngine(RolloutEngine):
         begin = time.perf_counter()
         results: list[GenerationResult] = []
         while self._running and not results:
+            if self._interrupted:
+                self._cancel()
+                raise ServerError("generation was interrupted")
             results = self._collect(wait=True)
         self._counts["seconds"] += time.perf_counter() - begin
         return results
@@ -159,6 +162,9 @@ class HttpEngine(RolloutEngine):
         self._client.start(self._update_all(checkpoint.resolve())).result()
         self._counts["weight_updates"] += 1
         self._update_seconds += time.perf_counter() - begin
+
+    def interrupt(self) -> None:
+        self._interrupted = True
 
     def close(self) -> None:
         self._cancel()
@@ -237,6 +243,12 @@ class HttpEngine(RolloutEngine):
 
     async def _update_all(self, folder: Path) -> None:
         healthy = await self._client.find_healthy()
+        for attempt in range(1, self._client.settings.attempts):
+            if healthy:
+                break
+            # They may still be starting.
+            await self._client.pause(attempt)
+            healthy = await self._client.find_healthy()
         failures = await asyncio.gather(*(self._update(server, folder) for server in healthy))
         if not healthy or all(failures):
             reasons = "; ".join(f"{server}: {server.problem}" for server in self._client.servers)

@@ -135,6 +135,10 @@ class RolloutEngine(ABC):
             ValueError: requests are running, and the engine cannot change weights under them.
         """
 
+    def interrupt(self) -> None:
+        """Let a ``poll`` that waits raise soon, and every later one; the only method another thread may call."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Give up all requests and memory. May be called twice."""

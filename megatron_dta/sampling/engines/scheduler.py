@@ -246,7 +246,9 @@ class Scheduler:
             return False
         fresh = self.pool.take(needed)
         if partial is not None:
-            plan.copies.append((partial, fresh[0]))
+            # The source may be filled by a copy of this very pass, and all are made at once.
+            origin = next((source for source, target in plan.copies if target == partial), partial)
+            plan.copies.append((origin, fresh[0]))
         sequence.add_pages(pages + fresh)
         sequence.computed = computed
         self._start(sequence)

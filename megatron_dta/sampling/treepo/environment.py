@@ -64,7 +64,7 @@ class EnvironmentRunner:
         factory: makes an environment.
         timeout: seconds for a step (None: no limit); ``workers``: steps at once.
         stop_on_failure: whether a failure is an error instead of the end of a path.
-        mesh: the processes; the first of each replica runs the environments, the others learn what came out.
+        mesh: gives the processes; the first of each replica runs the environments, the others learn what came out.
 
     Attributes:
         counts: steps, failures, and those of the failures that were time-outs.
@@ -77,7 +77,7 @@ class EnvironmentRunner:
         timeout: float | None = 60.0,
         workers: int = 16,
         stop_on_failure: bool = False,
-        mesh: Mesh | None = None,
+        mesh: Callable[[], Mesh] | None = None,
     ) -> None:
         self._factory, self._tokenizer = factory, tokenizer
         self._timeout, self._workers, self._stop, self._mesh = timeout, workers, stop_on_failure, mesh
@@ -161,13 +161,15 @@ class EnvironmentRunner:
         return tokens.astype(np.int32)
 
     def _is_first(self) -> bool:
-        return self._mesh is None or (self._mesh.tensor_rank == 0 and self._mesh.pipeline_rank == 0)
+        mesh = None if self._mesh is None else self._mesh()
+        return mesh is None or (mesh.tensor_rank == 0 and mesh.pipeline_rank == 0)
 
     def _share(self, value: Any) -> Any:
         """The first process's ``value``, on all processes of the replica."""
-        if self._mesh is None or self._mesh.replica_group is None:
+        mesh = None if self._mesh is None else self._mesh()
+        if mesh is None or mesh.replica_group is None:
             return value
-        parts = self._mesh.gather_over_replica(value if self._is_first() else None)
+        parts = mesh.gather_over_replica(value if self._is_first() else None)
         return next(part for part in parts if part is not None)
 
 

@@ -1,0 +1,82 @@
+"""Which settings of rollout engines fit together."""
+
+from __future__ import annotations
+
+from megatron_dta.config.train import TrainConfig
+from megatron_dta.errors import InputError
+
+SERVERS = ("vllm", "sglang")
+
+
+def samples(config: TrainConfig) -> bool:
+    """Whether rollouts are sampled (or replayed as if) rather than read."""
+    return bool(config.sampling.prompt_data or config.sampling.task)
+
+
+def check_rollout_engine(config: TrainConfig) -> None:
+    """Refuse an engine without what it needs, and staleness that cannot be."""
+    sampling, checkpoint = config.sampling, config.checkpoint
+    engine = sampling.rollout_engine
+    if not samples(config):
+        return
+    if engine in SERVERS:
+        if not sampling.rollout_server_url:
+            raise InputError(f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT")
+        if checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
+            raise InputError(
+                f"--rollout-engine {engine} needs --load-hf or --hf-checkpoint: the servers get new weights in Hugging "
+                "Face's form, with its configuration"
+            )
+        if sampling.rollout_weights_dir is None and checkpoint.save is None:
+            raise InputError(
+                f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder that the servers see"
+            )
+        tempered = sampling.temperature != 1 and sampling.rollout_top_p < 1
+        if engine == "vllm" and tempered and config.objective.old_logprobs == "rollout":
+            raise InputError(
+                f"--rollout-temperature {sampling.temperature:g} and --rollout-top-p {sampling.rollout_top_p:g}: vLLM "
+                "returns no logprobs of the tempered softmax before the nucleus; add --old-logprobs recompute"
+            )
+    if engine == "replay" and not sampling.rollout_replay:
+        raise InputError("--rollout-engine replay needs --rollout-replay FILE, the rollouts to answer from")
+    if sampling.rollout_max_staleness:
+        _check_staleness(config)
+
+
+def _check_staleness(config: TrainConfig) -> None:
+    sampling, bound = config.sampling, config.sampling.rollout_max_staleness
+    if sampling.rollout_engine == "in-process":
+        raise InputError(
+            f"--rollout-max-staleness {bound} needs --rollout-engine vllm or sglang: the engine in this process "
+            "samples from the weights that are being trained"
+        )
+    if sampling.rollout_engine == "replay":
+        raise InputError(f"--rollout-max-staleness {bound} has no effect on --rollout-engine replay; leave it out")
+    if config.objective.old_logprobs != "rollout":
+        raise InputError(
+            f"--rollout-max-staleness {bound} conflicts with --old-logprobs {config.objective.old_logprobs}: those "
+            "would be of newer weights than the ones that sampled; leave the latter out"
+        )
+    if bound < sampling.num_steps_per_rollout:
+        raise InputError(
+            f"--rollout-max-staleness {bound} is below --num-steps-per-rollout {sampling.num_steps_per_rollout}, so no "
+            f"collection could be sampled ahead; raise it to {sampling.num_steps_per_rollout} or leave it out"
+        )
+
+
+def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
+    """Flags that have no effect without another: what is needed, whether it holds, and their fields."""
+    engine = config.sampling.rollout_engine
+    return {
+        "--rollout-engine vllm or sglang": (
+            engine in SERVERS and samples(config),
+            "rollout_server_url rollout_timeout_seconds rollout_attempts rollout_weights_dir rollout_max_staleness",
+        ),
+        "--rollout-engine replay": (engine == "replay" and samples(config), "rollout_replay"),
+        "--rollout-engine in-process": (
+            engine == "in-process",
+            "inference_dynamic_batching_block_size inference_dynamic_batching_buffer_size_gb "
+            "inference_dynamic_batching_max_tokens",
+        ),
+        "another --rollout-engine than replay": (engine != "replay", "inference_max_requests"),
+    }

@@ -1,0 +1,28 @@
+"""The source and the evaluation of sampled rollouts that the flags ask for.
+
+Independent rollouts of one turn go through ``sampling.source``; trees (``--rollout-method treepo``) and rollouts with
+an environment, which are trees as well, through ``sampling.treepo``.
+"""
+
+from __future__ import annotations
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.source import SamplingEvaluation, SamplingSource
+from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
+
+
+def build_sampling_source(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> RolloutSource:
+    """What samples the rollouts of training."""
+    if config.treepo.rollout_method == "treepo" or config.environment.environment is not None:
+        return TreeSource(engine, task, config)
+    return SamplingSource(engine, task, config.sampling, config.optimization.seed)
+
+
+def build_sampling_evaluation(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> Evaluation:
+    """What judges the weights on held-out prompts: by independent rollouts, however training samples."""
+    if config.environment.environment is not None:
+        return TreeEvaluation(engine, task, config)
+    return SamplingEvaluation(engine, task, config.sampling, config.optimization.seed, config.logging.eval_iters)

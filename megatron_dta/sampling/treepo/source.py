@@ -1,0 +1,170 @@
+"""Rollouts sampled as trees, or with an environment, for training: ``--rollout-method`` and ``--environment``.
+
+As ``sampling.source``, with trees in place of responses: data-parallel replicas sample a share of the queries each and
+then have all trees, and a collection is a function of (weights, settings, seed, its number). The rollouts carry the
+tree, so advantages by subgroup and leaf weights need nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.errors import InputError
+from megatron_dta.model import current_mesh
+from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.prompts import Prompt, prompts_at
+from megatron_dta.sampling.rewards import compute_reward
+from megatron_dta.sampling.source import sampling_params
+from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
+from megatron_dta.sampling.treepo.records import tree_rollouts
+from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
+from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.sampling.treepo.stops import StopRules, answer_rule
+from megatron_dta.sampling.treepo.tree import FallbackWeight, SampledTree
+
+
+class TreeSource(RolloutSource):
+    """``rollout_batch_size`` queries a collection, each a tree of ``n_samples_per_prompt`` leaves."""
+
+    def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
+        self._engine, self._task, self._config = engine, task, config
+        self._params = sampling_params(task, config.sampling, config.optimization.seed)
+        self._stops = stop_rules(task, config)
+        self._environments = environment_runner(task, config)
+        self._statistics: dict[str, float] = {}
+
+    def next_batch(self, step: int) -> list[Rollout]:
+        """Collection ``step``; one group a query, in order."""
+        sampling = self._config.sampling
+        count = sampling.rollout_batch_size
+        first = step * count
+        prompts = prompts_at(self._task.prompts, first, count, self._config.optimization.seed)
+        steps = -(-self._config.optimization.train_iters // sampling.num_steps_per_rollout)
+        settings = TreeSettings.from_config(self._config.treepo, sampling, step, steps)
+        before = dict(self._environments.counts) if self._environments else {}
+        if not self._engine.needs_checkpoint:
+            self._engine.update_weights(step)
+        sampler = TreeSampler(
+            self._engine, settings, self._stops, self._environments, self._config.environment.environment_max_turns
+        )
+        groups = _sample(sampler, self._task, prompts, first, self._params, step, self._environments is None)
+        if self._environments:
+            self._statistics = _total({name: value - before[name] for name, value in self._environments.counts.items()})
+        weight = FallbackWeight(self._config.treepo.treepo_fallback_weight)
+        return [
+            rollout
+            for index, (prompt, (tree, rewards)) in enumerate(zip(prompts, groups, strict=True))
+            for rollout in tree_rollouts(tree, f"{first + index}:{prompt.prompt_id}", rewards, weight)
+        ]
+
+    def statistics(self) -> dict[str, float]:
+        """Steps, failures and time-outs of the environments, with the collection handed out last."""
+        return dict(self._statistics)
+
+
+class TreeEvaluation(Evaluation):
+    """Mean reward on held-out prompts where an environment answers, from independent rollouts."""
+
+    def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
+        self._engine, self._task, self._config = engine, task, config
+        self._prompts = task.eval_prompts[: config.logging.eval_iters]
+        if not self._prompts:
+            raise ValueError("an evaluation needs at least one held-out prompt")
+        sampling = config.sampling
+        temperature = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
+        params = sampling_params(task, sampling, config.optimization.seed)
+        self._params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
+        self._environments = environment_runner(task, config)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """``reward`` and ``response_tokens`` (sampled ones), means over all rollouts."""
+        sampling = self._config.sampling
+        settings = TreeSettings.independent(sampling.n_samples_per_eval_prompt, sampling.rollout_max_response_len)
+        turns = self._config.environment.environment_max_turns
+        sampler = TreeSampler(self._engine, settings, StopRules(), self._environments, turns)
+        groups = _sample(sampler, self._task, self._prompts, 0, self._params, 0, self._environments is None)
+        rollouts = [rollout for tree, rewards in groups for rollout in tree_rollouts(tree, "held out", rewards)]
+        return {
+            "reward": float(np.mean([rollout.reward for rollout in rollouts])),
+            "response_tokens": float(np.mean([np.count_nonzero(rollout.loss_mask) for rollout in rollouts])),
+        }
+
+
+def stop_rules(task: SamplingTask, config: TrainConfig) -> StopRules:
+    """The stops of the flags; independent rollouts have none but the end of sequence and the length."""
+    treepo = config.treepo
+    if treepo.rollout_method == "independent":
+        return StopRules()
+    return StopRules(
+        task.tokenizer.decode,
+        answer_rule(treepo.treepo_answer_pattern),
+        treepo.treepo_repetition_count,
+        treepo.treepo_repetition_length,
+        treepo.treepo_repetition_segments,
+        treepo.treepo_repetition_first,
+    )
+
+
+def environment_runner(task: SamplingTask, config: TrainConfig) -> EnvironmentRunner | None:
+    """What runs the environments of ``--environment``, if there are any."""
+    environment = config.environment
+    if environment.environment is None:
+        return None
+    return EnvironmentRunner(
+        load_environment(environment.environment),
+        task.tokenizer,
+        environment.environment_timeout,
+        environment.environment_workers,
+        environment.environment_failure == "stop",
+        current_mesh,
+    )
+
+
+def _sample(
+    sampler: TreeSampler,
+    task: SamplingTask,
+    prompts: Sequence[Prompt],
+    first: int,
+    params: SamplingParams,
+    iteration: int,
+    scored: bool,
+) -> list[tuple[SampledTree, dict[int, float] | None]]:
+    """The tree of every prompt and, where ``scored``, the reward of each leaf; the same on every rank."""
+    mesh = current_mesh()
+    share = np.array_split(np.arange(len(prompts)), mesh.data_size)[mesh.data_rank].tolist()
+    queries = [TreeQuery(first + i, prompts[i].token_ids, prompts[i].record) for i in share]
+    try:
+        trees = sampler.sample(queries, params, iteration)
+    except ValueError as error:  # an environment may lengthen a prompt beyond the model's positions
+        raise error if isinstance(error, InputError) else InputError(f"a tree cannot be sampled: {error}") from error
+    rewards: list[dict[int, float] | None] = [None] * len(trees)
+    # A user's reward may cost something, or be random: one rank of each replica asks for it.
+    if scored and mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
+        rewards = [_rewards(tree, prompts[i], task) for i, tree in zip(share, trees, strict=True)]
+    gathered = mesh.gather_from_replicas((trees, rewards))
+    return [pair for part in gathered for pair in zip(*part, strict=True)]
+
+
+def _rewards(tree: SampledTree, prompt: Prompt, task: SamplingTask) -> dict[int, float]:
+    """What the reward function says of each leaf."""
+    rewards = {}
+    for leaf in tree.leaves:
+        ids = tree.tokens(leaf)[len(prompt.token_ids) :].tolist()
+        text = task.tokenizer.decode(ids)
+        rewards[leaf] = compute_reward(task.reward_function, prompt.prompt_id, prompt.record, text, ids)
+    return rewards
+
+
+def _total(counts: dict[str, int]) -> dict[str, float]:
+    """Sums over the replicas."""
+    parts = current_mesh().gather_from_replicas(counts)
+    return {name: float(sum(part[name] for part in parts)) for name in counts}

@@ -1,0 +1,67 @@
+"""Sampled rollouts: the engine that ``--rollout-engine`` names, and the source and evaluation that use it.
+
+The engine in this process runs on all ranks, on the weights they share. Servers and recorded rollouts are used by the
+first rank alone, and all ranks get what it gets (``sampling.first_rank``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.model import Model, current_mesh
+from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.sampling.engines.build import build_engine, replay_engine, server_engine
+from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.first_rank import FirstRankEvaluation, FirstRankSource
+from megatron_dta.sampling.method import build_sampling_evaluation, build_sampling_source
+from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.training.loop import Progress
+from megatron_dta.training.rollout_weights import RolloutWeights
+from megatron_dta.training.stored_data import load_files
+
+
+def build_sampled_data(
+    config: TrainConfig, model: Model, task: SamplingTask, progress: Progress, report: Callable[[str], None]
+) -> tuple[RolloutSource, list[Evaluation]]:
+    """The source of training rollouts, and the evaluation on held-out prompts where one is asked for.
+
+    Args:
+        progress: of the run; read while it advances.
+        report: gets a line when a server is lost.
+    """
+    evaluated = config.logging.eval_interval is not None
+    if config.sampling.rollout_engine == "in-process":
+        engine = build_engine(config.sampling, model)
+        source = build_sampling_source(engine, task, config)
+        return source, [build_sampling_evaluation(engine, task, config)] if evaluated else []
+    is_replay = config.sampling.rollout_engine == "replay"
+    first = current_mesh().rank == 0
+    engine = None
+    if first:
+        engine = _replay(config) if is_replay else server_engine(config, report)
+    source = FirstRankSource(
+        build_sampling_source(engine, task, config) if first else None,
+        engine,
+        None if is_replay else RolloutWeights(config, model),
+        lambda: progress.iteration,
+        config.sampling.num_steps_per_rollout,
+        config.sampling.rollout_max_staleness,
+        _num_collections(config, progress),
+    )
+    if not evaluated:
+        return source, []
+    return source, [FirstRankEvaluation(build_sampling_evaluation(engine, task, config) if first else None, source)]
+
+
+def _replay(config: TrainConfig) -> RolloutEngine:
+    return replay_engine(
+        load_files(config.sampling.rollout_replay or [], config), config.objective.old_logprobs == "rollout"
+    )
+
+
+def _num_collections(config: TrainConfig, progress: Progress) -> int:
+    """How many collections the run will have had when it ends."""
+    left = config.optimization.train_iters - progress.iteration - len(progress.waiting)
+    return progress.collections + max(0, math.ceil(left / config.sampling.num_steps_per_rollout))

@@ -1,0 +1,122 @@
+"""The prefix forest of sequences whose common nodes are known, as those of a sampled tree are: nothing is searched for.
+
+Sequences with the same node share it, so its tokens are read once. Tokens are compared only where knowledge ends: those
+of roots, and of siblings that have begun with the same token by chance; where one such node is the beginning of
+another, ``build``'s sort goes on from there. The result is that of ``build_prefix_tree``, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.tree.build import as_sequences, build_from_order, sort_sequences
+from megatron_dta.tree.prefix_tree import PrefixTree
+
+
+@dataclass(frozen=True)
+class KnownPath:
+    """Where a sequence runs through known nodes.
+
+    Attributes:
+        nodes: int64 [D], ids of the nodes from the beginning on; the same id means the same node, with the same tokens
+            before and in it.
+        ends: int64 [D], where each of them ends in the sequence, rising; one that goes on is cut at the sequence's end.
+    """
+
+    nodes: np.ndarray
+    ends: np.ndarray
+
+
+def build_from_known_paths(sequences: Sequence[np.ndarray], paths: Sequence[KnownPath]) -> PrefixTree:
+    """The prefix forest of ``sequences`` (int arrays [T], T >= 1); their last nodes must reach to their ends.
+
+    Raises ``ValueError`` where the paths cannot be those of the sequences.
+    """
+    arrays = as_sequences(sequences)
+    if len(arrays) != len(paths):
+        raise ValueError(f"{len(paths)} paths for {len(arrays)} sequences")
+    for i, (array, path) in enumerate(zip(arrays, paths, strict=True)):
+        if len(path.nodes) != len(path.ends) or not len(path.ends) or path.ends[-1] < len(array):
+            raise ValueError(f"sequence {i}: its nodes do not reach to its end, {len(array)}")
+    order, shared = _sorted(arrays, [path.nodes.tolist() for path in paths], [path.ends.tolist() for path in paths])
+    return build_from_order(arrays, np.asarray(order, np.int64), np.asarray(shared, np.int64))
+
+
+_UNKNOWN = -1
+
+
+def _sorted(arrays: list[np.ndarray], nodes: list[list[int]], ends: list[list[int]]) -> tuple[list[int], list[int]]:
+    """What ``sort_sequences`` would give."""
+    order: list[int] = []
+    shared: list[int] = []
+    # A stack of: members, tokens that all of them share, level of the node they go on with (unknown: they are only
+    # known to share these tokens), tokens shared with the sequence that comes before.
+    waiting = [(list(range(len(arrays))), 0, 0, 0)]
+    while waiting:
+        members, depth, level, before = waiting.pop()
+        if level == _UNKNOWN:
+            places, common = sort_sequences([arrays[i][depth:] for i in members])
+            order += [members[place] for place in places.tolist()]
+            shared += [before, *(depth + common[1:]).tolist()]
+            continue
+        branches: dict[int, list[int]] = {}
+        for i in members:
+            if len(arrays[i]) > depth:
+                branches.setdefault(nodes[i][level], []).append(i)
+            else:
+                order.append(i)
+                shared.append(before)
+                before = depth
+        by_first: dict[bytes, list[list[int]]] = {}
+        for branch in branches.values():
+            by_first.setdefault(arrays[branch[0]][depth : depth + 1].tobytes(), []).append(branch)
+        following: list[tuple[list[int], int, int, int]] = []
+        for first in sorted(by_first):
+            for alike, common in _told_apart(by_first[first], arrays, ends, level, depth):
+                before = before if common is None else common
+                if len(alike) == 1:
+                    following += _within(alike[0], arrays, ends, level, before)
+                else:
+                    following.append((sorted(i for branch in alike for i in branch), depth, _UNKNOWN, before))
+            before = depth
+        waiting += following[::-1]
+    return order, shared
+
+
+def _told_apart(
+    branches: list[list[int]], arrays: list[np.ndarray], ends: list[list[int]], level: int, depth: int
+) -> list[tuple[list[list[int]], int | None]]:
+    """Branches that begin with one token, as far as the tokens of their own nodes tell them apart, in order.
+
+    Each with the tokens shared with the one before (None for the first). Branches stay together where the node of one
+    is the beginning of the others', and all do where a sequence ends within its node.
+    """
+    if len(branches) == 1 or any(len(arrays[i]) < ends[i][level] for branch in branches for i in branch):
+        return [(branches, None)]
+    slices = [arrays[branch[0]][depth : ends[branch[0]][level]] for branch in branches]
+    order, common = sort_sequences(slices)
+    found: list[tuple[list[list[int]], int | None]] = []
+    shortest = 0
+    for place, shared in zip(order.tolist(), common.tolist(), strict=True):
+        if found and shared >= shortest:
+            found[-1][0].append(branches[place])
+        else:
+            found.append(([branches[place]], depth + shared if found else None))
+            shortest = len(slices[place])
+    return found
+
+
+def _within(
+    members: list[int], arrays: list[np.ndarray], ends: list[list[int]], level: int, before: int
+) -> list[tuple[list[int], int, int, int]]:
+    """What is left to do, in order, for sequences that all run through one node: first those that end within it."""
+    end = ends[members[0]][level]
+    found = []
+    for i in sorted((i for i in members if len(arrays[i]) < end), key=lambda i: len(arrays[i])):
+        found.append(([i], len(arrays[i]), level, before))
+        before = len(arrays[i])
+    outside = [i for i in members if len(arrays[i]) >= end]
+    return [*found, (outside, end, level + 1, before)] if outside else found

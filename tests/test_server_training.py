@@ -1,0 +1,441 @@
+"""Training on rollouts of servers: weights pushed and loaded back, staleness, resuming, servers and replays ending."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from conftest import seed_all
+from conversion_cases import save_huggingface
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.errors import InputError
+from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.rollouts.source import RolloutError
+from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
+from megatron_dta.sampling.engines.replay import ReplayEngine
+from megatron_dta.sampling.first_rank import pack_rollout, unpack_rollout
+from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.producer import RolloutProducer
+from megatron_dta.training.hf_weights import hf_weights
+from megatron_dta.training.loop import Trainer
+from megatron_dta.training.setup import build_trainer
+from rollout_servers import SERVERS, RolloutServer
+
+VOCABULARY = 37
+EOS = 3
+REWARD = """
+def reward(prompt, response, response_token_ids):
+    return float(len(set(response_token_ids)) % 5)
+"""
+
+
+class Runs:
+    """A model's folder, prompts, a reward, and servers to train with."""
+
+    def __init__(self, stack: ExitStack, folder: Path, rng: np.random.Generator) -> None:
+        self._stack, self.folder = stack, folder
+        save_huggingface(folder / "hf", "llama", 5)
+        (folder / "reward.py").write_text(REWARD)
+        prompts = [rng.integers(4, VOCABULARY, rng.integers(1, 6)).tolist() for _ in range(7)]
+        rows = [json.dumps({"prompt_token_ids": prompt}) for prompt in prompts]
+        (folder / "prompts.jsonl").write_text("\n".join(rows))
+        self.servers: list[RolloutServer] = []
+
+    def add_servers(self, kind: str, count: int, **options: object) -> list[RolloutServer]:
+        table = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY))
+        self.servers += [self._stack.enter_context(SERVERS[kind](table, **options)) for _ in range(count)]
+        return self.servers
+
+    def trainer(self, more: str, engine: str | None = None) -> tuple[Trainer, io.StringIO]:
+        urls = " ".join(f"--rollout-server-url {server.url}" for server in self.servers)
+        engine = engine or self.servers[0].kind
+        command = (
+            f"--load-hf {self.folder / 'hf'} --lr 1e-2 --clip-grad 1 --tree-segment-tokens 16 "
+            f"--prompt-data {self.folder / 'prompts.jsonl'} --tokenizer-type NullTokenizer --eos-id {EOS} "
+            f"--reward-function {self.folder / 'reward.py'}:reward --rollout-batch-size 3 --n-samples-per-prompt 4 "
+            f"--rollout-max-response-len 8 --rollout-engine {engine} {urls if engine in SERVERS else ''} {more}"
+        )
+        if engine in SERVERS:
+            command += " --rollout-attempts 3 --rollout-timeout-seconds 20"
+        output = io.StringIO()
+        return build_trainer(parse_arguments(command.split()), Console(file=output, width=400)), output
+
+    def run(self, more: str, engine: str | None = None) -> tuple[Trainer, str]:
+        trainer, output = self.trainer(more, engine)
+        try:
+            trainer.run()
+        finally:
+            trainer.metrics.close()
+        return trainer, output.getvalue()
+
+
+@pytest.fixture
+def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
+    with ExitStack() as stack:
+        yield Runs(stack, tmp_path, seed_all(len(request.node.name)))
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    weights = hf_weights(trainer.config, trainer.model)
+    return {name: values.detach().clone() for name, values in weights.iterate()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_three_steps_with_the_weights_pushed_before_each(runs: Runs, kind: str) -> None:
+    first, second = runs.add_servers(kind, 2)
+    trainer, _ = runs.trainer(f"--train-iters 3 --save {runs.folder / 'run'}")
+    at_step = [weights_of(trainer)]
+    seen: list[list[Rollout]] = []
+    step, collect = trainer.optimizer.step, trainer.source.next_batch
+
+    def record_step(loss):
+        outcome = step(loss)
+        at_step.append(weights_of(trainer))
+        return outcome
+
+    def record_rollouts(number):
+        seen.append(collect(number))
+        return seen[-1]
+
+    trainer.optimizer.step, trainer.source.next_batch = record_step, record_rollouts
+    trainer.run()
+    trainer.metrics.close()
+    assert not torch.equal(at_step[0]["lm_head.weight"], at_step[3]["lm_head.weight"])
+    for server in (first, second):
+        assert len(server.loaded) == 3
+        for pushed, own in zip(server.loaded, at_step, strict=False):
+            assert_same(pushed, own)
+        assert not server.violations
+    assert len(first.bodies) + len(second.bodies) == 3 * 12
+    assert len(seen) == 3
+    for version, rollouts in enumerate(seen):
+        assert {rollout.policy_version for rollout in rollouts} == {version}
+        assert len({rollout.group_id for rollout in rollouts}) == 3
+    # Nothing is left behind, and the folder itself is not a checkpoint to resume from.
+    assert list((runs.folder / "run" / "rollout-weights").iterdir()) == []
+    rows = metrics_of(runs.folder / "run")
+    assert [row["rollout_staleness"] for row in rows] == [0, 0, 0]
+    assert [row["rollout_servers"] for row in rows] == [2, 2, 2]
+
+
+def versions_used(trainer: Trainer) -> list[tuple[int, int]]:
+    """For each collection the steps done when it was taken and the version that sampled it, filled as it runs."""
+    found: list[tuple[int, int]] = []
+    collect = trainer.source.next_batch
+
+    def record(number):
+        rollouts = collect(number)
+        (version,) = {rollout.policy_version for rollout in rollouts}
+        found.append((trainer.progress.iteration, version))
+        return rollouts
+
+    trainer.source.next_batch = record
+    return found
+
+
+@pytest.mark.parametrize(("bound", "steps"), [(1, 1), (2, 1), (3, 3)])
+def test_rollouts_are_never_older_than_the_bound(runs: Runs, bound: int, steps: int) -> None:
+    runs.add_servers("sglang", 2, delay_s=0.02)
+    trainer, _ = runs.trainer(
+        f"--train-iters {4 * steps} --rollout-weights-dir {runs.folder / 'w'} --rollout-max-staleness {bound} "
+        f"--num-steps-per-rollout {steps} --metrics-file {runs.folder / 'metrics.jsonl'}"
+    )
+    found = versions_used(trainer)
+    trainer.run()
+    trainer.metrics.close()
+    ages = [step - version for step, version in found]
+    assert [step for step, _ in found] == list(range(0, 4 * steps, steps))
+    assert ages[0] == 0
+    assert all(0 <= age <= bound for age in ages)
+    # Sampled ahead, as the bound allows.
+    assert all(age >= steps for age in ages[1:])
+    assert len(runs.servers[0].bodies) + len(runs.servers[1].bodies) == 4 * 12
+    assert not any(server.violations for server in runs.servers)
+    rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["rollout_staleness"] for row in rows) == max(ages)
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_resumed_run_trains_on_the_same_rollouts(runs: Runs, bound: int) -> None:
+    """Collections sampled ahead are kept: they are of weights that a continued run does not have."""
+    runs.add_servers("vllm", 1)
+    ahead = f"--rollout-max-staleness {bound}" if bound else ""
+    whole, _ = runs.run(f"--train-iters 4 {ahead} --save {runs.folder / 'whole'} --save-interval 2")
+    broken, _ = runs.trainer(f"--train-iters 4 {ahead} --save {runs.folder / 'broken'} --save-interval 2")
+    report = broken._report
+
+    def stop(record):
+        report(record)
+        if record["iteration"] == 3:
+            raise KeyboardInterrupt
+
+    # Stopped after the checkpoint of step 2, within step 3.
+    broken._report = stop
+    with pytest.raises(KeyboardInterrupt):
+        broken.run()
+    broken.metrics.close()
+    continued, output = runs.run(f"--train-iters 4 {ahead} --save {runs.folder / 'broken'} --save-interval 2")
+    assert "after step 2" in output
+    assert_same(weights_of(whole), weights_of(continued))
+    assert [row["reward"] for row in metrics_of(runs.folder / "whole")] == [
+        row["reward"] for row in metrics_of(runs.folder / "broken")
+    ]
+
+
+def test_a_server_that_dies_mid_step_does_not_change_the_run(runs: Runs) -> None:
+    runs.add_servers("vllm", 1)
+    whole, _ = runs.run(f"--train-iters 2 --rollout-weights-dir {runs.folder / 'w'}")
+    runs.servers.clear()
+    runs.add_servers("vllm", 2, delay_s=0.02)
+    runs.servers[0].faults[runs.servers[0].generate_path] = [None] * 3 + ["die"]
+    with_death, output = runs.run(f"--train-iters 2 --rollout-weights-dir {runs.folder / 'w'}")
+    assert f"rollout server {runs.servers[0].url} is left out" in output
+    assert_same(weights_of(whole), weights_of(with_death))
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_when_all_servers_die_what_was_trained_is_kept(runs: Runs, bound: int) -> None:
+    save = runs.folder / "run"
+    ahead = f"--rollout-max-staleness {bound}" if bound else ""
+    (server,) = runs.add_servers("sglang", 1)
+    server.faults[server.generate_path] = [None] * 30 + ["die"]  # in the third collection
+    with pytest.raises(InputError, match=r"^after step 2: request \d+ .*no rollout server is left.*is saved") as caught:
+        runs.run(f"--train-iters 4 {ahead} --save {save}")
+    assert "\n" not in str(caught.value)
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+    runs.servers.clear()
+    runs.add_servers("sglang", 1)
+    continued, output = runs.run(f"--train-iters 4 {ahead} --save {save}")
+    assert "after step 2" in output
+    assert continued.progress.iteration == 4
+    assert [row["iteration"] for row in metrics_of(save)] == [1, 2, 3, 4]
+
+
+def test_evaluation_runs_on_the_servers_with_the_weights_of_its_step(runs: Runs) -> None:
+    (server,) = runs.add_servers("sglang", 1)
+    save = runs.folder / "run"
+    trainer, _ = runs.run(
+        f"--train-iters 3 --save {save} --rollout-max-staleness 1 --eval-interval 1 "
+        f"--eval-prompt-data {runs.folder / 'prompts.jsonl'} --eval-temperature 0"
+    )
+    assert [row["iteration"] for row in metrics_of(save)] == [0, 1, 2, 3]
+    assert all("eval_reward" in row for row in metrics_of(save))
+    assert_same(server.loaded[-1], weights_of(trainer))
+    assert not server.violations
+    greedy = [body for body in server.bodies if body["sampling_params"]["temperature"] == 0]
+    assert len(greedy) == 4 * 7
+
+
+REFUSED = [
+    ("--rollout-engine vllm", "needs --rollout-server-url"),
+    ("--rollout-engine vllm --rollout-server-url http://a:1", "needs --rollout-weights-dir"),
+    ("--rollout-engine replay", "needs --rollout-replay"),
+    ("--rollout-max-staleness 1", "needs --rollout-engine vllm or sglang"),
+    ("--rollout-server-url http://a:1", "has no effect without --rollout-engine vllm or sglang"),
+    ("--rollout-engine replay --rollout-replay f --inference-max-requests 3", "has no effect without"),
+    (
+        "--rollout-engine replay --rollout-replay f --rollout-max-staleness 1",
+        "has no effect on --rollout-engine replay",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --inference-dynamic-batching-block-size 8",
+        "has no effect without --rollout-engine in-process",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-temperature 0.5 --rollout-top-p 0.5",
+        "add --old-logprobs recompute",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-max-staleness 1 "
+        "--old-logprobs recompute",
+        "conflicts with --old-logprobs recompute",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-max-staleness 1 "
+        "--num-steps-per-rollout 3",
+        "raise it to 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "match"), REFUSED)
+def test_engines_without_what_they_need_are_refused(runs: Runs, flags: str, match: str) -> None:
+    engine = flags.split()[1] if "--rollout-engine" in flags else "in-process"
+    rest = flags.replace(f"--rollout-engine {engine}", "")
+    with pytest.raises(InputError, match=match) as caught:
+        runs.trainer(f"--train-iters 1 {rest}", engine)
+    assert "\n" not in str(caught.value)
+
+
+def test_servers_need_a_template_of_the_checkpoint() -> None:
+    with pytest.raises(InputError, match="needs --load-hf or --hf-checkpoint"):
+        shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 64"
+        engine = "--rollout-engine vllm --rollout-server-url http://a:1 --save s"
+        parse_arguments(f"{shape} --task arithmetic --train-iters 1 {engine}".split())
+
+
+def recorded(rng: np.random.Generator, prompts: int, each: int) -> list[Rollout]:
+    rollouts = []
+    for prompt in range(prompts):
+        context = rng.integers(4, VOCABULARY, 2 + prompt)
+        for _ in range(each):
+            response = rng.integers(4, VOCABULARY, rng.integers(1, 9))
+            if rng.random() < 0.7:
+                response[-1] = EOS
+            tokens = np.concatenate([context, response]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= len(context)
+            logprobs = np.where(mask, -rng.random(len(tokens)), 0)
+            rollouts.append(Rollout(tokens, mask, logprobs=logprobs, group_id=str(prompt), policy_version=9))
+    return [rollouts[i] for i in rng.permutation(len(rollouts))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replay_gives_each_recorded_response_once_in_order(seed: int) -> None:
+    rng = seed_all(seed)
+    rollouts = recorded(rng, 4, 5)
+    engine = ReplayEngine(rollouts)
+    params = SamplingParams(max_response_tokens=8, eos_id=EOS)
+    for visit in range(5):
+        engine.start(params, 0)
+        starts = [next(r for r in rollouts if r.group_id == str(prompt)) for prompt in range(4)]
+        contexts = [rollout.token_ids[: int(np.argmax(rollout.loss_mask))] for rollout in starts]
+        results = generate(engine, [GenerationRequest(i, c, 8, key=i) for i, c in enumerate(contexts)])
+        for prompt, result in enumerate(results):
+            own = [rollout for rollout in rollouts if rollout.group_id == str(prompt)]
+            expected = own[visit]
+            begin = len(contexts[prompt])
+            np.testing.assert_array_equal(result.token_ids, expected.token_ids[begin:])
+            np.testing.assert_array_equal(result.logprobs, expected.logprobs[begin:])
+            assert (result.finish_reason is FinishReason.STOP) == (expected.token_ids[-1] == EOS)
+            assert result.policy_version == 9
+    with pytest.raises(RolloutError, match="all 5 recorded continuations of the 2 tokens"):
+        engine.submit([GenerationRequest(0, contexts[0], 8, key=0)])
+    with pytest.raises(RolloutError, match="no rollout goes on after the 3 tokens"):
+        engine.submit([GenerationRequest(0, np.array([1, 1, 1], np.int32), 8, key=0)])
+    # A shorter cap cuts, a longer context of a recorded sequence goes on, an evaluation begins anew.
+    engine.start(SamplingParams(max_response_tokens=8, eos_id=EOS, domain=Domain.EVALUATION), 0)
+    longest = max(rollouts, key=len)
+    context = longest.token_ids[:-2]
+    (result,) = generate(engine, [GenerationRequest(7, context, 1, key=0)])
+    assert result.token_ids.tolist() == longest.token_ids[-2:-1].tolist()
+    assert result.finish_reason is FinishReason.LENGTH
+
+
+def test_training_replays_and_resumes_behind_what_it_has_used(runs: Runs) -> None:
+    rng = seed_all(11)
+    rows = (runs.folder / "prompts.jsonl").read_text().splitlines()
+    prompts = [json.loads(row)["prompt_token_ids"] for row in rows]
+    rollouts = []
+    for prompt in prompts:
+        for _ in range(8):
+            tokens = np.concatenate([prompt, rng.integers(4, VOCABULARY, rng.integers(1, 8)), [EOS]]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= len(prompt)
+            rollouts.append(Rollout(tokens, mask, logprobs=np.where(mask, -rng.random(len(tokens)), 0)))
+    write_rollouts(runs.folder / "recorded.jsonl", rollouts)
+    replay = f"--rollout-replay {runs.folder / 'recorded.jsonl'} --save-interval 1"
+    whole, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'whole'} {replay}", "replay")
+    runs.run(f"--train-iters 2 --save {runs.folder / 'parts'} {replay}", "replay")
+    parts, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'parts'} {replay}", "replay")
+    assert_same(weights_of(whole), weights_of(parts))
+    # 8 responses to each of 7 prompts are enough for 4 collections of 3 prompts and 4 samples; the fifth has none.
+    with pytest.raises(InputError, match="after step 4: --rollout-replay: all 8 recorded continuations"):
+        runs.run(f"--train-iters 6 --save {runs.folder / 'parts'} {replay}", "replay")
+
+
+def test_packed_rollouts_come_back_whole() -> None:
+    rng = seed_all(2)
+    for rollout in recorded(rng, 3, 2):
+        found = unpack_rollout(pack_rollout(rollout))
+        for name, value in vars(rollout).items():
+            if isinstance(value, np.ndarray):
+                np.testing.assert_array_equal(getattr(found, name), value)
+                assert getattr(found, name).dtype == value.dtype
+            else:
+                assert getattr(found, name) == value
+
+
+def one(version: int) -> list[Rollout]:
+    return [Rollout([1, 2], [False, True], policy_version=version)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_producer_keeps_its_bound_whatever_the_speeds(seed: int) -> None:
+    rng = seed_all(seed)
+    steps = int(rng.integers(1, 4))
+    bound = int(rng.integers(0, 7))
+    total = 12
+    state = {"version": -1}
+    collected: list[int] = []
+    busy = threading.Lock()
+
+    def collect(number: int) -> list[Rollout]:
+        assert busy.acquire(blocking=False)
+        version = state["version"]
+        time.sleep(rng.random() * 0.01)
+        assert state["version"] == version  # weights change between collections only
+        collected.append(number)
+        busy.release()
+        return one(version)
+
+    producer = RolloutProducer(collect, lambda version, folder: state.update(version=version), steps, bound, total)
+    step, newest = 0, []
+    for number in range(total):
+        producer.offer(step, None)
+        found = None
+        while found is None:
+            found = producer.take(number, step, 0.02)
+        age = step - found[0].policy_version
+        assert 0 <= age <= bound
+        newest.append(age)
+        if number == 5:
+            while not producer.finish_begun(0.02):
+                pass
+            ahead = producer.ready()
+            assert len(ahead) == min(bound // steps, total - 6)
+        time.sleep(rng.random() * 0.01)
+        step += steps
+    producer.close()
+    assert collected == list(range(total))
+    if bound < steps:
+        assert newest == [0] * total
+
+
+def test_an_error_of_the_producer_reaches_who_takes_next() -> None:
+    def collect(number: int) -> list[Rollout]:
+        if number == 2:
+            raise RolloutError("no more")
+        return one(0)
+
+    producer = RolloutProducer(collect, lambda version, folder: None, 1, 4, 100)
+    producer.offer(0, None)
+    assert producer.run(lambda: 3).result(5) == 3
+    assert producer.take(0, 0, 5) is not None
+    assert producer.take(1, 1, 5) is not None  # sampled before the error
+    with pytest.raises(RolloutError, match="no more"):
+        producer.take(2, 2, 5)
+    with pytest.raises(RolloutError, match="no more"):
+        producer.take(2, 2, 5)
+    late = producer.run(lambda: 4)
+    with pytest.raises(RolloutError, match="no more"):
+        late.result(5)
+    producer.close()

@@ -1,0 +1,138 @@
+"""Measures rollouts of the in-process engine on a model with random weights: each part is a subcommand.
+
+    python tools/benchmark_rollout.py decode [--shape 1.7b] [--batch 64] [--prompt-tokens 512] [--response-tokens 256]
+        [--samples-per-prompt 1] [--output FILE.json] [--json]
+
+decode    tokens per second of plain sampling. The same requests run with one token each and with --response-tokens + 1;
+          the difference is decoding, what remains is the prompts. Nothing ends early. "share_of_memory_bound" compares
+          a decoding pass with the time it takes to read the weights and every cached position once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmark_report import Report
+from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.sampling.engines.in_process import InProcessEngine
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.params import SamplingParams
+from rollout_setup import Setup, add_arguments, build_engine, build_setup, check_arguments, synchronize
+
+
+@dataclass(frozen=True)
+class Part:
+    """A subcommand: one line of help, its own flags, and what it measures (rows of the report)."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Setup], list[dict[str, Any]]]
+
+
+def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``decode``."""
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--response-tokens", type=int, default=128)
+    parser.add_argument("--samples-per-prompt", type=int, default=1, help="samples share their prompt's K and V")
+    parser.add_argument("--requests", type=int, help="requests in all (default: --batch)")
+
+
+def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
+    """One row: rates of prompts and of decoding."""
+    check_arguments(arguments, "prompt_tokens", "response_tokens", "samples_per_prompt")
+    count = arguments.requests or arguments.batch
+    longest = arguments.prompt_tokens + arguments.response_tokens + 1
+    if longest > arguments.max_position_embeddings:
+        raise InputError(f"--max-position-embeddings {arguments.max_position_embeddings} is less than {longest}")
+    _measured_run(arguments, setup, count, 2)
+    one, many, forwards, peak = [], [], 0.0, 0.0
+    for _ in range(arguments.runs):
+        one.append(_measured_run(arguments, setup, count, 1)[0])
+        seconds, statistics = _measured_run(arguments, setup, count, arguments.response_tokens + 1)
+        many.append(seconds)
+        forwards, peak = statistics["forwards"], statistics["peak_pages"]
+    decode_seconds = max(median(many) - median(one), 1e-9)
+    decoded = count * arguments.response_tokens
+    # With more requests than rows, passes are not all full; the mean number of rows counts.
+    passes = decoded / min(count, arguments.batch)
+    pass_seconds = decode_seconds / passes
+    prompts = -(-min(count, arguments.batch) // arguments.samples_per_prompt)
+    cached = prompts * arguments.prompt_tokens + min(count, arguments.batch) * arguments.response_tokens / 2
+    prompt_tokens = -(-count // arguments.samples_per_prompt) * arguments.prompt_tokens
+    return [
+        {
+            "part": "decode",
+            "requests": count,
+            "decode_tokens_per_second": decoded / decode_seconds,
+            "decode_pass_ms": 1e3 * pass_seconds,
+            "share_of_memory_bound": setup.bound_seconds(cached) / pass_seconds,
+            "prompt_tokens_per_second": prompt_tokens / median(one),
+            "all_tokens_per_second": (decoded + count) / median(many),
+            "forwards": int(forwards),
+            "cache_gib": peak * arguments.block_size * setup.token_bytes / 2**30,
+            "seconds_of_runs": many,
+        }
+    ]
+
+
+def _measured_run(
+    arguments: argparse.Namespace, setup: Setup, count: int, max_tokens: int
+) -> tuple[float, dict[str, float]]:
+    """Seconds of sampling ``max_tokens`` for every request on a new engine, and the engine's counts."""
+    rng = np.random.default_rng(arguments.seed)
+    engine: InProcessEngine = build_engine(setup, arguments)
+    engine.start(SamplingParams(max_tokens, eos_id=-1, seed=arguments.seed), 0)
+    prompts = rng.integers(
+        0, setup.model.true_vocab_size, (-(-count // arguments.samples_per_prompt), arguments.prompt_tokens)
+    ).astype(np.int32)
+    requests = [
+        GenerationRequest(i, prompts[i // arguments.samples_per_prompt], max_tokens, key=i) for i in range(count)
+    ]
+    synchronize(setup.device)
+    generate(engine, requests)
+    return engine.statistics()["seconds"], engine.statistics()
+
+
+PARTS = {"decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode)}
+
+
+def main() -> None:
+    """Run the part that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    subparsers = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    for name, part in PARTS.items():
+        subparser = subparsers.add_parser(name, help=part.help)
+        add_arguments(subparser)
+        part.add_arguments(subparser)
+    arguments = parser.parse_args()
+    check_arguments(arguments)
+    output = Path(arguments.output) if arguments.output else None
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError(f"--output {output}: its folder does not exist")
+    setup = build_setup(arguments)
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "output")}
+    settings |= {
+        "dtype": str(next(setup.model.parameters()).dtype).removeprefix("torch."),
+        "weight_gib": setup.weight_bytes / 2**30,
+        "bandwidth_gbs": setup.bandwidth / 1e9,
+        "bandwidth_from": setup.bandwidth_from,
+    }
+    report = Report("rollouts of the in-process engine", settings, setup.device, output)
+    with torch.no_grad():
+        for row in PARTS[arguments.part].run(arguments, setup):
+            report.add(row)
+    if arguments.json:
+        print(json.dumps(report.results))
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

@@ -1,0 +1,130 @@
+"""What the parts of the rollout benchmark share: a model of a given shape with random weights, and an engine on it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from megatron_dta.config import ModelConfig
+from megatron_dta.errors import InputError
+from megatron_dta.model import Model, build_model, initialize_parallel
+from megatron_dta.sampling.engines.in_process import InProcessEngine
+
+# Qwen3's shapes; "tiny" is for a look on a laptop.
+SHAPES = {
+    "tiny": dict(num_layers=4, hidden_size=256, ffn_hidden_size=768, heads=8, groups=4, head_size=32, vocab_size=4096),
+    "0.6b": dict(
+        num_layers=28, hidden_size=1024, ffn_hidden_size=3072, heads=16, groups=8, head_size=128, vocab_size=151936
+    ),
+    "1.7b": dict(
+        num_layers=28, hidden_size=2048, ffn_hidden_size=6144, heads=16, groups=8, head_size=128, vocab_size=151936
+    ),
+    "8b": dict(
+        num_layers=36, hidden_size=4096, ffn_hidden_size=12288, heads=32, groups=8, head_size=128, vocab_size=151936
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model with what its decoding cannot be faster than.
+
+    Attributes:
+        weight_bytes: read at every decoding pass: all parameters but an input embedding of its own.
+        token_bytes: K and V of one position in all layers.
+        bandwidth: bytes a second, of a large copy or as given.
+    """
+
+    model: Model
+    device: torch.device
+    weight_bytes: int
+    token_bytes: int
+    bandwidth: float
+    bandwidth_from: str
+
+    def bound_seconds(self, cached_tokens: float) -> float:
+        """Least time of a decoding pass that reads the weights and ``cached_tokens`` positions once each."""
+        return (self.weight_bytes + cached_tokens * self.token_bytes) / self.bandwidth
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that all parts have."""
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default=None, help="default: bf16 on a GPU, else fp32")
+    parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once (--inference-max-requests)")
+    parser.add_argument("--block-size", type=int, default=16, help="--inference-dynamic-batching-block-size")
+    parser.add_argument("--buffer-size-gb", type=float, help="--inference-dynamic-batching-buffer-size-gb")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="--inference-dynamic-batching-max-tokens")
+    parser.add_argument("--max-position-embeddings", type=int, default=8192)
+    parser.add_argument("--memory-bandwidth-gbs", type=float, help="of the data sheet; default: measured by copying")
+    parser.add_argument("--runs", type=int, default=3, help="timed runs; medians are reported")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", help="JSON file for the results")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
+
+
+def check_arguments(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse counts below 1."""
+    for name in ("batch", "block_size", "max_tokens", "max_position_embeddings", "runs", *names):
+        if getattr(arguments, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+
+
+def build_setup(arguments: argparse.Namespace) -> Setup:
+    """The model that the flags ask for, in evaluation mode."""
+    device = initialize_parallel(arguments.seed)
+    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    shape = dict(SHAPES[arguments.shape])
+    heads, groups, head_size = shape.pop("heads"), shape.pop("groups"), shape.pop("head_size")
+    config = ModelConfig(
+        **shape,
+        num_attention_heads=heads,
+        group_query_attention=True,
+        num_query_groups=groups,
+        kv_channels=head_size,
+        max_position_embeddings=arguments.max_position_embeddings,
+        qk_layernorm=True,
+        swiglu=True,
+        bf16=dtype == "bf16",
+    )
+    model = build_model(config, device).eval()
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    if not model.share_embeddings_and_output_weights:
+        embedding = model.embedding.word_embeddings.weight
+        weight_bytes -= embedding.numel() * embedding.element_size()
+    token_bytes = 2 * config.num_layers * groups * head_size * next(model.parameters()).element_size()
+    given = arguments.memory_bandwidth_gbs
+    bandwidth = given * 1e9 if given is not None else measured_bandwidth(device)
+    return Setup(model, device, weight_bytes, token_bytes, bandwidth, "given" if given is not None else "copy")
+
+
+def build_engine(setup: Setup, arguments: argparse.Namespace) -> InProcessEngine:
+    """An engine with the settings of the flags."""
+    return InProcessEngine(
+        setup.model, arguments.batch, arguments.block_size, arguments.buffer_size_gb, arguments.max_tokens
+    )
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by a copy that is far larger than any cache."""
+    count = 2**28 if device.type == "cuda" else 2**26
+    source = torch.zeros(count, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(8):
+        synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return 2 * 4 * count / median(seconds[2:])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, if it is one that runs by itself."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
