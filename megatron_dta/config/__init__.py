@@ -2,11 +2,8 @@
 
 from megatron_dta.config.critic import CriticConfig
 from megatron_dta.config.data import DataConfig, SamplingConfig
-<<<<<<< HEAD
-from megatron_dta.config.filtering import FilterConfig
-=======
 from megatron_dta.config.environment import EnvironmentConfig
->>>>>>> main
+from megatron_dta.config.filtering import FilterConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
@@ -20,11 +17,8 @@ __all__ = [
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
-<<<<<<< HEAD
-    "FilterConfig",
-=======
     "EnvironmentConfig",
->>>>>>> main
+    "FilterConfig",
     "LoggingConfig",
     "ModelConfig",
     "ObjectiveConfig",

@@ -54,7 +54,7 @@ class ObjectiveConfig:
         choices=("every-path", "first"),
     )
     ppo_epochs: int = option(
-        1, "Times that each collection of rollouts is trained, its old logprobs, values and advantages fixed.", minimum=1
+        1, "Times that a collection of rollouts is trained, its old logprobs, values and advantages fixed.", minimum=1
     )
     use_tis: bool = option(
         False,

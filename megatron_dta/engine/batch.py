@@ -29,9 +29,11 @@ class TreeBatch:
         plan: the step's plan.
         loss_mask: per sequence, bool [T].
         loss_weights: float64 [P], factor of each token's loss in the step's loss.
-        fields: float64 [P] for each of "advantages", "old_logprobs", "ref_logprobs", or None where the samples have
-            none.
+        fields: float64 [P] for each of ``planning.sample.FIELDS``, or None where the samples have none.
         num_sequences: sequences of the whole step, those of other ranks included.
+        owned: bool [P], pairs that count in the loss; None for all.
+        sequences: int64 [Q], number of each sequence in the whole step.
+        couples: int64 [K, 2], coupled sequences of the whole step by these numbers; None without.
     """
 
     plan: StepPlan
@@ -39,6 +41,14 @@ class TreeBatch:
     loss_weights: np.ndarray
     fields: dict[str, np.ndarray | None]
     num_sequences: int
+    owned: np.ndarray | None = None
+    sequences: np.ndarray | None = None
+    couples: np.ndarray | None = None
+
+    @property
+    def num_counted(self) -> int:
+        """Pairs that count in the loss."""
+        return self.plan.num_pairs if self.owned is None else int(np.count_nonzero(self.owned))
 
     def with_fields(self, **fields: Sequence[np.ndarray]) -> TreeBatch:
         """The same batch with fields replaced, each given as one array [T] per sequence."""
@@ -70,6 +80,9 @@ def prepare_batch(
     loss_aggregation: str = "token-mean",
     counts: TrainedCounts | None = None,
     pipeline: PipelineShape | None = None,
+    loss_length: float | None = None,
+    sequences: Sequence[int] | None = None,
+    couples: np.ndarray | None = None,
 ) -> TreeBatch:
     """Plan a step over ``samples``, and gather the fields of its loss.
 
@@ -77,9 +90,13 @@ def prepare_batch(
 
     Args:
         tree: mode, segment size and budgets.
-        loss_aggregation: "token-mean" or "sequence-mean", over the whole step.
+        loss_aggregation: "token-mean", "sequence-mean" or "sequence-sum", over the whole step; not used with
+            ``couples``, whose loss is the mean over the pairs.
         counts: what the whole step trains, where ``samples`` (maybe none) are only this rank's part of it.
         pipeline: the stages that share the model (``TreeEngine.pipeline``); None if one process has it all.
+        loss_length: constant length of "sequence-sum".
+        sequences: numbers of the samples in the whole step, where they are only a part of it.
+        couples: int [K, 2], coupled samples by their numbers in the whole step (objectives of pairs).
     """
     plan = plan_step(
         samples,
@@ -97,10 +114,22 @@ def prepare_batch(
         if 0 < len(missing) < len(samples):
             raise ValueError(f"{name} is missing in sample {missing[0]}, though other samples have it")
         fields[name] = None if missing or not samples else _trained(arrays, masks)
-    sequence_weights = np.array([sample.weight for sample in samples])
-    weights = loss_weights(np.diff(plan.sequence_pairs), loss_aggregation, counts, sequence_weights)
     num_sequences = len(samples) if counts is None else counts.sequences
-    return TreeBatch(plan, masks, np.repeat(weights, np.diff(plan.sequence_pairs)), fields, num_sequences)
+    numbers = np.arange(len(samples)) if sequences is None else np.asarray(sequences, np.int64)
+    if couples is not None:
+        # A pair's loss is divided among the logprobs of both sequences: every token gets the same factor.
+        loss_weights_P = np.full(plan.num_pairs, 1 / max(1, len(couples)))
+        return TreeBatch(plan, masks, loss_weights_P, fields, num_sequences, None, numbers, couples)
+    sequence_weights = np.array([sample.weight for sample in samples])
+    counted = np.array([sample.num_counted for sample in samples], np.int64)
+    weights = loss_weights(counted, loss_aggregation, counts, sequence_weights, loss_length)
+    owned = None
+    if any(sample.owned is not None for sample in samples):
+        owned = np.concatenate(
+            [sample.counted_mask[mask] for sample, mask in zip(samples, masks, strict=True)]
+        )
+    loss_weights_P = np.repeat(weights, np.diff(plan.sequence_pairs))
+    return TreeBatch(plan, masks, loss_weights_P, fields, num_sequences, owned, numbers)
 
 
 def _trained(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:

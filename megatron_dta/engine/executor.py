@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_dta.config import TreeConfig
 from megatron_dta.engine.batch import TreeBatch, prepare_batch
+from megatron_dta.engine.couples import with_pair_terms
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_run import StageRun
@@ -40,7 +41,7 @@ class StepResult:
 
     Attributes:
         loss: scalar tensor, the step's loss under the one global denominator.
-        metrics: scalar tensors, means over the step's trained tokens.
+        metrics: scalar tensors: means over the step's tokens that count in the loss, and largest values.
         sequence_tokens, computed_tokens, segments: tokens of the sequences counted separately, tokens of the forests,
             and the segments that they were cut into.
         peak_in_flight_tokens: most tokens whose K and V were alive at once, as run, on any rank (with several parts of
@@ -136,12 +137,19 @@ class TreeEngine:
             record_timeline: measure when each op runs; all ranks must agree in it.
         """
         self._check_agreement(batch, training=True)
+        pair_metrics: dict[str, float] = {}
+        couple = getattr(objective, "couple", None)
+        if couple is not None:
+            batch, pair_metrics = with_pair_terms(batch, couple, self.compute_logprobs(batch), self.mesh)
         run = StageRun(self, batch, objective, OpClock(self.mesh, self.device) if record_timeline else None)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
             run.walk()
             if not run.program.ops and self._syncs_in_backward():
                 self._train_nothing()
         result = _result(run, batch, self.mesh)
+        if pair_metrics:
+            found = {name: result.loss.new_tensor(value) for name, value in pair_metrics.items()}
+            result = replace(result, metrics=result.metrics | found)
         if run.experts:
             result = run.experts[0].complete(result, self.mesh)
         if run.clock is None:
@@ -206,25 +214,27 @@ def _result(run: StageRun, batch: TreeBatch, mesh: Mesh) -> StepResult:
     """
     plan, loss, num_parts = batch.plan, run.loss.loss, len(run.pools)
     counts = (
-        plan.num_pairs,
+        batch.num_counted,
         plan.num_sequence_tokens,
         plan.segments.tree.num_tokens,
         plan.segments.num_segments,
         run.recomputed_tokens // num_parts,
     )
-    peak, metric_sums = run.peak_tokens // num_parts, run.loss.metric_sums
+    peak, metric_sums, maxima = run.peak_tokens // num_parts, run.loss.metric_sums, run.loss.maxima
     if mesh.data_size > 1 or mesh.pipeline_size > 1:
-        own = (float(loss), {name: float(total) for name, total in metric_sums.items()}, counts, peak)
-        gathered = mesh.gather_over_stages(own)
-        losses, sums, all_counts, _ = zip(*(stages[-1] for stages in gathered), strict=True)
+        named = [{name: float(value) for name, value in found.items()} for found in (metric_sums, maxima)]
+        gathered = mesh.gather_over_stages((float(loss), *named, counts, peak))
+        losses, sums, largest, all_counts, _ = zip(*(stages[-1] for stages in gathered), strict=True)
         names = next((list(of_rank) for of_rank in sums if of_rank), [])
         loss = loss.new_tensor(sum(losses))
         metric_sums = {name: loss.new_tensor(sum(of_rank.get(name, 0.0) for of_rank in sums)) for name in names}
+        names = next((list(of_rank) for of_rank in largest if of_rank), [])
+        maxima = {name: loss.new_tensor(max(of_rank.get(name, 0.0) for of_rank in largest)) for name in names}
         counts = tuple(map(sum, zip(*all_counts, strict=True)))
         peak = max(of_stage[-1] for stages in gathered for of_stage in stages)
     num_pairs, sequence_tokens, computed_tokens, segments, recomputed_tokens = counts
     means = {name: total / max(1, num_pairs) for name, total in metric_sums.items()}
-    return StepResult(loss, means, sequence_tokens, computed_tokens, segments, peak, recomputed_tokens)
+    return StepResult(loss, means | maxima, sequence_tokens, computed_tokens, segments, peak, recomputed_tokens)
 
 
 @contextmanager

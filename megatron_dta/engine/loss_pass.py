@@ -29,7 +29,8 @@ class LossPass:
     Attributes:
         logprobs_E, entropy_R: filled in by the forwards; NaN until then, so an edge read too early cannot pass
             unnoticed.
-        loss: scalar so far; ``metric_sums``: per metric, its sum over trained tokens so far.
+        loss: scalar so far; ``metric_sums``: per metric, its sum over the tokens that count so far; ``maxima``: per
+            metric of that kind, its largest value so far.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class LossPass:
         self.entropy_R = torch.full((num_rows,), torch.nan, dtype=dtype, device=device)
         self.loss = torch.zeros((), dtype=dtype, device=device)
         self.metric_sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
         if objective is None:
             return
         self.grad_logprobs_P = torch.full((plan.num_pairs + 1,), torch.nan, dtype=dtype, device=device)
         self.grad_entropy_P: Tensor | None = None  # made when the objective turns out to use entropies
         self.weights_P = self._upload(batch.loss_weights)
+        self.owned_P = None if batch.owned is None else self._upload(batch.owned) > 0
         self.fields_P = {
             name: None if values is None else self._upload(values) for name, values in batch.fields.items()
         }
@@ -73,8 +76,11 @@ class LossPass:
     def _loss(self, loss_batch: DeviceLossBatch) -> None:
         index_BT = loss_batch.pair_index
         edge_BT = self.plan.pair_edge[index_BT]
+        mask_BT = loss_batch.loss_mask
+        if self.owned_P is not None:
+            mask_BT = mask_BT & self.owned_P[index_BT]
         fields = LossFields(
-            loss_mask=loss_batch.loss_mask,
+            loss_mask=mask_BT,
             **{name: None if values is None else values[index_BT] for name, values in self.fields_P.items()},
         )
         with torch.enable_grad():
@@ -85,8 +91,11 @@ class LossPass:
             grad_logprobs_BT, grad_entropy_BT = torch.autograd.grad(loss, (logprobs_BT, entropy_BT), allow_unused=True)
         self.loss += loss.detach()
         for name, values in losses.metrics.items():
-            total = torch.where(loss_batch.loss_mask, values, 0).sum()
+            total = torch.where(mask_BT, values, 0).sum()
             self.metric_sums[name] = self.metric_sums.get(name, 0) + total
+        for name, values in losses.maxima.items():
+            largest = torch.where(mask_BT, values, 0).max()
+            self.maxima[name] = torch.maximum(self.maxima.get(name, largest), largest)
         # Pad positions write behind the last pair, where nothing reads.
         rank_BT = self.plan.pair_rank[index_BT]
         self.grad_logprobs_P[rank_BT] = grad_logprobs_BT

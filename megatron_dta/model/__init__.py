@@ -12,6 +12,7 @@ from megatron_dta.model.segment_context import SegmentContext
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.token_routing import TokenRouting
 from megatron_dta.model.tree_model import TreeGPTModel
+from megatron_dta.model.value_model import TreeValueModel
 
 __all__ = [
     "AttentionContext",
@@ -24,6 +25,7 @@ __all__ = [
     "StagedModel",
     "TokenRouting",
     "TreeGPTModel",
+    "TreeValueModel",
     "accumulation_dtype",
     "build_model",
     "build_stock_model",

@@ -28,6 +28,7 @@ from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.tree_attention import TreeAttention
 from megatron_dta.model.tree_model import TreeGPTModel
+from megatron_dta.model.value_model import TreeValueModel
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = None) -> TransformerConfig:
@@ -151,10 +152,15 @@ def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, objec
     )
 
 
-def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None) -> Model:
+def build_model(
+    model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None, value_head: bool = False
+) -> Model:
     """This rank's part of a freshly initialized model on ``device``, in ``model.params_dtype``.
 
     The random state decides the weights. ``initialize_parallel`` must have run, with the same sizes.
+
+    Args:
+        value_head: give a critic, see ``value_model``.
 
     Raises:
         InputError: the model cannot be divided among so many ranks.
@@ -163,14 +169,17 @@ def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConf
     num_stages, num_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     layers = stage_layers(model, parallel)
     config = transformer_config(model, parallel)
+    part_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)
+    if value_head:
+        part_class, arguments = TreeValueModel, arguments | {"share_embeddings_and_output_weights": False}
     parts = []
     for chunk in range(num_chunks):
         virtual_stage = chunk * num_stages + parallel_state.get_pipeline_model_parallel_rank()
         first_layer = sum(layers[:virtual_stage])
-        part = TreeGPTModel(
+        part = part_class(
             config,
             block_spec(model, parallel, range(first_layer, first_layer + layers[virtual_stage])),
-            **model_arguments(model, parallel.tensor_model_parallel_size),
+            **arguments,
             pre_process=virtual_stage == 0,
             post_process=virtual_stage == len(layers) - 1,
             vp_stage=chunk if num_chunks > 1 else None,

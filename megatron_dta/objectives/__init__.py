@@ -6,8 +6,8 @@
 """
 
 from megatron_dta.objectives.advantages import group_advantages
-from megatron_dta.objectives.estimators import estimate_advantages, sequence_weights
 from megatron_dta.objectives.dpo import preference_pairs
+from megatron_dta.objectives.estimators import estimate_advantages, sequence_weights
 from megatron_dta.objectives.fields import LossFields, Objective, PairTerms, TokenLosses
 from megatron_dta.objectives.policy import grpo_loss, policy_loss
 from megatron_dta.objectives.registry import make_objective, make_value_objective

@@ -7,7 +7,7 @@ With S_q = sum over the trained tokens of sequence q of (logprob - ref_logprob),
 The loss couples two sequences, and in depth-first order a branch of the first may have run backward before the second
 has run forward. But all that the gradient needs of the other sequence is one number:
 
-    d loss / d logprob = beta ((e - 1) sigmoid(-z) + e sigmoid(z))  for every token of c, minus that for every token of r
+    d loss / d logprob = beta ((e - 1) sigmoid(-z) + e sigmoid(z))    for every token of c, minus that for those of r
 
 So one pass over the same plan without gradients finds S of all sequences, ``pair_terms`` turns them into a coefficient
 for each, and the training pass is a weighted likelihood. That is exact, keeps one path in flight, and leaves the two

@@ -79,7 +79,7 @@ def _run_one_by_one(
     loss_aggregation: str,
     auxiliary_loss: Callable[[], Tensor | float] = lambda: 0.0,
 ) -> Outcome:
-    trained_tokens = np.array([sample.num_trained for sample in samples])
+    trained_tokens = np.array([sample.num_counted for sample in samples])
     sequence_weights = np.array([sample.weight for sample in samples])
     weights = loss_weights(trained_tokens, loss_aggregation, sequence_weights=sequence_weights)
     device = next(module.parameters()).device
@@ -107,4 +107,5 @@ def _fields(sample: TrainingSample, like: Tensor) -> LossFields:
     for name in FIELDS:
         values = getattr(sample, name)
         fields[name] = None if values is None else torch.as_tensor(values[sample.loss_mask]).to(like)
-    return LossFields(loss_mask=torch.ones_like(like, dtype=torch.bool), **fields)
+    counted = torch.as_tensor(sample.counted_mask[sample.loss_mask]).to(like.device)
+    return LossFields(loss_mask=counted, **fields)

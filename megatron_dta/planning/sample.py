@@ -12,7 +12,16 @@ import numpy as np
 
 from megatron_dta.tree.known_paths import KnownPath
 
-FIELDS = ("advantages", "old_logprobs", "ref_logprobs")
+FIELDS = (
+    "advantages",
+    "old_logprobs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "old_values",
+    "returns",
+    "pair_gradient",
+    "pair_loss",
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,12 @@ class TrainingSample:
         advantages: float [T], or None for objectives without them.
         old_logprobs: float [T], logprobs under the policy that sampled, or None: the current policy's own.
         ref_logprobs: float [T], logprobs under the reference model, or None.
+        rollout_logprobs: float [T], logprobs that the sampler recorded, or None.
+        old_values, returns: float [T], for the critic: its values before the collection's first step, and its targets.
+        pair_gradient, pair_loss: float [T], what losses of pairs say of this sequence; the engine fills them in.
         weight: how much the sequence counts in the means of the loss.
+        owned: bool [T], the trained tokens that count in the loss; None for all. The others are computed (a value may
+            be needed of them) and left out of loss, metrics and denominators.
         path: its nodes in the trees that were sampled, where they are known; the same ids in all samples of a batch.
     """
 
@@ -34,13 +48,19 @@ class TrainingSample:
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    rollout_logprobs: np.ndarray | None = None
+    old_values: np.ndarray | None = None
+    returns: np.ndarray | None = None
+    pair_gradient: np.ndarray | None = None
+    pair_loss: np.ndarray | None = None
+    owned: np.ndarray | None = None
     weight: float = 1.0
     path: KnownPath | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
             raise ValueError("a training sample needs at least one token")
-        for name in ("loss_mask", *FIELDS):
+        for name in ("loss_mask", "owned", *FIELDS):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(f"{name} has {len(values)} entries for {len(self.token_ids)} tokens")
@@ -51,6 +71,16 @@ class TrainingSample:
     def num_trained(self) -> int:
         """Number of trained tokens."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def counted_mask(self) -> np.ndarray:
+        """bool [T]: the tokens whose loss counts."""
+        return self.loss_mask if self.owned is None else self.loss_mask & self.owned
+
+    @property
+    def num_counted(self) -> int:
+        """Number of tokens whose loss counts."""
+        return int(np.count_nonzero(self.counted_mask))
 
     def needed_length(self) -> int:
         """Tokens up to and including the last trained one; what follows cannot influence the loss. 0 without trained

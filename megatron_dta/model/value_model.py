@@ -1,0 +1,72 @@
+"""The critic: a model like the policy with one number for each token in the place of logits.
+
+The value of an edge parent -> child is the value of the state before the child is taken, so of the parent's row: where
+a token has several children, they share it. The engine asks its model for one number per edge and hands it to every
+(sequence, token) through the edge; here that number is the value. So all that the engine does with logprobs it does
+with values, on the same plan, and a pass for logprobs is one for values.
+
+The head is a linear map without bias in the accumulation precision. Under tensor parallelism each rank has the weights
+of a part of the hidden channels: what the ranks send back to the hidden states are parts of a sum, as from a
+vocabulary head, and Megatron's mappings before it add them up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from dta_kernels.linear_logprobs import RowChunk
+from dta_kernels.tree_attention_reference import accumulation_dtype
+from megatron_dta.model.tree_model import TreeGPTModel
+
+
+class ValueHead(torch.nn.Module):
+    """Hidden states [n, C] -> values [n]. The weight is [1, C over the ranks of a tensor group]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        ranks, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+        # Drawn whole, so that the same random state gives the same head on any number of ranks.
+        whole = torch.empty(1, config.hidden_size, dtype=torch.float32)
+        config.init_method(whole)
+        self.part = config.hidden_size // ranks
+        self.begin = rank * self.part
+        own = whole[:, self.begin : self.begin + self.part].to(config.params_dtype)
+        self.weight = torch.nn.Parameter(own.clone())
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, is_parallel=ranks > 1, dim=1, stride=1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values [n] in the accumulation precision, the same on every rank of a tensor group."""
+        dtype = accumulation_dtype(hidden.dtype)
+        own = hidden[:, self.begin : self.begin + self.part].to(dtype)
+        partial = own @ self.weight[0].to(dtype)
+        if self.part == hidden.shape[1]:
+            return partial
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(partial)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The rank's part of the weight for Megatron's distributed checkpoints."""
+        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"weight": 1}, sharded_offsets)
+
+
+class TreeValueModel(TreeGPTModel):
+    """A ``TreeGPTModel`` whose output layer is a ``ValueHead``; built without tied embeddings."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if self.post_process:
+            self.output_layer = ValueHead(config)
+
+    def edge_logprobs(
+        self, hidden: Tensor, edge_row: Tensor, target: Tensor, chunks: list[RowChunk], temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Value of every edge, and 0 for every row of ``hidden``, which has no entropy here."""
+        values = self.output_layer(hidden)
+        return values.index_select(0, edge_row), values.detach().new_zeros(hidden.shape[0])
