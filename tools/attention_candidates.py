@@ -38,6 +38,9 @@ def forward_candidates(base: TreeAttentionConfig, padded_head_size: int, tma: bo
         for descriptors in (True, False) if tma else (False,):
             yield replace(base, forward=KernelConfig(*settings, tma=descriptors))
     yield replace(base, forward=replace(base.forward, max_pack=1))
+    if tma and padded_head_size <= 128:
+        for keys in (128, 64):
+            yield replace(base, forward=KernelConfig(128, keys, 4, 2, tma=True, hopper=True))
 
 
 def key_gradient_candidates(base: TreeAttentionConfig, padded_head_size: int) -> Iterator[TreeAttentionConfig]:
@@ -50,8 +53,10 @@ def key_gradient_candidates(base: TreeAttentionConfig, padded_head_size: int) ->
 
 def library_candidates(base: TreeAttentionConfig) -> Iterator[TreeAttentionConfig]:
     """A library's kernel for the rectangle of ancestors that many queries see, in several granularities."""
+    # Only Triton's forward kernel starts from a library's result.
+    forward = KernelConfig(128, 128, 8, 2, tma=base.forward.tma) if base.forward.hopper else base.forward
     for queries, keys in ((256, 256), (256, 512), (512, 1024)):
-        yield replace(base, library_queries=queries, library_keys=keys)
+        yield replace(base, forward=forward, library_queries=queries, library_keys=keys)
 
 
 def query_gradient_candidates(

@@ -209,7 +209,7 @@ def sweep(report: Report, inputs: Inputs, probe: Inputs) -> TreeAttentionConfig:
 def _short(config: TreeAttentionConfig, stage: str) -> str:
     def describe(name: str) -> str:
         kernel = getattr(config, name)
-        tma = " tma" if kernel.tma else ""
+        tma = " hopper" if kernel.hopper else " tma" if kernel.tma else ""
         launch = f"warps {kernel.num_warps} stages {kernel.num_stages} pack {kernel.max_pack}{tma}"
         return f"{name} {kernel.rows}x{kernel.keys} {launch}"
 

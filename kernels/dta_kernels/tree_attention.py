@@ -88,6 +88,10 @@ def tree_attention_forward(
     lse_HN = q_NHD.new_empty((shape.num_heads, plan.num_queries), dtype=torch.float32)
     pack = settings.pack(shape.group_size)
     n, P = plan.prefix
+    if settings.hopper:
+        _check_hopper(plan, settings)
+        forward_on_hopper(q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end_M, plan, scale)
+        return out_NHD, lse_HN
     prefix_out, prefix_lse = prefix_forward(q_NHD[:n], k_MGD[:P], v_MGD[:P], scale) if n else (None, None)
     forward_kernel[(shape.num_heads // pack, plan.forward.programs.shape[0])](
         q_NHD,
@@ -240,6 +244,43 @@ class _BackwardLaunch:
             self.key_end, part.rows.programs, part.rows.blocks, self.prefix[0], plan.num_queries, plan.num_keys,
             plan.num_ancestors, plan.prefix[0], self.scale, **_constants(plan, settings, self.pack),
         )  # fmt: skip
+
+
+def forward_on_hopper(
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    out_NHD: Tensor,
+    lse_HN: Tensor,
+    key_end_M: Tensor,
+    plan: TreeAttentionPlan,
+    scale: float,
+) -> None:
+    """Launch ``tree_attention_hopper``; writes ``out_NHD`` and ``lse_HN``."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    from dta_kernels.tree_attention_hopper import forward_kernel as hopper_kernel
+
+    shape, settings = plan.shape, plan.config.forward
+    M, G, D = k_MGD.shape
+    pack = settings.pack(shape.group_size)
+    element = gl.bfloat16 if shape.dtype == torch.bfloat16 else gl.float16
+    block = [settings.keys, D]
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    keys, values = (GluonDescriptor(x, [M, G * D], [G * D, 1], block, layout) for x in (k_MGD, v_MGD))
+    hopper_kernel[(shape.num_heads // pack, plan.forward.programs.shape[0])](
+        q_NHD, keys, values, out_NHD, lse_HN, key_end_M, plan.forward.programs, plan.forward.blocks,
+        plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
+        H=shape.num_heads, G=G, D=D, PACK=pack, BLOCK_K=settings.keys, num_warps=4,
+    )  # fmt: skip
+
+
+def _check_hopper(plan: TreeAttentionPlan, settings: KernelConfig) -> None:
+    if settings.rows != 128 or plan.shape.head_size not in (64, 128) or plan.shape.dtype == torch.float32:
+        raise ValueError("the Hopper kernel takes 128 rows, head sizes 64 and 128, and 16-bit inputs")
+    if plan.prefix[0]:
+        raise ValueError("the Hopper kernel does not start from a library's prefix")
 
 
 def _prepare(
