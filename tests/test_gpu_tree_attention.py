@@ -89,7 +89,12 @@ def test_every_way_through_the_backward_pass(stored_scores_bytes, library, tma):
 def test_the_hopper_kernels(head_size, keys, ratio):
     generator = seed_all(keys + ratio)
     table = default_config(head_size, torch.bfloat16, DEVICE)
-    config = replace(table, forward=KernelConfig(128, keys, 4, 2, tma=True, hopper=True))
+    config = replace(
+        table,
+        forward=KernelConfig(128, keys, 4, 2, tma=True, hopper=True),
+        key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
+        stored_scores_bytes=int(generator.choice([1 << 20, 512 << 20])),
+    )
     for size in (1, 40, 130, 900, 2500):
         shape = AttentionShape(2 * ratio, 2, head_size, torch.bfloat16)
         segment = big_segment(generator, size) if size > 200 else random_segment(generator, size)
@@ -98,6 +103,7 @@ def test_the_hopper_kernels(head_size, keys, ratio):
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
         for got, wanted in zip(first, expected, strict=True):
             assert float((got.float() - wanted).norm()) <= 1e-2 * max(1.0, float(wanted.norm()))
+    check_accumulation(case, config, generator)
 
 
 def test_bfloat16_is_as_near_to_float32_as_pytorchs_attention():

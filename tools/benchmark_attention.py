@@ -186,7 +186,7 @@ def sweep(report: Report, inputs: Inputs, probe: Inputs) -> TreeAttentionConfig:
     tma = padded == shape.head_size
     stages = (
         ("forward", lambda base: forward_candidates(base, padded, tma)),
-        ("key_gradients", lambda base: key_gradient_candidates(base, padded)),
+        ("key_gradients", lambda base: key_gradient_candidates(base, padded, tma)),
         ("query_gradients", lambda base: query_gradient_candidates(base, padded, tma)),
         ("library", library_candidates),
     )

@@ -89,7 +89,8 @@ def tree_attention_forward(
     pack = settings.pack(shape.group_size)
     n, P = plan.prefix
     if settings.hopper:
-        _check_hopper(plan, settings)
+        from dta_kernels.tree_attention_hopper_launch import forward_on_hopper
+
         forward_on_hopper(q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end_M, plan, scale)
         return out_NHD, lse_HN
     prefix_out, prefix_lse = prefix_forward(q_NHD[:n], k_MGD[:P], v_MGD[:P], scale) if n else (None, None)
@@ -218,10 +219,19 @@ class _BackwardLaunch:
         self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor, num_prefix_keys: int
     ) -> None:
         plan, settings, target = self.plan, self.plan.config.key_gradients, self.target
+        arrays = (
+            self.k, self.v, self.delta, self.lse_2, self.dk, self.dv, target.keys, target.values, target.slots, dscores,
+            self.key_end, part.columns.programs, part.columns.blocks, part.columns.tiles,
+        )  # fmt: skip
+        if settings.hopper:
+            from dta_kernels.tree_attention_hopper_launch import key_gradients_on_hopper
+
+            key_gradients_on_hopper(
+                plan, (self.grad_out_tiles, self.q_tiles), arrays, self.num_added, first_group, groups, self.scale
+            )
+            return
         key_gradients_kernel[(groups, part.columns.programs.shape[0])](
-            self.grad_out_tiles, self.q_tiles, self.k, self.v, self.delta, self.lse_2, self.dk, self.dv,
-            target.keys, target.values, target.slots, dscores, self.key_end, part.columns.programs,
-            part.columns.blocks, part.columns.tiles, *self.prefix[1:], plan.num_queries, plan.num_keys,
+            self.grad_out_tiles, self.q_tiles, *arrays, *self.prefix[1:], plan.num_queries, plan.num_keys,
             plan.num_ancestors, self.num_added, num_prefix_keys, first_group, self.scale,
             **_constants(plan, settings, self.pack),
             STORE=plan.stored_groups > 0,
@@ -246,43 +256,6 @@ class _BackwardLaunch:
         )  # fmt: skip
 
 
-def forward_on_hopper(
-    q_NHD: Tensor,
-    k_MGD: Tensor,
-    v_MGD: Tensor,
-    out_NHD: Tensor,
-    lse_HN: Tensor,
-    key_end_M: Tensor,
-    plan: TreeAttentionPlan,
-    scale: float,
-) -> None:
-    """Launch ``tree_attention_hopper``; writes ``out_NHD`` and ``lse_HN``."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-    from dta_kernels.tree_attention_hopper import forward_kernel as hopper_kernel
-
-    shape, settings = plan.shape, plan.config.forward
-    M, G, D = k_MGD.shape
-    pack = settings.pack(shape.group_size)
-    element = gl.bfloat16 if shape.dtype == torch.bfloat16 else gl.float16
-    block = [settings.keys, D]
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    keys, values = (GluonDescriptor(x, [M, G * D], [G * D, 1], block, layout) for x in (k_MGD, v_MGD))
-    hopper_kernel[(shape.num_heads // pack, plan.forward.programs.shape[0])](
-        q_NHD, keys, values, out_NHD, lse_HN, key_end_M, plan.forward.programs, plan.forward.blocks,
-        plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
-        H=shape.num_heads, G=G, D=D, PACK=pack, BLOCK_K=settings.keys, num_warps=4,
-    )  # fmt: skip
-
-
-def _check_hopper(plan: TreeAttentionPlan, settings: KernelConfig) -> None:
-    if settings.rows != 128 or plan.shape.head_size not in (64, 128) or plan.shape.dtype == torch.float32:
-        raise ValueError("the Hopper kernel takes 128 rows, head sizes 64 and 128, and 16-bit inputs")
-    if plan.prefix[0]:
-        raise ValueError("the Hopper kernel does not start from a library's prefix")
-
-
 def _prepare(
     grad_out_NHD: Tensor, out_NHD: Tensor, lse_HN: Tensor, q_NHD: Tensor, pack: int, settings: KernelConfig
 ) -> tuple[Tensor, Tensor, Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
@@ -295,7 +268,7 @@ def _prepare(
         grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N,
         H=H, D=D, BLOCK_D=padded_head_size(D), PACK=pack, ROWS=rows, COPY=settings.tma, num_warps=4,
     )  # fmt: skip
-    if settings.tma:
+    if settings.tma and not settings.hopper:
         block = [settings.rows, padded_head_size(D)]
         tiles = tuple(TensorDescriptor(tile, [N * H, D], [D, 1], block) for tile in tiles)
     return delta, lse_2, *tiles
