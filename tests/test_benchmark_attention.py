@@ -71,8 +71,8 @@ def test_every_candidate_can_be_planned_and_is_tried_once(head_size):
     case, cpu = probe_case(), torch.device("cpu")
     base = default_config(head_size, torch.bfloat16, cpu)
     for candidates in (
-        list(forward_candidates(base, head_size, True)),
-        list(key_gradient_candidates(base, head_size)),
+        list(forward_candidates(base, head_size, True, True)),
+        list(key_gradient_candidates(base, head_size, True)),
         list(query_gradient_candidates(base, head_size, True)),
     ):
         assert len(set(candidates)) == len(candidates) > 5

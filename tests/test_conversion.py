@@ -28,10 +28,12 @@ from megatron_dta.conversion.job import run_job
 from megatron_dta.conversion.live import HfWeights
 from megatron_dta.conversion.mappings import ModelShape, parameters_of, tensors_of
 from megatron_dta.conversion.parameters import Sharding
+from megatron_dta.conversion.to_huggingface import model_of_checkpoint
 from megatron_dta.conversion.to_megatron import ToMegatron
 from megatron_dta.errors import InputError
 from megatron_dta.training.checkpoint import load_weights
 from megatron_dta.training.checkpoint_files import find_checkpoint
+from megatron_dta.training.checkpoint_writer import CheckpointWrite
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -124,12 +126,13 @@ def test_a_checkpoint_has_what_megatron_would_save(converted: tuple[str, Path], 
 
     _, folder = converted
     model = stock_model(folder / "hf")
-    (tmp_path / "stock").mkdir()
-    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(tmp_path / "stock"))
+    CheckpointWrite(tmp_path / "stock", {"model": model.sharded_state_dict()}).finish()
     described = [
         {
             key: tuple(entry.global_shape)
             for key, entry in dist_checkpointing.serialization.load_sharded_metadata(str(path)).items()
+            # Newer versions keep there what older ones, and we, have in a file of its own.
+            if not key.startswith("common_state")
         }
         for path in (to_megatron(folder / "hf", tmp_path / "ours"), tmp_path / "stock")
     ]
@@ -168,6 +171,28 @@ def test_another_dtype_and_other_files(tmp_path: Path) -> None:
     for folder in (back, small):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         assert torch.equal(model.lm_head.weight, tensors_in(folder)["lm_head.weight"])
+
+
+def test_a_checkpoint_of_training_comes_back(tmp_path: Path) -> None:
+    """Written by this Megatron-Core, with settings and an optimizer's state: refused for another model."""
+    from megatron_dta.config import OptimizationConfig, TrainConfig
+    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.training.checkpoint import save_checkpoint
+    from megatron_dta.training.optimizer import TrainingOptimizer
+
+    source = tmp_path / "hf"
+    save_huggingface(source, "qwen3", 9)
+    config = dense_config(source)
+    model = build_model(config, initialize_parallel(0))
+    HfWeights([model], "Qwen3ForCausalLM", shape_of(source)).load(source)
+    optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3))
+    checkpoint = save_checkpoint(tmp_path / "run", TrainConfig(model=config), model, optimizer, 7, {"note": [1, 2]})
+    assert model_of_checkpoint(checkpoint, source).num_layers == config.num_layers
+    back = to_huggingface(checkpoint, source, tmp_path / "back")
+    assert all(torch.equal(tensors_in(back)[name], values) for name, values in tensors_in(source).items())
+    save_huggingface(tmp_path / "other", "qwen2", 9)
+    with pytest.raises(InputError, match="is of another model: "):
+        model_of_checkpoint(checkpoint, tmp_path / "other")
 
 
 @pytest.mark.parametrize("size", [1, 2])

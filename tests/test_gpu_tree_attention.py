@@ -15,7 +15,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from dta_kernels.tree_attention_config import default_config
+from dta_kernels.tree_attention_config import KernelConfig, default_config
 from tree_attention_cases import (
     SCALE,
     AttentionShape,
@@ -77,6 +77,32 @@ def test_every_way_through_the_backward_pass(stored_scores_bytes, library, tma):
     )
     errors = relative_errors(case.run(config), case.expected(torch.float32))
     assert max(errors) < BOUNDS[torch.bfloat16], errors
+    check_accumulation(case, config, generator)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("ratio", [1, 4, 8])
+def test_the_hopper_kernels(head_size, keys, ratio):
+    generator = seed_all(keys + ratio)
+    table = default_config(head_size, torch.bfloat16, DEVICE)
+    config = replace(
+        table,
+        forward=KernelConfig(128, keys, 4, 2, tma=True, hopper=True),
+        key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
+        stored_scores_bytes=int(generator.choice([1 << 20, 512 << 20])),
+    )
+    for size in (1, 40, 130, 900, 2500):
+        shape = AttentionShape(2 * ratio, 2, head_size, torch.bfloat16)
+        segment = big_segment(generator, size) if size > 200 else random_segment(generator, size)
+        case = Case.random(segment, shape, DEVICE)
+        first, again, expected = case.run(config), case.run(config), case.expected(torch.float32)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+        for got, wanted in zip(first, expected, strict=True):
+            assert float((got.float() - wanted).norm()) <= 1e-2 * max(1.0, float(wanted.norm()))
     check_accumulation(case, config, generator)
 
 

@@ -20,6 +20,7 @@ from megatron_dta.sampling.engines.http_engine import HttpEngine
 from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
 from megatron_dta.sampling.engines.sglang import SglangProtocol
 from megatron_dta.sampling.engines.vllm import VllmProtocol
+from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from rollout_servers import SERVERS, RolloutServer, VllmServer, log_softmax
 
@@ -208,6 +209,7 @@ def test_logprobs_are_the_trainers_or_refused(
     assert setup.servers[0].url in str(caught.value)
     assert "\n" not in str(caught.value)
     # Where nobody reads them any will do.
+    engine.start(replace(params, domain=Domain.EVALUATION), 0)
     engine = setup.engine(exact_logprobs=False)
     engine.start(params, 0)
     assert len(generate(engine, requests)) == 20

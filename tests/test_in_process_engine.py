@@ -20,13 +20,15 @@ from rollout_forest import NEVER, PARAMS, SETTINGS, Drive, assert_same, run_fore
 from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts, slow_sample
 
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
+EXPERTS = GROUPED | dict(disable_bias_linear=True, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=20)
+MODELS = SHAPES | {"experts": EXPERTS}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MODELS)
 def test_a_forest_equals_the_slow_engine(shape: str):
     """Token for token, logprob for logprob, for each kind of pool and any order of calls."""
     seed_all(len(shape))
-    model = make_model(3, **SHAPES[shape])
+    model = make_model(3, **MODELS[shape])
     drive = Drive(seed=len(shape))
     reference = run_forest(started(model), drive)
     assert len(reference) > 40
@@ -173,16 +175,38 @@ def test_logprobs_of_the_forest_are_the_trainers(dtype: torch.dtype, tolerance: 
     seed_all(40)
     model = make_model(18, dtype, **GROUPED)
     found = run_forest(started(model, **SETTINGS[settings]), Drive(seed=3, order=5))
-    samples, sampled = [], []
+    trained = trainers_logprobs(model, found, TreeConfig(tree_segment_tokens=24))
+    for (_, result), logprobs in zip(found.values(), trained, strict=True):
+        assert result.logprobs.dtype == (np.float64 if dtype == torch.float64 else np.float32)
+        assert np.abs(logprobs - result.logprobs).max() <= tolerance
+
+
+def trainers_logprobs(model, found: dict, tree: TreeConfig) -> list[np.ndarray]:
+    """What training computes for the tokens that each request has sampled."""
+    samples = []
     for request, result in found.values():
         token_ids = np.concatenate([request.token_ids, result.token_ids])
         samples.append(TrainingSample(token_ids, np.arange(len(token_ids)) >= len(request.token_ids)))
-        sampled.append(result.logprobs)
     engine = TreeEngine(model, temperature=PARAMS.temperature, logprob_chunk_tokens=50)
-    trained = engine.compute_logprobs(prepare_batch(samples, TreeConfig(tree_segment_tokens=24)))
-    for sample, row, logprobs in zip(samples, trained, sampled, strict=True):
-        assert logprobs.dtype == (np.float64 if dtype == torch.float64 else np.float32)
-        assert np.abs(row[sample.loss_mask] - logprobs).max() <= tolerance
+    logprobs = engine.compute_logprobs(prepare_batch(samples, tree))
+    return [row[sample.loss_mask] for sample, row in zip(samples, logprobs, strict=True)]
+
+
+def test_bfloat16_logprobs_are_as_near_to_float32_as_the_trainers():
+    """Sampler and dense training each differ from float32 by rounding; the sampler by no more, over several models."""
+    ratios = []
+    for seed in range(6):
+        model = make_model(30 + seed, torch.bfloat16, **GROUPED, hidden_size=128, init_method_std=0.1)
+        exact = make_model(0, torch.float32, **GROUPED, hidden_size=128, init_method_std=0.1)
+        exact.load_state_dict({name: value.float() for name, value in model.state_dict().items() if value is not None})
+        found = run_forest(started(model), Drive(seed=seed))
+        sampled = np.concatenate([result.logprobs for _, result in found.values()])
+        dense = TreeConfig(tree_mode="dense")
+        trained, expected = (np.concatenate(trainers_logprobs(m, found, dense)) for m in (model, exact))
+        ratios.append(np.abs(sampled - expected).mean() / np.abs(trained - expected).mean())
+        assert np.abs(sampled - expected).max() > 1e-4
+    print(f"distance of the sampler over dense training's: {ratios}")
+    assert np.mean(ratios) <= 1 + 2 * np.std(ratios, ddof=1) / len(ratios) ** 0.5 + 0.02
 
 
 def test_new_weights_and_new_phases():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,8 @@ from megatron_dta.sampling.producer import RolloutProducer
 from megatron_dta.training.hf_weights import hf_weights
 from megatron_dta.training.loop import Trainer
 from megatron_dta.training.setup import build_trainer
-from rollout_servers import SERVERS, RolloutServer
+from mesh_worker import run_on_ranks
+from rollout_servers import SERVERS, RolloutServer, log_softmax
 
 VOCABULARY = 37
 EOS = 3
@@ -57,7 +60,7 @@ class Runs:
         self.servers += [self._stack.enter_context(SERVERS[kind](table, **options)) for _ in range(count)]
         return self.servers
 
-    def trainer(self, more: str, engine: str | None = None) -> tuple[Trainer, io.StringIO]:
+    def command(self, more: str, engine: str | None = None) -> str:
         urls = " ".join(f"--rollout-server-url {server.url}" for server in self.servers)
         engine = engine or self.servers[0].kind
         command = (
@@ -68,7 +71,11 @@ class Runs:
         )
         if engine in SERVERS:
             command += " --rollout-attempts 3 --rollout-timeout-seconds 20"
+        return command
+
+    def trainer(self, more: str, engine: str | None = None) -> tuple[Trainer, io.StringIO]:
         output = io.StringIO()
+        command = self.command(more, engine)
         return build_trainer(parse_arguments(command.split()), Console(file=output, width=400)), output
 
     def run(self, more: str, engine: str | None = None) -> tuple[Trainer, str]:
@@ -288,10 +295,82 @@ def test_engines_without_what_they_need_are_refused(runs: Runs, flags: str, matc
 
 
 def test_servers_need_a_template_of_the_checkpoint() -> None:
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 64"
+    engine = "--rollout-engine vllm --rollout-server-url http://a:1 --save s"
     with pytest.raises(InputError, match="needs --load-hf or --hf-checkpoint"):
-        shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 64"
-        engine = "--rollout-engine vllm --rollout-server-url http://a:1 --save s"
         parse_arguments(f"{shape} --task arithmetic --train-iters 1 {engine}".split())
+
+
+TREES = "--rollout-method treepo --treepo-segment-length 2 --treepo-initial-branches 2"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_trees_grow_on_servers(runs: Runs, kind: str) -> None:
+    """A tree's branches follow its prompt to one server, and every leaf is there with its logprobs."""
+    servers = runs.add_servers(kind, 3)
+    trainer, _ = runs.trainer(f"--train-iters 2 --rollout-weights-dir {runs.folder / 'w'} {TREES}")
+    seen: list[list[Rollout]] = []
+    collect = trainer.source.next_batch
+    trainer.source.next_batch = lambda number: seen.append(collect(number)) or seen[-1]
+    trainer.run()
+    trainer.metrics.close()
+    assert [len(rollouts) for rollouts in seen] == [12, 12]
+    name = "prompt" if kind == "vllm" else "input_ids"
+    contexts = [[tuple(body[name]) for body in server.bodies] for server in servers]
+    assert sum(len(found) > 0 for found in contexts) == 3
+    for rollout in seen[1]:
+        assert rollout.policy_version == 1
+        prompt = tuple(rollout.token_ids[: rollout.segment_ends[0]].tolist())
+        table = servers[0].table
+        for position in np.flatnonzero(rollout.loss_mask):
+            row = log_softmax(table[rollout.token_ids[position - 1]])
+            assert abs(row[rollout.token_ids[position]] - rollout.logprobs[position]) < 1e-5
+        assert any(prompt in found for found in contexts)
+    assert not any(server.violations for server in servers)
+
+
+def train_on_rank(rank: int, commands: list[str]) -> list[dict[str, Any]]:
+    """Run commands one after another: weights and metrics, or the error."""
+    from megatron_dta.model import destroy_parallel
+
+    os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
+    found: list[dict[str, Any]] = []
+    for command in commands:
+        destroy_parallel()
+        trainer = build_trainer(parse_arguments(command.split()), Console(file=io.StringIO()))
+        try:
+            trainer.run()
+            found.append({"weights": weights_of(trainer), "threads": threading.active_count()})
+        except InputError as error:
+            found.append({"error": str(error)})
+        finally:
+            trainer.metrics.close()
+    return found
+
+
+def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> None:
+    (server,) = runs.add_servers("sglang", 1, delay_s=0.01)
+    base = runs.command(
+        f"--train-iters 2 --rollout-max-staleness 1 --eval-interval 2 --lr 1e-3 "
+        f"--eval-prompt-data {runs.folder / 'prompts.jsonl'}"
+    )
+    one, _ = runs.run(f"--train-iters 2 --rollout-max-staleness 1 --lr 1e-3 --rollout-weights-dir {runs.folder / 'w'}")
+    meshes = {"dp": "", "tp": "--tensor-model-parallel-size 2", "pp": "--pipeline-model-parallel-size 2"}
+    calls = len(server.bodies)
+    commands = [f"{base} {flags} --save {runs.folder / name}" for name, flags in meshes.items()]
+    ranks = run_on_ranks(train_on_rank, commands, 2, runs.folder / "ranks")
+    assert len(server.bodies) - calls == 3 * (2 * 12 + 2 * 7)
+    for place in range(len(meshes)):
+        first, second = (rank[place]["weights"] for rank in ranks)
+        assert_same(first, second)
+        for name, values in weights_of(one).items():
+            torch.testing.assert_close(first[name], values, rtol=2e-3, atol=2e-4)
+    # What the first rank meets all ranks tell.
+    server.faults[server.generate_path] = [None] * (7 + 12 + 5) + ["die"]
+    ranks = run_on_ranks(train_on_rank, [f"{base} --save {runs.folder / 'dies'}"], 2, runs.folder / "ranks_dies")
+    assert ranks[0][0]["error"] == ranks[1][0]["error"]
+    assert "after step 1: request" in ranks[0][0]["error"]
+    assert (runs.folder / "dies" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
 def recorded(rng: np.random.Generator, prompts: int, each: int) -> list[Rollout]:

@@ -32,24 +32,44 @@ _AGAIN = {
 }
 
 
-def forward_candidates(base: TreeAttentionConfig, padded_head_size: int, tma: bool) -> Iterator[TreeAttentionConfig]:
-    """The forward kernel's, with and without tensor descriptors where these can be used; one head per tile too."""
+def forward_candidates(
+    base: TreeAttentionConfig, padded_head_size: int, tma: bool, hopper: bool
+) -> Iterator[TreeAttentionConfig]:
+    """The forward kernel's, with and without tensor descriptors where these can be used; one head per tile too.
+
+    hopper: the kernels of ``tree_attention_hopper`` as well.
+    """
     for settings in _FORWARD[padded_head_size]:
         for descriptors in (True, False) if tma else (False,):
             yield replace(base, forward=KernelConfig(*settings, tma=descriptors))
     yield replace(base, forward=replace(base.forward, max_pack=1))
+    if hopper and padded_head_size <= 128:
+        for keys in (128, 64):
+            yield replace(base, forward=KernelConfig(128, keys, 4, 2, tma=True, hopper=True))
 
 
-def key_gradient_candidates(base: TreeAttentionConfig, padded_head_size: int) -> Iterator[TreeAttentionConfig]:
+def key_gradient_candidates(
+    base: TreeAttentionConfig, padded_head_size: int, hopper: bool
+) -> Iterator[TreeAttentionConfig]:
     """Those of the kernel that computes dK and dV; its tiles are dQ's too."""
     for settings in _KEY_GRADIENTS[padded_head_size]:
         for descriptors in (False, True):
             yield replace(base, key_gradients=KernelConfig(*settings, tma=descriptors))
     yield replace(base, key_gradients=replace(base.key_gradients, max_pack=1))
+    if hopper and padded_head_size <= 128:
+        yield replace(base, key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True))
 
 
 def library_candidates(base: TreeAttentionConfig) -> Iterator[TreeAttentionConfig]:
     """A library's kernel for the rectangle of ancestors that many queries see, in several granularities."""
+    # Only Triton's kernels take a library's result.
+    triton = {
+        "forward": KernelConfig(128, 128, 8, 2, tma=base.forward.tma),
+        "key_gradients": KernelConfig(64, 128, 8, 2),
+    }
+    for name, kernel in triton.items():
+        if getattr(base, name).hopper:
+            base = replace(base, **{name: kernel})
     for queries, keys in ((256, 256), (256, 512), (512, 1024)):
         yield replace(base, library_queries=queries, library_keys=keys)
 
@@ -65,7 +85,8 @@ def query_gradient_candidates(
             yield replace(base, query_gradients_from_scores=settings)
     for mebibytes in (128, 256, 1024, 2048):
         yield replace(base, stored_scores_bytes=mebibytes << 20)
-    for settings in _AGAIN[padded_head_size]:
+    # The Hopper kernel always stores them.
+    for settings in () if tile.hopper else _AGAIN[padded_head_size]:
         for descriptors in (False, True) if tma else (False,):
             again = KernelConfig(*settings, tma=descriptors)
             yield replace(base, stored_scores_bytes=0, query_gradients=again)

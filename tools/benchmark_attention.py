@@ -178,15 +178,16 @@ def checked(inputs: Inputs, probe: Inputs, config: TreeAttentionConfig | None, b
     return {"relative_error": error, **measure_kernels(inputs, config, backward_only)}
 
 
-def sweep(report: Report, inputs: Inputs, probe: Inputs) -> TreeAttentionConfig:
+def sweep(report: Report, inputs: Inputs, probe: Inputs, hopper: bool) -> TreeAttentionConfig:
     """Try the candidates one kernel after the other, each with the best of those before; the best of all."""
     shape = inputs.shape
     best = default_config(shape.head_size, shape.dtype, inputs.device)
     padded = max(64, padded_head_size(shape.head_size))
     tma = padded == shape.head_size
+    hopper = hopper and tma
     stages = (
-        ("forward", lambda base: forward_candidates(base, padded, tma)),
-        ("key_gradients", lambda base: key_gradient_candidates(base, padded)),
+        ("forward", lambda base: forward_candidates(base, padded, tma, hopper)),
+        ("key_gradients", lambda base: key_gradient_candidates(base, padded, hopper)),
         ("query_gradients", lambda base: query_gradient_candidates(base, padded, tma)),
         ("library", library_candidates),
     )
@@ -209,7 +210,7 @@ def sweep(report: Report, inputs: Inputs, probe: Inputs) -> TreeAttentionConfig:
 def _short(config: TreeAttentionConfig, stage: str) -> str:
     def describe(name: str) -> str:
         kernel = getattr(config, name)
-        tma = " tma" if kernel.tma else ""
+        tma = " hopper" if kernel.hopper else " tma" if kernel.tma else ""
         launch = f"warps {kernel.num_warps} stages {kernel.num_stages} pack {kernel.max_pack}{tma}"
         return f"{name} {kernel.rows}x{kernel.keys} {launch}"
 
@@ -284,6 +285,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="key/value heads")
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--hopper", action="store_true", help="with --sweep: try the Gluon kernels too (Hopper GPUs)")
     parser.add_argument("--sweep", action="store_true", help="try other settings of the kernels, on the first file")
     parser.add_argument(
         "--skip-flex", action="store_true", help="leave out FlexAttention, whose compilation takes long"
@@ -297,6 +299,8 @@ def main() -> None:
             raise InputError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1")
     if arguments.heads % arguments.groups:
         raise InputError(f"--heads {arguments.heads} is not divisible by --groups {arguments.groups}")
+    if arguments.hopper and not arguments.sweep:
+        raise InputError("--hopper has no effect without --sweep")
     if not torch.cuda.is_available():
         raise InputError("tools/benchmark_attention.py measures a CUDA GPU, and there is none here")
     device = torch.device("cuda")
@@ -319,7 +323,7 @@ def main() -> None:
         whole, by_size = cases_of_file(arguments.files[0], arguments.tokens, arguments.segment_tokens)
         longest = [max(cases, key=lambda case: case.pairs) for cases in by_size.values()]
         for case in [*longest[:1], whole]:
-            sweep(report, Inputs(case, shape, device), probe)
+            sweep(report, Inputs(case, shape, device), probe, arguments.hopper)
     if not arguments.skip_libraries:
         measure_libraries(report, shape, arguments.tokens)
     for path in arguments.files:

@@ -88,6 +88,11 @@ def tree_attention_forward(
     lse_HN = q_NHD.new_empty((shape.num_heads, plan.num_queries), dtype=torch.float32)
     pack = settings.pack(shape.group_size)
     n, P = plan.prefix
+    if settings.hopper:
+        from dta_kernels.tree_attention_hopper_launch import forward_on_hopper
+
+        forward_on_hopper(q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end_M, plan, scale)
+        return out_NHD, lse_HN
     prefix_out, prefix_lse = prefix_forward(q_NHD[:n], k_MGD[:P], v_MGD[:P], scale) if n else (None, None)
     forward_kernel[(shape.num_heads // pack, plan.forward.programs.shape[0])](
         q_NHD,
@@ -214,10 +219,19 @@ class _BackwardLaunch:
         self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor, num_prefix_keys: int
     ) -> None:
         plan, settings, target = self.plan, self.plan.config.key_gradients, self.target
+        arrays = (
+            self.k, self.v, self.delta, self.lse_2, self.dk, self.dv, target.keys, target.values, target.slots, dscores,
+            self.key_end, part.columns.programs, part.columns.blocks, part.columns.tiles,
+        )  # fmt: skip
+        if settings.hopper:
+            from dta_kernels.tree_attention_hopper_launch import key_gradients_on_hopper
+
+            key_gradients_on_hopper(
+                plan, (self.grad_out_tiles, self.q_tiles), arrays, self.num_added, first_group, groups, self.scale
+            )
+            return
         key_gradients_kernel[(groups, part.columns.programs.shape[0])](
-            self.grad_out_tiles, self.q_tiles, self.k, self.v, self.delta, self.lse_2, self.dk, self.dv,
-            target.keys, target.values, target.slots, dscores, self.key_end, part.columns.programs,
-            part.columns.blocks, part.columns.tiles, *self.prefix[1:], plan.num_queries, plan.num_keys,
+            self.grad_out_tiles, self.q_tiles, *arrays, *self.prefix[1:], plan.num_queries, plan.num_keys,
             plan.num_ancestors, self.num_added, num_prefix_keys, first_group, self.scale,
             **_constants(plan, settings, self.pack),
             STORE=plan.stored_groups > 0,
@@ -254,7 +268,7 @@ def _prepare(
         grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N,
         H=H, D=D, BLOCK_D=padded_head_size(D), PACK=pack, ROWS=rows, COPY=settings.tma, num_warps=4,
     )  # fmt: skip
-    if settings.tma:
+    if settings.tma and not settings.hopper:
         block = [settings.rows, padded_head_size(D)]
         tiles = tuple(TensorDescriptor(tile, [N * H, D], [D, 1], block) for tile in tiles)
     return delta, lse_2, *tiles

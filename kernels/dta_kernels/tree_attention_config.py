@@ -25,6 +25,8 @@ class KernelConfig:
         num_warps, num_stages: Triton's.
         tma: read tiles through tensor descriptors (Hopper and later).
         max_pack: most heads of a group in one tile.
+        hopper: the kernel of ``tree_attention_hopper``, for compute capability 9, head sizes 64 and 128, 16-bit inputs;
+            num_warps and num_stages are its own.
     """
 
     rows: int
@@ -33,6 +35,7 @@ class KernelConfig:
     num_stages: int
     tma: bool = False
     max_pack: int = 8
+    hopper: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("rows", self.rows), ("keys", self.keys)):

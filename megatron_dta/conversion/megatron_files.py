@@ -45,6 +45,7 @@ FORMAT = {
 }
 # Modules of Megatron's that keep an extra state.
 _WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+_COMMON_STATE = "common_state/shard_0_1"
 # What a checkpoint's metadata is made of; nothing else is unpickled.
 _METADATA_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.strategies.")
 _METADATA_NAMES = {
@@ -151,13 +152,21 @@ class MegatronCheckpoint:
     def settings(self) -> dict[str, Any] | None:
         """All settings of the run that wrote it, by flag; None if it was not this project."""
         try:
-            common = torch.load(self.path / "common.pt", map_location="cpu", weights_only=True)
+            own = self._common().get("megatron_dta")
         except pickle.UnpicklingError as error:
-            raise InputError(f"{self.path}/common.pt: is damaged or holds objects that could run code") from error
+            raise InputError(f"{self.path}: its common state holds objects that could run code") from error
         except (OSError, RuntimeError, EOFError) as error:
-            raise InputError(f"{self.path}/common.pt: is missing or cannot be read") from error
-        own = common.get("megatron_dta")
+            raise InputError(f"{self.path}: its common state is missing or cannot be read") from error
         return None if own is None else json.loads(own["settings"])
+
+    def _common(self) -> dict[str, Any]:
+        """What is the same on every rank; from Megatron-Core 0.19 on it stands among the pieces."""
+        stored = self._metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
+        if stored is None:
+            return torch.load(self.path / "common.pt", map_location="cpu", weights_only=True)
+        with open(self.path / stored.relative_path, "rb") as file:
+            section = _Section(file, stored.offset, stored.length)
+            return torch.load(section, map_location="cpu", weights_only=True)[0]  # type: ignore[arg-type]
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:
         """In what a parameter is stored."""

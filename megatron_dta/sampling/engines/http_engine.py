@@ -35,7 +35,8 @@ from megatron_dta.sampling.engines.interface import (
     RolloutEngine,
     check_request,
 )
-from megatron_dta.sampling.engines.server_protocol import Piece, ServerProtocol, request_seed
+from megatron_dta.sampling.engines.server_protocol import LogprobsError, Piece, ServerProtocol, request_seed
+from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 
 _WAIT_S = 0.5
@@ -96,7 +97,8 @@ class HttpEngine(RolloutEngine):
         self._affinities.clear()
         self._prompts.clear()
         self._client.begin_phase()
-        if self._exact_logprobs:
+        # Nobody reads the logprobs of an evaluation.
+        if self._exact_logprobs and params.domain is not Domain.EVALUATION:
             self._client.start(self._check_logprobs(params)).result()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -237,9 +239,16 @@ class HttpEngine(RolloutEngine):
     async def _check_logprobs(self, params: SamplingParams) -> None:
         setting = (params.temperature, params.top_p)
         for server in self._client.servers:
-            if server.alive and self._checked.get(server.url) != setting:
+            if not server.alive or self._checked.get(server.url) == setting:
+                continue
+            try:
                 await self._protocol.check_logprobs(self._client, server, params)
-                self._checked[server.url] = setting
+            except LogprobsError:
+                raise
+            except ServerError as error:
+                self._client.leave_out(server, str(error))
+                continue
+            self._checked[server.url] = setting
 
     async def _update_all(self, folder: Path) -> None:
         healthy = await self._client.find_healthy()

@@ -71,7 +71,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
-        """Ask a server for what tells which logprobs it returns; ``ServerError`` if they are not the trainer's."""
+        """Ask a server for what tells which logprobs it returns; ``LogprobsError`` if they are not the trainer's."""
 
     @abstractmethod
     async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
@@ -135,9 +135,13 @@ def make_piece(
     )
 
 
-def refuse_logprobs(server: Server, params: SamplingParams, returned: str, fix: str) -> ServerError:
+class LogprobsError(ServerError):
+    """A server returns other logprobs than the trainer's: a matter of its settings, not of its health."""
+
+
+def refuse_logprobs(server: Server, params: SamplingParams, returned: str, fix: str) -> LogprobsError:
     """The error for a server whose logprobs are not the trainer's."""
-    return ServerError(
+    return LogprobsError(
         f"{server}: returns logprobs {returned}, which with --rollout-temperature {params.temperature:g} and "
         f"--rollout-top-p {params.top_p:g} are not those of the tempered softmax that the trainer compares with; {fix}"
     )

@@ -23,6 +23,7 @@ import numpy as np
 
 from megatron_dta.sampling.engines.http_client import HttpClient, Server, ServerError, TransientFailureError
 from megatron_dta.sampling.engines.server_protocol import (
+    LogprobsError,
     Piece,
     ServerProtocol,
     field_of,
@@ -91,7 +92,7 @@ class SglangProtocol(ServerProtocol):
             return
         apart = [await self._distance(client, server, params, temperature) for temperature in (1.0, 2.0)]
         if apart[0] < 1e-3:
-            raise ServerError(
+            raise LogprobsError(
                 f"{server}: gives all tokens the same logprob, so it cannot be told whether they are tempered; load a "
                 "trained model, or use --rollout-temperature 1"
             )
@@ -108,7 +109,7 @@ class SglangProtocol(ServerProtocol):
             logprobs = [float(entry[0]) for entry in field_of(reply, "meta_info", "output_token_ids_logprobs", 0)]
             return max(logprobs) - min(logprobs)
         except (TypeError, ValueError, IndexError, TransientFailureError) as error:
-            raise ServerError(f"{server}: gives no logprobs of named tokens ({error})") from error
+            raise LogprobsError(f"{server}: gives no logprobs of named tokens ({error})") from error
 
     async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
         await client.ask(server, "POST", "/pause_generation", {"mode": "retract"})

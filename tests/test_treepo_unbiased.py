@@ -1,0 +1,116 @@
+"""A toy decision process with exact expectations: leaf weights make tree estimates unbiased, equal weights do not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_dta.sampling.engines.recording import RecordingEngine
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
+from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.sampling.treepo.tree import FallbackWeight
+
+EOS, CAP, QUERIES = 0, 9, 800
+# Probability of the next token (column) after a token (row); token 0 ends. From 1 one mostly ends soon, from 2 and 3
+# one goes on, so long paths are those through 3.
+CHAIN = np.array(
+    [
+        [1.0, 0.0, 0.0, 0.0],
+        [0.5, 0.3, 0.1, 0.1],
+        [0.15, 0.2, 0.3, 0.35],
+        [0.05, 0.05, 0.3, 0.6],
+    ]
+)
+
+
+class ChainEngine(RecordingEngine):
+    """Tokens of a Markov chain, and their true logprobs."""
+
+    def token_after(self, prefix, key: int) -> int:
+        number = self._numbers(np.asarray(prefix, dtype=np.int32), key)[0]
+        return int(np.searchsorted(np.cumsum(CHAIN[prefix[-1]]), number, side="right"))
+
+    def logprob_after(self, prefix, key: int) -> float:
+        return float(np.log(CHAIN[prefix[-1], self.token_after(prefix, key)]))
+
+
+def reward(tokens: np.ndarray) -> float:
+    """How many 3s, in a response that has ended by itself."""
+    return float((tokens == 3).sum()) if tokens[-1] == EOS else 0.0
+
+
+def statistics_of(response: np.ndarray) -> np.ndarray:
+    """Reward, length, and reward times the score of one parameter: the tilt of row 2 towards token 3."""
+    own = np.concatenate([[2], response])
+    after_2 = own[1:][own[:-1] == 2]
+    score = (after_2 == 3).sum() - len(after_2) * CHAIN[2, 3]
+    return np.array([reward(response), len(response), reward(response) * score])
+
+
+def exact_expectation() -> np.ndarray:
+    """All responses to the prompt 2, with their probabilities."""
+    total, mass = np.zeros(3), 0.0
+    waiting = [((), 1.0)]
+    while waiting:
+        response, probability = waiting.pop()
+        if len(response) == CAP or (response and response[-1] == EOS):
+            total += probability * statistics_of(np.array(response))
+            mass += probability
+            continue
+        last = response[-1] if response else 2
+        waiting += [((*response, token), probability * p) for token, p in enumerate(CHAIN[last]) if p]
+    assert abs(mass - 1) < 1e-12
+    return total
+
+
+EXACT = exact_expectation()
+VARIANTS = {
+    "plain": {},
+    "more first branches": {"initial_branches_max": 6},
+    "no transfer, N = 3": {"budget_transfer": False, "branching_factor": 3},
+    "to low logprob": {"allocation": "low-logprob", "temperature": 0.3},
+    "to high logprob, whole path": {"allocation": "high-logprob", "temperature": 0.3, "score": "path-mean"},
+    "no fallback": {"fallback": "none"},
+    "fallback on finished paths": {"fallback": "finished", "fallback_point": "min-logprob"},
+}
+
+
+def deviations(trees, weights_of) -> np.ndarray:
+    """How many standard errors the mean over queries is off, for each of the three statistics."""
+    estimates = []
+    for tree in trees:
+        weights = weights_of(tree)
+        values = {leaf: statistics_of(tree.tokens(leaf)[1:]) for leaf in tree.leaves}
+        estimates.append(sum(weights[leaf] * values[leaf] for leaf in tree.leaves))
+    estimates = np.array(estimates)
+    return (estimates.mean(0) - EXACT) / (estimates.std(0, ddof=1) / np.sqrt(len(estimates)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weighted_estimates_are_unbiased_and_plain_means_are_not(variant: str):
+    settings = TreeSettings(8, CAP, segment_tokens=2, **VARIANTS[variant])
+    trees = []
+    for part in range(QUERIES // 50):
+        engine = ChainEngine(4, seed=part, most_at_once=50)
+        queries = [TreeQuery(50 * part + i, np.array([2])) for i in range(50)]
+        trees += TreeSampler(engine, settings).sample(queries, SamplingParams(CAP, EOS, seed=11), 0)
+    weighted = deviations(trees, lambda tree: tree.leaf_weights())
+    assert (np.abs(weighted) < 3).all(), weighted
+    plain = deviations(trees, lambda tree: dict.fromkeys(tree.leaves, 1 / len(tree.leaves)))
+    assert plain[1] > 6, f"leaves should be too long on the average: {plain}"
+    if variant != "no fallback":
+        assert any(tree.nodes[leaf].fallback for tree in trees for leaf in tree.leaves)
+
+
+def test_counting_fallback_leaves_is_biased():
+    """Why they weigh nothing: with one segment in two that ends at once, sharing the weight pulls to the middle."""
+    settings = TreeSettings(8, CAP, segment_tokens=2)
+    trees = []
+    for part in range(QUERIES // 50):
+        queries = [TreeQuery(50 * part + i, np.array([2])) for i in range(50)]
+        engine = ChainEngine(4, seed=part, most_at_once=50)
+        trees += TreeSampler(engine, settings).sample(queries, SamplingParams(CAP, EOS, seed=11), 0)
+    shared = deviations(trees, lambda tree: tree.leaf_weights(FallbackWeight.SHARE))
+    print("standard errors off with shared weights:", shared)
+    assert np.abs(shared).max() > 3
