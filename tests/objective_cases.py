@@ -112,6 +112,4 @@ def reference_gradients(
 def largest_error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest difference relative to each parameter's largest magnitude."""
     assert gradients.keys() == expected.keys()
-    return max(
-        float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected
-    )
+    return max(float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)

@@ -56,9 +56,7 @@ def reference(case) -> tuple[float, list[np.ndarray], dict[str, torch.Tensor]]:
     stock, values = values_one_by_one(model, weights, samples)
     losses = []
     for sample, value in zip(samples, values, strict=True):
-        old, returns = (
-            torch.from_numpy(getattr(sample, name)[sample.loss_mask]) for name in ("old_values", "returns")
-        )
+        old, returns = (torch.from_numpy(getattr(sample, name)[sample.loss_mask]) for name in ("old_values", "returns"))
         near = old + (value - old).clamp(-CLIP, CLIP)
         losses.append(torch.maximum((value - returns) ** 2, (near - returns) ** 2) / 2)
     loss = torch.cat(losses).mean()

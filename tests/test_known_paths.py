@@ -17,7 +17,8 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
-from megatron_dta.training.samples import SamplePreparation, known_paths
+from megatron_dta.training.preparation import SamplePreparation
+from megatron_dta.training.samples import known_paths
 from megatron_dta.tree import build_prefix_tree
 from megatron_dta.tree.known_paths import KnownPath, build_from_known_paths
 
@@ -103,7 +104,7 @@ def test_the_trainer_gets_the_tree():
     _, rollouts = random_rollouts(rng, 50)
     settings = ObjectiveConfig(advantage_estimator="treepo", leaf_weights="both")
     preparation = SamplePreparation(settings, make_objective(settings), TreeConfig(), None, None, 1)
-    samples = preparation._with_advantages(rollouts)
+    samples = preparation._samples(rollouts)
     assert all(sample.path is not None for sample in samples)
     tree = TreeConfig(tree_segment_tokens=16)
     known = prepare_batch(samples, tree)

@@ -65,7 +65,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tree-mode", choices=MODES, help="check one mode only (default: all three)")
     parser.add_argument("--tree-segment-tokens", type=int, default=64, help="most tokens of a segment (default 64)")
     parser.add_argument("--tree-memory-tokens", type=int, help="budget of in-flight tokens (default: the planner's)")
-    parser.add_argument("--objective", choices=("grpo", "sft"), default="grpo", help="loss to compare (default grpo)")
+    parser.add_argument(
+        "--objective",
+        choices=("grpo", "gspo", "gspo-token", "cispo", "sft"),
+        default="grpo",
+        help="loss to compare (default grpo)",
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits (default 0.8)")
     parser.add_argument("--num-layers", type=int, default=2, help="layers of the random model (default 2)")
     parser.add_argument(

@@ -11,6 +11,7 @@ import os
 
 from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.model import ModelConfig
+from megatron_dta.config.objective_checks import POLICY_GRADIENT, check_objective, objective_conditions
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.pipeline_layout import stage_layers
@@ -25,7 +26,7 @@ def check_config(config: TrainConfig) -> None:
     _check_bounds(config)
     _check_model(config)
     _check_data(config)
-    _check_objective(config)
+    check_objective(config)
     check_treepo(config)
     _check_schedule(config)
     _check_parallel(config)
@@ -174,19 +175,6 @@ def _check_division_of_samples(config: TrainConfig) -> None:
         )
 
 
-def _check_objective(config: TrainConfig) -> None:
-    objective, sampling = config.objective, config.sampling
-    if objective.objective == "sft" and (sampling.prompt_data or sampling.task):
-        flag = "--prompt-data" if sampling.prompt_data else "--task"
-        raise InputError(
-            f"--objective sft trains on stored rollouts and conflicts with {flag}; give --rollouts instead"
-        )
-    if objective.eps_clip_high is not None and objective.eps_clip_high < objective.eps_clip:
-        raise InputError(
-            f"--eps-clip-high {objective.eps_clip_high} is below --eps-clip {objective.eps_clip}; raise it"
-        )
-
-
 def _check_schedule(config: TrainConfig) -> None:
     optimization = config.optimization
     decay_iters = optimization.lr_decay_iters or optimization.train_iters
@@ -272,19 +260,14 @@ def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def _check_no_effect(config: TrainConfig) -> None:
     """Refuse a flag whose value differs from its default where nothing would read it."""
-    grpo, sampled = config.objective.objective == "grpo", not config.data.rollouts
+    policy_gradient, sampled = config.objective.objective in POLICY_GRADIENT, not config.data.rollouts
     evaluated = config.logging.eval_interval is not None
     wsd = config.optimization.lr_decay_style == "WSD"
-    reference = grpo and config.objective.kl_loss_coef > 0
     decays = config.optimization.lr_decay_style != "constant"
     full_recompute = config.model.recompute_granularity == "full"
     eval_prompts = config.sampling.eval_prompt_data is not None or config.sampling.task is not None
     conditions = {
-        "--objective grpo": (
-            grpo,
-            "eps_clip eps_clip_high dual_clip kl_loss_coef entropy_coef disable_grpo_std_normalization old_logprobs",
-        ),
-        "--kl-loss-coef above 0": (reference, "kl_loss_type ref_load"),
+        **objective_conditions(config, sampled),
         "--prompt-data or --task": (
             sampled,
             "eval_temperature rollout_batch_size n_samples_per_prompt rollout_top_p rollout_max_response_len "
@@ -325,7 +308,7 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
         **rollout_conditions(config),
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
-        **treepo_conditions(config, sampled, grpo),
+        **treepo_conditions(config, sampled, policy_gradient),
     }
     for needed, (holds, names) in conditions.items():
         for _, setting, value in settings_of(config):

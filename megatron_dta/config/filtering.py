@@ -11,9 +11,7 @@ from megatron_dta.config.options import option
 class FilterConfig:
     """Dynamic sampling and overlong shaping (DAPO, arXiv 2503.14476), rejection sampling for supervised training."""
 
-    dynamic_sampling: bool = option(
-        False, "Drop groups whose rewards are all equal and sample other prompts for them."
-    )
+    dynamic_sampling: bool = option(False, "Drop groups whose rewards are all equal and sample other prompts for them.")
     dynamic_sampling_max_rounds: int = option(
         3, "Most rounds of sampling for one collection; after the last one it is smaller.", minimum=1
     )

@@ -23,9 +23,7 @@ class ObjectiveConfig:
     dual_clip: float | None = option(
         None, "Bound the loss of tokens with negative advantage at this ratio, above 1 (default: unbounded).", above=1
     )
-    kl_loss_coef: float = option(
-        0.0, "Weight of the KL divergence from the reference model in the loss.", minimum=0
-    )
+    kl_loss_coef: float = option(0.0, "Weight of the KL divergence from the reference model in the loss.", minimum=0)
     kl_loss_type: str = option("k3", "Estimator of that divergence.", choices=("k1", "k2", "k3"))
     kl_coef: float = option(
         0.0,
@@ -77,7 +75,8 @@ class ObjectiveConfig:
         0.0, "Probability that a pair's preference is taken to be wrong.", minimum=0, maximum=0.5
     )
     dpo_pairs: str = option(
-        "best-worst", "Pairs of a group: its best and its worst rollout, or all of different rewards.",
+        "best-worst",
+        "Pairs of a group: its best and its worst rollout, or all of different rewards.",
         choices=("best-worst", "all"),
     )
     disable_grpo_std_normalization: bool = option(

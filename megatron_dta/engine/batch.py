@@ -125,9 +125,7 @@ def prepare_batch(
     weights = loss_weights(counted, loss_aggregation, counts, sequence_weights, loss_length)
     owned = None
     if any(sample.owned is not None for sample in samples):
-        owned = np.concatenate(
-            [sample.counted_mask[mask] for sample, mask in zip(samples, masks, strict=True)]
-        )
+        owned = np.concatenate([sample.counted_mask[mask] for sample, mask in zip(samples, masks, strict=True)])
     loss_weights_P = np.repeat(weights, np.diff(plan.sequence_pairs))
     return TreeBatch(plan, masks, loss_weights_P, fields, num_sequences, owned, numbers)
 

@@ -53,7 +53,8 @@ class ValueHead(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """The rank's part of the weight for Megatron's distributed checkpoints."""
-        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"weight": 1}, sharded_offsets)
+        weights = self.state_dict(keep_vars=True)  # the optimizer finds its parameters by identity
+        return make_sharded_tensors_for_checkpoint(weights, prefix, {"weight": 1}, sharded_offsets)
 
 
 class TreeValueModel(TreeGPTModel):

@@ -75,9 +75,7 @@ def dpo_loss(logprobs: Tensor, entropy: Tensor, fields: LossFields) -> TokenLoss
     present = masked(logprobs, mask)
     gradient, loss = masked(fields.pair_gradient, mask), masked(fields.pair_loss, mask)
     # The difference is 0 and only carries the gradient; a NaN of the model stays one.
-    return TokenLosses(
-        gradient * (present - present.detach()) + loss, {"entropy": masked(entropy.detach(), mask)}
-    )
+    return TokenLosses(gradient * (present - present.detach()) + loss, {"entropy": masked(entropy.detach(), mask)})
 
 
 def _sigmoid(z: np.ndarray) -> np.ndarray:

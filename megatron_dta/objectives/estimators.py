@@ -56,8 +56,13 @@ class AdvantageSettings(Protocol):
     treepo_reject_zero_variance: bool
 
 
-def estimate_advantages(rollouts: Sequence[Rollout], settings: AdvantageSettings) -> list[np.ndarray]:
+def estimate_advantages(
+    rollouts: Sequence[Rollout], settings: AdvantageSettings, penalties: Sequence[np.ndarray] | None = None
+) -> list[np.ndarray]:
     """Advantages per token of each rollout, float32 [T]: its own where it has them, else the estimator's.
+
+    ``penalties``, float [T] of each rollout, are taken off the reward: token by token for ``reinforce_plus_plus``, for
+    the others all those of a trajectory together.
 
     Rollouts with advantages of their own take no part in any statistics. Raises ``InputError`` where a reward is
     missing.
@@ -68,7 +73,8 @@ def estimate_advantages(rollouts: Sequence[Rollout], settings: AdvantageSettings
             raise InputError(f"rollout {i + 1}: has neither a reward nor advantages, and the objective needs one")
     result = [rollout.advantages for rollout in rollouts]
     if rewarded:
-        values = _Estimate([rollouts[i] for i in rewarded], settings).token_advantages()
+        own = None if penalties is None else [penalties[i] for i in rewarded]
+        values = _Estimate([rollouts[i] for i in rewarded], settings, own).token_advantages()
         for i, value in zip(rewarded, values, strict=True):
             result[i] = value.astype(np.float32)
     return result
@@ -113,10 +119,17 @@ def _leaf_weights(rollouts: Sequence[Rollout], group: np.ndarray, counted: np.nd
 class _Estimate:
     """The rewards of rollouts that have no advantages, and what the estimators need of them."""
 
-    def __init__(self, rollouts: Sequence[Rollout], settings: AdvantageSettings) -> None:
-        self.rollouts, self.settings = rollouts, settings
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        settings: AdvantageSettings,
+        penalties: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        self.rollouts, self.settings, self.penalties = rollouts, settings, penalties
         self.rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
         self.names = [rollout.group_id for rollout in rollouts]
+        if penalties is not None and settings.advantage_estimator != "reinforce_plus_plus":
+            self.rewards -= _of_trajectories(rollouts, penalties)
         self.group = group_numbers(self.names)
         self.counted = _counted(rollouts, self.rewards)
         self.weighted = settings.leaf_weights in ("advantages", "both")
@@ -151,6 +164,9 @@ class _Estimate:
             advantages = [np.full(len(r), value) for r, value in zip(self.rollouts, values, strict=True)]
         elif name == "reinforce_plus_plus":
             advantages = [_reward_to_come(rollout) for rollout in self.rollouts]
+            if self.penalties is not None:
+                to_come = [np.cumsum(penalty[::-1])[::-1] for penalty in self.penalties]
+                advantages = [own - penalty for own, penalty in zip(advantages, to_come, strict=True)]
         else:
             options = LevelOptions(
                 self.settings.treepo_size_weighted,
@@ -218,3 +234,15 @@ def _reward_to_come(rollout: Rollout) -> np.ndarray:
     rewards = rollout.segment_rewards.astype(np.float64)
     to_come = np.cumsum(rewards[::-1])[::-1]
     return np.repeat(to_come, np.diff(rollout.segment_ends, prepend=0))
+
+
+def _of_trajectories(rollouts: Sequence[Rollout], penalties: Sequence[np.ndarray]) -> np.ndarray:
+    """Sum of the penalties of each rollout's trajectory, whose parts share its reward, float64 [Q]."""
+    names = [
+        (rollout.group_id, i if rollout.trajectory_id is None else rollout.trajectory_id)
+        for i, rollout in enumerate(rollouts)
+    ]
+    sums: dict[tuple[str, int | str], float] = {}
+    for name, penalty in zip(names, penalties, strict=True):
+        sums[name] = sums.get(name, 0.0) + float(penalty.sum())
+    return np.array([sums[name] for name in names])

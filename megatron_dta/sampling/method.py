@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron_dta.config import TrainConfig
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.filtering import FilteringSource
 from megatron_dta.sampling.source import SamplingEvaluation, SamplingSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
@@ -16,9 +17,14 @@ from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
 
 def build_sampling_source(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> RolloutSource:
     """What samples the rollouts of training."""
+    source: RolloutSource
     if config.treepo.rollout_method == "treepo" or config.environment.environment is not None:
-        return TreeSource(engine, task, config)
-    return SamplingSource(engine, task, config.sampling, config.optimization.seed)
+        source = TreeSource(engine, task, config)
+    else:
+        source = SamplingSource(engine, task, config.sampling, config.optimization.seed)
+    if config.filtering.dynamic_sampling or config.filtering.overlong_buffer_len is not None:
+        return FilteringSource(source, config, renumber=not engine.needs_checkpoint)
+    return source
 
 
 def build_sampling_evaluation(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> Evaluation:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -33,6 +33,9 @@ from megatron_dta.training.checkpoint_files import TRACKER, iteration_folder, pr
 from megatron_dta.training.checkpoint_writer import CheckpointWrite, on_first_rank, reason_of
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.random_state import capture_random_state, restore_random_state
+
+if TYPE_CHECKING:
+    from megatron_dta.training.critic import Critic
 
 REFERENCE = "reference"
 # Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
@@ -74,15 +77,17 @@ class CheckpointSaver:
         model: MegatronModule,
         optimizer: TrainingOptimizer,
         report: Callable[[str], None] = lambda line: None,
+        critic: Critic | None = None,
     ) -> None:
         self._config, self._model, self._optimizer, self._report = config, model, optimizer, report
+        self._critic = critic
         self._folder = Path(config.checkpoint.save or ".")
         self._pending: tuple[int, CheckpointWrite] | None = None
 
     def save(self, iteration: int, progress: dict[str, Any]) -> None:
         """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first."""
         self.finish()
-        state = _complete_state(self._config, self._model, self._optimizer, iteration, progress)
+        state = _complete_state(self._config, self._model, self._optimizer, iteration, progress, self._critic)
         background = self._config.checkpoint.async_save
         self._pending = iteration, CheckpointWrite(self._folder / iteration_folder(iteration), state, background)
         if not background:
@@ -130,13 +135,19 @@ def _let_count(write: CheckpointWrite, iteration: int) -> None:
 
 
 def _complete_state(
-    config: TrainConfig, model: MegatronModule, optimizer: TrainingOptimizer, iteration: int, progress: dict[str, Any]
+    config: TrainConfig,
+    model: MegatronModule,
+    optimizer: TrainingOptimizer,
+    iteration: int,
+    progress: dict[str, Any],
+    critic: Critic | None = None,
 ) -> dict[str, Any]:
     """All that a checkpoint holds: shards of this rank, and what is the same on every rank."""
     model_state = model.sharded_state_dict()
     return {
         "model": model_state,
         **optimizer.sharded_state_dict(model_state),
+        **({} if critic is None else {"critic": critic.sharded_state_dict()}),
         "iteration": iteration,
         "rng_state": current_mesh().gather_from_all(capture_random_state()),
         "megatron_dta": {"settings": json.dumps(settings_by_flag(config)), "progress": progress},
@@ -144,7 +155,11 @@ def _complete_state(
 
 
 def load_checkpoint(
-    path: Path, config: TrainConfig, model: MegatronModule, optimizer: TrainingOptimizer
+    path: Path,
+    config: TrainConfig,
+    model: MegatronModule,
+    optimizer: TrainingOptimizer,
+    critic: Critic | None = None,
 ) -> tuple[int, dict[str, Any], list[str]]:
     """Continue a run: weights, optimizer, schedule and random states are set to the checkpoint's.
 
@@ -154,7 +169,7 @@ def load_checkpoint(
     Raises:
         InputError: the checkpoint is of another model, was not written by this project, or cannot be read.
     """
-    common = _read_common(path)
+    common = read_common(path)
     if "progress" not in common.get("megatron_dta", {}):
         raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
     saved = json.loads(common["megatron_dta"]["settings"])
@@ -164,9 +179,15 @@ def load_checkpoint(
     wanted = {"model": model_state}
     if "optimizer" in common:
         wanted |= optimizer.sharded_state_dict(model_state, is_loading=True)
-    state = _read(path, wanted)
+    if critic is not None:
+        if "critic" not in common:
+            raise InputError(f"{path}: has no critic to continue with; add --finetune to start from its weights")
+        wanted["critic"] = critic.sharded_state_dict(is_loading="optimizer" in common["critic"])
+    state = read_checkpoint(path, wanted)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state)
+    if critic is not None:
+        critic.load_state_dict(state["critic"])
     changed = _changed_settings(saved, config)
     mesh, random_states = current_mesh(), state["rng_state"]
     if len(random_states) == mesh.world_size and not any(line.startswith(_MESH_FLAGS) for line in changed):
@@ -189,10 +210,10 @@ def _changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
 
 def load_weights(path: Path, model_config: ModelConfig, model: MegatronModule) -> None:
     """Take only the weights; they are converted to the model's dtype. Checkpoints of Megatron-LM will do."""
-    common = _read_common(path)
+    common = read_common(path)
     if "megatron_dta" in common:
         _check_same_model(path, json.loads(common["megatron_dta"]["settings"]), model_config, with_dtype=False)
-    model.load_state_dict(_read(path, {"model": model.sharded_state_dict()})["model"])
+    model.load_state_dict(read_checkpoint(path, {"model": model.sharded_state_dict()})["model"])
 
 
 def save_weights(path: Path, config: TrainConfig, model: MegatronModule) -> None:
@@ -223,14 +244,16 @@ def _check_same_optimizer(path: Path, saved: dict[str, Any], config: TrainConfig
         )
 
 
-def _read_common(path: Path) -> dict[str, Any]:
+def read_common(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside shards."""
     try:
         return dist_checkpointing.load_common_state_dict(str(path))
     except _READ_ERRORS as error:
         raise _unreadable(path, error) from error
 
 
-def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+def read_checkpoint(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The shards that ``wanted`` describes, in its form."""
     try:
         return dist_checkpointing.load(wanted, str(path))
     except _READ_ERRORS as error:

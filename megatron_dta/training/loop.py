@@ -1,10 +1,11 @@
 """The training loop: one collection of rollouts after another, each divided into optimizer steps.
 
     1. collect   rollouts from the source, with the current weights              (rollouts.source)
-    2. prepare   advantages, the cut into steps, old and reference logprobs      (training.samples)
+    2. prepare   cut into steps; old, reference logprobs, values; advantages     (training.preparation)
     3. plan      prefix forest, segments, op list, once for all passes of a step (engine.prepare_batch)
     4. train     forward in preorder, losses, backward in postorder              (engine.TreeEngine)
     5. update    reduce, check, clip, apply                                      (training.optimizer)
+                 a critic trains on the same plan                                (training.critic)
     6. report    metrics and the progress line; evaluation and checkpoint when due
 
 Between any two steps the whole state is: weights, optimizer, schedule, random states, the number of steps and
@@ -24,18 +25,23 @@ from typing import Any
 from rich.console import Console
 
 from megatron_dta.config import TrainConfig
-from megatron_dta.engine import TreeEngine
+from megatron_dta.engine import TreeBatch, TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
 from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.training.checkpoint import CheckpointSaver
+from megatron_dta.training.critic import Critic
 from megatron_dta.training.hf_weights import save_hf
 from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
-from megatron_dta.training.samples import SamplePreparation, StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.preparation import SamplePreparation
+from megatron_dta.training.samples import StepSamples, pack_steps, unpack_steps
 from megatron_dta.training.timelines import write_step_timeline
 from megatron_dta.training.watchdog import Watchdog
+
+# Collections in a row without anything to train (of rejection sampling, or pairs) after which a run gives up.
+EMPTY_COLLECTIONS = 20
 
 
 @dataclass
@@ -89,13 +95,14 @@ class Trainer:
     metrics: MetricsLog
     progress: Progress
     console: Console
+    critic: Critic | None = None
     resumed: bool = False
     saved_iteration: int | None = None
     terminated: bool = False
 
     def __post_init__(self) -> None:
         self.checkpoints = CheckpointSaver(
-            self.config, self.model, self.optimizer, lambda line: self.console.print(line, soft_wrap=True)
+            self.config, self.model, self.optimizer, lambda line: self.console.print(line, soft_wrap=True), self.critic
         )
         self.watchdog = Watchdog(self.engine.mesh, self.config.parallel.timeout.total_seconds())
 
@@ -136,46 +143,100 @@ class Trainer:
     def _step(self) -> dict[str, Any]:
         """One optimizer step; returns its record of metrics."""
         watch = self._stopwatch(self.progress.iteration + 1)
-        if not self.progress.waiting:
+        step = self._next_step(watch)
+        with watch.measure("plan"):
+            batch = step.batch(self.config.tree, self.config.objective, self.engine)
+        # Mostly made while the step was prepared: its time belongs to training whoever asked for it first.
+        watch.seconds["plan"] = step.plan_seconds
+        trained: dict[str, Any] = {}
+        watch.seconds |= {"train": 0.0, "update": 0.0}
+        if self.progress.iteration >= self.config.critic.num_critic_only_steps:
+            trained = self._train_policy(batch, watch)
+        self.progress.iteration += 1
+        if self.critic is not None:
+            with watch.measure("critic"):
+                trained |= self.critic.train(batch)
+        tokens, unique, segments = self._sizes(batch)
+        return {
+            "iteration": self.progress.iteration,
+            **step.statistics,
+            **self.source.statistics(),
+            "collection_step": step.age,
+            **trained,
+            **self._sampler_mismatch(trained, step),
+            "tokens": tokens,
+            "unique_tokens": unique,
+            "token_reuse": tokens / unique,
+            "segments": segments,
+            TIMING: self._timing(watch.seconds, tokens, unique),
+        }
+
+    def _next_step(self, watch: Stopwatch) -> StepSamples:
+        """The next step of the present collection, or of the next one that has something to train."""
+        for _ in range(EMPTY_COLLECTIONS):
+            if self.progress.waiting:
+                return self.progress.waiting.pop(0)
             with watch.measure("collect"):
                 rollouts = self._collect()
             with watch.measure("prepare"):
                 self.progress.waiting = self.preparation.prepare(rollouts)
             self.progress.collections += 1
-        step = self.progress.waiting.pop(0)
-        with watch.measure("plan"):
-            batch = step.batch(self.config.tree, self.config.objective.loss_aggregation, self.engine)
-        # Mostly made while the step was prepared: its time belongs to training whoever asked for it first.
-        watch.seconds["plan"] = step.plan_seconds
+        if self.progress.waiting:
+            return self.progress.waiting.pop(0)
+        raise InputError(
+            f"step {self.progress.iteration + 1}: {EMPTY_COLLECTIONS} collections of rollouts in a row had nothing to "
+            "train; lower --rejection-reward-threshold, or look at the rewards"
+        )
+
+    def _train_policy(self, batch: TreeBatch, watch: Stopwatch) -> dict[str, Any]:
+        """Backward and update of the policy; its metrics."""
+        number = self.progress.iteration + 1
         with watch.measure("train"):
             self.optimizer.zero_grad()
-            timed = self._is_timed(self.progress.iteration + 1)
-            result = self.engine.forward_backward(batch, self.objective, record_timeline=timed)
+            result = self.engine.forward_backward(batch, self.objective, record_timeline=self._is_timed(number))
             loss = float(result.loss)
         with watch.measure("update"):
             outcome = self.optimizer.step(loss)
-        self.progress.iteration += 1
         if result.timeline and self.engine.mesh.rank == 0:
             planned = batch.plan.training.planned_events()
-            write_step_timeline(self.config.logging.timeline_dir, self.progress.iteration, result.timeline, planned)
-        tokens, unique = result.sequence_tokens, result.computed_tokens
+            write_step_timeline(self.config.logging.timeline_dir, number, result.timeline, planned)
         return {
-            "iteration": self.progress.iteration,
             "loss": loss,
-            **step.statistics,
-            **self.source.statistics(),
             "grad_norm": outcome.grad_norm,
             "learning_rate": outcome.learning_rate,
             "skipped": not outcome.applied,
             **{name: float(value) for name, value in result.metrics.items()},
-            "tokens": tokens,
-            "unique_tokens": unique,
-            "token_reuse": tokens / unique,
-            "segments": result.segments,
             "peak_in_flight_tokens": result.peak_in_flight_tokens,
             "recomputed_tokens": result.recomputed_tokens,
-            TIMING: self._timing(watch.seconds, tokens, unique),
         }
+
+    def _sizes(self, batch: TreeBatch) -> tuple[int, int, int]:
+        """Tokens of the sequences, tokens of the forests and segments of all data-parallel ranks."""
+        plan = batch.plan
+        own = (plan.num_sequence_tokens, plan.segments.tree.num_tokens, plan.segments.num_segments)
+        return tuple(map(sum, zip(*self.engine.mesh.gather_over_data(own), strict=True)))
+
+    def _sampler_mismatch(self, trained: dict[str, Any], step: StepSamples) -> dict[str, Any]:
+        """exp(mean |trainer's - sampler's logprob|), and an alarm where it is too large for the weights that sampled.
+
+        Later steps of a collection have other weights: there it says how far these have moved, too.
+        """
+        if "sampler_logprob_gap" not in trained:
+            return {}
+        gap = trained["sampler_logprob_gap"]
+        ratio = math.exp(gap) if gap < 700 else math.inf
+        record: dict[str, Any] = {"sampler_probability_ratio": ratio}
+        limit = self.config.objective.sampler_mismatch_alarm
+        if limit is not None and step.age == 0:
+            record["sampler_mismatch_alarm"] = alarm = not ratio <= limit
+            if alarm:
+                self.console.print(
+                    f"step {self.progress.iteration}: sampler and trainer disagree: exp(mean |difference of logprobs|) "
+                    f"is {ratio:.4f}, above --sampler-mismatch-alarm {limit:g}",
+                    style="yellow",
+                    soft_wrap=True,
+                )
+        return record
 
     def _is_timed(self, iteration: int) -> bool:
         """The second step is the first that is not slower for what is only prepared once."""
@@ -198,7 +259,7 @@ class Trainer:
 
     @staticmethod
     def _timing(seconds: dict[str, float], tokens: int, unique: int) -> dict[str, float]:
-        trained = seconds["plan"] + seconds["train"] + seconds["update"]
+        trained = seconds["plan"] + seconds["train"] + seconds["update"] + seconds.get("critic", 0.0)
         return {
             **{f"{name}_seconds": value for name, value in seconds.items()},
             "tokens_per_second": tokens / trained,

@@ -46,7 +46,7 @@ def build_sampled_data(
         engine,
         None if is_replay else RolloutWeights(config, model),
         lambda: progress.iteration,
-        config.sampling.num_steps_per_rollout,
+        steps_per_collection(config),
         config.sampling.rollout_max_staleness,
         _num_collections(config, progress),
     )
@@ -56,12 +56,17 @@ def build_sampled_data(
 
 
 def _replay(config: TrainConfig) -> RolloutEngine:
-    return replay_engine(
-        load_files(config.sampling.rollout_replay or [], config), config.objective.old_logprobs == "rollout"
-    )
+    objective = config.objective
+    needed = objective.old_logprobs == "rollout" or objective.use_tis or objective.sampler_mismatch_alarm is not None
+    return replay_engine(load_files(config.sampling.rollout_replay or [], config), needed)
 
 
 def _num_collections(config: TrainConfig, progress: Progress) -> int:
     """How many collections the run will have had when it ends."""
     left = config.optimization.train_iters - progress.iteration - len(progress.waiting)
-    return progress.collections + max(0, math.ceil(left / config.sampling.num_steps_per_rollout))
+    return progress.collections + max(0, math.ceil(left / steps_per_collection(config)))
+
+
+def steps_per_collection(config: TrainConfig) -> int:
+    """Optimizer steps that train one collection."""
+    return config.sampling.num_steps_per_rollout * config.objective.ppo_epochs

@@ -1,18 +1,13 @@
-"""From rollouts to what one optimizer step trains: advantages, the cut into steps, old and reference logprobs.
+"""The samples of an optimizer step: their plan, the cut of a collection into steps, what a checkpoint keeps of them.
 
-    rollouts -> advantages over whole groups -> steps of whole groups -> one plan a step -> logprobs that the loss needs
-
-Advantages come first, so a group is seen whole however its collection is cut. Old and reference logprobs are those of
-the weights before the collection's first step; with more than one step they must be computed then, and so they are part
-of what a checkpoint keeps. Every data-parallel rank has all samples and trains its part of them, which follows from the
-samples and is the same for every pass; the logprobs that ranks compute are exchanged. One plan serves all passes of a
-step; it follows from the samples, so no checkpoint has it.
+Every data-parallel rank has all samples of a step and trains its part of them, which follows from the samples and is
+the same for every pass. One plan serves all passes of a step; it follows from the samples, so no checkpoint has it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +17,6 @@ import torch
 from megatron_dta.config import ObjectiveConfig, TreeConfig
 from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.errors import InputError
-from megatron_dta.model import Mesh
-from megatron_dta.objectives import Objective, estimate_advantages, sequence_weights
 from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.sample import FIELDS, TrainingSample
@@ -31,18 +24,27 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
 from megatron_dta.tree.known_paths import KnownPath
 
+_ARRAYS = ("token_ids", "loss_mask", "owned", *FIELDS)
+
 
 @dataclass
 class StepSamples:
-    """The samples of one optimizer step, those of all ranks, and statistics of the rollouts they were made from."""
+    """The samples of one optimizer step, those of all ranks, and statistics of the rollouts they were made from.
+
+    Attributes:
+        couples: int64 [K, 2], samples whose losses are coupled; None for objectives of single sequences.
+        age: optimizer steps since the collection was sampled; at 0 the weights are those of its passes.
+    """
 
     samples: list[TrainingSample]
     statistics: dict[str, float]
     planned: TreeBatch | None = None
     own: list[int] | None = None
     plan_seconds: float = 0.0
+    couples: np.ndarray | None = None
+    age: int = 0
 
-    def batch(self, tree: TreeConfig, loss_aggregation: str, engine: TreeEngine) -> TreeBatch:
+    def batch(self, tree: TreeConfig, settings: ObjectiveConfig, engine: TreeEngine) -> TreeBatch:
         """This rank's samples (``own``) with their plan: that of earlier passes, or a new one after a checkpoint."""
         if self.planned is None:
             start = time.perf_counter()
@@ -52,78 +54,29 @@ class StepSamples:
                 partition = partition_samples(self.samples, mesh.data_size, engine.cost_model(tree.tree_segment_tokens))
                 self.own = partition.sequences_of(mesh.data_rank).tolist()
             weights = [sample.weight for sample in self.samples]
-            counts = count_trained([sample.num_trained for sample in self.samples], weights)
-            pipeline = engine.pipeline(tree.tree_segment_tokens)
-            own = [self.samples[i] for i in self.own]
-            self.planned = prepare_batch(own, tree, loss_aggregation, counts, pipeline)
+            counts = count_trained([sample.num_counted for sample in self.samples], weights)
+            self.planned = prepare_batch(
+                [self.samples[i] for i in self.own],
+                tree,
+                settings.loss_aggregation,
+                counts,
+                engine.pipeline(tree.tree_segment_tokens),
+                settings.loss_length,
+                self.own,
+                self.couples,
+            )
             self.plan_seconds = time.perf_counter() - start
         return self.planned
 
-
-class SamplePreparation:
-    """Turns a collection of rollouts into steps.
-
-    Args:
-        policy: engine on the weights being trained.
-        reference: engine on the weights of the KL reference, where the objective has one.
-        num_steps: optimizer steps that a collection is divided into.
-    """
-
-    def __init__(
-        self,
-        settings: ObjectiveConfig,
-        objective: Objective,
-        tree: TreeConfig,
-        policy: TreeEngine,
-        reference: TreeEngine | None,
-        num_steps: int,
-    ) -> None:
-        self.settings, self.objective, self.tree = settings, objective, tree
-        self.policy, self.reference, self.num_steps = policy, reference, num_steps
-
-    def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
-        """The steps of one collection, in order."""
-        samples = self._with_advantages(rollouts)
-        return [
-            self._complete([samples[i] for i in chosen], [rollouts[i] for i in chosen])
-            for chosen in split_groups(rollouts, self.num_steps)
+    def set_fields(self, fields: Mapping[str, Sequence[np.ndarray]]) -> None:
+        """Fill in fields of the loss, one array [T] of every sample each."""
+        self.samples = [
+            replace(sample, **{name: arrays[i] for name, arrays in fields.items()})
+            for i, sample in enumerate(self.samples)
         ]
-
-    def _with_advantages(self, rollouts: Sequence[Rollout]) -> list[TrainingSample]:
-        advantages: Sequence[np.ndarray | None] = [None] * len(rollouts)
-        weights = np.ones(len(rollouts))
-        if self.objective.name != "sft":
-            advantages = estimate_advantages(rollouts, self.settings)
-            weights = sequence_weights(rollouts, self.settings.leaf_weights)
-        return [
-            TrainingSample(rollout.token_ids, rollout.loss_mask, advantages=advantage, weight=float(weight), path=path)
-            for rollout, advantage, weight, path in zip(
-                rollouts, advantages, weights, known_paths(rollouts), strict=True
-            )
-        ]
-
-    def _complete(self, samples: list[TrainingSample], rollouts: list[Rollout]) -> StepSamples:
-        """One step with its plan, old and reference logprobs."""
-        step = StepSamples(samples, rollout_statistics(rollouts))
-        mesh = self.policy.mesh
-        batch = step.batch(self.tree, self.settings.loss_aggregation, self.policy)
-        own = step.own
-        logprobs: dict[str, Sequence[np.ndarray]] = {}
-        if self.objective.name != "sft":
-            if self.settings.old_logprobs == "rollout":
-                # Sources hand over rollouts with what the settings ask for: files are checked when they are read.
-                logprobs["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
-            elif self.num_steps > 1:
-                # The weights of an only step are the old ones: the loss takes missing old logprobs to be its own.
-                logprobs["old_logprobs"] = _of_all_ranks(mesh, own, self.policy.compute_logprobs(batch))
-        if self.reference is not None:
-            logprobs["ref_logprobs"] = _of_all_ranks(mesh, own, self.reference.compute_logprobs(batch))
-        step.samples = [
-            replace(sample, **{name: arrays[i] for name, arrays in logprobs.items()})
-            for i, sample in enumerate(samples)
-        ]
-        step.planned = batch.with_fields(**{name: [arrays[i] for i in own] for name, arrays in logprobs.items()})
-        return step
+        if self.planned is not None:
+            own = {name: [arrays[i] for i in self.own] for name, arrays in fields.items()}
+            self.planned = self.planned.with_fields(**own)
 
 
 def known_paths(rollouts: Sequence[Rollout]) -> Sequence[KnownPath | None]:
@@ -132,12 +85,6 @@ def known_paths(rollouts: Sequence[Rollout]) -> Sequence[KnownPath | None]:
         return [None] * len(rollouts)
     found = tree_paths(rollouts)
     return [KnownPath(path, spans[1:]) for path, spans in zip(found.paths, found.spans, strict=True)]
-
-
-def _of_all_ranks(mesh: Mesh, own: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Arrays of all samples in order, from those that each rank has computed of its ``own``."""
-    found = [pair for part in mesh.gather_over_data(list(zip(own, arrays, strict=True))) for pair in part]
-    return [array for _, array in sorted(found, key=lambda pair: pair[0])]
 
 
 def split_groups(rollouts: Sequence[Rollout], num_steps: int) -> list[list[int]]:
@@ -206,7 +153,9 @@ def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
         state: dict[str, Any] = {"statistics": step.statistics}
         state["lengths"] = [len(sample.token_ids) for sample in step.samples]
         state["weights"] = [sample.weight for sample in step.samples]
-        for name in ("token_ids", "loss_mask", *FIELDS):
+        state["age"] = step.age
+        state["couples"] = None if step.couples is None else torch.from_numpy(step.couples)
+        for name in _ARRAYS:
             arrays = [getattr(sample, name) for sample in step.samples]
             state[name] = None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
         packed.append(state)
@@ -219,14 +168,18 @@ def unpack_steps(packed: Sequence[dict[str, Any]]) -> list[StepSamples]:
     for state in packed:
         cuts = np.cumsum(state["lengths"])[:-1]
         weights = state.get("weights", [1.0] * len(state["lengths"]))  # checkpoints of before have none
-        arrays = {
-            name: np.split(state[name].numpy(), cuts)
-            for name in ("token_ids", "loss_mask", *FIELDS)
-            if state[name] is not None
-        }
+        arrays = {name: np.split(state[name].numpy(), cuts) for name in _ARRAYS if state.get(name) is not None}
         samples = [
             TrainingSample(**dict(zip(arrays, values, strict=True)), weight=weight)
             for values, weight in zip(zip(*arrays.values(), strict=True), weights, strict=True)
         ]
-        steps.append(StepSamples(samples, state["statistics"]))
+        couples = state.get("couples")
+        steps.append(
+            StepSamples(
+                samples,
+                state["statistics"],
+                couples=None if couples is None else couples.numpy(),
+                age=state.get("age", 0),
+            )
+        )
     return steps

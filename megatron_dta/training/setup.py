@@ -29,13 +29,15 @@ from megatron_dta.training.checkpoint import (
     save_weights,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
+from megatron_dta.training.critic import Critic, build_critic_model
 from megatron_dta.training.hf_weights import check_save_hf, load_hf
 from megatron_dta.training.loop import Progress, Trainer
 from megatron_dta.training.metrics import MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.random_state import seed_random_states
+from megatron_dta.training.reference import Reference
 from megatron_dta.training.sampled_data import build_sampled_data
-from megatron_dta.training.samples import SamplePreparation
 from megatron_dta.training.stored_data import StoredEvaluation, load_files, load_stored_rollouts
 
 
@@ -47,6 +49,9 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     stored, held_out, task = _read_data(config, objective)
     if config.model.vocab_size is None:
         config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
+    if config.objective.loss_aggregation == "sequence-sum" and config.objective.loss_length is None:
+        length = float(config.sampling.rollout_max_response_len)
+        config = replace(config, objective=replace(config.objective, loss_length=length))
 
     device = initialize_parallel(config.optimization.seed, config.parallel)
     seed_random_states(config.optimization.seed)
@@ -63,10 +68,11 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         console.print(f"starting from the weights of {config.checkpoint.load_hf}", soft_wrap=True)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
     reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
+    critic = Critic(config, build_critic_model(config, model, device)) if objective.needs_critic else None
     optimizer = TrainingOptimizer(model, config.optimization, config.parallel)
     progress, source_state = Progress(), {}
     if start is not None and resumes:
-        iteration, state, changed = load_checkpoint(start, config, model, optimizer)
+        iteration, state, changed = load_checkpoint(start, config, model, optimizer, critic)
         progress, source_state = Progress.from_state_dict(iteration, state), state.get("source", {})
         console.print(f"continuing {start} after step {iteration}", soft_wrap=True)
         for line in changed:
@@ -87,8 +93,11 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         objective,
         config.tree,
         engine,
-        _engine(config, reference) if reference is not None else None,
+        Reference(_engine(config, reference), config.objective.offload_reference) if reference is not None else None,
         config.sampling.num_steps_per_rollout,
+        critic.engine if critic is not None else None,
+        config.critic,
+        config.filtering,
     )
     own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     return Trainer(
@@ -103,6 +112,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         metrics=_open_metrics(config, kept_metrics),
         progress=progress,
         console=console,
+        critic=critic,
         resumed=start is not None and resumes,
         saved_iteration=progress.iteration if own else None,
     )
@@ -190,7 +200,7 @@ def _build_reference(config: TrainConfig, policy: Model, device: torch.device, r
     elif save is not None and (save / "metadata.json").is_file():
         load_weights(save, config.model, reference)
     else:
-        raise InputError("--kl-loss-coef: the run to continue kept no reference weights; give --ref-load")
+        raise InputError("the objective's reference: the run to continue kept no reference weights; give --ref-load")
     return reference.requires_grad_(False).eval()
 
 

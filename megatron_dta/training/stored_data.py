@@ -109,16 +109,21 @@ def load_files(files: Sequence[str], config: TrainConfig, require: Sequence[str]
 
 def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:
     """The source that ``--rollouts`` asks for; everything is read and checked now."""
-    recorded = objective.name != "sft" and config.objective.old_logprobs == "rollout"
-    require = (*objective.requires, "logprobs") if recorded else objective.requires
+    recorded = objective.is_policy_gradient and config.objective.old_logprobs == "rollout"
+    require = objective.requires
+    if recorded or config.objective.use_tis or config.objective.sampler_mismatch_alarm is not None:
+        require = (*require, "logprobs")
+    if config.filtering.rejection_sampling is not None:
+        require = (*require, "reward")
     rollouts = load_files(config.data.rollouts or [], config, require)
-    units = [_unit(rollout, index, objective) for index, rollout in enumerate(rollouts)]
+    by_group = config.filtering.rejection_sampling == "best"
+    units = [_unit(rollout, index, objective, by_group) for index, rollout in enumerate(rollouts)]
     return StoredRollouts(rollouts, units, config.data.global_batch_size or 1, config.optimization.seed)
 
 
-def _unit(rollout: Rollout, index: int, objective: Objective) -> str:
+def _unit(rollout: Rollout, index: int, objective: Objective, by_group: bool) -> str:
     """Name of what a rollout stays together with."""
     grouped = rollout.advantages is None or rollout.group_id.rpartition(":")[2] != _UNNAMED_GROUP
-    if objective.name != "sft" and grouped:
+    if (objective.is_policy_gradient or objective.couple is not None or by_group) and grouped:
         return f"group {rollout.group_id}"
     return f"trajectory {rollout.trajectory_id or index} of group {rollout.group_id}"

@@ -1,0 +1,110 @@
+"""Checks of the flags of objectives, critics, pairs and filters; called by ``checks``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron_dta.config.critic import CriticConfig
+from megatron_dta.config.train import TrainConfig
+from megatron_dta.errors import InputError
+
+POLICY_GRADIENT = ("grpo", "ppo", "gspo", "gspo-token", "cispo")
+
+
+def check_objective(config: TrainConfig) -> None:
+    """Refuse losses without what they need, and settings that contradict each other."""
+    objective, sampled = config.objective, bool(config.sampling.prompt_data or config.sampling.task)
+    name = objective.objective
+    if name == "sft" and sampled and config.filtering.rejection_sampling is None:
+        flag = "--prompt-data" if config.sampling.prompt_data else "--task"
+        raise InputError(
+            f"--objective sft trains on stored rollouts and conflicts with {flag}; give --rollouts instead, or "
+            "--rejection-sampling to train on the best of what is sampled"
+        )
+    if objective.eps_clip_high is not None and objective.eps_clip_high < objective.eps_clip:
+        raise InputError(
+            f"--eps-clip-high {objective.eps_clip_high} is below --eps-clip {objective.eps_clip}; raise it"
+        )
+    if objective.loss_aggregation == "sequence-sum" and objective.loss_length is None and not sampled:
+        raise InputError("--loss-aggregation sequence-sum needs --loss-length, the constant length to divide by")
+    if objective.use_tis and objective.old_logprobs == "rollout":
+        raise InputError(
+            "--use-tis compares the trainer's logprobs with the sampler's, but --old-logprobs rollout takes the "
+            "sampler's for both; add --old-logprobs recompute"
+        )
+    if objective.use_tis and objective.tis_clip_low >= objective.tis_clip:
+        raise InputError(f"--tis-clip-low {objective.tis_clip_low:g} is not below --tis-clip {objective.tis_clip:g}")
+    if name == "cispo" and objective.dual_clip is not None:
+        raise InputError("--dual-clip has no effect with --objective cispo, which clips every weight; leave it out")
+    if objective.shared_token_ownership == "first" and name in ("gspo", "gspo-token", "dpo"):
+        raise InputError(
+            f"--shared-token-ownership first: --objective {name} is a loss of whole sequences, which cannot leave "
+            "shared tokens out; leave the flag out"
+        )
+    if objective.ppo_epochs > 1 and name in ("sft", "dpo"):
+        raise InputError(f"--ppo-epochs {objective.ppo_epochs} has no effect with --objective {name}; leave it out")
+    _check_critic(config)
+    _check_filters(config, sampled)
+
+
+def _check_critic(config: TrainConfig) -> None:
+    if config.objective.objective != "ppo":
+        return
+    if config.model.num_experts is not None:
+        raise InputError("--objective ppo does not train a critic with experts yet; leave out --num-experts")
+    if config.objective.advantage_estimator != "grpo" or config.objective.disable_grpo_std_normalization:
+        flag = "--advantage-estimator" if config.objective.advantage_estimator != "grpo" else ""
+        flag = flag or "--disable-grpo-std-normalization"
+        raise InputError(f"{flag} has no effect with --objective ppo, whose critic estimates advantages; leave it out")
+    if config.objective.leaf_weights in ("advantages", "both"):
+        raise InputError(
+            f"--leaf-weights {config.objective.leaf_weights} weighs the means of groups, which --objective ppo has not; "
+            "give loss or leave it out"
+        )
+    steps = config.critic.num_critic_only_steps
+    if steps and steps >= config.optimization.train_iters:
+        raise InputError(f"--num-critic-only-steps {steps} is not below --train-iters; the policy would never train")
+
+
+def _check_filters(config: TrainConfig, sampled: bool) -> None:
+    filtering, sampling = config.filtering, config.sampling
+    length = filtering.overlong_buffer_len
+    if length is not None and sampled and length > sampling.rollout_max_response_len:
+        raise InputError(
+            f"--overlong-buffer-len {length} is more than --rollout-max-response-len "
+            f"{sampling.rollout_max_response_len}; lower it"
+        )
+    if filtering.dynamic_sampling and sampling.n_samples_per_prompt == 1:
+        raise InputError(
+            "--dynamic-sampling would drop every group: a single rollout cannot differ; raise --n-samples-per-prompt"
+        )
+    if filtering.rejection_sampling == "threshold" and filtering.rejection_reward_threshold is None:
+        raise InputError("--rejection-sampling threshold needs --rejection-reward-threshold")
+
+
+def objective_conditions(config: TrainConfig, sampled: bool) -> dict[str, tuple[bool, str]]:
+    """What is needed -> (whether it is so, the settings that have no effect otherwise)."""
+    objective, filtering = config.objective, config.filtering
+    policy = objective.objective in POLICY_GRADIENT
+    reference = (policy and (objective.kl_loss_coef > 0 or objective.kl_coef > 0)) or objective.objective == "dpo"
+    critic = " ".join(setting.name for setting in fields(CriticConfig))
+    return {
+        "--objective grpo": (
+            policy,
+            "eps_clip eps_clip_high dual_clip kl_loss_coef kl_coef entropy_coef disable_grpo_std_normalization "
+            "old_logprobs use_tis sampler_mismatch_alarm",
+        ),
+        "--objective ppo": (objective.objective == "ppo", critic),
+        "--objective dpo": (objective.objective == "dpo", "dpo_beta dpo_label_smoothing dpo_pairs"),
+        "another --objective than dpo": (objective.objective != "dpo", "loss_aggregation"),
+        "--kl-loss-coef above 0": (policy and objective.kl_loss_coef > 0, "kl_loss_type"),
+        "--kl-coef above 0": (policy and objective.kl_coef > 0, "kl_reward_type"),
+        "--kl-loss-coef or --kl-coef above 0, or --objective dpo": (reference, "ref_load offload_reference"),
+        "--use-tis": (objective.use_tis, "tis_mode tis_level tis_clip tis_clip_low"),
+        "--loss-aggregation sequence-sum": (objective.loss_aggregation == "sequence-sum", "loss_length"),
+        "--prompt-data or --task (to sample)": (sampled, "dynamic_sampling overlong_buffer_len"),
+        "--dynamic-sampling": (filtering.dynamic_sampling, "dynamic_sampling_max_rounds"),
+        "--overlong-buffer-len": (filtering.overlong_buffer_len is not None, "overlong_penalty_factor"),
+        "--objective sft": (objective.objective == "sft", "rejection_sampling"),
+        "--rejection-sampling threshold": (filtering.rejection_sampling == "threshold", "rejection_reward_threshold"),
+    }

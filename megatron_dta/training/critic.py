@@ -1,0 +1,111 @@
+"""The critic of PPO in training: a model, an optimizer and an engine of its own, on the plans of the policy.
+
+It is cut over the ranks as the policy is, takes one optimizer step for each of the policy's, and is kept in the same
+checkpoints under names that begin with ``critic.``. It starts from the policy's weights with a random value head, or
+from ``--critic-load``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.engine import TreeBatch, TreeEngine
+from megatron_dta.errors import InputError
+from megatron_dta.model import Model, build_model
+from megatron_dta.objectives import make_value_objective
+from megatron_dta.objectives.value import explained_variance
+from megatron_dta.training.checkpoint import read_checkpoint, read_common
+from megatron_dta.training.checkpoint_files import find_checkpoint
+from megatron_dta.training.optimizer import TrainingOptimizer
+
+_PREFIX = "critic."
+_HEAD = "output_layer.weight"
+
+
+class Critic:
+    """Everything of a run that belongs to its critic.
+
+    Attributes:
+        engine: on the critic's weights; its logprobs are values.
+    """
+
+    def __init__(self, config: TrainConfig, model: Model) -> None:
+        settings = config.optimization
+        lr = settings.lr if config.critic.critic_lr is None else config.critic.critic_lr
+        own = replace(settings, lr=lr, min_lr=min(settings.min_lr, lr), lr_warmup_init=min(settings.lr_warmup_init, lr))
+        self.model, self.optimizer = model, TrainingOptimizer(model, own, config.parallel)
+        self.engine = TreeEngine(
+            self.optimizer.chunks,
+            pipeline_in_flight_tokens=config.parallel.pipeline_in_flight_tokens,
+            tree_attention_impl=config.tree.tree_attention_impl,
+        )
+        self._objective = make_value_objective(config.critic.value_clip or None)
+
+    def train(self, batch: TreeBatch) -> dict[str, float | bool]:
+        """One optimizer step on the batch that the policy trains; its metrics."""
+        self.optimizer.zero_grad()
+        result = self.engine.forward_backward(batch, self._objective)
+        loss = float(result.loss)
+        outcome = self.optimizer.step(loss)
+        means = {name: float(value) for name, value in result.metrics.items()}
+        return {
+            "value_loss": loss,
+            "value": means["value"],
+            "return": means["return"],
+            "value_clip_fraction": means["value_clip_fraction"],
+            "explained_variance": explained_variance(means),
+            "critic_grad_norm": outcome.grad_norm,
+            "critic_learning_rate": outcome.learning_rate,
+            "critic_skipped": not outcome.applied,
+        }
+
+    def sharded_state_dict(self, is_loading: bool = False, with_optimizer: bool = True) -> dict[str, Any]:
+        """The critic's part of a checkpoint."""
+        model_state = self.model.sharded_state_dict()
+        state = {"model": model_state}
+        if with_optimizer:
+            state |= self.optimizer.sharded_state_dict(model_state, is_loading)
+        add_prefix_for_sharding(state, _PREFIX)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what a checkpoint has."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state)
+
+
+def build_critic_model(config: TrainConfig, policy: Model, device: torch.device) -> Model:
+    """A critic that starts where the settings say."""
+    model = build_model(config.model, device, config.parallel, value_head=True)
+    folder = config.critic.critic_load
+    if folder is None:
+        _load_trunk(model, {str(i): part.state_dict() for i, part in enumerate(policy.parts)})
+        return model
+    path = find_checkpoint(folder)
+    if path is None:
+        raise InputError(f"--critic-load {folder}: holds no checkpoint")
+    wanted = {str(i): part.sharded_state_dict() for i, part in enumerate(model.parts)}
+    if "critic" in read_common(path):
+        add_prefix_for_sharding(wanted, _PREFIX)
+    else:
+        for part in wanted.values():
+            part.pop(_HEAD, None)
+    _load_trunk(model, read_checkpoint(Path(path), wanted))
+    return model
+
+
+def _load_trunk(model: Model, states: dict[str, dict[str, Any]]) -> None:
+    """Load each part's weights; a value head that does not fit, or is not there, keeps its own."""
+    for i, part in enumerate(model.parts):
+        own, found = part.state_dict(), dict(states[str(i)])
+        state = {name: value for name, value in found.items() if not name.startswith("output_layer.")}
+        if _HEAD in own:
+            fits = _HEAD in found and found[_HEAD].shape == own[_HEAD].shape
+            state[_HEAD] = found[_HEAD] if fits else own[_HEAD]
+        part.load_state_dict(state)
