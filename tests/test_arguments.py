@@ -150,7 +150,7 @@ BAD = [
     (f"{STORED} --eval-interval 2", "--eval-interval needs held-out data"),
     (f"{STORED} --eval-rollouts b.jsonl", "--eval-rollouts has no effect without --eval-interval"),
     (f"{STORED} --seq-length 8192", "--seq-length 8192 is more than --max-position-embeddings 4096"),
-    (f"{SAMPLED} --ref-load x", "--ref-load has no effect without --kl-loss-coef above 0"),
+    (f"{SAMPLED} --ref-load x", "--ref-load has no effect without --kl-loss-coef or --kl-coef above 0"),
     (f"{SAMPLED} --eps-clip 0.3 --eps-clip-high 0.2", "--eps-clip-high 0.2 is below --eps-clip 0.3"),
     (f"{SAMPLED} --rollout-batch-size 6 --num-steps-per-rollout 4", "--num-steps-per-rollout 4"),
     (f"{SAMPLED} --global-batch-size 7", "--global-batch-size 7"),

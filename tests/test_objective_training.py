@@ -84,6 +84,9 @@ def test_preferences_are_learned(tmp_path: Path) -> None:
     (step,) = trainer.preparation.prepare(trainer.source.next_batch(0))
     assert len(step.samples) == 24
     assert len(step.couples) == 24
+    parts = [replace(rollout, trajectory_id=rollout.group_id) for rollout in rollouts]
+    with pytest.raises(InputError, match="compares whole trajectories"):
+        trainer.preparation.prepare(parts)
 
 
 # ------------------------------------------------------------------------------------------------- epochs and passes
@@ -148,7 +151,7 @@ def test_ppo_samples_by_the_definition(stored) -> None:
 
 
 def test_a_resumed_ppo_run_is_the_unbroken_one(stored, tmp_path: Path) -> None:
-    """Critic, its optimizer and waiting epochs are in the checkpoint; a new critic starts from it with --critic-load."""
+    """Critic, its optimizer and waiting epochs are in the checkpoint; --critic-load takes a critic from it."""
     arguments, _ = stored
     flags = f"{arguments} --objective ppo --ppo-epochs 2 --shared-token-ownership first --kl-loss-coef 0.1 --save"
     whole, _ = run(f"{flags} {tmp_path}/whole --train-iters 5")

@@ -276,6 +276,6 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         make_trainer(f"{common} --save {second} --kl-loss-coef 0.1")
     reference, _ = make_trainer(f"{common} --save {second} --kl-loss-coef 0.1 --ref-load {first}")
     for values, expected in zip(
-        reference.preparation.reference.tree_models[0].parameters(), again.model.parameters(), strict=True
+        reference.preparation.reference.engine.tree_models[0].parameters(), again.model.parameters(), strict=True
     ):
         assert torch.equal(values, expected)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dta.config import ObjectiveConfig
+from megatron_dta.config import ObjectiveConfig, ParallelConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model
 from megatron_dta.objectives import make_objective
+from mesh_worker import run_on_ranks
 from objective_cases import TEMPERATURE, Alone, largest_error, make_case, reference_gradients
 from test_tree_engine import tree_config
 
@@ -223,3 +224,90 @@ def test_metrics_are_means_over_what_counts(case):
     result, _ = train(case, {}, CUTS[2])
     for name, value in found.items():
         assert float(result.metrics[name]) == pytest.approx(float(value), rel=1e-12), name
+
+
+# -------------------------------------------------------------------------------------------------------------- meshes
+
+PAIRS = np.array([[0, 1], [2, 0], [3, 5], [4, 7]])
+MESHES = {
+    "data": ({}, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9, 10, 11]]),
+    "pipeline": ({"pipeline_model_parallel_size": 2}, [list(range(12))]),
+    "tensor": ({"tensor_model_parallel_size": 2}, [list(range(12))]),
+}
+
+
+def on_mesh(rank: int, argument: tuple) -> dict[str, dict]:
+    """Loss, metrics and gradient norm of each setting, as this rank finds them."""
+    from megatron_dta.config import OptimizationConfig
+    from megatron_dta.model import current_mesh, initialize_parallel
+    from megatron_dta.objectives.weights import count_trained
+    from megatron_dta.parity.shards import shard_weights
+    from megatron_dta.training.optimizer import TrainingOptimizer
+    from mesh_worker import named_parameters
+
+    (model, weights, samples), parallel, partition, settings = argument
+    device = initialize_parallel(5, parallel)
+    mesh = current_mesh()
+    tree_model = build_model(model, device, parallel)
+    shard = shard_weights(weights, model, mesh.tensor_rank, mesh.tensor_size)
+    with torch.no_grad():
+        for name, parameter in named_parameters(tree_model).items():
+            parameter.copy_(shard[name])
+    optimizer = TrainingOptimizer(tree_model, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
+    engine = TreeEngine(optimizer.chunks, TEMPERATURE, 5)
+    own = partition[mesh.data_rank]
+    found = {}
+    for name, options in settings.items():
+        aggregation, ownership = options.pop("aggregation", "token-mean"), options.pop("owned", None)
+        given = (
+            samples
+            if ownership is None
+            else [replace(sample, owned=mask) for sample, mask in zip(samples, ownership, strict=True)]
+        )
+        batch = prepare_batch(
+            [given[i] for i in own],
+            tree_config("dta", 6),
+            aggregation,
+            count_trained([sample.num_counted for sample in given]),
+            engine.pipeline(6),
+            13.0,
+            own,
+            PAIRS if options["objective"] == "dpo" else None,
+        )
+        optimizer.zero_grad()
+        result = engine.forward_backward(batch, make_objective(ObjectiveConfig(**options)))
+        optimizer.reduce_gradients()
+        optimizer.optimizer.prepare_grads()
+        norm = float(optimizer.optimizer.get_grad_norm())
+        metrics = {metric: float(value) for metric, value in result.metrics.items()}
+        found[name] = {"loss": float(result.loss), "norm": norm, **metrics}
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_meshes_give_the_same(case, mesh, tmp_path):
+    """Pairs across ranks, owners across ranks, largest values of all ranks, one denominator."""
+    model, weights, samples = case
+    assert len(samples) == 12
+    owned = first_paths(samples)
+    settings = {
+        "dpo": {"objective": "dpo", "dpo_beta": 0.3},
+        "gspo": {"objective": "gspo", "aggregation": "sequence-sum"} | GSPO_CLIP | TIS,
+        "owned": {"objective": "grpo", "owned": owned, "aggregation": "sequence-mean"} | CLIP,
+    }
+    options, partition = MESHES[mesh]
+    argument = (case, ParallelConfig(**options), partition, {name: dict(value) for name, value in settings.items()})
+    ranks = run_on_ranks(on_mesh, argument, 2, tmp_path / "mesh")
+    for name, value in settings.items():
+        own = dict(value)
+        aggregation = own.pop("aggregation", "token-mean")
+        given = case
+        if own.pop("owned", None) is not None:
+            given = (model, weights, [replace(s, owned=mask) for s, mask in zip(samples, owned, strict=True)])
+        result, gradients = train(given, own, CUTS[0], aggregation, couples=PAIRS if name == "dpo" else None)
+        norm = sum(float((gradient**2).sum()) for gradient in gradients.values()) ** 0.5
+        for rank in ranks:
+            assert rank[name]["loss"] == pytest.approx(float(result.loss), rel=1e-12)
+            assert rank[name]["norm"] == pytest.approx(norm, rel=1e-6)  # Megatron computes it in float32
+            for metric, expected in result.metrics.items():
+                assert rank[name][metric] == pytest.approx(float(expected), rel=1e-9), (name, metric)

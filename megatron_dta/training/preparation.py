@@ -175,6 +175,12 @@ def _coupled(rollouts: Sequence[Rollout], choice: str) -> tuple[list[Rollout], n
     for i, rollout in enumerate(rollouts):
         if rollout.reward is None:
             raise InputError(f"rollout {i + 1}: has no reward, by which --objective dpo tells chosen from rejected")
+    whole = {(r.group_id, r.trajectory_id) for r in rollouts if r.trajectory_id is not None}
+    if len(whole) < sum(rollout.trajectory_id is not None for rollout in rollouts):
+        raise InputError(
+            "--objective dpo compares whole trajectories, but some samples are parts of one (equal trajectory_id); give "
+            "--rollout-framing trajectory"
+        )
     pairs = preference_pairs([r.reward for r in rollouts], [r.group_id for r in rollouts], choice)
     used = np.unique(pairs)
     return [rollouts[i] for i in used], np.searchsorted(used, pairs)

@@ -1,6 +1,6 @@
 """Rejection sampling: which rollouts of a collection supervised training learns from.
 
-best        the rollout of highest reward of each group, the first of equals
+best        the rollout of highest reward of each group, the first of equals; all samples cut from its trajectory
 threshold   all rollouts with at least ``--rejection-reward-threshold``
 """
 
@@ -27,4 +27,11 @@ def select_rollouts(rollouts: Sequence[Rollout], settings: FilterConfig) -> list
         leader = best.setdefault(rollout.group_id, i)
         if rollout.reward > rollouts[leader].reward:
             best[rollout.group_id] = i
-    return [rollouts[i] for i in sorted(best.values())]
+    return [rollout for i, rollout in enumerate(rollouts) if _is_part_of(rollout, i, best, rollouts)]
+
+
+def _is_part_of(rollout: Rollout, number: int, best: dict[str, int], rollouts: Sequence[Rollout]) -> bool:
+    """Whether a rollout is the best of its group, or cut from the same trajectory."""
+    leader = best[rollout.group_id]
+    name = rollouts[leader].trajectory_id
+    return number == leader or (name is not None and rollout.trajectory_id == name)
