@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from simulated_lengths import LengthDistribution
+from simulated_lengths import LengthDistribution  # noqa: E402
 
 
 @pytest.mark.parametrize("longer_than", [0, 1, 40, 300])
@@ -41,7 +41,7 @@ def test_trees_decode_at_most_078_of_what_independent_rollouts_do():
         str(ROOT / "tools" / "benchmark_rollout.py"),
         "tree-tokens",
         "--queries",
-        "300",
+        "1500",
         "--json",
     ]
     command += ["--seed", "3", "--width", "16", "--branching-factor", "2", "--segment-length", "512"]
@@ -49,8 +49,8 @@ def test_trees_decode_at_most_078_of_what_independent_rollouts_do():
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     row = json.loads(run.stdout.strip().splitlines()[-1])["rows"][0]
     assert row["decoded_tokens_ratio"] <= 0.78
-    assert row["leaves"] == 300 * 16
+    assert row["leaves"] == 1500 * 16
     assert abs(row["mean_length"] - 1500) < 100
     # Plain leaves are too long, weighted ones are not.
     assert row["mean_leaf_length"] > 1.3 * row["mean_length"]
-    assert abs(row["weighted_leaf_length"] - row["mean_length"]) < 0.06 * row["mean_length"]
+    assert abs(row["weighted_leaf_length"] - row["mean_length"]) < 0.03 * row["mean_length"]
