@@ -148,6 +148,7 @@ def test_prompts_and_their_branches_stay_on_one_server(setup: Setup) -> None:
         context = np.concatenate([root.token_ids, result.token_ids])
         parent = root.request_id if root.request_id % 2 else None  # the others are recognized by their prompt
         children.append(GenerationRequest(100 + root.request_id, context, 4, key=1, parent=parent))
+    setup.rng.shuffle(children)
     generate(engine, children)
     prompt_of = "prompt" if setup.kind == "vllm" else "input_ids"
     seen = [{tuple(body[prompt_of][:3]) for body in server.bodies} for server in setup.servers]
@@ -236,7 +237,7 @@ def test_failed_requests_are_sent_again(setup: Setup, fault: object) -> None:
 @KINDS
 def test_a_hanging_request_is_moved(setup: Setup) -> None:
     setup.add_servers(2)
-    setup.fault(0, "hang", "hang")
+    setup.fault(0, *["hang"] * 100)  # though it says that it is healthy
     setup.fault(1, "hang")
     engine = setup.engine(replace(QUICK, timeout_s=0.3))
     engine.start(PARAMS, 0)
