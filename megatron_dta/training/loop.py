@@ -29,6 +29,7 @@ from megatron_dta.engine import TreeBatch, TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
+from megatron_dta.rollouts.paths import decoded_tokens
 from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.training.checkpoint import CheckpointSaver
 from megatron_dta.training.critic import Critic
@@ -143,7 +144,7 @@ class Trainer:
     def _step(self) -> dict[str, Any]:
         """One optimizer step; returns its record of metrics."""
         watch = self._stopwatch(self.progress.iteration + 1)
-        step = self._next_step(watch)
+        step, sampled = self._next_step(watch)
         with watch.measure("plan"):
             batch = step.batch(self.config.tree, self.config.objective, self.engine)
         # Mostly made while the step was prepared: its time belongs to training whoever asked for it first.
@@ -168,21 +169,25 @@ class Trainer:
             "unique_tokens": unique,
             "token_reuse": tokens / unique,
             "segments": segments,
-            TIMING: self._timing(watch.seconds, tokens, unique),
+            TIMING: self._timing(watch.seconds, tokens, unique, sampled),
         }
 
-    def _next_step(self, watch: Stopwatch) -> StepSamples:
-        """The next step of the present collection, or of the next one that has something to train."""
+    def _next_step(self, watch: Stopwatch) -> tuple[StepSamples, int]:
+        """The next step of the present collection, or of the next one that has something to train, and the tokens
+        that were sampled for it now.
+        """
+        sampled = 0
         for _ in range(EMPTY_COLLECTIONS):
             if self.progress.waiting:
-                return self.progress.waiting.pop(0)
+                break
             with watch.measure("collect"):
                 rollouts = self._collect()
+            sampled += 0 if self.config.data.rollouts else decoded_tokens(rollouts)
             with watch.measure("prepare"):
                 self.progress.waiting = self.preparation.prepare(rollouts)
             self.progress.collections += 1
         if self.progress.waiting:
-            return self.progress.waiting.pop(0)
+            return self.progress.waiting.pop(0), sampled
         raise InputError(
             f"step {self.progress.iteration + 1}: {EMPTY_COLLECTIONS} collections of rollouts in a row had nothing to "
             "train; lower --rejection-reward-threshold, or look at the rewards"
@@ -258,12 +263,19 @@ class Trainer:
             raise InputError(f"step {self.progress.iteration + 1}: {error}; lower --lr or --clip-grad") from error
 
     @staticmethod
+<<<<<<< HEAD
     def _timing(seconds: dict[str, float], tokens: int, unique: int) -> dict[str, float]:
         trained = seconds["plan"] + seconds["train"] + seconds["update"] + seconds.get("critic", 0.0)
+=======
+    def _timing(seconds: dict[str, float], tokens: int, unique: int, sampled: int) -> dict[str, float]:
+        trained = seconds["plan"] + seconds["train"] + seconds["update"]
+        rollouts = {"sampled_tokens_per_second": sampled / seconds["collect"]} if sampled else {}
+>>>>>>> main
         return {
             **{f"{name}_seconds": value for name, value in seconds.items()},
             "tokens_per_second": tokens / trained,
             "unique_tokens_per_second": unique / trained,
+            **rollouts,
         }
 
     def _report_start(self) -> None:
