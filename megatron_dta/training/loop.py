@@ -263,14 +263,9 @@ class Trainer:
             raise InputError(f"step {self.progress.iteration + 1}: {error}; lower --lr or --clip-grad") from error
 
     @staticmethod
-<<<<<<< HEAD
-    def _timing(seconds: dict[str, float], tokens: int, unique: int) -> dict[str, float]:
-        trained = seconds["plan"] + seconds["train"] + seconds["update"] + seconds.get("critic", 0.0)
-=======
     def _timing(seconds: dict[str, float], tokens: int, unique: int, sampled: int) -> dict[str, float]:
-        trained = seconds["plan"] + seconds["train"] + seconds["update"]
+        trained = seconds["plan"] + seconds["train"] + seconds["update"] + seconds.get("critic", 0.0)
         rollouts = {"sampled_tokens_per_second": sampled / seconds["collect"]} if sampled else {}
->>>>>>> main
         return {
             **{f"{name}_seconds": value for name, value in seconds.items()},
             "tokens_per_second": tokens / trained,

@@ -178,8 +178,8 @@ def _coupled(rollouts: Sequence[Rollout], choice: str) -> tuple[list[Rollout], n
     whole = {(r.group_id, r.trajectory_id) for r in rollouts if r.trajectory_id is not None}
     if len(whole) < sum(rollout.trajectory_id is not None for rollout in rollouts):
         raise InputError(
-            "--objective dpo compares whole trajectories, but some samples are parts of one (equal trajectory_id); give "
-            "--rollout-framing trajectory"
+            "--objective dpo compares whole trajectories, but some samples are parts of one (equal trajectory_id); "
+            "give --rollout-framing trajectory"
         )
     pairs = preference_pairs([r.reward for r in rollouts], [r.group_id for r in rollouts], choice)
     used = np.unique(pairs)
