@@ -58,7 +58,7 @@ def _check_critic(config: TrainConfig) -> None:
         raise InputError(f"{flag} has no effect with --objective ppo, whose critic estimates advantages; leave it out")
     if config.objective.leaf_weights in ("advantages", "both"):
         raise InputError(
-            f"--leaf-weights {config.objective.leaf_weights} weighs the means of groups, which --objective ppo does not "
+            f"--leaf-weights {config.objective.leaf_weights} weighs means of groups, which --objective ppo does not "
             "take; give loss or leave it out"
         )
     steps = config.critic.num_critic_only_steps
