@@ -12,8 +12,10 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.config import ObjectiveConfig
 from megatron_dta.engine import prepare_batch
 from megatron_dta.errors import InputError
+from megatron_dta.objectives import estimate_advantages
 from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
 from megatron_dta.rollouts import Rollout, write_rollouts
 from test_trainer import MODEL, make_rollouts, make_trainer, rows_of, run
@@ -283,3 +285,43 @@ def test_advantages_of_their_own_do_not_pass_unused(stored, tmp_path: Path) -> N
         trainer, _ = make_trainer(f"--rollouts {tmp_path}/own.jsonl --global-batch-size 12 {flags}")
         with pytest.raises(InputError, match="has advantages, which"):
             trainer._step()
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "dr_grpo", "reinforce_plus_plus"])
+def test_penalties_of_group_estimators_by_the_definition(estimator: str) -> None:
+    """Parts of one trajectory share its penalty; reinforce_plus_plus takes it token by token, then whitens."""
+    rng = seed_all(12)
+    rollouts, penalties = [], []
+    for group in range(3):
+        for trajectory in range(3):
+            reward = float(rng.normal())
+            for _ in range(1 + trajectory % 2):
+                length = int(rng.integers(3, 7))
+                rollouts.append(
+                    Rollout(
+                        rng.integers(0, 9, length),
+                        np.arange(length) > 0,
+                        reward=reward,
+                        group_id=f"g{group}",
+                        trajectory_id=f"t{trajectory}",
+                    )
+                )
+                penalties.append(np.where(rollouts[-1].loss_mask, rng.normal(size=length), 0.0))
+    found = estimate_advantages(rollouts, ObjectiveConfig(advantage_estimator=estimator), penalties)
+    if estimator == "reinforce_plus_plus":
+        expected = [
+            np.array([r.reward - p[t:].sum() for t in range(len(r))]) for r, p in zip(rollouts, penalties, strict=True)
+        ]
+        trained = np.concatenate([e[1:] for e in expected])
+        expected = [(e - trained.mean()) / (trained.std() + 1e-8) for e in expected]
+    else:
+        names = [(r.group_id, r.trajectory_id) for r in rollouts]
+        total = {n: sum(p.sum() for p, m in zip(penalties, names, strict=True) if m == n) for n in names}
+        shaped = {n: r.reward - total[n] for n, r in zip(names, rollouts, strict=True)}
+        expected = []
+        for n, rollout in zip(names, rollouts, strict=True):
+            others = [value for m, value in shaped.items() if m[0] == n[0]]
+            advantage = shaped[n] - np.mean(others)
+            expected.append(np.full(len(rollout), advantage * (3 / 2 if estimator == "rloo" else 1)))
+    for value, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(value[1:], wanted[1:], rtol=1e-5, atol=1e-6)

@@ -119,3 +119,8 @@ class ObjectiveConfig:
         "Denominator of the ratio: the sampler's logprobs as recorded, or a forward pass before the first step.",
         choices=("rollout", "recompute"),
     )
+
+    @property
+    def needs_rollout_logprobs(self) -> bool:
+        """Whether the sampler's logprobs must be there, and be those of the distribution that the trainer trains."""
+        return self.old_logprobs == "rollout" or self.use_tis or self.sampler_mismatch_alarm is not None

@@ -32,10 +32,13 @@ def check_rollout_engine(config: TrainConfig) -> None:
                 f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder that the servers see"
             )
         tempered = sampling.temperature != 1 and sampling.rollout_top_p < 1
-        if engine == "vllm" and tempered and config.objective.old_logprobs == "rollout":
+        if engine == "vllm" and tempered and config.objective.needs_rollout_logprobs:
+            fix = "add --old-logprobs recompute"
+            if config.objective.old_logprobs != "rollout":
+                fix = "leave out --use-tis and --sampler-mismatch-alarm"
             raise InputError(
                 f"--rollout-temperature {sampling.temperature:g} and --rollout-top-p {sampling.rollout_top_p:g}: vLLM "
-                "returns no logprobs of the tempered softmax before the nucleus; add --old-logprobs recompute"
+                f"returns no logprobs of the tempered softmax before the nucleus; {fix}"
             )
     if engine == "replay" and not sampling.rollout_replay:
         raise InputError("--rollout-engine replay needs --rollout-replay FILE, the rollouts to answer from")

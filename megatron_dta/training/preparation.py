@@ -43,6 +43,7 @@ class SamplePreparation:
         reference: the model that a KL penalty or a preference compares with, where the objective has one.
         num_steps: optimizer steps that a collection is divided into; each comes once for every ``--ppo-epochs``.
         critic: engine on the critic's weights, where the objective has one.
+        trusts_logprobs: whether logprobs of rollouts are those of the sampler; some engines have others, or none.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class SamplePreparation:
         critic: TreeEngine | None = None,
         critic_settings: CriticConfig | None = None,
         filtering: FilterConfig | None = None,
+        trusts_logprobs: bool = True,
     ) -> None:
+        self.trusts_logprobs = trusts_logprobs
         self.settings, self.objective, self.tree = settings, objective, tree
         self.policy, self.reference, self.num_steps, self.critic = policy, reference, num_steps, critic
         self.critic_settings, self.filtering = critic_settings or CriticConfig(), filtering or FilterConfig()
@@ -91,9 +94,13 @@ class SamplePreparation:
                 for i, array in zip(chosen, arrays, strict=True):
                     found[name][i] = array
             steps.append((step, chosen))
-        found |= self._advantages(rollouts, found)
+        penalties = self._penalties(rollouts, found)
+        found |= self._advantages(rollouts, found, penalties)
         kept = {name: arrays for name, arrays in found.items() if name in self._fields_of_the_loss()}
         for step, chosen in steps:
+            if penalties is not None:
+                taken = [penalties[i].sum() for i in chosen]
+                step.statistics["kl_penalty"] = float(np.mean(taken))
             step.set_fields({name: [arrays[i] for i in chosen] for name, arrays in kept.items()})
         order = [step for _ in range(self.settings.ppo_epochs) for step, _ in steps]
         return [replace(step, age=age) for age, step in enumerate(order)]
@@ -107,7 +114,8 @@ class SamplePreparation:
             TrainingSample(rollout.token_ids, rollout.loss_mask, weight=float(weight), path=path)
             for rollout, weight, path in zip(rollouts, weights, known_paths(rollouts), strict=True)
         ]
-        if self.objective.is_policy_gradient and all(rollout.logprobs is not None for rollout in rollouts):
+        recorded = self.trusts_logprobs and all(rollout.logprobs is not None for rollout in rollouts)
+        if self.objective.is_policy_gradient and recorded:
             samples = [
                 replace(sample, rollout_logprobs=rollout.logprobs)
                 for sample, rollout in zip(samples, rollouts, strict=True)
@@ -136,20 +144,27 @@ class SamplePreparation:
             found["old_values"] = _of_all_ranks(mesh, own, self.critic.compute_logprobs(batch))
         return found
 
-    def _advantages(self, rollouts: Sequence[Rollout], found: dict[str, _Arrays]) -> dict[str, _Arrays]:
+    def _penalties(self, rollouts: Sequence[Rollout], found: dict[str, _Arrays]) -> _Arrays | None:
+        """What the KL divergence takes off the reward of each token, [T]; None without ``--kl-coef``."""
+        settings = self.settings
+        if not settings.kl_coef:
+            return None
+        return [
+            np.where(rollout.loss_mask, settings.kl_coef * reward_kl(old, ref, settings.kl_reward_type), 0.0)
+            for rollout, old, ref in zip(rollouts, found["old_logprobs"], found["ref_logprobs"], strict=True)
+        ]
+
+    def _advantages(
+        self, rollouts: Sequence[Rollout], found: dict[str, _Arrays], penalties: _Arrays | None
+    ) -> dict[str, _Arrays]:
         """Advantages of the whole collection; with a critic returns too."""
         if not self.objective.is_policy_gradient:
             return {}
-        settings, penalties = self.settings, None
+        settings = self.settings
         own = next((i for i, rollout in enumerate(rollouts) if rollout.advantages is not None), None)
         if own is not None and (self.critic is not None or settings.kl_coef):
             flag = "--objective ppo" if self.critic is not None else "--kl-coef"
             raise InputError(f"rollout {own + 1}: has advantages, which {flag} would not use; leave one of them out")
-        if settings.kl_coef:
-            penalties = [
-                np.where(rollout.loss_mask, settings.kl_coef * reward_kl(old, ref, settings.kl_reward_type), 0.0)
-                for rollout, old, ref in zip(rollouts, found["old_logprobs"], found["ref_logprobs"], strict=True)
-            ]
         if self.critic is None:
             return {"advantages": estimate_advantages(rollouts, settings, penalties)}
         rewards = [token_rewards(rollout) for rollout in rollouts]

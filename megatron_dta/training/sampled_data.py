@@ -56,8 +56,7 @@ def build_sampled_data(
 
 
 def _replay(config: TrainConfig) -> RolloutEngine:
-    objective = config.objective
-    needed = objective.old_logprobs == "rollout" or objective.use_tis or objective.sampler_mismatch_alarm is not None
+    needed = config.objective.needs_rollout_logprobs
     return replay_engine(load_files(config.sampling.rollout_replay or [], config), needed)
 
 

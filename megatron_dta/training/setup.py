@@ -98,6 +98,8 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         critic.engine if critic is not None else None,
         config.critic,
         config.filtering,
+        # Servers and recordings are asked for exact logprobs where they are needed, and may give anything else.
+        config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs,
     )
     own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     return Trainer(

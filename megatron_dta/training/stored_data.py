@@ -109,9 +109,8 @@ def load_files(files: Sequence[str], config: TrainConfig, require: Sequence[str]
 
 def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:
     """The source that ``--rollouts`` asks for; everything is read and checked now."""
-    recorded = objective.is_policy_gradient and config.objective.old_logprobs == "rollout"
     require = objective.requires
-    if recorded or config.objective.use_tis or config.objective.sampler_mismatch_alarm is not None:
+    if objective.is_policy_gradient and config.objective.needs_rollout_logprobs:
         require = (*require, "logprobs")
     if config.filtering.rejection_sampling is not None:
         require = (*require, "reward")

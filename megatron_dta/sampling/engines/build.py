@@ -46,7 +46,7 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> Rollout
         _PROTOCOLS[sampling.rollout_engine](),
         sampling.rollout_server_url or [],
         settings,
-        exact_logprobs=config.objective.old_logprobs == "rollout",
+        exact_logprobs=config.objective.needs_rollout_logprobs,
         vocab_size=config.model.vocab_size,
         report=report,
     )
