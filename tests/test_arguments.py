@@ -32,7 +32,7 @@ REFUSED = {
     "moe_input_jitter_eps",
 }
 # What the command line itself is made from.
-PARSED = {"hf_checkpoint"}
+PARSED = {"hf_checkpoint", "treepo_preset"}
 
 
 def parse(line: str) -> TrainConfig:

@@ -148,6 +148,7 @@ def test_prompts_and_their_branches_stay_on_one_server(setup: Setup) -> None:
         context = np.concatenate([root.token_ids, result.token_ids])
         parent = root.request_id if root.request_id % 2 else None  # the others are recognized by their prompt
         children.append(GenerationRequest(100 + root.request_id, context, 4, key=1, parent=parent))
+    setup.rng.shuffle(children)
     generate(engine, children)
     prompt_of = "prompt" if setup.kind == "vllm" else "input_ids"
     seen = [{tuple(body[prompt_of][:3]) for body in server.bodies} for server in setup.servers]
@@ -236,7 +237,7 @@ def test_failed_requests_are_sent_again(setup: Setup, fault: object) -> None:
 @KINDS
 def test_a_hanging_request_is_moved(setup: Setup) -> None:
     setup.add_servers(2)
-    setup.fault(0, "hang", "hang")
+    setup.fault(0, *["hang"] * 100)  # though it says that it is healthy
     setup.fault(1, "hang")
     engine = setup.engine(replace(QUICK, timeout_s=0.3))
     engine.start(PARAMS, 0)
@@ -365,6 +366,20 @@ def test_a_server_that_cannot_update_is_left_out_until_it_can(setup: Setup, tmp_
         setup.fault(server, *[500] * 4, path=path)
     with pytest.raises(ServerError, match="no rollout server could take the new weights"):
         engine.update_weights(3, tmp_path / "v2")
+
+
+@KINDS
+def test_an_update_that_hangs_holds_up_the_others_once(setup: Setup, tmp_path: Path) -> None:
+    setup.add_servers(2)
+    engine = setup.engine(replace(QUICK, timeout_s=0.4))
+    setup.fault(1, *["hang"] * 9, path=UPDATE_CALLS[setup.kind][2])
+    setup.table = write_checkpoint(tmp_path / "v1", 1)
+    begin = time.monotonic()
+    engine.update_weights(1, tmp_path / "v1")
+    assert time.monotonic() - begin < 3 * 0.4 + 1
+    assert f"{setup.servers[1].url}" in setup.lines[0]
+    assert "no reply within 0.4 s" in setup.lines[0]
+    assert engine.statistics()["servers"] == 1
 
 
 @KINDS

@@ -185,7 +185,8 @@ def test_rollouts_are_never_older_than_the_bound(runs: Runs, bound: int, steps: 
 @pytest.mark.parametrize("bound", [0, 1])
 def test_a_resumed_run_trains_on_the_same_rollouts(runs: Runs, bound: int) -> None:
     """Collections sampled ahead are kept: they are of weights that a continued run does not have."""
-    runs.add_servers("vllm", 1)
+    # Slower than training: what is sampled ahead is still under way when the checkpoint is written.
+    runs.add_servers("vllm", 1, delay_s=0.3)
     ahead = f"--rollout-max-staleness {bound}" if bound else ""
     whole, _ = runs.run(f"--train-iters 4 {ahead} --save {runs.folder / 'whole'} --save-interval 2")
     broken, _ = runs.trainer(f"--train-iters 4 {ahead} --save {runs.folder / 'broken'} --save-interval 2")
@@ -236,6 +237,40 @@ def test_when_all_servers_die_what_was_trained_is_kept(runs: Runs, bound: int) -
     assert "after step 2" in output
     assert continued.progress.iteration == 4
     assert [row["iteration"] for row in metrics_of(save)] == [1, 2, 3, 4]
+
+
+def test_sigterm_does_not_wait_for_what_is_sampled_ahead(runs: Runs) -> None:
+    (server,) = runs.add_servers("sglang", 1)
+    command = f"--train-iters 3 --rollout-max-staleness 1 --save {runs.folder / 'run'}"
+    trainer, _ = runs.trainer(command)
+    report = trainer._report
+    ended: list[float] = []
+
+    def stop(record):
+        report(record)
+        if record["iteration"] == 1:
+            trainer.terminated = True
+            ended.append(time.monotonic())
+
+    trainer._report = stop
+    collect = trainer.source.next_batch
+
+    def slow_down(number):
+        rollouts = collect(number)
+        server.delay_s = 15.0
+        return rollouts
+
+    trainer.source.next_batch = slow_down
+    # The collection after the first one hangs from its first request on.
+    server.faults[server.generate_path] = [None] * 12 + ["hang"] * 12
+    trainer.run()
+    trainer.metrics.close()
+    assert time.monotonic() - ended[0] < 10
+    server.delay_s = 0.0
+    server.faults.clear()
+    continued, output = runs.run(command)
+    assert "after step 1" in output
+    assert continued.progress.iteration == 3
 
 
 def test_evaluation_runs_on_the_servers_with_the_weights_of_its_step(runs: Runs) -> None:

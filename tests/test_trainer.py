@@ -241,6 +241,10 @@ def test_reinforcement_learns(tmp_path: Path) -> None:
     assert np.mean([row["reward"] for row in records[-3:]]) > 0.8
     assert records[0]["eval_reward"] < 0.5
     assert records[-1]["eval_reward"] > 0.8
+    for record in records[1:]:
+        timing = record["timing"]
+        rate = record["decoded_tokens"] / timing["collect_seconds"]
+        assert timing["sampled_tokens_per_second"] == pytest.approx(rate)
 
 
 def test_where_a_run_starts(tmp_path: Path) -> None:

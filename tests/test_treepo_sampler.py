@@ -243,13 +243,15 @@ def test_a_path_forks_the_moment_it_ends_its_segment(lockstep: bool):
     assert all(parents[r] is not None for r, node in node_of.items() if tree.nodes[node].depth > 1)
 
 
-def test_independent_settings_give_independent_rollouts():
+@pytest.mark.parametrize("segment_tokens", [None, 4])
+def test_independent_settings_give_independent_rollouts(segment_tokens: int | None):
     engine = RecordingEngine(100, 0.1, seed=1)
-    tree = TreeSampler(engine, TreeSettings.independent(9, 25)).sample(
+    tree = TreeSampler(engine, TreeSettings.independent(9, 25, segment_tokens)).sample(
         [TreeQuery(3, np.array([5]))], SamplingParams(25, EOS), 0
     )[0]
-    assert len(tree.nodes) == 10
-    assert all(node.parent == 0 for node in tree.nodes[1:])
+    assert len(tree.leaves) == len(tree.nodes[0].children) == 9
+    assert all(len(node.children) <= 1 for node in tree.nodes[1:])
+    assert segment_tokens or len(tree.nodes) == 10
     assert set(tree.leaf_weights().values()) == {1 / 9}
 
 

@@ -317,7 +317,7 @@ def main() -> None:
     error = check(probe, None)
     if not error < LARGEST_ERROR:
         raise InputError(
-            f"the kernels' results are wrong on this GPU: relative error {error:.3g}; run tests/test_gpu.py"
+            f"results are wrong on this GPU: relative error {error:.3g}; run tests/test_gpu_tree_attention.py"
         )
     if arguments.sweep:
         whole, by_size = cases_of_file(arguments.files[0], arguments.tokens, arguments.segment_tokens)

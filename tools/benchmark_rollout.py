@@ -6,6 +6,9 @@
 decode    tokens per second of plain sampling. The same requests run with one token each and with --response-tokens + 1;
           the difference is decoding, what remains is the prompts. Nothing ends early. "share_of_memory_bound" compares
           a decoding pass with the time it takes to read the weights and every cached position once.
+tree      trees (TreePO) against as many independent rollouts: trajectories and tokens per second, with lengths drawn
+          from a lognormal distribution (--mean-length, --length-sigma, --max-length), which random weights do not have.
+tree-tokens   the tokens of the same comparison, without a model.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from rollout_setup import Setup, add_arguments, build_engine, build_setup, check_arguments, synchronize
+from tree_rollout_parts import add_tree_arguments, run_tree, run_tree_tokens
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Part:
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Setup], list[dict[str, Any]]]
+    run: Callable[[argparse.Namespace, Setup | None], list[dict[str, Any]]]
+    needs_model: bool = True
 
 
 def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +107,13 @@ def _measured_run(
     return engine.statistics()["seconds"], engine.statistics()
 
 
-PARTS = {"decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode)}
+PARTS = {
+    "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
+    "tree": Part("trees against independent rollouts, with the engine", add_tree_arguments, run_tree),
+    "tree-tokens": Part(
+        "tokens of trees and of independent rollouts, without a model", add_tree_arguments, run_tree_tokens, False
+    ),
+}
 
 
 def main() -> None:
@@ -118,8 +129,12 @@ def main() -> None:
     output = Path(arguments.output) if arguments.output else None
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--output {output}: its folder does not exist")
-    setup = build_setup(arguments)
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "output")}
+    if not PARTS[arguments.part].needs_model:
+        report = Report("rollouts, simulated", settings, torch.device("cpu"), output)
+        _run_part(arguments, None, report)
+        return
+    setup = build_setup(arguments)
     settings |= {
         "dtype": str(next(setup.model.parameters()).dtype).removeprefix("torch."),
         "weight_gib": setup.weight_bytes / 2**30,
@@ -127,6 +142,10 @@ def main() -> None:
         "bandwidth_from": setup.bandwidth_from,
     }
     report = Report("rollouts of the in-process engine", settings, setup.device, output)
+    _run_part(arguments, setup, report)
+
+
+def _run_part(arguments: argparse.Namespace, setup: Setup | None, report: Report) -> None:
     with torch.no_grad():
         for row in PARTS[arguments.part].run(arguments, setup):
             report.add(row)

@@ -76,23 +76,31 @@ class BlockMatrix:
             tiles += count
         return [*parts, slice(begin, self.live.shape[0])]
 
+    def rows(self) -> BlockTable:
+        """The table of all rows, without tiles."""
+        runs = _longest_runs(self.full)
+        return _table(self.live, self.full, runs, _visits(self.live, self.full, runs), np.zeros(0, np.int32))
+
     def tables(self, part: slice = slice(None)) -> BlockTables:
         """Tables of the rows in ``part``; tiles are counted within it."""
         live, full = self.live[part], self.full[part]
         begin = part.start or 0
         runs = _longest_runs(full)
+        visits = row, _, column = _visits(live, full, runs)
+        numbers = np.arange(len(row), dtype=np.int32)
+        rows = _table(live, full, runs, visits, numbers)
         tile = np.zeros(live.shape, dtype=np.int32)
-        row, column = _visits(live, full, runs)
-        tile[row, column] = np.arange(len(row), dtype=np.int32)
-        rows = _table(live, full, runs, tile)
-        columns = _table(live.T, full.T, _longest_runs(full.T), tile.T)
+        tile[row, column] = numbers
+        runs = _longest_runs(full.T)
+        visits = column, _, row = _visits(live.T, full.T, runs)
+        columns = _table(live.T, full.T, runs, visits, tile[row, column])
         rows.programs[:, BLOCK] += begin
         columns.programs[:, [RUN_BEGIN, RUN_END]] += begin
         columns.blocks[:] += begin
         if begin:
             works = live.any(0)[columns.programs[:, BLOCK]]
             columns = BlockTable(columns.programs[works], columns.blocks, columns.tiles)
-        return BlockTables(rows, columns, len(row))
+        return BlockTables(rows, columns, len(numbers))
 
 
 def local_key_end(query_begin: int, num_queries: int, ancestor_end: np.ndarray, own_end: np.ndarray) -> np.ndarray:
@@ -174,21 +182,24 @@ def _in_runs(runs: np.ndarray, num_blocks: int) -> np.ndarray:
     return (block >= runs[:, :1]) & (block < runs[:, 1:])
 
 
-def _visits(live: np.ndarray, full: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All live pairs, row by row: the run, the other full blocks, the partial ones."""
+def _visits(live: np.ndarray, full: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``(row, kind, column)`` of all live pairs, row by row: the run (0), other full blocks (1), partial ones (2)."""
     in_run = _in_runs(runs, live.shape[1])
-    row, _, column = np.nonzero(np.stack([in_run, full & ~in_run, live & ~full], axis=1))
-    return row, column
+    return np.nonzero(np.stack([in_run, full & ~in_run, live & ~full], axis=1))
 
 
-def _table(live: np.ndarray, full: np.ndarray, runs: np.ndarray, tile: np.ndarray) -> BlockTable:
+def _table(
+    live: np.ndarray,
+    full: np.ndarray,
+    runs: np.ndarray,
+    visits: tuple[np.ndarray, np.ndarray, np.ndarray],
+    tiles: np.ndarray,
+) -> BlockTable:
     num_rows = live.shape[0]
-    listed_full = full & ~_in_runs(runs, live.shape[1])
-    partial = live & ~full
-    _, _, listed = np.nonzero(np.stack([listed_full, partial], axis=1))
-    num_full, num_partial = listed_full.sum(1), partial.sum(1)
-    ends = np.cumsum(num_full + num_partial)
+    _, kind, column = visits
     work = live.sum(1)
+    num_full, num_partial = full.sum(1) - (runs[:, 1] - runs[:, 0]), work - full.sum(1)
+    ends = np.cumsum(num_full + num_partial)
     programs = np.zeros((num_rows, PROGRAM_FIELDS), dtype=np.int32)
     programs[:, BLOCK] = np.arange(num_rows)
     programs[:, RUN_BEGIN], programs[:, RUN_END] = runs[:, 0], runs[:, 1]
@@ -197,4 +208,4 @@ def _table(live: np.ndarray, full: np.ndarray, runs: np.ndarray, tile: np.ndarra
     programs[:, LIST_END] = ends
     programs[:, TILE_BEGIN] = np.cumsum(work) - work
     heaviest_first = np.argsort(-work, kind="stable")
-    return BlockTable(programs[heaviest_first], listed.astype(np.int32), tile[_visits(live, full, runs)])
+    return BlockTable(programs[heaviest_first], column[kind > 0].astype(np.int32), tiles)

@@ -71,35 +71,10 @@ def _masked(scores, t, full_count, block, key_end, num_keys, position, BLOCK_K: 
 
 
 @gluon.jit
-def _consumer(
-    WG: gl.constexpr,
-    q_smem,
-    k_smem,
-    v_smem,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    blocks,
-    key_end,
-    out,
-    lse_HN,
-    run_begin,
-    run_length,
-    list_begin,
-    full_count,
-    count,
-    first_query,
-    head,
-    num_queries,
-    num_keys,
-    num_ancestors,
-    scale_2,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    PACK: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):
+def _consumer(WG: gl.constexpr, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, blocks, key_end, out, lse_HN,
+              run_begin, run_length, list_begin, full_count, count, first_query, head, num_queries, num_keys,
+              num_ancestors, scale_2, H: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
+              BLOCK_K: gl.constexpr):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
     )
@@ -116,17 +91,8 @@ def _consumer(
     token = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=[token])
     mbarrier.arrive(k_empty.index(0), count=1)
-    scores = _masked(
-        scores,
-        0,
-        full_count,
-        _block_of(0, run_begin, run_length, list_begin, blocks),
-        key_end,
-        num_keys,
-        position,
-        BLOCK_K,
-        SCORES,
-    )
+    block = _block_of(0, run_begin, run_length, list_begin, blocks)
+    scores = _masked(scores, 0, full_count, block, key_end, num_keys, position, BLOCK_K, SCORES)
     largest = gl.max(scores, 1) * scale_2
     shift = gl.where(largest == float("-inf"), 0.0, largest)
     p = gl.exp2(scores * scale_2 - shift[:, None])
@@ -141,17 +107,8 @@ def _consumer(
         o_token = warpgroup_mma(p16, v_smem.index(last), acc, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=[s_token])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        scores = _masked(
-            scores,
-            t,
-            full_count,
-            _block_of(t, run_begin, run_length, list_begin, blocks),
-            key_end,
-            num_keys,
-            position,
-            BLOCK_K,
-            SCORES,
-        )
+        block = _block_of(t, run_begin, run_length, list_begin, blocks)
+        scores = _masked(scores, t, full_count, block, key_end, num_keys, position, BLOCK_K, SCORES)
         new_largest = gl.maximum(largest, gl.max(scores, 1) * scale_2)
         shift = gl.where(new_largest == float("-inf"), 0.0, new_largest)
         p = gl.exp2(scores * scale_2 - shift[:, None])
@@ -183,24 +140,9 @@ def _consumer(
     do_not_specialize_on_alignment=["key_end", "programs", "blocks"],
 )
 def forward_kernel(
-    q_NHD,
-    k_desc,
-    v_desc,
-    out_NHD,
-    lse_HN,
-    key_end,
-    programs,
-    blocks,
-    num_queries,
-    num_keys,
-    num_ancestors,
-    scale,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    PACK: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):
+    q_NHD, k_desc, v_desc, out_NHD, lse_HN, key_end, programs, blocks, num_queries, num_keys, num_ancestors, scale,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
     """Grid (H / PACK, blocks of 128 / PACK queries), 4 warps (and 5 more)."""
     DTYPE: gl.constexpr = q_NHD.dtype.element_ty
     head = gl.program_id(0) * PACK
@@ -238,91 +180,15 @@ def forward_kernel(
     scale_2 = scale * 1.4426950408889634
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    0,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    blocks,
-                    key_end,
-                    out_NHD,
-                    lse_HN,
-                    run_begin,
-                    run_length,
-                    list_begin,
-                    full_count,
-                    count,
-                    first_query,
-                    head,
-                    num_queries,
-                    num_keys,
-                    num_ancestors,
-                    scale_2,
-                    H,
-                    D,
-                    PACK,
-                    BLOCK_K,
-                ),
-            ),
-            (
-                _consumer,
-                (
-                    1,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    blocks,
-                    key_end,
-                    out_NHD,
-                    lse_HN,
-                    run_begin,
-                    run_length,
-                    list_begin,
-                    full_count,
-                    count,
-                    first_query,
-                    head,
-                    num_queries,
-                    num_keys,
-                    num_ancestors,
-                    scale_2,
-                    H,
-                    D,
-                    PACK,
-                    BLOCK_K,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    k_desc,
-                    v_desc,
-                    k_smem,
-                    v_smem,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    blocks,
-                    run_begin,
-                    run_length,
-                    list_begin,
-                    count,
-                    column,
-                    BLOCK_K,
-                ),
-            ),
+            (_consumer, (0, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, blocks, key_end, out_NHD, lse_HN,
+                         run_begin, run_length, list_begin, full_count, count, first_query, head, num_queries,
+                         num_keys, num_ancestors, scale_2, H, D, PACK, BLOCK_K)),
+            (_consumer, (1, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, blocks, key_end, out_NHD, lse_HN,
+                         run_begin, run_length, list_begin, full_count, count, first_query, head, num_queries,
+                         num_keys, num_ancestors, scale_2, H, D, PACK, BLOCK_K)),
+            (_producer, (k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, blocks, run_begin,
+                         run_length, list_begin, count, column, BLOCK_K)),
         ],
         [4, 1],
         [232, 24],
-    )
+    )  # fmt: skip

@@ -199,11 +199,11 @@ def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, con
         return whole.without(prefix[0] // block_q, prefix[1] // block_k)
 
     group_size, backward = shape.group_size, config.key_gradients
-    forward = matrix(config.forward, config.forward.pack(group_size)).tables().rows
+    forward = matrix(config.forward, config.forward.pack(group_size)).rows()
     pack = backward.pack(group_size)
     by_keys = matrix(backward, pack)
     if not config.stored_scores_bytes:
-        again = matrix(config.query_gradients, pack).tables().rows
+        again = matrix(config.query_gradients, pack).rows()
         return _HostPlan(num_queries, len(key_end), prefix, [forward, by_keys.tables().columns, again], 0, 0)
     # Elements of a live block, all heads of a group together.
     elements = group_size // pack * backward.rows * backward.keys

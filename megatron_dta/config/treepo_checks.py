@@ -12,6 +12,8 @@ from megatron_dta.errors import InputError
 
 def check_treepo(config: TrainConfig) -> None:
     """Refuse trees that cannot grow, and environments beside what they replace."""
+    if config.data.rollouts:
+        return  # nothing is sampled, and its flags have no effect
     treepo, sampling, environment = config.treepo, config.sampling, config.environment
     if environment.environment is not None:
         if sampling.reward_function is not None:

@@ -28,6 +28,7 @@ from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
+from megatron_dta.rollouts.paths import decoded_tokens
 from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.training.checkpoint import CheckpointSaver
 from megatron_dta.training.hf_weights import save_hf
@@ -136,9 +137,11 @@ class Trainer:
     def _step(self) -> dict[str, Any]:
         """One optimizer step; returns its record of metrics."""
         watch = self._stopwatch(self.progress.iteration + 1)
+        sampled = 0
         if not self.progress.waiting:
             with watch.measure("collect"):
                 rollouts = self._collect()
+            sampled = 0 if self.config.data.rollouts else decoded_tokens(rollouts)
             with watch.measure("prepare"):
                 self.progress.waiting = self.preparation.prepare(rollouts)
             self.progress.collections += 1
@@ -174,7 +177,7 @@ class Trainer:
             "segments": result.segments,
             "peak_in_flight_tokens": result.peak_in_flight_tokens,
             "recomputed_tokens": result.recomputed_tokens,
-            TIMING: self._timing(watch.seconds, tokens, unique),
+            TIMING: self._timing(watch.seconds, tokens, unique, sampled),
         }
 
     def _is_timed(self, iteration: int) -> bool:
@@ -197,12 +200,14 @@ class Trainer:
             raise InputError(f"step {self.progress.iteration + 1}: {error}; lower --lr or --clip-grad") from error
 
     @staticmethod
-    def _timing(seconds: dict[str, float], tokens: int, unique: int) -> dict[str, float]:
+    def _timing(seconds: dict[str, float], tokens: int, unique: int, sampled: int) -> dict[str, float]:
         trained = seconds["plan"] + seconds["train"] + seconds["update"]
+        rollouts = {"sampled_tokens_per_second": sampled / seconds["collect"]} if sampled else {}
         return {
             **{f"{name}_seconds": value for name, value in seconds.items()},
             "tokens_per_second": tokens / trained,
             "unique_tokens_per_second": unique / trained,
+            **rollouts,
         }
 
     def _report_start(self) -> None:

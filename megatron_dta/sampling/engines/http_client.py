@@ -19,6 +19,7 @@ cache serves them; a new affinity goes to the server with the least to do.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import random
@@ -45,6 +46,10 @@ class ServerError(RolloutError):
 
 class TransientFailureError(Exception):
     """One attempt failed in a way that another may not."""
+
+
+class TimedOutError(TransientFailureError):
+    """There was no reply within the time that one attempt has."""
 
 
 class WrongWeightsError(Exception):
@@ -141,6 +146,8 @@ class HttpClient:
         self._thread.start()
         self._session = self.start(self._open_session()).result()
         self._closed = False
+        # What ends before it has closed its engine should not leave a page of warnings.
+        atexit.register(self.close)
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
         """Run a coroutine on the client's loop; from any thread."""
@@ -156,6 +163,7 @@ class HttpClient:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         self.start(self._close_session()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -206,6 +214,8 @@ class HttpClient:
     ) -> Any:
         """One request to one server, tried again there if need be; the JSON of its reply (text where it is none).
 
+        What has timed out is not tried again: it would hold up all servers for as long once more.
+
         Raises:
             ServerError: it failed, or was refused.
         """
@@ -213,6 +223,8 @@ class HttpClient:
         for attempt in range(1, attempts + 1):
             try:
                 return await self._send(server, method, path, body, any_form=True)
+            except TimedOutError as error:
+                raise ServerError(f"{server}: {error}") from error
             except TransientFailureError as error:
                 reason = str(error)
             if attempt < attempts:
@@ -309,8 +321,9 @@ class HttpClient:
                 content = await reply.read()
                 status = reply.status
         except TimeoutError as error:
-            told = _one_line(str(error)) or f"no reply within {self.settings.timeout_s:g} s"
-            raise TransientFailureError(f"{method} {path}: {told}") from error
+            if str(error):  # a connection that was not made
+                raise TransientFailureError(f"{method} {path}: {_told(error)}") from error
+            raise TimedOutError(f"{method} {path}: no reply within {self.settings.timeout_s:g} s") from error
         except (self._aiohttp.ClientError, OSError) as error:
             raise TransientFailureError(f"{method} {path}: {_told(error)}") from error
         if status >= 500 or status in _TRANSIENT:

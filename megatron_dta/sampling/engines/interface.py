@@ -110,10 +110,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def poll(self) -> list[GenerationResult]:
-        """Work or wait until at least one request is finished; those that have finished. Empty only if none runs.
-
-        Callers poll until it is empty, also where they have no request at all: ranks may have to leave together.
-        """
+        """Work or wait until at least one request is finished; those that have finished. Empty only if none runs."""
 
     @abstractmethod
     def release(self, request_ids: Sequence[int]) -> None:
@@ -151,10 +148,11 @@ def generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> li
     """Submit all, wait for all; the results in the order of the requests. Nothing else may be running."""
     engine.submit(requests)
     finished: dict[int, GenerationResult] = {}
-    while results := engine.poll():
+    while len(finished) < len(requests):
+        results = engine.poll()
+        if not results:
+            raise RuntimeError(f"the engine gave {len(finished)} results for {len(requests)} requests")
         finished.update((result.request_id, result) for result in results)
-    if len(finished) < len(requests):
-        raise RuntimeError(f"the engine gave {len(finished)} results for {len(requests)} requests")
     return [finished[request.request_id] for request in requests]
 
 

@@ -48,10 +48,11 @@ class Sequence:
         self.context_length = self.known = len(context)
         self.computed = self.num_pages = self.waiting_children = 0
         self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
-        self._digests: list[bytes] = []
+        self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.known], context)
+        # A long context is mostly its parent's: only what is new needs to be hashed.
+        self._digests = [] if parent is None else parent.digests()[: self.common_with_parent // page_size]
         full = self.digests()
         self.context_digest = extend_digest((full[-1] if full else b"") + b"context", context[len(full) * page_size :])
-        self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.known], context)
         self.is_running = self.was_admitted = self.released = False
 
     @property

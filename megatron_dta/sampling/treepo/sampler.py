@@ -79,10 +79,11 @@ class TreeSampler:
         self._begin(queries, params, iteration)
         self._engine.start(params, iteration)
         self._submit([(i, node) for i, growing in enumerate(self._growing) for node in growing.policy.start()])
-        while results := self._engine.poll():
+        while self._nodes:
+            results = self._engine.poll()
+            if not results:
+                raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
             self._take(results)
-        if self._nodes:
-            raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
         incomplete = [i for i, growing in enumerate(self._growing) if not growing.policy.complete]
         assert not incomplete, f"nothing runs, but the trees of {len(incomplete)} queries are not complete"
         return [growing.policy.tree.in_order() for growing in self._growing]

@@ -50,9 +50,20 @@ class TreeSettings:
             raise ValueError(f"initial_branches_max {self.initial_branches_max} is below {self.initial_branches}")
 
     @classmethod
-    def independent(cls, width: int, max_response_tokens: int) -> TreeSettings:
-        """``width`` independent rollouts: a tree that branches at its root alone."""
-        return cls(width, max_response_tokens, initial_branches=width, branching_factor=1, fallback="none")
+    def independent(cls, width: int, max_response_tokens: int, segment_tokens: int | None = None) -> TreeSettings:
+        """``width`` independent rollouts: a tree that branches at its root alone.
+
+        ``segment_tokens`` is for stops that are looked at when a segment ends.
+        """
+        return cls(
+            width,
+            max_response_tokens,
+            segment_tokens,
+            branching_factor=1,
+            initial_branches=width,
+            budget_transfer=False,
+            fallback="none",
+        )
 
     @classmethod
     def from_config(

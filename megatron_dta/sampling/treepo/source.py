@@ -56,7 +56,9 @@ class TreeSource(RolloutSource):
         sampler = TreeSampler(
             self._engine, settings, self._stops, self._environments, self._config.environment.environment_max_turns
         )
-        groups = _sample(sampler, self._task, prompts, first, self._params, step, self._environments is None)
+        groups = sample_scored_trees(
+            sampler, self._task, prompts, first, self._params, step, self._environments is None
+        )
         if self._environments:
             self._statistics = _total({name: value - before[name] for name, value in self._environments.counts.items()})
         weight = FallbackWeight(self._config.treepo.treepo_fallback_weight)
@@ -91,7 +93,7 @@ class TreeEvaluation(Evaluation):
         settings = TreeSettings.independent(sampling.n_samples_per_eval_prompt, sampling.rollout_max_response_len)
         turns = self._config.environment.environment_max_turns
         sampler = TreeSampler(self._engine, settings, StopRules(), self._environments, turns)
-        groups = _sample(sampler, self._task, self._prompts, 0, self._params, 0, self._environments is None)
+        groups = sample_scored_trees(sampler, self._task, self._prompts, 0, self._params, 0, self._environments is None)
         rollouts = [rollout for tree, rewards in groups for rollout in tree_rollouts(tree, "held out", rewards)]
         return {
             "reward": float(np.mean([rollout.reward for rollout in rollouts])),
@@ -129,14 +131,14 @@ def environment_runner(task: SamplingTask, config: TrainConfig) -> EnvironmentRu
     )
 
 
-def _sample(
+def sample_scored_trees(
     sampler: TreeSampler,
     task: SamplingTask,
     prompts: Sequence[Prompt],
     first: int,
     params: SamplingParams,
     iteration: int,
-    scored: bool,
+    scored: bool = True,
 ) -> list[tuple[SampledTree, dict[int, float] | None]]:
     """The tree of every prompt and, where ``scored``, the reward of each leaf; the same on every rank."""
     mesh = current_mesh()

@@ -1,0 +1,96 @@
+"""Pass@k and maj@k of several answers to each of some problems, from independent rollouts or from trees.
+
+pass@k is the probability that one of k answers is right, estimated from n >= k answers of which c are right by
+1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374): the mean over all k of the n, unbiased where answers are
+independent. maj@k is the probability that the most frequent answer among k is right, ties broken evenly; over all k of
+the n it is estimated by keyed resampling without replacement (Wang et al., arXiv 2203.11171, take k = n).
+
+Leaves of a tree share prefixes, so they are not independent: there the same formulas are the mean over k of the n
+leaves, which says what that tree is worth and not what k independent answers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The n answers to one problem.
+
+    Attributes:
+        answers: what is voted on.
+        rewards: float [n]; an answer is right where its reward is above ``threshold`` of the functions below.
+        decoded_tokens: tokens that were sampled for them, those of shared nodes once.
+    """
+
+    answers: Sequence[Hashable]
+    rewards: Sequence[float]
+    decoded_tokens: int
+
+
+def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
+    """The mean over all ``k`` of ``num_answers`` of whether one is right."""
+    if not 1 <= k <= num_answers or not 0 <= num_right <= num_answers:
+        raise ValueError(f"pass@{k} of {num_answers} answers, {num_right} of them right")
+    return 1 - comb(num_answers - num_right, k) / comb(num_answers, k)
+
+
+def majority_at_k(answers: Sequence[Hashable], is_right: Sequence[bool], k: int, draw: np.random.Generator) -> float:
+    """The mean over ``k`` of the answers of whether the most frequent one is right; exact for k = 1 and k = n."""
+    count = len(answers)
+    if not 1 <= k <= count:
+        raise ValueError(f"maj@{k} of {count} answers")
+    if k == 1:
+        return float(np.mean(is_right))
+    numbers: dict[Hashable, int] = {}
+    names = np.array([numbers.setdefault(answer, len(numbers)) for answer in answers])
+    right = np.asarray(is_right, np.float64)
+    if k == count:
+        return _majority(names, right, len(numbers))
+    rows = draw.permuted(np.tile(np.arange(count), (RESAMPLES, 1)), axis=1)[:, :k]
+    return float(np.mean([_majority(names[row], right[row], len(numbers)) for row in rows]))
+
+
+def _majority(names: np.ndarray, right: np.ndarray, num_names: int) -> float:
+    """Share of the most frequent names that are right. Equal answers are judged alike, or by their mean."""
+    votes = np.bincount(names, minlength=num_names)
+    judged = np.bincount(names, right, num_names)
+    winners = votes == votes.max()
+    return float(np.mean(judged[winners] / votes[winners]))
+
+
+def evaluate_answers(
+    problems: Sequence[Answers], ks: Sequence[int], seed: int, threshold: float = 0.5
+) -> dict[str, float]:
+    """``reward``, ``answers`` and ``decoded_tokens`` (means over problems), and ``pass@k`` and ``maj@k`` for each k.
+
+    A k above the number of answers to some problem is left out.
+    """
+    fewest = min(len(problem.answers) for problem in problems)
+    result = {
+        "reward": float(np.mean([np.mean(problem.rewards) for problem in problems])),
+        "answers": float(np.mean([len(problem.answers) for problem in problems])),
+        "decoded_tokens": float(np.mean([problem.decoded_tokens for problem in problems])),
+    }
+    right = [[reward > threshold for reward in problem.rewards] for problem in problems]
+    for k in ks:
+        if k <= fewest:
+            result[f"pass@{k}"] = float(np.mean([pass_at_k(len(each), sum(each), k) for each in right]))
+    for k in ks:
+        if k <= fewest:
+            result[f"maj@{k}"] = float(
+                np.mean(
+                    [
+                        majority_at_k(problem.answers, each, k, np.random.Generator(np.random.Philox(key=[seed, i])))
+                        for i, (problem, each) in enumerate(zip(problems, right, strict=True))
+                    ]
+                )
+            )
+    return result

@@ -1,0 +1,68 @@
+"""Trees against independent rollouts on held-out prompts, at equal leaves and at equal decoded tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.evaluation import Answers, evaluate_answers
+from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.sampling.source import sampling_params
+from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.sampling.treepo.sampler import TreeSampler
+from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.sampling.treepo.source import sample_scored_trees, stop_rules
+from megatron_dta.sampling.treepo.stops import StopRules
+
+
+def compare_at_equal_tokens(
+    engine: RolloutEngine,
+    task: SamplingTask,
+    config: TrainConfig,
+    ks: Sequence[int],
+    answer_of: Callable[[str], str],
+) -> dict[str, dict[str, float]]:
+    """Metrics (``evaluate_answers``) of ``tree``, ``independent`` (equal leaves) and ``independent, equal tokens``.
+
+    The trees have ``n_samples_per_eval_prompt`` leaves. All three use the random numbers of evaluation.
+    """
+    sampling = config.sampling
+    leaves, longest = sampling.n_samples_per_eval_prompt, sampling.rollout_max_response_len
+    tree = TreeSettings.from_config(config.treepo, replace(sampling, n_samples_per_prompt=leaves), 0, 1)
+    results = {}
+
+    def judge(name: str, settings: TreeSettings, stops: StopRules) -> None:
+        problems = _answers(engine, task, config, settings, stops, answer_of)
+        results[name] = evaluate_answers(problems, ks, config.optimization.seed)
+
+    rules = stop_rules(task, config)
+    judge("tree", tree, rules)
+    judge("independent", TreeSettings.independent(leaves, longest, tree.segment_tokens), rules)
+    per_response = results["independent"]["decoded_tokens"] / leaves
+    affordable = max(1, int(results["tree"]["decoded_tokens"] / per_response))
+    judge("independent, equal tokens", TreeSettings.independent(affordable, longest, tree.segment_tokens), rules)
+    return results
+
+
+def _answers(
+    engine: RolloutEngine,
+    task: SamplingTask,
+    config: TrainConfig,
+    settings: TreeSettings,
+    stops: StopRules,
+    answer_of: Callable[[str], str],
+) -> list[Answers]:
+    """What each held-out prompt is answered."""
+    sampling = config.sampling
+    temperature = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
+    params = sampling_params(task, sampling, config.optimization.seed)
+    params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
+    prompts = task.eval_prompts[: config.logging.eval_iters]
+    trees = sample_scored_trees(TreeSampler(engine, settings, stops), task, prompts, 0, params, 0)
+    found = []
+    for tree, rewards in trees:
+        texts = [task.tokenizer.decode(tree.tokens(leaf)[tree.nodes[0].length :].tolist()) for leaf in tree.leaves]
+        found.append(Answers([answer_of(t) for t in texts], [rewards[i] for i in tree.leaves], tree.decoded_tokens))
+    return found

@@ -1,0 +1,63 @@
+"""A base class for environments whose model calls tools: the model writes a call, the next turn has the result.
+
+A call is one JSON object between tags, anywhere in the model's turn; several calls of a turn are answered in order:
+
+    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>   ->   <tool_response>3</tool_response>
+
+Subclasses give ``tools`` (functions by name) and ``finish``, which judges a turn without a call: it is the answer and
+ends the episode. A call that cannot be understood, or a tool that raises, is answered with the error, which the model
+can react to; it ends nothing.
+
+    class Calculator(ToolEnvironment):
+        tools = {"add": lambda a, b: a + b}
+
+        def finish(self, answer):
+            return float(answer.strip() == str(self.record["answer"]))
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+
+class ToolEnvironment(ABC):
+    """An environment for ``--environment``; see the top of the module.
+
+    Attributes:
+        tools: what can be called, by name; arguments are passed by name.
+        call_reward: reward of each turn that calls tools.
+        before, after: what stands around the answers of a turn, such as a chat template's markers.
+    """
+
+    tools: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    call_reward: float = 0.0
+    before: str = ""
+    after: str = ""
+
+    def reset(self, record: Mapping[str, Any]) -> str | None:
+        """Keep the prompt's record; nothing is put behind the prompt."""
+        self.record = record
+        return None
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Answer the calls of a turn, or judge it where there are none."""
+        calls = re.findall(r"<tool_call>(.*?)</tool_call>", action, flags=re.DOTALL)
+        if not calls:
+            return "", self.finish(action), True
+        answers = "".join(f"<tool_response>{self._answer(call)}</tool_response>" for call in calls)
+        return self.before + answers + self.after, self.call_reward, False
+
+    @abstractmethod
+    def finish(self, answer: str) -> float:
+        """Reward of the last turn."""
+
+    def _answer(self, call: str) -> str:
+        try:
+            request = json.loads(call)
+            return str(self.tools[request["name"]](**request.get("arguments", {})))
+        except Exception as error:
+            return " ".join(f"error: {type(error).__name__}: {error}".split())

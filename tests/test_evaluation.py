@@ -1,0 +1,86 @@
+"""Pass@k and maj@k against enumeration, and the tool that compares trees with independent rollouts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from conftest import REPOSITORY
+from megatron_dta.sampling.evaluation import Answers, evaluate_answers, majority_at_k, pass_at_k
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_against_all_choices_of_k(seed: int):
+    rng = np.random.default_rng(seed)
+    for _ in range(12):
+        count = int(rng.integers(1, 9))
+        k = int(rng.integers(1, count + 1))
+        answers = [str(a) for a in rng.integers(0, 4, count)]
+        right = [answer in ("0", "3") for answer in answers]
+        chosen = list(itertools.combinations(range(count), k))
+        expected = np.mean([any(right[i] for i in subset) for subset in chosen])
+        assert abs(pass_at_k(count, sum(right), k) - expected) < 1e-12
+        majority = []
+        for subset in chosen:
+            votes = Counter(answers[i] for i in subset)
+            best = [answer for answer, n in votes.items() if n == max(votes.values())]
+            majority.append(np.mean([answer in ("0", "3") for answer in best]))
+        found = majority_at_k(answers, right, k, np.random.default_rng(1))
+        tolerance = 1e-12 if k in (1, count) else 4 * np.std(majority) / np.sqrt(1000) + 1e-12
+        assert abs(found - np.mean(majority)) <= tolerance
+    with pytest.raises(ValueError, match="pass@3 of 2"):
+        pass_at_k(2, 1, 3)
+    with pytest.raises(ValueError, match="maj@3 of 2"):
+        majority_at_k(["a", "b"], [True, False], 3, np.random.default_rng(0))
+
+
+def test_means_over_problems():
+    problems = [Answers(["a", "a", "b"], [1, 1, 0], 10), Answers(["c", "d"], [0, 1], 6)]
+    found = evaluate_answers(problems, [1, 2, 3], seed=0)
+    assert found["answers"] == 2.5
+    assert found["decoded_tokens"] == 8
+    assert found["pass@1"] == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert found["pass@2"] == 1.0
+    assert found["maj@2"] == pytest.approx((2 / 3 * 0.5 + 1 / 3 + 0.5) / 2, abs=0.05)
+    assert "pass@3" not in found
+
+
+def test_the_tool(tmp_path):
+    """On a checkpoint of an untrained model: three columns, the third at no more decoded tokens than the trees."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
+    model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 16 --max-position-embeddings 32 "
+    model += "--task arithmetic --arithmetic-max-operand 9 --rollout-max-response-len 6 "
+    train = f"-m megatron_dta.train {model} --train-iters 1 --save {tmp_path}/run --rollout-batch-size 2"
+    run = [sys.executable, *train.split()]
+    subprocess.run(run, check=True, capture_output=True, cwd=REPOSITORY, env=environment)
+    judge = f"tools/evaluate_sampling.py {model} --load {tmp_path}/run --treepo-segment-length 1 --k 1 4 8 64 "
+    judge += f"--n-samples-per-eval-prompt 8 --eval-interval 1 --eval-iters 5 --output {tmp_path}/out.json"
+    done = subprocess.run(
+        [sys.executable, *judge.split()], capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert list(results) == ["tree", "independent", "independent, equal tokens"]
+    tree, equal, cheap = results.values()
+    assert tree["answers"] == equal["answers"] == 8
+    assert tree["decoded_tokens"] < equal["decoded_tokens"]
+    assert cheap["answers"] < 8
+    assert cheap["decoded_tokens"] < 1.3 * tree["decoded_tokens"]
+    assert all({"pass@1", "maj@4", "pass@4"} <= set(values) for values in results.values())
+    assert all(values["pass@1"] <= values["pass@4"] for values in results.values())
+    assert "pass@64" not in tree
+    for line in ("tree", "pass@4", "decoded_tokens"):
+        assert line in done.stdout
+    bad = subprocess.run(
+        [sys.executable, *judge.replace("--k 1", "--k 0").split()],
+        capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False,
+    )  # fmt: skip
+    assert bad.returncode == 2
+    assert bad.stderr.strip() == "error: --k 0: must be at least 1"

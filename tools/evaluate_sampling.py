@@ -1,0 +1,104 @@
+"""Judges a checkpoint on held-out prompts by pass@k and maj@k: independent rollouts and trees at equal decoded tokens.
+
+    python tools/evaluate_sampling.py --load runs/first [the model's and the sampler's flags, --treepo-...]
+        [--k 1 4 16] [--answer boxed|text|PATTERN] [--output FILE.json]
+
+Trees have --n-samples-per-eval-prompt leaves and the shape that the --treepo flags give. Independent rollouts are
+sampled twice: as many as the trees have leaves, and as many as the trees' decoded tokens pay for (the same number for
+each prompt, rounded down, at least 1). Answers are voted on as text: the whole response, its last \\boxed{...}, or the
+last match of a regular expression (its first group, if it has one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.rollouts.files import replacing
+from megatron_dta.train import quieten_libraries
+
+
+def main() -> None:
+    """Read the flags, load the weights, sample both ways, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="k of pass@k and maj@k")
+    parser.add_argument("--answer", default="text", help="what is voted on: text, boxed or a regular expression")
+    parser.add_argument("--output", metavar="FILE", help="JSON file for the results")
+    own, others = parser.parse_known_args()
+    if min(own.k) < 1:
+        raise InputError(f"--k {min(own.k)}: must be at least 1")
+    answer_of = _answer_rule(own.answer)
+    config = parse_arguments(["--rollout-method", "treepo", *others])
+    if config.checkpoint.load is None:
+        raise InputError("--load is missing: the folder of the checkpoint to judge")
+    if config.environment.environment is not None:
+        raise InputError("--environment is not supported here: answers are those of one turn")
+
+    quieten_libraries()
+    results = _evaluate(config, own.k, answer_of)
+    _print(results)
+    if own.output:
+        with replacing(Path(own.output)) as temporary:
+            temporary.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _evaluate(config: Any, ks: list[int], answer_of: Callable[[str], str]) -> dict[str, dict[str, float]]:
+    """Metrics of trees and of independent rollouts."""
+    # Megatron takes seconds to import; wrong flags are told before.
+    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.sampling.engines.build import build_engine
+    from megatron_dta.sampling.task import build_task
+    from megatron_dta.sampling.treepo.evaluation import compare_at_equal_tokens
+    from megatron_dta.training.checkpoint import load_weights
+    from megatron_dta.training.checkpoint_files import find_checkpoint
+
+    checkpoint = find_checkpoint(config.checkpoint.load)
+    if checkpoint is None:
+        raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
+    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size)
+    if not task.eval_prompts:
+        raise InputError("there are no held-out prompts: give --eval-prompt-data")
+    model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
+    device = initialize_parallel(config.optimization.seed, config.parallel)
+    model = build_model(model_config, device, config.parallel)
+    load_weights(checkpoint, model_config, model)
+    return compare_at_equal_tokens(build_engine(config.sampling, model), task, config, ks, answer_of)
+
+
+def _answer_rule(name: str) -> Callable[[str], str]:
+    if name == "text":
+        return str.strip
+    if name == "boxed":
+        from megatron_dta.sampling.treepo.stops import boxed_answer
+
+        return lambda text: (boxed_answer(text) or "").strip()
+    try:
+        pattern = re.compile(name)
+    except re.error as error:
+        raise InputError(f"--answer {name}: not text, boxed or a regular expression: {error}") from None
+
+    def last_match(text: str) -> str:
+        found = list(pattern.finditer(text))
+        return "" if not found else (found[-1].group(1) if pattern.groups else found[-1].group()).strip()
+
+    return last_match
+
+
+def _print(results: dict[str, dict[str, float]]) -> None:
+    names = list(results)
+    width = max(map(len, names)) + 2
+    print(" " * 16 + "".join(name.rjust(width) for name in names))
+    for metric in dict.fromkeys(metric for values in results.values() for metric in values):
+        cells = [format(values[metric], ".4f") if metric in values else "-" for values in results.values()]
+        print(metric.ljust(16) + "".join(cell.rjust(width) for cell in cells))
+
+
+if __name__ == "__main__":
+    run_entry_point(main)
