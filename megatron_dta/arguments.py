@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.checks import check_config
 from megatron_dta.config.options import flag_of
+from megatron_dta.conversion.hf_arguments import add_hf_settings
 from megatron_dta.errors import InputError
 
 
@@ -27,19 +28,29 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
     """The checked settings that ``argv`` (``sys.argv[1:]`` if None) asks for; raises ``InputError``."""
-    values = vars(build_parser().parse_args(argv))
+    given = add_hf_settings(vars(build_parser().parse_args(argv)))
     topics = {}
     for topic, dataclass_type in _topics().items():
-        topics[topic] = dataclass_type(**{setting.name: values[setting.name] for setting in _flags(dataclass_type)})
+        names = [setting.name for setting in _flags(dataclass_type)]
+        missing = [flag_of(setting) for setting in _flags(dataclass_type) if _is_missing(setting, given)]
+        if missing:
+            raise InputError(
+                f"the following arguments are required: {', '.join(missing)}; give them, or --hf-checkpoint with a "
+                "folder that holds a config.json (--help lists all flags)"
+            )
+        topics[topic] = dataclass_type(**{name: given[name] for name in names if name in given})
     config = TrainConfig(**topics)
     check_config(config)
     return config
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """One argument group for each topic of ``TrainConfig``."""
+    """One argument group for each topic of ``TrainConfig``. What it parses holds only the flags that were given."""
     parser = _Parser(
-        prog="python -m megatron_dta.train", description="Exact RL training on prefix trees.", allow_abbrev=False
+        prog="python -m megatron_dta.train",
+        description="Exact RL training on prefix trees.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     for topic, dataclass_type in _topics().items():
         group = parser.add_argument_group(topic)
@@ -57,6 +68,10 @@ def _flags(dataclass_type: type) -> list[Field]:
     return [setting for setting in fields(dataclass_type) if setting.metadata["command_line"]]
 
 
+def _is_missing(setting: Field, given: dict[str, Any]) -> bool:
+    return setting.default is MISSING and setting.name not in given
+
+
 def _argparse_options(setting: Field, hint: Any) -> dict[str, Any]:
     """Keyword arguments of ``add_argument`` for one field; ``hint`` is its type: a scalar, a list, either or None."""
     required = setting.default is MISSING
@@ -66,10 +81,10 @@ def _argparse_options(setting: Field, hint: Any) -> dict[str, Any]:
     if get_origin(hint) in (types.UnionType, Union):
         (hint,) = (kind for kind in get_args(hint) if kind is not type(None))
     if required:
-        help_text += " Required."
+        help_text += " Required without --hf-checkpoint."
     elif setting.default is not None:
         help_text += f" Default: {setting.default}."
-    options = {"help": help_text, "default": None if required else setting.default, "required": required}
+    options: dict[str, Any] = {"help": help_text}
     if get_origin(hint) is list:
         (hint,) = get_args(hint)
         options["nargs"] = "+"

@@ -47,11 +47,12 @@ def _patch_torch_cuda() -> None:
     """Weights, rotary tables and gradient buffers are made on ``torch.cuda.current_device()``: let that be the CPU.
 
     Saving a checkpoint waits for ``torch.cuda.synchronize()``, and 0.19 asks for ``current_stream()``: here there is
-    nothing to wait for.
+    nothing to wait for. A last pipeline stage moves its copy of a tied embedding to the GPU before it is filled.
     """
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: _NoStream()
+    torch.Tensor.cuda = lambda self, *_, **__: self
 
 
 class _NoStream:

@@ -45,13 +45,11 @@ class Rank:
     """One rank's part of a run."""
 
     def __init__(self, stretch: Stretch) -> None:
-        from megatron.core import parallel_state
-
-        from megatron_dta.model import build_model, current_mesh, initialize_parallel
+        from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
         from megatron_dta.training.optimizer import TrainingOptimizer
         from megatron_dta.training.random_state import seed_random_states
 
-        parallel_state.destroy_model_parallel()
+        destroy_parallel()
         device = initialize_parallel(stretch.seed, stretch.parallel)
         seed_random_states(stretch.seed)
         self.config = TrainConfig(model=stretch.model, optimization=stretch.rates, parallel=stretch.parallel)

@@ -50,6 +50,7 @@ class RankResult:
 
     tensor_rank: int
     data_rank: int
+    stage: int = 0
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     logprobs: list[Any] = field(default_factory=list)
@@ -106,15 +107,35 @@ def _process(function: Callable[[int, Any], Any], rank: int, world_size: int, fo
 
 def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
     """Every case in turn; the mesh is made anew where its sizes change."""
-    from megatron.core import parallel_state
+    from megatron_dta.model import destroy_parallel
 
     results, sizes = {}, None
     for name, case in cases.items():
-        if sizes not in (None, case.parallel.tensor_model_parallel_size):
-            parallel_state.destroy_model_parallel()
-        sizes = case.parallel.tensor_model_parallel_size
+        parallel = case.parallel
+        wanted = (
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.num_virtual_stages_per_pipeline_rank,
+        )
+        if sizes not in (None, wanted):
+            destroy_parallel()
+        sizes = wanted
         results[name] = _run_case(case)
     return results
+
+
+def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The rank's parameters by their names in the whole model; a tied output weight is not there twice."""
+    found = {}
+    for part in model.parts:
+        for name, parameter in part.named_parameters():
+            if name.startswith("decoder.layers."):
+                head, layer, rest = name.removeprefix("decoder.").split(".", 2)
+                name = f"decoder.{head}.{int(layer) + part.first_layer}.{rest}"
+            if name == "output_layer.weight" and part.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            found[name] = parameter
+    return found
 
 
 def _run_case(case: MeshCase) -> RankResult:
@@ -128,15 +149,19 @@ def _run_case(case: MeshCase) -> RankResult:
 
     device = initialize_parallel(5, case.parallel)
     mesh = current_mesh()
-    result = RankResult(mesh.tensor_rank, mesh.data_rank)
+    result = RankResult(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank)
     model = build_model(case.model, device, case.parallel)
-    result.initial = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.load_state_dict(shard_weights(case.weights, case.model, mesh.tensor_rank, mesh.tensor_size))
+    parameters = named_parameters(model)
+    result.initial = {name: p.detach().clone() for name, p in parameters.items()}
+    shard = shard_weights(case.weights, case.model, mesh.tensor_rank, mesh.tensor_size)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(shard[name])
     optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3), case.parallel)
-    engine = TreeEngine(optimizer.model, case.temperature, case.tree.logprob_chunk_tokens)
+    engine = TreeEngine(optimizer.chunks, case.temperature, case.tree.logprob_chunk_tokens)
     own = [case.samples[i] for i in case.partition[mesh.data_rank]]
     counts = count_trained([sample.num_trained for sample in case.samples])
-    batch = prepare_batch(own, case.tree, case.aggregation, counts)
+    batch = prepare_batch(own, case.tree, case.aggregation, counts, engine.pipeline(case.tree.tree_segment_tokens))
     result.logprobs = engine.compute_logprobs(batch)
     if case.parallel.overlap_grad_reduce:
         # In its first step Megatron only learns which gradients to expect; from the second on it overlaps.
@@ -150,7 +175,7 @@ def _run_case(case: MeshCase) -> RankResult:
     result.metrics = {name: float(value) for name, value in step.metrics.items()}
     if case.sabotage != "reduction":
         optimizer.reduce_gradients()
-    result.gradients = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+    result.gradients = {name: p.main_grad.clone() for name, p in parameters.items()}
     optimizer.optimizer.prepare_grads()
     result.grad_norm = float(optimizer.optimizer.get_grad_norm())
     return result

@@ -23,7 +23,7 @@ def gradients_in_buffers(model: ModelConfig, weights: dict[str, torch.Tensor], s
     tree_model.load_state_dict(weights)
     optimizer = TrainingOptimizer(tree_model, OptimizationConfig(train_iters=1, lr=1e-3))
     optimizer.zero_grad()
-    TreeEngine(optimizer.model, TEMPERATURE).forward_backward(prepare_batch(samples, tree), GRPO)
+    TreeEngine(optimizer.chunks, TEMPERATURE).forward_backward(prepare_batch(samples, tree), GRPO)
     return {name: p.main_grad.clone() for name, p in tree_model.named_parameters()}
 
 

@@ -166,7 +166,7 @@ def test_changed_rates_hold_and_are_reported(tmp_path: Path) -> None:
     [
         ({"num_layers": 3}, "--num-layers is 2 there and 3 here"),
         ({"vocab_size": 38}, "--vocab-size is 37 there and 38 here"),
-        ({"rotary_base": 5000}, "--rotary-base is 10000 there and 5000 here"),
+        ({"rotary_base": 5000}, "--rotary-base is 10000.0 there and 5000 here"),
         ({"params_dtype": torch.bfloat16}, "the dtype (--bf16) is torch.float32 there and torch.bfloat16 here"),
     ],
 )

@@ -45,15 +45,15 @@ def _train(
     save: Path | None = None,
 ) -> tuple[list, dict[str, torch.Tensor]]:
     """Losses and gradient norms of steps, in the third of which one replica is idle, and the weights then."""
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
 
     from megatron_dta.engine import TreeEngine, prepare_batch
-    from megatron_dta.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
     from megatron_dta.objectives.weights import count_trained
     from megatron_dta.parity import random_training_samples
     from megatron_dta.training.optimizer import TrainingOptimizer
 
-    parallel_state.destroy_model_parallel()
+    destroy_parallel()
     device, mesh = initialize_parallel(5, parallel), current_mesh()
     # As many rows of the embedding on one tensor rank as on two, so that their random weights are the same.
     unit = 8 // parallel.tensor_model_parallel_size
@@ -62,7 +62,7 @@ def _train(
     # Clipping would multiply by the norm, which the two add up in another order.
     settings_of_steps = OptimizationConfig(train_iters=5, lr=1e-2, clip_grad=0.0)
     optimizer = TrainingOptimizer(model, settings_of_steps, parallel)
-    engine = TreeEngine(optimizer.model)
+    engine = TreeEngine(optimizer.chunks)
     samples = random_training_samples(branching_sequences(np.random.default_rng(3), count=12, longest=30), seed=3)
     counts = count_trained([sample.num_trained for sample in samples])
     record = []

@@ -34,18 +34,17 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 9
 
 def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[str, Any]]:
     """Run commands one after another; a job's second part names a rank that gets a SIGTERM after its second step."""
-    from megatron.core import parallel_state
     from rich.console import Console
 
     from megatron_dta.arguments import parse_arguments
+    from megatron_dta.model import destroy_parallel
     from megatron_dta.training.loop import Trainer
     from megatron_dta.training.setup import build_trainer
 
     os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
     found = []
     for arguments, terminated in jobs:
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        destroy_parallel()
         output = io.StringIO()
         trainer: Trainer = build_trainer(parse_arguments(arguments.split()), Console(file=output, width=300))
         if terminated == str(rank):

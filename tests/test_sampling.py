@@ -40,7 +40,7 @@ def full_logprobs(model, tokens: np.ndarray, temperature: float) -> np.ndarray:
     """log-softmax of every position of one sequence [T, V], in one pass without a cache that outlives it."""
     weight = model.output_weight()
     cache = DecodeCache(
-        model.config.num_layers, 1, model.config.num_query_groups, model.config.kv_channels, weight.dtype, weight.device
+        model.layer_numbers, 1, model.config.num_query_groups, model.config.kv_channels, weight.dtype, weight.device
     )
     with torch.no_grad():
         context = append_context(cache, torch.tensor([len(tokens)]))
@@ -290,7 +290,7 @@ def test_the_model_is_left_as_it_was_and_can_be_trained():
     assert model.training
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     device = model.output_weight().device
-    cache = DecodeCache(3, 1, 4, 8, torch.float64, device)
+    cache = DecodeCache([1, 2, 3], 1, 4, 8, torch.float64, device)
     assert model(torch.tensor([[1]], device=device), append_context(cache, torch.tensor([1]))).requires_grad
 
 

@@ -15,7 +15,6 @@ from megatron_dta.planning import (
     allocate_slots,
     choose_kept_segments,
     depth_first_schedule,
-    forward_only_schedule,
     plan_segments,
     recompute,
 )
@@ -98,7 +97,8 @@ def test_depth_first_schedule(seed: int) -> None:
 def test_slots_of_live_segments_do_not_overlap(seed: int, kind: str) -> None:
     rng = seed_all(seed)
     plan = random_plan(rng, int(rng.integers(1, 20)))
-    schedule = forward_only_schedule(plan) if kind == "forward only" else depth_first_schedule(plan)
+    forwards = [Op(OpKind.FORWARD, segment) for segment in range(plan.num_segments)]
+    schedule = forwards if kind == "forward only" else depth_first_schedule(plan)
     if kind in ("pipelined", "some backwards"):
         schedule = pipelined_schedule(rng, plan)
     if kind == "some backwards":
@@ -143,7 +143,7 @@ def test_schedules_that_cannot_run_are_refused(ops: list[tuple[OpKind, int]], me
 
 def test_empty_plan() -> None:
     plan = plan_segments(build_prefix_tree([]), 4)
-    assert depth_first_schedule(plan) == forward_only_schedule(plan) == []
+    assert depth_first_schedule(plan) == []
     start, num_slots = allocate_slots(plan, [])
     assert (len(start), num_slots) == (0, 0)
     for budget in (None, 0, 5):

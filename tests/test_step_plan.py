@@ -166,5 +166,5 @@ def test_tokens_after_the_last_trained_one_are_not_computed():
 def test_an_empty_batch_has_an_empty_plan():
     plan = plan_step([], "dta", 100)
     assert plan.num_pairs == 0
-    assert plan.training_ops == []
+    assert plan.training.schedule.ops == [[]]
     assert build_prefix_tree([]).num_tokens == 0

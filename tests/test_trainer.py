@@ -196,7 +196,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_reported(tmp_path: Path) -> No
     write_rollouts(tmp_path / "r.jsonl", rollouts)
     arguments = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 2 --old-logprobs recompute --train-iters 6"
     trainer, _ = make_trainer(f"{arguments} --metrics-file {tmp_path}/m.jsonl")
-    model = trainer.engine.tree_model
+    model = trainer.model
     for _ in range(6):
         before = {name: values.detach().clone() for name, values in model.named_parameters()}
         record = trainer._step()
@@ -266,9 +266,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
 
     fine, output = make_trainer(f"{common} --load {first} --finetune --save {second} --train-iters 1")
     assert fine.progress.iteration == 0
-    for (name, values), expected in zip(
-        fine.engine.tree_model.named_parameters(), again.engine.tree_model.parameters(), strict=True
-    ):
+    for (name, values), expected in zip(fine.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(values, expected), name
     fine.run()
     # The same command again: its own checkpoint goes before --load.
@@ -278,6 +276,6 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         make_trainer(f"{common} --save {second} --kl-loss-coef 0.1")
     reference, _ = make_trainer(f"{common} --save {second} --kl-loss-coef 0.1 --ref-load {first}")
     for values, expected in zip(
-        reference.preparation.reference.tree_model.parameters(), again.engine.tree_model.parameters(), strict=True
+        reference.preparation.reference.tree_models[0].parameters(), again.model.parameters(), strict=True
     ):
         assert torch.equal(values, expected)

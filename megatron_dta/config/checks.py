@@ -13,6 +13,7 @@ from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.config.train import TrainConfig, settings_of
 from megatron_dta.errors import InputError
 
@@ -59,12 +60,7 @@ def _check_model(config: TrainConfig) -> None:
         raise InputError(f"--num-query-groups {groups} needs --group-query-attention")
     if heads % groups:
         raise InputError(f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
-    rotated = int(model.kv_channels * model.rotary_percent)
-    if rotated == 0 or rotated % 2:
-        raise InputError(
-            f"--rotary-percent {model.rotary_percent} rotates {rotated} of {model.kv_channels} channels per head; "
-            "that must be an even number above 0, so change --rotary-percent or --kv-channels"
-        )
+    check_rotary(model)
     check_dropout(model)
     if model.bf16 and model.fp16:
         raise InputError("--bf16 and --fp16 conflict; keep --bf16")
@@ -73,6 +69,33 @@ def _check_model(config: TrainConfig) -> None:
     if model.transformer_impl != "local":
         raise InputError(f"--transformer-impl {model.transformer_impl} is not supported yet; use local")
     _check_recompute(config)
+
+
+def check_rotary(model: ModelConfig) -> None:
+    """Refuse rotary positions that cannot be computed, or two scalings at once."""
+    rotated = int(model.kv_channels * model.rotary_percent)
+    if rotated == 0 or rotated % 2:
+        raise InputError(
+            f"--rotary-percent {model.rotary_percent} rotates {rotated} of {model.kv_channels} channels per head; "
+            "that must be an even number above 0, so change --rotary-percent or --kv-channels"
+        )
+    scalings = {
+        "--position-embedding-type yarn": model.position_embedding_type == "yarn",
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
+    }
+    given = [flag for flag, present in scalings.items() if present]
+    if len(given) > 1:
+        raise InputError(f"{given[0]} and {given[1]} are two scalings of the rotary positions; keep one of them")
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    if low >= high:
+        raise InputError(
+            f"--rope-scaling-low-freq-factor {low:g} must be below --rope-scaling-high-freq-factor {high:g}"
+        )
+    if model.yarn_beta_slow > model.yarn_beta_fast:
+        raise InputError(
+            f"--yarn-beta-slow {model.yarn_beta_slow:g} must not be above --yarn-beta-fast {model.yarn_beta_fast:g}"
+        )
 
 
 def check_dropout(model: ModelConfig) -> None:
@@ -183,6 +206,10 @@ def _check_parallel(config: TrainConfig) -> None:
         "tensor_model_parallel_size",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+        "pipeline_in_flight_tokens",
         "sequence_parallel",
         "use_distributed_optimizer",
         "overlap_grad_reduce",
@@ -194,17 +221,21 @@ def _check_parallel(config: TrainConfig) -> None:
             raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")
     check_tensor_parallel(config.model, config.parallel)
     check_experts(config.model, config.parallel)
+    if config.parallel.pipeline_model_parallel_size > 1:
+        stage_layers(config.model, config.parallel)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a number of processes that the mesh cannot use whole."""
-    size = parallel.tensor_model_parallel_size
-    if world_size % size:
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if world_size % (tensor * pipeline):
+        sizes = (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline))
+        flags = " x ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
         raise InputError(
-            f"--tensor-model-parallel-size {size} does not divide the {world_size} processes; start a multiple of "
-            f"{size} (torchrun --nproc-per-node) or change the flag"
+            f"{flags} does not divide the {world_size} processes; start a multiple of {tensor * pipeline} "
+            "(torchrun --nproc-per-node) or change the flags"
         )
 
 
@@ -260,6 +291,20 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--save": (config.checkpoint.save is not None, "save_interval async_save keep_checkpoints"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
+        "--pipeline-model-parallel-size above 1": (
+            config.parallel.pipeline_model_parallel_size > 1,
+            "num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout pipeline_in_flight_tokens",
+        ),
+        "--use-rope-scaling": (
+            config.model.use_rope_scaling,
+            "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "
+            "rope_scaling_original_max_position_embeddings",
+        ),
+        "--position-embedding-type yarn": (
+            config.model.position_embedding_type == "yarn",
+            "rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale "
+            "mscale_all_dim no_yarn_correction_range_round_to_int",
+        ),
         "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
     }

@@ -37,9 +37,32 @@ class ModelConfig:
     normalization: str = option("RMSNorm", "Kind of normalization.", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", above=0)
     swiglu: bool = option(False, "Gated linear units with SiLU in the feed-forward layer, instead of GELU.")
-    position_embedding_type: str = option("rope", "Position embedding.", choices=("rope",))
-    rotary_base: int = option(10000, "Base of the rotary frequencies.", minimum=1)
+    position_embedding_type: str = option("rope", "Position embedding.", choices=("rope", "yarn"))
+    rotary_base: float = option(10000.0, "Base of the rotary frequencies.", above=1)
     rotary_percent: float = option(1.0, "Part of each head that is rotated, above 0 and at most 1.", above=0, maximum=1)
+    rotary_seq_len_interpolation_factor: float | None = option(
+        None, "Positions are divided by this (linear scaling of rotary positions).", above=0
+    )
+    use_rope_scaling: bool = option(False, "Llama 3's scaling of rotary frequencies.")
+    rope_scaling_factor: float = option(8.0, "Llama 3's scaling: low frequencies are divided by this.", above=0)
+    rope_scaling_low_freq_factor: float = option(
+        1.0, "Llama 3's scaling: frequencies of less than so many turns over the original length are low.", above=0
+    )
+    rope_scaling_high_freq_factor: float = option(
+        4.0, "Llama 3's scaling: frequencies of more than so many turns over the original length are kept.", above=0
+    )
+    rope_scaling_original_max_position_embeddings: int = option(
+        8192, "Llama 3's scaling: length of the model before it.", minimum=1
+    )
+    rotary_scaling_factor: float = option(1.0, "YaRN: low frequencies are divided by this.", above=0)
+    yarn_original_max_position_embeddings: int = option(4096, "YaRN: length of the model before it.", minimum=1)
+    yarn_beta_fast: float = option(32.0, "YaRN: frequencies of more turns over that length are kept.", above=0)
+    yarn_beta_slow: float = option(1.0, "YaRN: frequencies of fewer turns over that length are divided.", above=0)
+    no_yarn_correction_range_round_to_int: bool = option(
+        False, "YaRN: do not round the two ends of the range of frequencies between them."
+    )
+    mscale: float = option(1.0, "YaRN: growth of cosine and sine with the logarithm of the scaling factor.")
+    mscale_all_dim: float = option(0.0, "YaRN: the same, in the denominator.")
     qk_layernorm: bool = option(False, "Normalize queries and keys per head.")
     add_qkv_bias: bool = option(False, "Bias on the query, key and value projection only.")
     disable_bias_linear: bool = option(False, "No bias on the linear layers.")

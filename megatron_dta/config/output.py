@@ -22,6 +22,11 @@ class CheckpointConfig:
     )
     finetune: bool = option(False, "Take only the weights from --load; optimizer, step and randomness start anew.")
     exit_on_missing_checkpoint: bool = option(False, "Stop if neither --save nor --load holds a checkpoint.")
+    hf_checkpoint: str | None = option(
+        None,
+        "Folder of a Hugging Face checkpoint whose config.json decides the model's settings, and whose tokenizer the "
+        "prompts get. Its weights are not loaded.",
+    )
     ref_load: str | None = option(
         None, "Checkpoint of the KL reference model (default: the weights this run started from)."
     )

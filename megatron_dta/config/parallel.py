@@ -1,4 +1,4 @@
-"""The mesh: tensor and sequence parallelism; the processes that remain are data-parallel.
+"""The mesh: tensor, sequence and pipeline parallelism; the processes that remain are data-parallel.
 
 Flags of what is not there yet exist so that a command written for Megatron fails with a reason.
 """
@@ -16,7 +16,20 @@ class ParallelConfig:
     """Sizes of Megatron's process groups."""
 
     tensor_model_parallel_size: int = option(1, "Processes that share every layer.", minimum=1)
-    pipeline_model_parallel_size: int = option(1, "Processes that share the stack of layers; only 1 so far.", minimum=1)
+    pipeline_model_parallel_size: int = option(1, "Stages that share the stack of layers.", minimum=1)
+    num_virtual_stages_per_pipeline_rank: int = option(
+        1, "Parts of the stack on every pipeline rank (interleaved stages).", minimum=1
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None,
+        "Layers of each stage in Megatron's notation (E embedding, t layer, L loss, | between stages, as in "
+        "'Ett|ttt|tttL'), or auto for the division that the cost model finds best (default: equal numbers).",
+    )
+    pipeline_in_flight_tokens: int | None = option(
+        None,
+        "Most tokens whose activations a pipeline stage holds (default: 1.5 x what one stage alone would hold).",
+        minimum=1,
+    )
     context_parallel_size: int = option(1, "Processes that share a sequence; only 1 so far.", minimum=1)
     expert_model_parallel_size: int = option(1, "Processes that share the experts of a layer.", minimum=1)
     expert_tensor_parallel_size: int | None = option(

@@ -10,6 +10,7 @@ from megatron_dta.config.data import DataConfig, SamplingConfig
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
+from megatron_dta.config.options import flag_of
 from megatron_dta.config.output import CheckpointConfig, LoggingConfig
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.tree import TreeConfig
@@ -36,3 +37,11 @@ def settings_of(config: TrainConfig) -> Iterator[tuple[str, Field, Any]]:
         values = getattr(config, topic.name)
         for setting in fields(values):
             yield topic.name, setting, getattr(values, setting.name)
+
+
+def settings_by_flag(config: TrainConfig) -> dict[str, Any]:
+    """Every setting by its flag, as plain values."""
+    plain = (type(None), bool, int, float, str, list)
+    return {
+        flag_of(setting): value if isinstance(value, plain) else str(value) for _, setting, value in settings_of(config)
+    }

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_dta.objectives.weights import TrainedCounts, loss_weights
 from megatron_dta.planning.sample import FIELDS, TrainingSample
+from megatron_dta.planning.stage_program import PipelineShape
 from megatron_dta.planning.step_plan import StepPlan, plan_step
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def prepare_batch(
     tree: TreeConfig,
     loss_aggregation: str = "token-mean",
     counts: TrainedCounts | None = None,
+    pipeline: PipelineShape | None = None,
 ) -> TreeBatch:
     """Plan a step over ``samples``, and gather the fields of its loss.
 
@@ -77,9 +79,15 @@ def prepare_batch(
         tree: mode, segment size and budgets.
         loss_aggregation: "token-mean" or "sequence-mean", over the whole step.
         counts: what the whole step trains, where ``samples`` (maybe none) are only this rank's part of it.
+        pipeline: the stages that share the model (``TreeEngine.pipeline``); None if one process has it all.
     """
     plan = plan_step(
-        samples, tree.tree_mode, tree.tree_segment_tokens, tree.tree_memory_tokens, tree.tree_activation_tokens
+        samples,
+        tree.tree_mode,
+        tree.tree_segment_tokens,
+        tree.tree_memory_tokens,
+        tree.tree_activation_tokens,
+        pipeline,
     )
     masks = [np.asarray(sample.loss_mask, dtype=bool) for sample in samples]
     fields: dict[str, np.ndarray | None] = {}

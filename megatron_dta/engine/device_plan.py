@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dta.model import RowChunk
+from megatron_dta.planning.stage_program import StageProgram
 from megatron_dta.planning.step_plan import StepPlan
 
 
@@ -43,13 +44,17 @@ class DeviceLossBatch:
 
 
 class DevicePlan:
-    """Tensors of a ``StepPlan`` on ``device``; see there for the orders of edges, rows and pairs."""
+    """Tensors of a ``StepPlan`` on ``device``; see there for the orders of edges, rows and pairs.
 
-    def __init__(self, plan: StepPlan, device: torch.device, forward_only: bool, chunk_rows: int) -> None:
+    What holds for one part of the model only, its slots, are lists with an entry for each of the rank's parts.
+    """
+
+    def __init__(
+        self, plan: StepPlan, device: torch.device, program: StageProgram, forward_only: bool, chunk_rows: int
+    ) -> None:
         segments, tree = plan.segments, plan.segments.tree
         self.start = segments.segment_start.tolist()
-        starts = plan.forward_slot_start if forward_only else plan.slot_start
-        self.slot_start = starts.tolist()
+        self.slot_start = [starts.tolist() for starts in program.slot_start]
         self.segment_rows = plan.segment_rows.tolist()
         self.segment_edges = plan.segment_edges.tolist()
         self.segment_pairs = plan.segment_pairs.tolist()
@@ -61,13 +66,14 @@ class DevicePlan:
             tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-        lengths = np.diff(segments.segment_start)
-        token_slot = np.repeat(starts - segments.segment_start[:-1], lengths) + np.arange(tree.num_tokens)
+        lengths, stream = np.diff(segments.segment_start), np.arange(tree.num_tokens)
         self.token_ids = upload(tree.token_ids)
         self.positions = upload(tree.position)
         self.subtree_end = upload(tree.subtree_end)
-        self.stream = upload(np.arange(tree.num_tokens))
-        self.token_slot = upload(token_slot)
+        self.stream = upload(stream)
+        self.token_slot = [
+            upload(np.repeat(starts - segments.segment_start[:-1], lengths) + stream) for starts in program.slot_start
+        ]
         self.run_begin, self.run_length = upload(plan.paths.run_begin), upload(plan.paths.run_length)
         segment_of_row = np.repeat(np.arange(segments.num_segments), np.diff(plan.segment_rows))
         self.local_row = upload(plan.row_stream - segments.segment_start[segment_of_row])

@@ -4,9 +4,10 @@ from dta_kernels.linear_logprobs import RowChunk
 from dta_kernels.tree_attention_reference import accumulation_dtype
 from megatron_dta.model.attention_context import AttentionContext
 from megatron_dta.model.kv_pool import KVPool
-from megatron_dta.model.mesh import Mesh, current_mesh, initialize_parallel
+from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
 from megatron_dta.model.provider import build_model, build_stock_model
 from megatron_dta.model.segment_context import SegmentContext
+from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.token_routing import TokenRouting
 from megatron_dta.model.tree_model import TreeGPTModel
 
@@ -14,13 +15,16 @@ __all__ = [
     "AttentionContext",
     "KVPool",
     "Mesh",
+    "Model",
     "RowChunk",
     "SegmentContext",
+    "StagedModel",
     "TokenRouting",
     "TreeGPTModel",
     "accumulation_dtype",
     "build_model",
     "build_stock_model",
     "current_mesh",
+    "destroy_parallel",
     "initialize_parallel",
 ]

@@ -11,6 +11,7 @@ key/value heads on this rank, H query heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +29,14 @@ class DecodeCache:
     """K and V of ``B`` sequences, every layer. Row b holds positions ``0 .. lengths[b] - 1``; the rest is undefined.
 
     Attributes:
-        keys, values: one tensor [B, T, G, D] a layer, in the model's dtype.
+        keys, values: by 1-based layer number, the rank's layers, [B, T, G, D] in the model's dtype.
+        capacity: positions that every row has room for (T).
         lengths: int64 [B] on the host: the shape of a pass must be known without waiting for a device.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        layer_numbers: Sequence[int],
         num_rows: int,
         num_kv_heads: int,
         head_size: int,
@@ -42,28 +44,26 @@ class DecodeCache:
         device: torch.device,
     ) -> None:
         shape = (num_rows, 0, num_kv_heads, head_size)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys = {number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers}
+        self.values = {number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers}
+        self.capacity, self.device = 0, torch.device(device)
         self.lengths = torch.zeros(num_rows, dtype=torch.int64)
-
-    @property
-    def capacity(self) -> int:
-        """Positions that every row has room for."""
-        return self.keys[0].shape[1]
 
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` in every row, keeping what is there."""
         if positions > self.capacity:
-            capacity = positions + max(_LEAST_GROWTH, positions // 4)
-            self.keys = [_with_capacity(keys, capacity) for keys in self.keys]
-            self.values = [_with_capacity(values, capacity) for values in self.values]
+            self.capacity = positions + max(_LEAST_GROWTH, positions // 4)
+            for of_layers in (self.keys, self.values):
+                for number, tensor in of_layers.items():
+                    of_layers[number] = _with_capacity(tensor, self.capacity)
 
     def select_rows(self, rows: Tensor) -> DecodeCache:
         """A cache whose row i copies row ``rows[i]`` (int64, host): spreads prompts to samples, drops finished ones."""
         chosen = object.__new__(DecodeCache)
-        device_rows = rows.to(self.keys[0].device)
-        chosen.keys = [keys.index_select(0, device_rows) for keys in self.keys]
-        chosen.values = [values.index_select(0, device_rows) for values in self.values]
+        device_rows = rows.to(self.device)
+        chosen.keys = {number: keys.index_select(0, device_rows) for number, keys in self.keys.items()}
+        chosen.values = {number: values.index_select(0, device_rows) for number, values in self.values.items()}
+        chosen.capacity, chosen.device = self.capacity, self.device
         chosen.lengths = self.lengths[rows]
         return chosen
 
@@ -97,7 +97,7 @@ class DecodeContext(AttentionContext):
     visible: Tensor | None = None
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        keys, values = self.cache.keys[layer_number - 1], self.cache.values[layer_number - 1]
+        keys, values = self.cache.keys[layer_number], self.cache.values[layer_number]
         cache_row = self.token_row if self.rows is None else self.rows[self.token_row]
         keys[cache_row, self.position_ids] = key
         values[cache_row, self.position_ids] = value
@@ -127,7 +127,7 @@ def append_context(cache: DecodeCache, counts: Tensor, rows: Tensor | None = Non
     The pass's tokens are in row order: all of the first row's, then the second's. ``cache.lengths`` is advanced here,
     so the cache is complete once the pass has run. Both arguments are int64 tensors on the host.
     """
-    device = cache.keys[0].device
+    device = cache.device
     starts = cache.lengths if rows is None else cache.lengths[rows]
     ends = starts + counts
     run, end = int(counts.max()), int(ends.max())

@@ -1,7 +1,8 @@
-"""Megatron's process mesh: which ranks share a layer (tensor parallel) and which train other sequences (data parallel).
+"""Megatron's process mesh: which ranks share a layer (tensor), the stack of layers (pipeline), or neither (data).
 
-The tensor size is a setting, the data size is what remains of the processes. Ranks of a tensor group hold parts of the
-same weights and run the same segments; data-parallel ranks hold the same weights and run segments of their own.
+The tensor and pipeline sizes are settings, the data size is what remains of the processes. The ranks of a tensor group
+hold parts of the same weights and those of a pipeline group other layers; together they are a replica of the model and
+run the same segments. Data-parallel ranks hold the same weights and run segments of their own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from megatron_dta import cpu_compat
 from megatron_dta.config import ParallelConfig
 from megatron_dta.config.checks import check_world_size
 
-# Group of all ranks for objects on the host; made by ``initialize_parallel`` where there is more than one rank.
+# Groups for objects on the host, of all ranks and of the replica's; made by ``initialize_parallel``.
 _host_group: ProcessGroup | None = None
+_replica_group: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,23 @@ class Mesh:
     Attributes:
         rank, world_size: place among all processes.
         tensor_rank, tensor_size: place among the ranks that share every layer.
+        pipeline_rank, pipeline_size: the rank's stage among the stages that share the stack of layers.
         data_rank, data_size: place among the ranks that train other sequences.
         data_group, host_group: gloo groups of those ranks and of all; None where there is only one rank.
+        replica_group: gloo group of the ranks that hold one replica of the model; None if the model is on one rank.
     """
 
     rank: int
     world_size: int
     tensor_rank: int
     tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
     data_rank: int
     data_size: int
     data_group: ProcessGroup | None
     host_group: ProcessGroup | None
+    replica_group: ProcessGroup | None
 
     def gather_over_data(self, value: Any) -> list[Any]:
         """``value`` of every data-parallel rank, in their order, on every one of them."""
@@ -52,9 +59,33 @@ class Mesh:
         """``value`` of every process, in their order, on every one of them."""
         return _gather(value, self.world_size, self.host_group)
 
+    def gather_over_replica(self, value: Any) -> list[Any]:
+        """``value`` of every process that holds a part of this replica of the model, on every one of them."""
+        return _gather(value, self.tensor_size * self.pipeline_size, self.replica_group)
+
+    def gather_over_stages(self, value: Any) -> list[list[Any]]:
+        """``value`` of every stage of every replica, of the first rank of the stage's tensor group, on every process.
+
+        The outer list is in the order of the replicas, the inner ones in that of the stages.
+        """
+        if self.pipeline_size == 1:
+            return [[part] for part in self.gather_over_data(value)]
+        place = (self.data_rank, self.pipeline_rank)
+        parts = self.gather_from_all((place, value) if self.tensor_rank == 0 else None)
+        by_place = dict(part for part in parts if part is not None)
+        return [
+            [by_place[data_rank, stage] for stage in range(self.pipeline_size)] for data_rank in range(self.data_size)
+        ]
+
+    def from_last_stage(self, value: Any) -> Any:
+        """``value`` of the last pipeline stage, on every process of the replica."""
+        is_source = self.pipeline_rank == self.pipeline_size - 1 and self.tensor_rank == 0
+        return next(part for part in self.gather_over_replica(value if is_source else None) if part is not None)
+
     def gather_from_replicas(self, value: Any) -> list[Any]:
-        """``value`` of the first tensor rank of each replica, on every process: the others' need not be the same."""
-        parts = self.gather_from_all((self.data_rank, value) if self.tensor_rank == 0 else None)
+        """``value`` of the first rank of each replica, on every process: the others' need not be the same."""
+        is_first = self.tensor_rank == 0 and self.pipeline_rank == 0
+        parts = self.gather_from_all((self.data_rank, value) if is_first else None)
         return [part for _, part in sorted((part for part in parts if part is not None), key=lambda part: part[0])]
 
     def wait_for_all(self) -> None:
@@ -96,18 +127,42 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
     if not torch.distributed.is_initialized():
         _initialize_process_group("nccl" if has_cuda else "gloo", parallel.timeout)
     check_world_size(parallel, torch.distributed.get_world_size())
-    size = parallel.tensor_model_parallel_size
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=size, distributed_timeout_minutes=parallel.distributed_timeout_minutes
+            distributed_timeout_minutes=parallel.distributed_timeout_minutes, **_sizes(parallel)
         )
-    elif parallel_state.get_tensor_model_parallel_world_size() != size:
-        raise ValueError("the mesh exists already, with another tensor size; destroy it first")
-    _make_host_group(parallel.timeout)
-    torch.manual_seed(seed)
+    elif _sizes_of_mesh() != _sizes(parallel):
+        raise ValueError(f"the mesh exists already, with {_sizes_of_mesh()}; destroy it first (destroy_parallel)")
+    _make_host_groups(parallel.timeout)
+    # Stages draw different layers; the ranks of a tensor group draw the whole layer and keep their parts.
+    torch.manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     # The inference tracker is a plain one without CUDA states: all there is to do where nothing is drawn from it.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not has_cuda, force_reset_rng=True)
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+
+
+def destroy_parallel() -> None:
+    """Take the mesh down, so that ``initialize_parallel`` can make another; the process group stays."""
+    global _replica_group
+    _replica_group = None
+    parallel_state.destroy_model_parallel()
+
+
+def _sizes(parallel: ParallelConfig) -> dict[str, int | None]:
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+    }
+
+
+def _sizes_of_mesh() -> dict[str, int | None]:
+    return {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+    }
 
 
 def current_mesh() -> Mesh:
@@ -118,19 +173,35 @@ def current_mesh() -> Mesh:
         world_size=torch.distributed.get_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=data_size,
         data_group=parallel_state.get_data_parallel_group_gloo() if data_size > 1 else None,
         host_group=_host_group,
+        replica_group=_replica_group,
     )
 
 
-def _make_host_group(timeout: timedelta) -> None:
-    global _host_group
-    if _host_group is None and torch.distributed.get_world_size() > 1:
-        on_host = torch.distributed.get_backend() == "gloo"
+def _make_host_groups(timeout: timedelta) -> None:
+    global _host_group, _replica_group
+    if torch.distributed.get_world_size() == 1:
+        return
+    on_host = torch.distributed.get_backend() == "gloo"
+    if _host_group is None:
         _host_group = (
             torch.distributed.group.WORLD if on_host else torch.distributed.new_group(backend="gloo", timeout=timeout)
+        )
+    own = torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
+    if _replica_group is None and len(own) > 1:
+        if on_host:
+            _replica_group = parallel_state.get_model_parallel_group()
+            return
+        ranks: list[list[int]] = [[]] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, own, group=_host_group)
+        replicas = sorted({tuple(replica) for replica in ranks})
+        _replica_group, _ = torch.distributed.new_subgroups_by_enumeration(
+            [list(replica) for replica in replicas], timeout=timeout, backend="gloo"
         )
 
 

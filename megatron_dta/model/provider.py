@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
@@ -17,11 +18,14 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.checks import check_dropout, check_tensor_parallel
+from megatron_dta.config.checks import check_dropout, check_rotary, check_tensor_parallel
 from megatron_dta.config.expert_checks import check_experts
+from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.model.expert_spec import expert_layer_spec, expert_settings
+from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.router import TreeRouter
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
+from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.tree_attention import TreeAttention
 from megatron_dta.model.tree_model import TreeGPTModel
 
@@ -30,6 +34,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     """Megatron's configuration of ``model``: no dropout, no fusion that changes a result."""
     parallel = parallel or ParallelConfig()
     check_dropout(model)
+    check_rotary(model)
     check_tensor_parallel(model, parallel)
     check_experts(model, parallel)
     has_cuda = torch.cuda.is_available()
@@ -63,6 +68,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
         **expert_settings(model),
+        **_pipeline_settings(model, parallel),
         # Replicas' gradients are added up and not averaged: the loss weights hold the step's one denominator.
         calculate_per_token_loss=True,
         use_cpu_initialization=not has_cuda,
@@ -74,7 +80,27 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         cuda_graph_scope=[],
     )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    return TransformerConfig(**{name: value for name, value in settings.items() if name in known})
+    config = TransformerConfig(**{name: value for name, value in settings.items() if name in known})
+    set_attention_factor(config, model)
+    return config
+
+
+def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, object]:
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    if size == 1:
+        return {}
+    layout: list[list[str]] = [["decoder"] * layers for layers in stage_layers(model, parallel)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return dict(
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_model_parallel_layout=layout,
+        # Every message is a send or a receive of its own; what they wait for is the engine's business.
+        batch_p2p_comm=False,
+        batch_p2p_sync=False,
+        overlap_p2p_comm=chunks > 1,
+    )
 
 
 def layer_spec(
@@ -92,20 +118,16 @@ def layer_spec(
     return spec
 
 
-def block_spec(model: ModelConfig, parallel: ParallelConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of one layer where all are the same, else of all layers and the final norm."""
-    if parallel.sequence_parallel:
-        return sequence_parallel_spec(model)
-    if model.num_experts is None:
+def block_spec(
+    model: ModelConfig, parallel: ParallelConfig, first_layer: int, num_layers: int
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec of one layer where all are the same, else of ``num_layers`` layers and the final norm."""
+    if model.num_experts is None and not parallel.sequence_parallel:
         return layer_spec(model)
-    layers = [layer_spec(model, layer) for layer in range(model.num_layers)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
-
-
-def sequence_parallel_spec(model: ModelConfig) -> TransformerBlockSubmodules:
-    """The spec of all layers and the final norm, with norms that know of sequence parallelism."""
-    specs = [layer_spec(model, layer) for layer in range(model.num_layers)]
-    for spec in specs:
+    specs = [layer_spec(model, layer) for layer in range(first_layer, first_layer + num_layers)]
+    if not parallel.sequence_parallel:
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+    for spec in specs:  # norms that know of sequence parallelism
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
         if model.qk_layernorm:
             attention = spec.submodules.self_attention.submodules
@@ -119,13 +141,14 @@ def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, objec
         vocab_size=model.padded_vocab_size_on(tensor_size),
         max_sequence_length=model.max_position_embeddings,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
+        # Megatron's own rotary embedding for every kind of scaling: what they differ in is set by set_frequencies.
+        position_embedding_type="rope",
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
     )
 
 
-def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None) -> TreeGPTModel:
+def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConfig | None = None) -> Model:
     """This rank's part of a freshly initialized model on ``device``, in ``model.params_dtype``.
 
     The random state decides the weights. ``initialize_parallel`` must have run, with the same sizes.
@@ -134,11 +157,26 @@ def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConf
         InputError: the model cannot be divided among so many ranks.
     """
     parallel = parallel or ParallelConfig()
+    num_stages, num_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    layers = stage_layers(model, parallel)
     config = transformer_config(model, parallel)
-    spec = block_spec(model, parallel)
-    tree_model = TreeGPTModel(config, spec, **model_arguments(model, parallel.tensor_model_parallel_size))
-    tree_model.true_vocab_size = model.vocab_size
-    return tree_model.to(device=device, dtype=model.params_dtype)
+    parts = []
+    for chunk in range(num_chunks):
+        virtual_stage = chunk * num_stages + parallel_state.get_pipeline_model_parallel_rank()
+        first_layer = sum(layers[:virtual_stage])
+        part = TreeGPTModel(
+            config,
+            block_spec(model, parallel, first_layer, layers[virtual_stage]),
+            **model_arguments(model, parallel.tensor_model_parallel_size),
+            pre_process=virtual_stage == 0,
+            post_process=virtual_stage == len(layers) - 1,
+            vp_stage=chunk if num_chunks > 1 else None,
+        )
+        set_frequencies(part, model)
+        part.true_vocab_size = model.vocab_size
+        part.stage_layers, part.first_layer = tuple(layers), first_layer
+        parts.append(part.to(device=device, dtype=model.params_dtype))
+    return StagedModel(parts) if num_stages > 1 else parts[0]
 
 
 def build_stock_model(model: ModelConfig, device: torch.device, router: type | None = None) -> GPTModel:
@@ -152,4 +190,5 @@ def build_stock_model(model: ModelConfig, device: torch.device, router: type | N
     specs = [layer_spec(model, layer, tree_attention=False, router=router) for layer in range(model.num_layers)]
     spec = TransformerBlockSubmodules(specs, WrappedTorchNorm) if model.num_experts is not None else specs[0]
     stock = GPTModel(transformer_config(model), spec, **model_arguments(model))
+    set_frequencies(stock, model)
     return stock.to(device=device, dtype=model.params_dtype)

@@ -26,7 +26,8 @@ class SegmentContext(AttentionContext):
     """A segment's place in the stream and in the pool.
 
     Attributes:
-        pool: the step's K/V pool.
+        pool: K/V pool of the rank's part of the model.
+        first_layer: index in the whole model of that part's first layer.
         slots: the segment's own slots.
         ancestor_slots: int64 [A], slots of the tokens on the root path that lie in earlier segments, in stream order.
         query_index: int64 [N], stream indices of the segment's tokens.
@@ -34,6 +35,7 @@ class SegmentContext(AttentionContext):
     """
 
     pool: KVPool | None = None
+    first_layer: int = 0
     slots: slice | None = None
     ancestor_slots: Tensor | None = None
     query_index: Tensor | None = None
@@ -41,10 +43,10 @@ class SegmentContext(AttentionContext):
     key_end: Tensor | None = None
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return _SegmentAttention.apply(query, key, value, self, layer_number - 1, scale)
+        return _SegmentAttention.apply(query, key, value, self, layer_number - 1 - self.first_layer, scale)
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of [ancestors, own] of one layer, each [A + N, G, D]."""
+        """K and V of [ancestors, own] of one layer of the part, each [A + N, G, D]."""
         keys_SGD, values_SGD = self.pool.keys_LSGD[layer], self.pool.values_LSGD[layer]
         return (
             torch.cat([keys_SGD.index_select(0, self.ancestor_slots), keys_SGD[self.slots]]),

@@ -23,16 +23,38 @@ from megatron_dta.model.attention_context import AttentionContext, check_context
 
 
 class TreeGPTModel(GPTModel):
-    """A GPTModel whose forward takes an ``AttentionContext`` and returns hidden states ``[n, hidden size]``.
+    """A GPTModel, or a pipeline stage's part of one, whose forward takes an ``AttentionContext``.
 
     Attributes:
         true_vocab_size: rows of the output weight that are tokens; rows beyond are padding and take no probability.
+        stage_layers: layers of each virtual pipeline stage, in their order.
+        first_layer: index in the whole model of the part's first layer; 0 if this is the whole.
     """
 
     true_vocab_size: int
+    stage_layers: tuple[int, ...]
+    first_layer: int
+
+    @property
+    def parts(self) -> list[TreeGPTModel]:
+        """What a rank holds of a model is a list of parts; the whole model is one."""
+        return [self]
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """1-based numbers in the whole model of this part's layers."""
+        return [layer.layer_number for layer in self.decoder.layers]
+
+    def stage_shape(self, num_tokens: int) -> tuple[int, int, int]:
+        """Shape of the hidden states of a pass over ``num_tokens`` tokens as they go from stage to stage."""
+        ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        return -(-num_tokens // ranks), 1, self.config.hidden_size
 
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
-        """Hidden states after the final norm.
+        """Hidden states [n, hidden size] after the final norm.
+
+        A stage before the last returns what the next one takes, [n, 1, hidden size] (divided among the ranks under
+        sequence parallelism); a stage after the first reads no token ids, but the tensor of ``set_input_tensor``.
 
         Args:
             input_ids: int64 [1, n], token ids of the pass.

@@ -9,6 +9,10 @@ Legend: G key/value heads, R query heads per key/value head, D head size.
 
 from __future__ import annotations
 
+import copy
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,16 +34,48 @@ TOP_NAMES = {
 }
 
 
-def build_huggingface(model: ModelConfig, weights: dict[str, Tensor]) -> torch.nn.Module:
-    """A Llama, Qwen2 or Qwen3 model (no QKV bias or QK-norm, bias, QK-norm) with Megatron's ``weights``, in float32."""
+def build_huggingface(
+    model: ModelConfig, weights: dict[str, Tensor], config: dict[str, Any] | None = None
+) -> torch.nn.Module:
+    """transformers' model with Megatron's ``weights``, in float32 and with its plain attention.
+
+    Args:
+        model: settings of ``weights``.
+        weights: all of Megatron's parameters by name.
+        config: a config.json; by default what ``huggingface_config`` makes of ``model``.
+    """
+    reference = empty_huggingface(config or huggingface_config(model))
+    named = {name: tensor.float() for name, tensor in to_huggingface(weights, model).items()}
+    if not model.untie_embeddings_and_output_weights:
+        named["lm_head.weight"] = named["model.embed_tokens.weight"]
+    reference.load_state_dict(named, strict=True)
+    return reference.to(next(iter(weights.values())).device)
+
+
+def empty_huggingface(config: dict[str, Any]) -> torch.nn.Module:
+    """transformers' causal language model of a config.json, freshly initialized in float32, with plain attention."""
     try:
         import transformers
     except ImportError:
         raise InputError("the reference needs Hugging Face transformers: pip install 'megatron_dta[parity]'") from None
+    # A copy, because transformers moves entries about in it.
+    values = copy.deepcopy({key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")})
+    settings = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    settings._attn_implementation = "eager"
+    settings.use_cache = False
+    return transformers.AutoModelForCausalLM.from_config(settings).float()
+
+
+def huggingface_config(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a Llama, Qwen2 or Qwen3 model (no QKV bias or QK-norm, bias, QK-norm), as transformers 4
+    writes it and 5 reads it.
+    """
     if model.qk_layernorm and model.add_qkv_bias:
         raise InputError("--qk-layernorm with --add-qkv-bias: no Hugging Face model has both; leave one out")
     family = "Qwen3" if model.qk_layernorm else "Qwen2" if model.add_qkv_bias else "Llama"
-    config = getattr(transformers, f"{family}Config")(
+    return dict(
+        architectures=[f"{family}ForCausalLM"],
+        model_type=family.lower(),
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.ffn_hidden_size,
@@ -47,24 +83,43 @@ def build_huggingface(model: ModelConfig, weights: dict[str, Tensor]) -> torch.n
         num_attention_heads=model.num_attention_heads,
         num_key_value_heads=model.num_query_groups,
         head_dim=model.kv_channels,
+        hidden_act="silu",
         max_position_embeddings=model.max_position_embeddings,
         rms_norm_eps=model.norm_epsilon,
+        rope_theta=float(model.rotary_base),
+        rope_scaling=_rope_scaling(model),
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         attention_dropout=0.0,
-        attn_implementation="eager",
-        use_cache=False,
     )
-    # The base lives in ``rope_theta`` up to transformers 4 and in the rope parameters from 5 on.
-    if getattr(config, "rope_parameters", None) is not None:
-        config.rope_parameters["rope_theta"] = float(model.rotary_base)
-    else:
-        config.rope_theta = float(model.rotary_base)
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).float()
-    named = {name: tensor.float() for name, tensor in to_huggingface(weights, model).items()}
-    if not model.untie_embeddings_and_output_weights:
-        named["lm_head.weight"] = named["model.embed_tokens.weight"]
-    reference.load_state_dict(named, strict=True)
-    return reference.to(next(iter(weights.values())).device)
+
+
+def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """``rope_scaling`` of a config.json."""
+    if model.rotary_seq_len_interpolation_factor is not None:
+        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    if model.use_rope_scaling:
+        return {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_scaling_low_freq_factor,
+            "high_freq_factor": model.rope_scaling_high_freq_factor,
+            "original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
+        }
+    if model.position_embedding_type != "yarn":
+        return None
+    grown, divisor = (
+        1 + 0.1 * mscale * math.log(model.rotary_scaling_factor) if model.rotary_scaling_factor > 1 else 1.0
+        for mscale in (model.mscale, model.mscale_all_dim)
+    )
+    return {
+        "rope_type": "yarn",
+        "factor": model.rotary_scaling_factor,
+        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "attention_factor": grown / divisor,
+        "beta_fast": model.yarn_beta_fast,
+        "beta_slow": model.yarn_beta_slow,
+        "truncate": not model.no_yarn_correction_range_round_to_int,
+    }
 
 
 def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:

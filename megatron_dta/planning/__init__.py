@@ -3,24 +3,45 @@
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.mini_batches import cut_mini_batches
 from megatron_dta.planning.partition import Partition, partition_samples, partition_sequences
+from megatron_dta.planning.pipeline_costs import PipelineCosts
+from megatron_dta.planning.pipeline_planner import plan_pipeline
+from megatron_dta.planning.pipeline_schedule import (
+    PipelineOp,
+    PipelineSchedule,
+    check_schedule,
+    forward_only_pipeline,
+    tree_1f1b,
+)
+from megatron_dta.planning.pipeline_simulation import Message, Timeline, message_order, rank_programs, simulate
 from megatron_dta.planning.recompute import choose_kept_segments
-from megatron_dta.planning.schedule import Op, OpKind, allocate_slots, depth_first_schedule, forward_only_schedule
+from megatron_dta.planning.schedule import Op, OpKind, allocate_slots, depth_first_schedule
 from megatron_dta.planning.segment_plan import SegmentPlan, segment_parents
 from megatron_dta.planning.segments import plan_segments
 
 __all__ = [
     "CostModel",
+    "Message",
     "Op",
     "OpKind",
     "Partition",
+    "PipelineCosts",
+    "PipelineOp",
+    "PipelineSchedule",
     "SegmentPlan",
+    "Timeline",
     "allocate_slots",
+    "check_schedule",
     "choose_kept_segments",
     "cut_mini_batches",
     "depth_first_schedule",
-    "forward_only_schedule",
+    "forward_only_pipeline",
+    "message_order",
     "partition_samples",
     "partition_sequences",
+    "plan_pipeline",
     "plan_segments",
+    "rank_programs",
     "segment_parents",
+    "simulate",
+    "tree_1f1b",
 ]

@@ -20,10 +20,12 @@ from megatron_dta.planning.segment_plan import SegmentPlan
 
 
 class OpKind(Enum):
-    """What an op does with its segment."""
+    """What an op does with its segment. A backward is one op, or two: gradients of the inputs, then of the weights."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
 
 
 class Op(NamedTuple):
@@ -31,11 +33,6 @@ class Op(NamedTuple):
 
     kind: OpKind
     segment: int
-
-
-def forward_only_schedule(plan: SegmentPlan) -> list[Op]:
-    """Every segment's forward, in preorder: for logprobs without gradients."""
-    return [Op(OpKind.FORWARD, segment) for segment in range(plan.num_segments)]
 
 
 def depth_first_schedule(plan: SegmentPlan) -> list[Op]:
@@ -61,7 +58,8 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
 
     Args:
         plan: the segments.
-        schedule: every segment's forward once, and its backward at most once.
+        schedule: every segment's forward once, and its backward at most once. Weight gradients need no keys and values
+            of other segments, so those ops are passed over.
 
     Returns:
         (int64 [num_segments], first slot of each segment; number of slots).
@@ -69,6 +67,7 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
     Raises:
         ValueError: the schedule runs an op twice, leaves a forward out, or runs one before another that it needs.
     """
+    schedule = [op for op in schedule if op.kind is not OpKind.BACKWARD_WEIGHT]
     ends_with = _last_uses(plan, schedule)
     slot_start = np.full(plan.num_segments, -1, dtype=np.int64)
     slots = _FreeSlots()

@@ -24,8 +24,8 @@ from megatron_dta.planning.modes import plan_forest
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
-from megatron_dta.planning.schedule import Op, allocate_slots, depth_first_schedule, forward_only_schedule
 from megatron_dta.planning.segments import SegmentPlan
+from megatron_dta.planning.stage_program import PassPlan, PipelineShape, plan_passes
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class StepPlan:
         num_sequence_tokens: tokens of all sequences, counted separately (what is needed of them, see
             ``TrainingSample``).
         keep_activations: bool [segments], else the segment's forward is run again before its backward.
-        training_ops, forward_ops: order of execution with and without backward passes.
-        slot_start, num_slots: K/V slots of each segment for ``training_ops``; ``forward_*`` for ``forward_ops``.
+        training, forward_only: order of execution, with and without backward passes.
         row_stream: int64 [R], stream index of each row.
         edge_row: int64 [E], row of each edge; ``edge_target`` int64 [E], its token id.
         pairs_per_edge: int64 [E]; ``pairs_per_row`` int64 [R].
@@ -53,12 +52,8 @@ class StepPlan:
     segments: SegmentPlan
     num_sequence_tokens: int
     keep_activations: np.ndarray
-    training_ops: list[Op]
-    forward_ops: list[Op]
-    slot_start: np.ndarray
-    num_slots: int
-    forward_slot_start: np.ndarray
-    forward_num_slots: int
+    training: PassPlan
+    forward_only: PassPlan
     row_stream: np.ndarray
     edge_row: np.ndarray
     edge_target: np.ndarray
@@ -85,11 +80,13 @@ def plan_step(
     segment_tokens: int = 2048,
     memory_tokens: int | None = None,
     activation_tokens: int | None = None,
+    pipeline: PipelineShape | None = None,
 ) -> StepPlan:
     """Plan a step over ``samples``; each must have a trained token (see ``plan_forest`` for the other arguments).
 
     Args:
         activation_tokens: in-flight tokens whose activations are kept; None keeps all, 0 recomputes all.
+        pipeline: the stages that share the model; None if one process has it all.
     """
     lengths = [sample.needed_length() for sample in samples]
     if 0 in lengths:
@@ -126,19 +123,16 @@ def plan_step(
     last_row = row_stream[edge_row[pair_edge[sequence_pairs[1:] - 1]]] if len(samples) else np.zeros(0, np.int64)
     completed_in = np.searchsorted(segments.segment_start, last_row, side="right") - 1
 
-    training_ops, forward_ops = depth_first_schedule(segments), forward_only_schedule(segments)
-    slot_start, num_slots = allocate_slots(segments, training_ops)
-    forward_slot_start, forward_num_slots = allocate_slots(segments, forward_ops)
+    keep_activations = choose_kept_segments(segments, activation_tokens)
+    training, forward_only = plan_passes(
+        segments, np.diff(segment_edges), ~keep_activations, pipeline or PipelineShape()
+    )
     return StepPlan(
         segments=segments,
         num_sequence_tokens=sum(lengths),
-        keep_activations=choose_kept_segments(segments, activation_tokens),
-        training_ops=training_ops,
-        forward_ops=forward_ops,
-        slot_start=slot_start,
-        num_slots=num_slots,
-        forward_slot_start=forward_slot_start,
-        forward_num_slots=forward_num_slots,
+        keep_activations=keep_activations,
+        training=training,
+        forward_only=forward_only,
         row_stream=row_stream,
         edge_row=edge_row.astype(np.int64),
         edge_target=tree.token_ids[child].astype(np.int64),

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_dta.model.decode_context import DecodeCache, append_context
-from megatron_dta.model.tree_model import TreeGPTModel
+from megatron_dta.model.staged_model import Model
 from megatron_dta.sampling.keyed_random import Domain, keyed_uniform
 
 # Bounds of the memory of one pass: prompt tokens prefilled at once, and logits whose softmax exists at once.
@@ -87,7 +87,7 @@ class Response:
 
 
 def generate(
-    model: TreeGPTModel,
+    model: Model,
     prompts: Sequence[np.ndarray],
     sequence_prompt: np.ndarray,
     sequence_ids: np.ndarray,
@@ -125,7 +125,7 @@ def generate(
 
 
 def _generate_batch(
-    model: TreeGPTModel,
+    model: Model,
     prompts: list[np.ndarray],
     row_prompt: np.ndarray,
     sequence_ids: np.ndarray,
@@ -134,21 +134,21 @@ def _generate_batch(
 ) -> list[Response]:
     """Decode all sequences of one batch to their ends."""
     config = model.config
-    weight_VC = model.output_weight()
+    parameter = next(model.parameters())
     cache = DecodeCache(
-        config.num_layers,
+        model.layer_numbers,
         len(prompts),
         config.num_query_groups // config.tensor_model_parallel_size,
         config.kv_channels,
-        weight_VC.dtype,
-        weight_VC.device,
+        parameter.dtype,
+        parameter.device,
     )
     prompt_rows = torch.from_numpy(row_prompt)
-    hidden_BC = _prefill(model, cache, prompts)[prompt_rows.to(weight_VC.device)]
+    hidden_BC = _prefill(model, cache, prompts)[prompt_rows.to(parameter.device)]
     cache = cache.select_rows(prompt_rows)
 
     token_ids = np.zeros((len(sequence_ids), params.max_response_tokens), dtype=np.int32)
-    logprobs = np.zeros(token_ids.shape, dtype=np.float64 if weight_VC.dtype == torch.float64 else np.float32)
+    logprobs = np.zeros(token_ids.shape, dtype=np.float64 if parameter.dtype == torch.float64 else np.float32)
     lengths = np.full(len(sequence_ids), params.max_response_tokens)
     ended = np.zeros(len(sequence_ids), dtype=bool)
     live = np.arange(len(sequence_ids))
@@ -173,9 +173,9 @@ def _generate_batch(
     return [Response(token_ids[i, :n], logprobs[i, :n], bool(ended[i])) for i, n in enumerate(lengths)]
 
 
-def _prefill(model: TreeGPTModel, cache: DecodeCache, prompts: list[np.ndarray]) -> Tensor:
+def _prefill(model: Model, cache: DecodeCache, prompts: list[np.ndarray]) -> Tensor:
     """Run every prompt through the model once; returns the hidden state of each one's last token, [prompts, C]."""
-    device = cache.keys[0].device
+    device = cache.device
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     last_hidden: list[Tensor] = []
     rows_per_pass = max(1, _PREFILL_TOKENS // int(lengths.max()))
@@ -191,9 +191,7 @@ def _prefill(model: TreeGPTModel, cache: DecodeCache, prompts: list[np.ndarray])
     return torch.cat(last_hidden)
 
 
-def _next_tokens(
-    model: TreeGPTModel, hidden_BC: Tensor, noise_B: Tensor, params: SamplingParams
-) -> tuple[Tensor, Tensor]:
+def _next_tokens(model: Model, hidden_BC: Tensor, noise_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Draw the next token of each row; returns (int64 [B], its logprob [B])."""
     noise_B = noise_B.to(hidden_BC.device)
     rows = max(1, _LOGIT_ELEMENTS // model.true_vocab_size)
@@ -248,7 +246,7 @@ def draw(weights_BV: Tensor, noise_B: Tensor) -> Tensor:
 
 
 @contextmanager
-def _sampling_mode(model: TreeGPTModel) -> Iterator[None]:
+def _sampling_mode(model: Model) -> Iterator[None]:
     """No autograd, and Megatron's evaluation mode, which turns activation recompute off; restored afterwards.
 
     ``torch.inference_mode`` would be wrong: Megatron caches its rotary table, and a table made there cannot be used in
@@ -263,7 +261,7 @@ def _sampling_mode(model: TreeGPTModel) -> Iterator[None]:
         model.train(was_training)
 
 
-def _check_prompts(model: TreeGPTModel, prompts: Sequence[np.ndarray], max_response_tokens: int) -> None:
+def _check_prompts(model: Model, prompts: Sequence[np.ndarray], max_response_tokens: int) -> None:
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty")

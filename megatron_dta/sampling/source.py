@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.config import SamplingConfig
-from megatron_dta.model import TreeGPTModel, current_mesh
+from megatron_dta.model import Model, current_mesh
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.keyed_random import Domain
@@ -28,7 +28,7 @@ from megatron_dta.sampling.task import SamplingTask
 class SamplingSource(RolloutSource):
     """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` rollouts a collection, from ``model`` as it is."""
 
-    def __init__(self, model: TreeGPTModel, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
+    def __init__(self, model: Model, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
         self._model = model
         self._task = task
         self._config = config
@@ -57,7 +57,7 @@ class SamplingEvaluation(Evaluation):
 
     def __init__(
         self,
-        model: TreeGPTModel,
+        model: Model,
         task: SamplingTask,
         config: SamplingConfig,
         seed: int,
@@ -111,7 +111,7 @@ def to_rollout(prompt: Prompt, response: Response, reward: float, group_id: str,
 
 
 def _sample_and_score(
-    model: TreeGPTModel,
+    model: Model,
     task: SamplingTask,
     prompts: Sequence[Prompt],
     samples: int,

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
 from megatron_dta.config.options import flag_of
-from megatron_dta.config.train import settings_of
+from megatron_dta.config.train import settings_by_flag
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
 from megatron_dta.training.checkpoint_files import TRACKER, iteration_folder, prune_checkpoints, replace_text
@@ -38,7 +38,11 @@ REFERENCE = "reference"
 # Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
 _READ_ERRORS = (Exception, CheckpointException)
 # Another value of one of these is another mesh.
-_MESH_FLAGS = tuple(flag_of(setting) for setting in fields(ParallelConfig) if setting.name.endswith("_parallel_size"))
+_MESH_FLAGS = tuple(
+    flag_of(setting)
+    for setting in fields(ParallelConfig)
+    if setting.name.endswith("_parallel_size") or setting.name.startswith(("pipeline_model", "num_virtual"))
+)
 # Settings of the model that may differ between a checkpoint and the run that loads it: they change no weight's meaning.
 _FREE_MODEL_SETTINGS = {
     "max_position_embeddings",
@@ -151,7 +155,7 @@ def load_checkpoint(
         InputError: the checkpoint is of another model, was not written by this project, or cannot be read.
     """
     common = _read_common(path)
-    if "megatron_dta" not in common:
+    if "progress" not in common.get("megatron_dta", {}):
         raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
     saved = json.loads(common["megatron_dta"]["settings"])
     _check_same_model(path, saved, config.model, with_dtype=True)
@@ -195,14 +199,6 @@ def save_weights(path: Path, config: TrainConfig, model: MegatronModule) -> None
     """Write only the weights as the checkpoint ``path``."""
     settings = {"settings": json.dumps(settings_by_flag(config))}
     CheckpointWrite(path, {"model": model.sharded_state_dict(), "megatron_dta": settings}).finish()
-
-
-def settings_by_flag(config: TrainConfig) -> dict[str, Any]:
-    """Every setting by its flag, as plain values."""
-    plain = (type(None), bool, int, float, str, list)
-    return {
-        flag_of(setting): value if isinstance(value, plain) else str(value) for _, setting, value in settings_of(config)
-    }
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], model: ModelConfig, with_dtype: bool) -> None:

@@ -26,6 +26,7 @@ from rich.console import Console
 from megatron_dta.config import TrainConfig
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
+from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.training.checkpoint import CheckpointSaver
@@ -76,6 +77,7 @@ class Trainer:
     """The parts of a run, put together by ``training.setup``, and the loop over them."""
 
     config: TrainConfig
+    model: Model
     engine: TreeEngine
     optimizer: TrainingOptimizer
     objective: Objective
@@ -91,7 +93,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.checkpoints = CheckpointSaver(
-            self.config, self.engine.tree_model, self.optimizer, lambda line: self.console.print(line, soft_wrap=True)
+            self.config, self.model, self.optimizer, lambda line: self.console.print(line, soft_wrap=True)
         )
         self.watchdog = Watchdog(self.engine.mesh, self.config.parallel.timeout.total_seconds())
 

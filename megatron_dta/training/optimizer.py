@@ -18,10 +18,10 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import MegatronModule
 
 from megatron_dta import cpu_compat
 from megatron_dta.config import OptimizationConfig, ParallelConfig
+from megatron_dta.model import Model
 
 # Megatron's layout of a distributed optimizer's state that loads on any mesh, gathered on the host.
 _RESHARDABLE = {
@@ -46,43 +46,44 @@ class StepOutcome:
 
 
 class TrainingOptimizer:
-    """The model with its gradient buffers, optimizer and learning-rate schedule."""
+    """The model with its gradient buffers, optimizer and learning-rate schedule.
 
-    def __init__(
-        self, model: MegatronModule, settings: OptimizationConfig, parallel: ParallelConfig | None = None
-    ) -> None:
+    Attributes:
+        chunks: the rank's parts of the model in Megatron's distributed data parallelism, for the engine.
+    """
+
+    def __init__(self, model: Model, settings: OptimizationConfig, parallel: ParallelConfig | None = None) -> None:
         parallel = parallel or ParallelConfig()
         self.settings = settings
         self._is_distributed = parallel.use_distributed_optimizer
         if self._is_distributed:
             cpu_compat.place_parameters_of_all_buckets()
-        self.model = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(
-                # Exactness tests in float64 keep their gradients in it.
-                grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
-                overlap_grad_reduce=parallel.overlap_grad_reduce,
-                bucket_size=parallel.ddp_bucket_size,
-                use_distributed_optimizer=parallel.use_distributed_optimizer,
-            ),
-            model,
+        data_parallel = DistributedDataParallelConfig(
+            # Exactness tests in float64 keep their gradients in it.
+            grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            bucket_size=parallel.ddp_bucket_size,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
         )
+        self.chunks = [DistributedDataParallel(model.config, data_parallel, part) for part in model.parts]
         optimizer_config = _optimizer_config(settings, model.config.params_dtype)
         optimizer_config.use_distributed_optimizer = parallel.use_distributed_optimizer
-        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model])
+        self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
         self.schedule = _schedule(self.optimizer, settings)
 
     def zero_grad(self) -> None:
         """Empty the gradient buffer; call before the step's first backward."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def reduce_gradients(self) -> None:
-        """Add up the gradients of the replicas, and over a tensor group those of which each rank has a part.
+        """Add up the gradients of the replicas, over a tensor group those of which each rank has a part, and over the
+        first and last stage those of a tied embedding.
 
         Every rank must call this, also one that had nothing to train; ``step`` does.
         """
-        finalize_model_grads([self.model])
+        finalize_model_grads(self.chunks)
 
     def step(self, loss: float) -> StepOutcome:
         """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""

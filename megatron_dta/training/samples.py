@@ -25,7 +25,6 @@ from megatron_dta.errors import InputError
 from megatron_dta.model import Mesh
 from megatron_dta.objectives import Objective, token_advantages
 from megatron_dta.objectives.weights import count_trained
-from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 from megatron_dta.rollouts import Rollout
@@ -48,28 +47,14 @@ class StepSamples:
             mesh = engine.mesh
             self.own = list(range(len(self.samples)))
             if mesh.data_size > 1:
-                partition = partition_samples(self.samples, mesh.data_size, cost_model(engine, tree))
+                partition = partition_samples(self.samples, mesh.data_size, engine.cost_model(tree.tree_segment_tokens))
                 self.own = partition.sequences_of(mesh.data_rank).tolist()
             counts = count_trained([sample.num_trained for sample in self.samples])
-            self.planned = prepare_batch([self.samples[i] for i in self.own], tree, loss_aggregation, counts)
+            pipeline = engine.pipeline(tree.tree_segment_tokens)
+            own = [self.samples[i] for i in self.own]
+            self.planned = prepare_batch(own, tree, loss_aggregation, counts, pipeline)
             self.plan_seconds = time.perf_counter() - start
         return self.planned
-
-
-def cost_model(engine: TreeEngine, tree: TreeConfig) -> CostModel:
-    """What the engine's model needs for tokens, pairs of attention and logprobs, up to a factor of all."""
-    model = engine.tree_model.config
-    return CostModel.from_shape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        vocab_size=engine.tree_model.true_vocab_size,
-        swiglu=model.gated_linear_unit,
-        segment_tokens=tree.tree_segment_tokens,
-    )
 
 
 class SamplePreparation:

@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 
 from megatron_dta.config import LoggingConfig, TrainConfig
+from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
-from megatron_dta.model import TreeGPTModel, build_model, current_mesh, initialize_parallel
+from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
@@ -27,7 +28,6 @@ from megatron_dta.training.checkpoint import (
     load_checkpoint,
     load_weights,
     save_weights,
-    settings_by_flag,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
 from megatron_dta.training.loop import Progress, Trainer
@@ -69,7 +69,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
 
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
-    engine = _engine(config, optimizer.model)
+    engine = _engine(config, optimizer.chunks)
     source: RolloutSource = stored or SamplingSource(model, task, config.sampling, config.optimization.seed)
     preparation = SamplePreparation(
         config.objective,
@@ -82,6 +82,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     return Trainer(
         config=config,
+        model=model,
         engine=engine,
         optimizer=optimizer,
         objective=objective,
@@ -161,7 +162,7 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
     return None, False
 
 
-def _build_reference(config: TrainConfig, policy: TreeGPTModel, device: torch.device, resumes: bool) -> TreeGPTModel:
+def _build_reference(config: TrainConfig, policy: Model, device: torch.device, resumes: bool) -> Model:
     """The frozen model that the KL divergence is measured from."""
     reference = build_model(config.model, device, config.parallel)
     save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
@@ -181,14 +182,19 @@ def _build_reference(config: TrainConfig, policy: TreeGPTModel, device: torch.de
     return reference.requires_grad_(False).eval()
 
 
-def _engine(config: TrainConfig, model: torch.nn.Module) -> TreeEngine:
-    return TreeEngine(model, config.sampling.temperature, config.tree.logprob_chunk_tokens)
+def _engine(config: TrainConfig, model: Model | list[torch.nn.Module]) -> TreeEngine:
+    return TreeEngine(
+        model,
+        config.sampling.temperature,
+        config.tree.logprob_chunk_tokens,
+        config.parallel.pipeline_in_flight_tokens,
+    )
 
 
 def _evaluations(
     config: TrainConfig,
     engine: TreeEngine,
-    model: TreeGPTModel,
+    model: Model,
     task: SamplingTask | None,
     held_out: list[Rollout],
 ) -> list[Evaluation]:

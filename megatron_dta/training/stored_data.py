@@ -76,8 +76,9 @@ class StoredEvaluation(Evaluation):
         samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
         pieces = [samples[first : first + batch_size] for first in range(0, len(samples), batch_size)]
         self._trained_tokens = sum(sample.num_trained for sample in samples)
-        mesh = engine.mesh
-        self._batches = [prepare_batch(piece, tree) for piece in pieces[mesh.data_rank :: mesh.data_size]]
+        mesh, pipeline = engine.mesh, engine.pipeline(tree.tree_segment_tokens)
+        own = pieces[mesh.data_rank :: mesh.data_size]
+        self._batches = [prepare_batch(piece, tree, pipeline=pipeline) for piece in own]
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The mean over all trained tokens; the forward pass is that of training, trees and all."""

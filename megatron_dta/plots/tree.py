@@ -6,25 +6,21 @@ what a segment bundles and where it cuts a path can be seen. Below, the tokens i
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megatron_dta.errors import InputError
 from megatron_dta.planning.segments import SegmentPlan
+from megatron_dta.plots.files import checked_path, write_figure
 from megatron_dta.tree import PrefixTree, tree_statistics
 
-PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 # Segments in order along the rainbow, without its darkest ends: labels and neighbours stay readable.
 COLOR_MAP = ListedColormap(colormaps["turbo"](np.linspace(0.08, 0.94, 256)))
 LUMINANCE = np.array([0.2126, 0.7152, 0.0722])  # of linear RGB (ITU-R BT.709); near enough to choose a text colour
@@ -39,9 +35,7 @@ def plot_tree(plan: SegmentPlan, path: str | Path, title: str = "") -> None:
 
     Raises InputError where the file cannot be written or has another suffix.
     """
-    path = Path(path)
-    if path.suffix not in PICTURE_SUFFIXES:
-        raise InputError(f"{path}: a picture is written as {', '.join(PICTURE_SUFFIXES)}, not '{path.suffix}'")
+    path = checked_path(path)
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[3.2, 1])
     colors = _segment_colors(plan.num_segments)
@@ -58,7 +52,7 @@ def plot_tree(plan: SegmentPlan, path: str | Path, title: str = "") -> None:
     order = ScalarMappable(Normalize(1, max(2, plan.num_segments)), COLOR_MAP)
     bar = figure.colorbar(order, ax=[above, below], pad=0.01, aspect=40, ticks=MaxNLocator(8, integer=True))
     bar.set_label("segment, in the order of the forward passes")
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def _segment_colors(count: int) -> np.ndarray:
@@ -157,19 +151,3 @@ def node_pieces(tree: PrefixTree, segment_start: np.ndarray) -> tuple[np.ndarray
     segment = np.searchsorted(segment_start, start, side="right") - 1
     top = tree.node_position[node] + start - tree.node_start[node]
     return node, segment, top, top + end - start
-
-
-def _write(figure: Figure, path: Path) -> None:
-    FigureCanvasAgg(figure)
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".plot-", suffix=path.suffix, delete=False) as file:
-            temporary = file.name
-            figure.savefig(file, format=path.suffix[1:], dpi=140)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"{path}: the picture cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)

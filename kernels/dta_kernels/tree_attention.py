@@ -1,0 +1,239 @@
+"""Tree attention by Triton kernels, forward and backward, for one segment.
+
+The contract is that of ``tree_attention_reference``, with the indices replaced by a ``TreeAttentionPlan`` made of them
+before the step. Lengths are runtime arguments: one compilation serves all segments of a step. Sums over queries and
+heads happen inside one program in a fixed order, so results are the same bit for bit from run to run.
+
+Legend: N queries, M = A + N keys (A ancestors, then the queries' own), H query heads, G key/value heads, D head size,
+S slots of a K/V pool.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dta_kernels.tree_attention_backward import (
+    key_gradients_kernel,
+    prepare_kernel,
+    query_gradients_from_scores_kernel,
+    query_gradients_kernel,
+)
+from dta_kernels.tree_attention_config import KernelConfig, padded_head_size
+from dta_kernels.tree_attention_forward import forward_kernel
+from dta_kernels.tree_attention_plan import (
+    AttentionShape,
+    TreeAttentionPlan,
+    plan_from_indices,
+    plan_tree_attention,
+)
+
+__all__ = [
+    "AttentionShape",
+    "KeyGradients",
+    "TreeAttentionPlan",
+    "plan_from_indices",
+    "plan_tree_attention",
+    "tree_attention_backward",
+    "tree_attention_forward",
+]
+
+
+@dataclass(frozen=True)
+class KeyGradients:
+    """Accumulators of dK and dV over a step, and where a segment's keys stand in them.
+
+    Attributes:
+        keys_SGD, values_SGD: float32, contiguous.
+        slots: int64 [M], distinct.
+    """
+
+    keys_SGD: Tensor
+    values_SGD: Tensor
+    slots: Tensor
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU (environment variable TRITON_INTERPRET)."""
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on", "yes")
+
+
+def tree_attention_forward(
+    q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, plan: TreeAttentionPlan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of every query over the keys it sees.
+
+    Args:
+        q_NHD, k_MGD, v_MGD: queries, and keys and values of [ancestors, own]; one dtype.
+        scale: factor on the scores, above 0.
+
+    Returns:
+        ``(out_NHD, lse_HN)``: the output in the queries' dtype, the log-sum-exp of the scaled scores in float32. A
+        query that sees no key gets 0 and minus infinity.
+    """
+    _check(plan, scale, q_NHD, k_MGD, v_MGD)
+    q_NHD, k_MGD, v_MGD = q_NHD.contiguous(), k_MGD.contiguous(), v_MGD.contiguous()
+    shape, settings = plan.shape, plan.config.forward
+    out_NHD = torch.empty_like(q_NHD)
+    lse_HN = q_NHD.new_empty((shape.num_heads, plan.num_queries), dtype=torch.float32)
+    pack = settings.pack(shape.group_size)
+    forward_kernel[(shape.num_heads // pack, plan.forward.programs.shape[0])](
+        q_NHD,
+        _keys(k_MGD, settings),
+        _keys(v_MGD, settings),
+        out_NHD,
+        lse_HN,
+        plan.key_end,
+        plan.forward.programs,
+        plan.forward.blocks,
+        plan.num_queries,
+        plan.num_keys,
+        plan.num_ancestors,
+        scale,
+        **_constants(plan, settings, pack),
+        WARP_SPECIALIZE=settings.warp_specialize,
+    )
+    return out_NHD, lse_HN
+
+
+def tree_attention_backward(
+    grad_out_NHD: Tensor,
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    out_NHD: Tensor,
+    lse_HN: Tensor,
+    plan: TreeAttentionPlan,
+    scale: float,
+    into: KeyGradients | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``tree_attention_forward``, from its outputs.
+
+    ``out`` and ``lse`` may also be those of attention over more keys than these, merged: the gradients are then these
+    keys' share.
+
+    Args:
+        into: None returns all of dK and dV. Otherwise the ancestors' dK and dV are added in place at their slots, and
+            what stands at the own slots (from descendants) is added to the own dK and dV.
+
+    Returns:
+        ``(dq_NHD, dk, dv)``: dq in the queries' dtype. Without ``into`` dk and dv are float32 [M, G, D]; with it they
+        are the own ones [N, G, D] in the queries' dtype.
+    """
+    _check(plan, scale, q_NHD, k_MGD, v_MGD)
+    tensors = (grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN)
+    grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN = (tensor.contiguous() for tensor in tensors)
+    shape, settings, backward = plan.shape, plan.config, plan.config.key_gradients
+    pack = backward.pack(shape.group_size)
+    delta, lse_2, grad_out_tiles, q_tiles = _prepare(grad_out_NHD, out_NHD, lse_HN, q_NHD, pack, backward)
+    dq_NHD = torch.empty_like(q_NHD)
+    if into is None:
+        dk, dv = (torch.empty_like(k_MGD, dtype=torch.float32) for _ in range(2))
+        accumulators = (None, None, None)
+    else:
+        _check_accumulators(plan, into)
+        dk, dv = (k_MGD.new_empty((plan.num_queries, *k_MGD.shape[1:])) for _ in range(2))
+        accumulators = (into.keys_SGD, into.values_SGD, into.slots)
+    dscores = q_NHD.new_empty(plan.stored_elements) if plan.stored_groups else delta
+    num_groups = plan.stored_groups or shape.num_groups
+    for first_group in range(0, shape.num_groups, num_groups):
+        groups = min(num_groups, shape.num_groups - first_group)
+        key_gradients_kernel[(groups, plan.columns.programs.shape[0])](
+            grad_out_tiles, q_tiles, k_MGD, v_MGD, delta, lse_2, dk, dv, *accumulators, dscores, plan.key_end,
+            plan.columns.programs, plan.columns.blocks, plan.columns.tiles, plan.num_queries, plan.num_keys,
+            plan.num_ancestors, first_group, scale,
+            **_constants(plan, backward, pack),
+            STORE=plan.stored_groups > 0,
+            ACCUMULATE=into is not None,
+        )  # fmt: skip
+        if plan.stored_groups:
+            chunks = shape.group_size // pack
+            launch = settings.query_gradients_from_scores
+            query_gradients_from_scores_kernel[(groups * chunks, plan.rows.programs.shape[0])](
+                dscores, _keys(k_MGD, launch, backward.keys), dq_NHD, plan.rows.programs, plan.rows.blocks,
+                plan.num_queries, plan.num_keys, first_group * chunks, scale,
+                **_constants(plan, launch, pack, backward),
+            )  # fmt: skip
+    if not plan.stored_groups:
+        again = settings.query_gradients
+        query_gradients_kernel[(shape.num_heads // pack, plan.rows.programs.shape[0])](
+            grad_out_NHD, q_NHD, _keys(k_MGD, again), _keys(v_MGD, again), delta, lse_2, dq_NHD, plan.key_end,
+            plan.rows.programs, plan.rows.blocks, plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
+            **_constants(plan, again, pack),
+        )  # fmt: skip
+    return dq_NHD, dk, dv
+
+
+def _prepare(
+    grad_out_NHD: Tensor, out_NHD: Tensor, lse_HN: Tensor, q_NHD: Tensor, pack: int, settings: KernelConfig
+) -> tuple[Tensor, Tensor, Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
+    """delta, base-2 log-sum-exp, dO and Q as ``key_gradients_kernel`` reads them."""
+    N, H, D = q_NHD.shape
+    delta, lse_2 = torch.empty_like(lse_HN), torch.empty_like(lse_HN)
+    tiles = (torch.empty_like(grad_out_NHD), torch.empty_like(q_NHD)) if settings.tma else (grad_out_NHD, q_NHD)
+    rows = 64
+    prepare_kernel[(-(-N * H // rows),)](
+        grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N,
+        H=H, D=D, BLOCK_D=padded_head_size(D), PACK=pack, ROWS=rows, COPY=settings.tma, num_warps=4,
+    )  # fmt: skip
+    if settings.tma:
+        block = [settings.rows, padded_head_size(D)]
+        tiles = tuple(TensorDescriptor(tile, [N * H, D], [D, 1], block) for tile in tiles)
+    return delta, lse_2, *tiles
+
+
+def _keys(x_MGD: Tensor, settings: KernelConfig, block: int | None = None) -> Tensor | TensorDescriptor:
+    """Keys or values as a kernel reads them."""
+    if not settings.tma:
+        return x_MGD
+    M, G, D = x_MGD.shape
+    return TensorDescriptor(x_MGD, [M, G * D], [G * D, 1], [block or settings.keys, D])
+
+
+def _constants(
+    plan: TreeAttentionPlan, settings: KernelConfig, pack: int, tile: KernelConfig | None = None
+) -> dict[str, object]:
+    """Compile-time arguments of a kernel; ``tile`` sets the tile's sizes where they are another kernel's."""
+    shape, tile = plan.shape, tile or settings
+    return {
+        "H": shape.num_heads,
+        "G": shape.num_groups,
+        "D": shape.head_size,
+        "BLOCK_D": padded_head_size(shape.head_size),
+        "PACK": pack,
+        "BLOCK_Q": tile.rows // pack,
+        "BLOCK_K": tile.keys,
+        "TMA": settings.tma,
+        # Products of float32 stay float32's: the default would round their inputs to 10 bits.
+        "PRECISION": "ieee",
+        "UPCAST": interpreted() and shape.dtype == torch.bfloat16,
+        "num_warps": settings.num_warps,
+        "num_stages": settings.num_stages,
+    }
+
+
+def _check(plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor) -> None:
+    shape = plan.shape
+    expected = (plan.num_queries, shape.num_heads, shape.head_size)
+    keys = (plan.num_keys, shape.num_groups, shape.head_size)
+    if (tuple(q_NHD.shape), tuple(k_MGD.shape), tuple(v_MGD.shape)) != (expected, keys, keys):
+        raise ValueError(
+            f"queries {tuple(q_NHD.shape)}, keys {tuple(k_MGD.shape)} and values {tuple(v_MGD.shape)} do not fit a "
+            f"plan for {expected} and {keys}"
+        )
+    if {q_NHD.dtype, k_MGD.dtype, v_MGD.dtype} != {shape.dtype}:
+        raise ValueError(f"queries, keys and values must be {shape.dtype} as planned")
+    if not scale > 0:
+        raise ValueError(f"scale {scale}: must be above 0")
+
+
+def _check_accumulators(plan: TreeAttentionPlan, into: KeyGradients) -> None:
+    for accumulator in (into.keys_SGD, into.values_SGD):
+        if accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
+            raise ValueError("accumulators of dK and dV must be contiguous float32")
+    if into.slots.shape != (plan.num_keys,) or into.slots.dtype != torch.int64:
+        raise ValueError(f"slots must be int64 [{plan.num_keys}], got {into.slots.dtype} {tuple(into.slots.shape)}")

@@ -1,0 +1,146 @@
+"""Which blocks of keys a block of queries has to look at, worked out on the host before the step.
+
+One segment: N queries at positions ``A .. A + N - 1`` of a list of ``M = A + N`` keys, the A ancestors first. With
+``key_end`` in these positions (``local_key_end``), query i sees key m exactly when ``m <= A + i < key_end[m]``.
+
+A block of queries and a block of keys are *dead* together (no query sees any key), *full* (every query sees every
+key, so no mask is needed) or *partial*. Which of the three follows exactly from the least and largest ``key_end`` of
+a block of keys. The queries of one root path share long full prefixes, so of every row (and column) of the block
+matrix the longest run of full blocks is kept as an interval, the other full blocks and the partial ones as lists. A
+kernel program handles one row (or one column); the programs with most to do come first.
+
+Pure numpy; nothing here knows a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Columns of ``BlockTable.programs``.
+BLOCK, RUN_BEGIN, RUN_END, LIST_BEGIN, LIST_MIDDLE, LIST_END, TILE_BEGIN = range(7)
+PROGRAM_FIELDS = 8
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """What each kernel program visits.
+
+    Attributes:
+        programs: int32 [P, 8]: the program's own block; ``[run begin, run end)`` of other blocks that are full; in
+            ``blocks``: ``[list begin, list middle)`` full ones, ``[list middle, list end)`` partial ones; where its
+            tiles begin in ``tiles``; unused.
+        blocks: int32, lists of other blocks.
+        tiles: int32, for every live pair of blocks in the order run, full, partial: its number when all live pairs
+            are counted row by row in that order.
+    """
+
+    programs: np.ndarray
+    blocks: np.ndarray
+    tiles: np.ndarray
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """The block matrix of one segment by rows (blocks of queries) and by columns (blocks of keys)."""
+
+    rows: BlockTable
+    columns: BlockTable
+    num_tiles: int
+
+
+def local_key_end(query_begin: int, num_queries: int, ancestor_end: np.ndarray, own_end: np.ndarray) -> np.ndarray:
+    """``key_end`` int32 [A + N] in key positions, from subtree ends in the stream.
+
+    Args:
+        query_begin: stream index of the segment's first token; its tokens are consecutive.
+        num_queries: N.
+        ancestor_end: subtree ends of the ancestors in earlier segments, in stream order.
+        own_end: subtree ends of the segment's tokens.
+
+    Raises:
+        ValueError: the lengths do not fit, or a token's subtree does not hold the token itself.
+    """
+    ends = np.concatenate([ancestor_end, own_end]).astype(np.int64)
+    if len(own_end) != num_queries:
+        raise ValueError(f"{len(own_end)} subtree ends for {num_queries} queries")
+    if np.any(np.asarray(own_end) <= query_begin + np.arange(num_queries)):
+        raise ValueError("a subtree ends after its own token, at the earliest")
+    return (np.clip(ends - query_begin, 0, num_queries) + len(ancestor_end)).astype(np.int32)
+
+
+def block_tables(key_end: np.ndarray, num_queries: int, block_q: int, block_k: int) -> BlockTables:
+    """Tables for blocks of ``block_q`` queries and ``block_k`` keys.
+
+    Args:
+        key_end: int32 [M] from ``local_key_end``; one past the last query position that sees the key, at most M.
+        num_queries: N, the last N of the M keys are the queries' own.
+    """
+    num_keys = len(key_end)
+    num_ancestors = num_keys - num_queries
+    query_first = num_ancestors + np.arange(0, num_queries, block_q)
+    query_last = np.minimum(query_first + block_q, num_keys) - 1
+    key_first = np.arange(0, num_keys, block_k)
+    key_last = key_first + block_k - 1
+    most, least = np.maximum.reduceat(key_end, key_first), np.minimum.reduceat(key_end, key_first)
+    # A key at or after the block's first query is its own query's key: such a block is live by its position alone.
+    reaches = (most > query_first[:, None]) | (np.minimum(key_last, num_keys - 1) >= query_first[:, None])
+    live = (key_first <= query_last[:, None]) & reaches
+    # The last block of keys may be cut short; it counts as partial, so that it is read under a mask.
+    full = (key_last <= query_first[:, None]) & (least > query_last[:, None]) & (key_last < num_keys)
+    rows_run = _longest_runs(full)
+    tile = np.zeros(live.shape, dtype=np.int32)
+    row, column = _visits(live, full, rows_run)
+    tile[row, column] = np.arange(len(row), dtype=np.int32)
+    columns_run = _longest_runs(full.T)
+    return BlockTables(
+        _table(live, full, rows_run, tile),
+        _table(live.T, full.T, columns_run, tile.T),
+        len(row),
+    )
+
+
+def _longest_runs(full: np.ndarray) -> np.ndarray:
+    """Begin and end of the longest run of true values of each row (the first of equals), [rows, 2]; 0, 0 for none."""
+    runs = np.zeros((full.shape[0], 2), dtype=np.int64)
+    padded = np.zeros((full.shape[0], full.shape[1] + 2), dtype=np.int8)
+    padded[:, 1:-1] = full
+    change = np.diff(padded, axis=1)
+    row, begin = np.nonzero(change == 1)
+    _, end = np.nonzero(change == -1)
+    # Of several entries of one row the last assignment stays: the longest, and of equals the first.
+    order = np.lexsort((-begin, end - begin))
+    runs[row[order], 0], runs[row[order], 1] = begin[order], end[order]
+    return runs
+
+
+def _in_runs(runs: np.ndarray, num_blocks: int) -> np.ndarray:
+    block = np.arange(num_blocks)
+    return (block >= runs[:, :1]) & (block < runs[:, 1:])
+
+
+def _visits(live: np.ndarray, full: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All live pairs, row by row: the run, the other full blocks, the partial ones."""
+    in_run = _in_runs(runs, live.shape[1])
+    row, _, column = np.nonzero(np.stack([in_run, full & ~in_run, live & ~full], axis=1))
+    return row, column
+
+
+def _table(live: np.ndarray, full: np.ndarray, runs: np.ndarray, tile: np.ndarray) -> BlockTable:
+    num_rows = live.shape[0]
+    listed_full = full & ~_in_runs(runs, live.shape[1])
+    partial = live & ~full
+    _, _, listed = np.nonzero(np.stack([listed_full, partial], axis=1))
+    num_full, num_partial = listed_full.sum(1), partial.sum(1)
+    ends = np.cumsum(num_full + num_partial)
+    work = live.sum(1)
+    programs = np.zeros((num_rows, PROGRAM_FIELDS), dtype=np.int32)
+    programs[:, BLOCK] = np.arange(num_rows)
+    programs[:, RUN_BEGIN], programs[:, RUN_END] = runs[:, 0], runs[:, 1]
+    programs[:, LIST_BEGIN] = ends - num_full - num_partial
+    programs[:, LIST_MIDDLE] = ends - num_partial
+    programs[:, LIST_END] = ends
+    programs[:, TILE_BEGIN] = np.cumsum(work) - work
+    heaviest_first = np.argsort(-work, kind="stable")
+    return BlockTable(programs[heaviest_first], listed.astype(np.int32), tile[_visits(live, full, runs)])

@@ -1,0 +1,150 @@
+"""Tile sizes and launch settings of the tree attention kernels, from fixed tables.
+
+Nothing is tuned while training: a table by head size and dtype answers at once, and the same answer everywhere keeps
+results the same bit for bit from run to run. ``tools/benchmark_attention.py`` measures other candidates; its winners
+belong here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+MAX_HEAD_SIZE = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One kernel's settings.
+
+    Attributes:
+        rows: rows of a tile of queries (tokens times the heads packed into it), a power of two, at least 16.
+        keys: keys of a block, a power of two, at least 16.
+        num_warps, num_stages: Triton's.
+        tma: read tiles through tensor descriptors (Hopper and later).
+        max_pack: most heads of a group in one tile.
+        warp_specialize: let Triton give loads and products to different warps (forward only).
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    max_pack: int = 8
+    warp_specialize: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("rows", self.rows), ("keys", self.keys)):
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value}: must be a power of two, at least 16")
+
+    def pack(self, group_size: int) -> int:
+        """Heads of a group in one tile: the largest power of two that divides the group, within ``max_pack``."""
+        return min(group_size & -group_size, self.max_pack, self.rows)
+
+
+@dataclass(frozen=True)
+class TreeAttentionConfig:
+    """Settings of a forward and a backward pass.
+
+    Attributes:
+        key_gradients: also sets the tiles of dS that are stored.
+        query_gradients_from_scores: its tile sizes are those of ``key_gradients``.
+        query_gradients: where dS is computed again; its packing is that of ``key_gradients``.
+        stored_scores_bytes: most memory for tiles of dS. A segment that needs more does it in several launches, a few
+            groups each, and one whose single group needs more computes dS again; 0 always does.
+    """
+
+    forward: KernelConfig
+    key_gradients: KernelConfig
+    query_gradients_from_scores: KernelConfig
+    query_gradients: KernelConfig
+    stored_scores_bytes: int = 512 << 20
+
+
+def supports(head_size: int, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels can take these inputs."""
+    return 1 <= head_size <= MAX_HEAD_SIZE and dtype in DTYPES
+
+
+def padded_head_size(head_size: int) -> int:
+    """``BLOCK_D`` of the kernels: a power of two, at least what a matrix product takes."""
+    return max(16, 1 << (head_size - 1).bit_length())
+
+
+# By padded head size, for 16-bit inputs on Hopper: forward, key gradients, query gradients from stored scores, query
+# gradients.
+_HOPPER = {
+    64: (
+        KernelConfig(128, 128, 8, 3, tma=True),
+        KernelConfig(64, 128, 8, 3),
+        KernelConfig(64, 128, 4, 4),
+        KernelConfig(128, 64, 8, 3),
+    ),
+    128: (
+        KernelConfig(128, 128, 8, 2, tma=True),
+        KernelConfig(64, 128, 8, 2),
+        KernelConfig(64, 128, 4, 3),
+        KernelConfig(128, 64, 8, 2),
+    ),
+    256: (
+        KernelConfig(128, 64, 8, 2, tma=True),
+        KernelConfig(64, 64, 8, 1),
+        KernelConfig(64, 64, 4, 3),
+        KernelConfig(64, 64, 8, 1),
+    ),
+}
+# 16-bit inputs elsewhere: less shared memory, no tensor descriptors.
+_OTHER = {
+    64: (
+        KernelConfig(128, 64, 4, 3),
+        KernelConfig(64, 64, 4, 2),
+        KernelConfig(64, 64, 4, 2),
+        KernelConfig(64, 64, 4, 2),
+    ),
+    128: (
+        KernelConfig(64, 64, 4, 2),
+        KernelConfig(32, 64, 4, 2),
+        KernelConfig(32, 64, 4, 2),
+        KernelConfig(64, 32, 4, 2),
+    ),
+    256: (
+        KernelConfig(64, 32, 4, 1),
+        KernelConfig(32, 32, 4, 1),
+        KernelConfig(32, 32, 4, 1),
+        KernelConfig(32, 32, 4, 1),
+    ),
+}
+# float32: products run outside the tensor cores, for exactness; small tiles that fit the registers.
+_FLOAT32 = {
+    64: (KernelConfig(32, 32, 4, 1),) * 4,
+    128: (KernelConfig(32, 32, 4, 1),) * 4,
+    256: (KernelConfig(16, 16, 4, 1),) * 4,
+}
+
+
+def default_config(head_size: int, dtype: torch.dtype, device: torch.device) -> TreeAttentionConfig:
+    """The table's settings for these inputs on this device.
+
+    Raises:
+        ValueError: the kernels do not take these inputs.
+    """
+    if not supports(head_size, dtype):
+        raise ValueError(f"no Triton tree attention for head size {head_size} and {dtype}")
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    table = _FLOAT32 if dtype == torch.float32 else _HOPPER if hopper else _OTHER
+    config = TreeAttentionConfig(*table[max(64, padded_head_size(head_size))])
+    return without_descriptors(config) if padded_head_size(head_size) != head_size else config
+
+
+def without_descriptors(config: TreeAttentionConfig) -> TreeAttentionConfig:
+    """The same settings with plain loads of keys and values: a padded head is no rectangle of their matrix."""
+    return replace(
+        config,
+        forward=replace(config.forward, tma=False),
+        query_gradients=replace(config.query_gradients, tma=False),
+        query_gradients_from_scores=replace(config.query_gradients_from_scores, tma=False),
+    )

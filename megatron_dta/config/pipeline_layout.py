@@ -1,0 +1,83 @@
+"""Which layers each pipeline stage holds: equal numbers, a division in Megatron's notation, or the cost model's choice.
+
+Virtual stages are numbered in the order in which a token passes them: virtual stage v is part v // P of the stack on
+pipeline rank v % P. The first holds the embedding, the last the output layer and the loss.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.errors import InputError
+from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.pipeline_layers import layers_per_stage
+
+_FLAG = "--pipeline-model-parallel-layout"
+
+
+def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """Number of layers of each virtual stage.
+
+    Raises:
+        InputError: the layers cannot be divided as asked.
+    """
+    num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+    if num_stages == 1:
+        return [model.num_layers]
+    if parallel.pipeline_model_parallel_layout == "auto":
+        return _balanced(model, num_stages)
+    if parallel.pipeline_model_parallel_layout is not None:
+        return _parsed(parallel.pipeline_model_parallel_layout, model.num_layers, num_stages)
+    if model.num_layers % num_stages:
+        raise InputError(
+            f"--num-layers {model.num_layers} is not divisible by the {num_stages} pipeline stages "
+            "(--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank); change one of them, or give "
+            f"{_FLAG} auto"
+        )
+    return [model.num_layers // num_stages] * num_stages
+
+
+def _balanced(model: ModelConfig, num_stages: int) -> list[int]:
+    if model.num_layers < num_stages:
+        raise InputError(f"--num-layers {model.num_layers} is less than the {num_stages} pipeline stages; use fewer")
+    cost = CostModel.from_shape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        vocab_size=model.vocab_size or 0,
+        swiglu=model.swiglu,
+    )
+    return layers_per_stage(
+        model.num_layers,
+        num_stages,
+        layer_cost=cost.seconds_per_token / model.num_layers,
+        embedding_cost=0.0,
+        output_cost=cost.seconds_per_edge,
+    )
+
+
+def _parsed(layout: str, num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage of a layout in Megatron's notation: "Et*3|t*4|tttL" -> [3, 4, 3]."""
+    text = layout.replace(",", "").replace(" ", "")
+    for group in (r"\(([^()]+)\)\*(\d+)", r"([EtL|])\*(\d+)"):
+        text = re.sub(group, lambda found: found[1] * int(found[2]), text)
+    if not re.fullmatch(r"E[t|]*L", text):
+        raise InputError(
+            f"{_FLAG} {layout}: must be 'auto', or begin with E, end with L, and hold t and | between, as in 'Ett|ttL'"
+        )
+    layers = [stage.count("t") for stage in text.split("|")]
+    if len(layers) != num_stages:
+        raise InputError(
+            f"{_FLAG} {layout} has {len(layers)} stages, but there are {num_stages} (--pipeline-model-parallel-size x "
+            "--num-virtual-stages-per-pipeline-rank)"
+        )
+    if sum(layers) != num_layers:
+        raise InputError(f"{_FLAG} {layout} has {sum(layers)} layers, but --num-layers is {num_layers}")
+    if 0 in layers[1:-1]:
+        raise InputError(f"{_FLAG} {layout}: stage {layers.index(0, 1)} has nothing to do; give it a layer")
+    return layers

@@ -1,0 +1,264 @@
+"""Reads and writes the files of a Megatron distributed checkpoint (``torch_dist``) piece by piece, without a model.
+
+    __GROUP_NUMBER.distcp   pieces of tensors, one behind the other, each as PyTorch serializes a tensor
+    .metadata               which rectangle of which tensor stands where (written last)
+    common.pt               what is the same on every rank: here the settings
+    metadata.json           the format's name
+
+A checkpoint's tensors are whole models' (Megatron's ``ShardedTensor``: any rank of any mesh reads its part of them), so
+pieces may be cut as one likes: along the parts of the mesh that is to load them, and small enough that memory does not
+depend on the largest tensor. Megatron's modules also keep an extra state, which is empty here but must be there.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_dta.conversion.parameters import Parameter, Sharding
+from megatron_dta.errors import InputError
+
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# Modules of Megatron's that keep an extra state.
+_WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+# What a checkpoint's metadata is made of; nothing else is unpickled.
+_METADATA_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.strategies.")
+_METADATA_NAMES = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
+}
+
+
+class Piece(NamedTuple):
+    """Rows and columns of one parameter that stand together in a file; ``columns`` is None for a vector."""
+
+    parameter: int
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows = self.rows[1] - self.rows[0]
+        return (rows,) if self.columns is None else (rows, self.columns[1] - self.columns[0])
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Where a piece of a parameter is: rows and columns of it, in a file from ``offset`` on."""
+
+    path: Path
+    offset: int
+    length: int
+    row: int
+    column: int
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The piece, on the host; ``InputError`` if the file is damaged."""
+        try:
+            with open(self.path, "rb") as file:
+                section = _Section(file, self.offset, self.length)
+                values = torch.load(section, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+            raise InputError(f"{self.path}: is damaged or truncated; write the checkpoint again") from error
+        return values.reshape(self.shape)
+
+
+class _Section(io.RawIOBase):
+    """A part of a file that looks like a file, read without going through copies in memory."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length = file, start, length
+        file.seek(start)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        origin = {0: 0, 1: self.tell(), 2: self._length}[whence]
+        self._file.seek(self._start + origin + offset)
+        return self.tell()
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        return self._file.readinto(view[: max(0, self._length - self.tell())])  # type: ignore[attr-defined]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads a checkpoint's metadata and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if not module.startswith(_METADATA_MODULES) and (module, name) not in _METADATA_NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
+class MegatronCheckpoint:
+    """The parameters of a distributed checkpoint, found by what they are in the whole model.
+
+    Raises:
+        InputError: the folder holds no distributed checkpoint, or a damaged one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._by_place: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+        try:
+            if json.loads((path / "metadata.json").read_text()).get("sharded_backend") != "torch_dist":
+                raise InputError(f"{path}: is no checkpoint of the format torch_dist")
+            with open(path / ".metadata", "rb") as file:
+                self._metadata: Metadata = _MetadataUnpickler(file).load()
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path}: is no readable distributed checkpoint ({error})") from error
+
+    def settings(self) -> dict[str, Any] | None:
+        """All settings of the run that wrote it, by flag; None if it was not this project."""
+        try:
+            common = torch.load(self.path / "common.pt", map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise InputError(f"{self.path}/common.pt: cannot be read ({error})") from error
+        own = common.get("megatron_dta")
+        return None if own is None else json.loads(own["settings"])
+
+    def dtype_of(self, parameter: Parameter) -> torch.dtype:
+        """In what a parameter is stored."""
+        return self._described(parameter).properties.dtype
+
+    def pieces_of(self, parameter: Parameter) -> Iterator[StoredPiece]:
+        """All pieces of a parameter; together they cover it, and padding of the vocabulary besides."""
+        self._described(parameter)
+        axes, covered = len(parameter.place), 0
+        for chunk in self._chunks(parameter.key, axes).get(parameter.place, []):
+            where = self._metadata.storage_data.get(MetadataIndex(parameter.key, chunk.offsets))
+            if where is None:
+                raise InputError(f"{self.path}: its metadata does not say where {parameter.key} is")
+            shape, offsets = tuple(chunk.sizes[axes:]), tuple(chunk.offsets[axes:])
+            covered += torch.Size(shape).numel()
+            column = offsets[1] if len(offsets) > 1 else 0
+            path = self.path / where.relative_path
+            yield StoredPiece(path, where.offset, where.length, offsets[0], column, shape)
+        if covered < torch.Size(parameter.shape).numel():
+            raise InputError(f"{self.path}: {parameter.name} is not whole in the checkpoint")
+
+    def _chunks(self, key: str, axes: int) -> dict[tuple[int, ...], list[ChunkStorageMetadata]]:
+        """Chunks of a checkpoint's tensor by their place along its first ``axes`` axes."""
+        if key not in self._by_place:
+            found = self._by_place[key] = {}
+            for chunk in self._metadata.state_dict_metadata[key].chunks:
+                if all(size == 1 for size in chunk.sizes[:axes]):
+                    found.setdefault(tuple(chunk.offsets[:axes]), []).append(chunk)
+        return self._by_place[key]
+
+    def _described(self, parameter: Parameter) -> TensorStorageMetadata:
+        """What the metadata say of the checkpoint's tensor that holds the parameter, if they fit it."""
+        stored = self._metadata.state_dict_metadata.get(parameter.key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise InputError(f"{self.path}: has no {parameter.key}; is it of the model in config.json?")
+        expected, found, axis = (*parameter.places, *parameter.shape), tuple(stored.size), len(parameter.places)
+        fits = found == expected
+        if parameter.sharding is Sharding.VOCABULARY and len(found) == len(expected):
+            # Rows beyond the vocabulary are padding.
+            fits = found[axis] >= expected[axis] and found[axis + 1 :] == expected[axis + 1 :]
+        if not fits:
+            raise InputError(
+                f"{self.path}: {parameter.key} has the shape {list(found)}; config.json says {list(expected)}"
+            )
+        return stored
+
+
+class PieceWriter:
+    """Appends pieces to one file of a checkpoint and notes where they are."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.spans: list[tuple[int, int]] = []
+
+    def append(self, values: Any) -> None:
+        """Write a tensor (or an extra state) behind what was written before."""
+        start = self._file.tell()
+        torch.save(values, self._file)
+        self.spans.append((start, self._file.tell() - start))
+
+
+def extra_states_of(parameter: Parameter) -> list[str]:
+    """Names under which Megatron keeps the extra state of the parameter's module."""
+    if not parameter.key.endswith(_WITH_EXTRA_STATE):
+        return []
+    place, places = parameter.place or (0,), parameter.places or (1,)
+    shard = ".".join(map(str, place)) + "_" + ".".join(map(str, places))
+    return [f"{parameter.key.removesuffix('weight')}_extra_state/shard_{shard}"]
+
+
+def write_metadata(
+    folder: Path,
+    parameters: list[Parameter],
+    rows: list[int],
+    dtypes: list[torch.dtype],
+    files: dict[str, list[tuple[Piece | str, tuple[int, int]]]],
+    common: dict[str, Any],
+) -> None:
+    """Describe the files of a checkpoint, which makes it one.
+
+    Args:
+        rows, dtypes: of every parameter as it is written, padding included.
+        files: pieces (or names of extra states) of every file, with where they start and how long they are.
+    """
+    chunks: dict[str, list[ChunkStorageMetadata]] = {parameter.key: [] for parameter in parameters}
+    results: list[WriteResult] = []
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, pieces in files.items():
+        for piece, (start, length) in pieces:
+            if isinstance(piece, str):
+                index = MetadataIndex(piece)
+                described[piece] = BytesStorageMetadata()
+            else:
+                parameter = parameters[piece.parameter]
+                column = () if piece.columns is None else (piece.columns[0],)
+                offsets = torch.Size((*parameter.place, piece.rows[0], *column))
+                sizes = torch.Size((*(1 for _ in parameter.place), *piece.shape))
+                chunks[parameter.key].append(ChunkStorageMetadata(offsets, sizes))
+                index = MetadataIndex(parameter.key, offsets)
+            results.append(WriteResult(index, length, _StorageInfo(name, start, length)))
+    for parameter, count, dtype in zip(parameters, rows, dtypes, strict=True):
+        size = torch.Size((*parameter.places, count, *parameter.shape[1:]))
+        described[parameter.key] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks[parameter.key])
+    torch.save(common, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps(FORMAT))
+    FileSystemWriter(folder).finish(Metadata(described), [results])

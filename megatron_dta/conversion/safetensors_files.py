@@ -1,0 +1,226 @@
+"""Reads a Hugging Face checkpoint's safetensors files: checked whole before anything is converted, then by rows.
+
+The format is a length, a JSON header and the raw bytes of every tensor, so rows are read straight into the memory they
+are for: no mapping of files, whose pages would count as resident, and no copy in between. Nothing here can run code;
+``pytorch_model.bin`` can, being a pickle, and is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dta.errors import InputError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Longest header that the format allows.
+_MAX_HEADER = 100_000_000
+# Rows that must be converted to another dtype pass through a buffer of so many bytes.
+_BUFFER_BYTES = 1 << 25
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor's bytes are."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row (of one number, for a vector)."""
+        return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
+
+
+class SafetensorsFolder:
+    """The tensors of a checkpoint folder, by name.
+
+    Args:
+        folder: holds ``model.safetensors.index.json`` and the files it names, or ``model.safetensors``.
+
+    Raises:
+        InputError: a file is missing, cut, or not what the index says; the message names it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.weight_map = _weight_map(self.folder)
+        self.tensors: dict[str, StoredTensor] = {}
+        self._files: dict[Path, int] = {}
+        headers = {name: read_header(self.folder / name) for name in sorted(set(self.weight_map.values()))}
+        for tensor, name in self.weight_map.items():
+            if tensor not in headers[name]:
+                raise InputError(f"{self.folder / name}: has no tensor {tensor}, which {INDEX} places there")
+            self.tensors[tensor] = headers[name][tensor]
+        for name, header in headers.items():
+            unlisted = sorted(tensor for tensor in header if self.weight_map.get(tensor) != name)
+            if unlisted:
+                raise InputError(f"{self.folder / name}: {_some(unlisted)} in it, but {INDEX} does not say so")
+
+    @property
+    def paths(self) -> list[Path]:
+        """All safetensors files."""
+        return [self.folder / name for name in sorted(set(self.weight_map.values()))]
+
+    def check(self, expected: dict[str, tuple[int, ...]], ignored: Callable[[str], bool] = lambda name: False) -> None:
+        """Refuse anything but the tensors ``expected``, of these shapes, in a dtype of weights."""
+        missing = [name for name in expected if name not in self.tensors]
+        if missing:
+            raise InputError(f"{self.folder}: {_some(missing)} missing; the model in config.json needs it")
+        surplus = [name for name in self.tensors if name not in expected and not ignored(name)]
+        if surplus:
+            raise InputError(f"{self.folder}: {_some(surplus)} not known to the architecture in config.json")
+        for name, shape in expected.items():
+            stored = self.tensors[name]
+            if stored.shape != shape:
+                raise InputError(
+                    f"{stored.path}: {name} has the shape {list(stored.shape)}; config.json says {list(shape)}"
+                )
+
+    def read(self, name: str, row: int, into: Tensor, columns: tuple[int, int] | None = None) -> None:
+        """Fill ``into`` [rows, ...] with the tensor's rows from ``row`` on, of its ``columns`` only if given.
+
+        ``into`` lies on the host, its rows one behind the other, and may have another dtype.
+        """
+        stored = self.tensors[name]
+        if columns == (0, stored.shape[-1]):
+            columns = None
+        width = stored.row_bytes if columns is None else (columns[1] - columns[0]) * stored.dtype.itemsize
+        step = into.shape[0] if into.dtype == stored.dtype else max(1, _BUFFER_BYTES // width)
+        for first in range(0, into.shape[0], step):
+            rows = into[first : first + step]
+            target = rows if rows.dtype == stored.dtype else torch.empty(rows.shape, dtype=stored.dtype)
+            self._read_rows(stored, row + first, target, columns)
+            if target is not rows:
+                rows.copy_(target)
+
+    def _read_rows(self, stored: StoredTensor, row: int, target: Tensor, columns: tuple[int, int] | None) -> None:
+        file, view = self._file(stored.path), bytes_of(target)
+        start = stored.offset + row * stored.row_bytes
+        if columns is None:
+            _read_exactly(file, view, start, stored.path)
+            return
+        skipped, width = columns[0] * stored.dtype.itemsize, (columns[1] - columns[0]) * stored.dtype.itemsize
+        for index in range(target.shape[0]):
+            own = view[index * width : (index + 1) * width]
+            _read_exactly(file, own, start + index * stored.row_bytes + skipped, stored.path)
+
+    def _file(self, path: Path) -> int:
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_RDONLY)
+        return self._files[path]
+
+    def close(self) -> None:
+        """Close the files that reading has opened."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file; ``InputError`` unless the file is whole and every byte of it accounted for."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
+                raise InputError(f"{path}: truncated or not a safetensors file (its header does not fit)")
+            text = file.read(length)
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; download the checkpoint again") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        header = json.loads(text)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        spans = {name: _stored(path, name, entry, 8 + length) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: not a safetensors file (its header is damaged)") from error
+    end = 8 + length
+    for tensor, stop in sorted(spans.values(), key=lambda span: (span[0].offset, span[1])):
+        if tensor.offset != end:
+            raise InputError(f"{path}: not a safetensors file (its tensors overlap or leave gaps)")
+        end = stop
+    if size != end:
+        state = "truncated" if size < end else "longer than its header says"
+        raise InputError(f"{path}: {state}: {size} bytes, {end} by its header; download it again")
+    return {name: tensor for name, (tensor, _) in spans.items()}
+
+
+def _stored(path: Path, name: str, entry: dict[str, Any], start: int) -> tuple[StoredTensor, int]:
+    """The tensor of a header's entry and where its bytes end."""
+    if entry["dtype"] not in DTYPES:
+        raise InputError(
+            f"{path}: {name} is of type {entry['dtype']}; weights must be one of {', '.join(DTYPES)} (not quantized)"
+        )
+    first, last = entry["data_offsets"]
+    stored = StoredTensor(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), start + first)
+    if last - first != torch.Size(stored.shape).numel() * stored.dtype.itemsize:
+        raise InputError(f"{path}: {name} has {last - first} bytes, which its shape {entry['shape']} does not")
+    return stored, start + last
+
+
+def weight_map_of(folder: Path) -> dict[str, str] | None:
+    """The file of every tensor; None where there are no safetensors, or no readable ones."""
+    try:
+        return _weight_map(folder)
+    except InputError:
+        return None
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of every tensor."""
+    index = folder / INDEX
+    if not index.is_file():
+        if (folder / SINGLE).is_file():
+            return dict.fromkeys(read_header(folder / SINGLE), SINGLE)
+        others = next((path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)), None)
+        if others is not None:
+            raise InputError(
+                f"{folder}: has no safetensors; {others} is a pickle, which can run code and is not read. Save the "
+                "model as safetensors first"
+            )
+        raise InputError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        named = {str(tensor): str(name) for tensor, name in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index}: is damaged: it has no readable weight_map") from error
+    for name in set(named.values()):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise InputError(f"{index}: names the file {name!r}; only safetensors files beside it are read")
+    return named
+
+
+def _read_exactly(file: int, view: memoryview, offset: int, path: Path) -> None:
+    while len(view):
+        count = os.preadv(file, [view], offset)
+        if count == 0:
+            raise InputError(f"{path}: ended while it was read")
+        view, offset = view[count:], offset + count
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first names and how many more."""
+    listed = list(names)
+    more = f" and {len(listed) - 3} more tensors" if len(listed) > 3 else ""
+    return f"{', '.join(listed[:3])}{more} {'is' if len(listed) == 1 else 'are'}"

@@ -1,0 +1,205 @@
+"""Megatron distributed checkpoint -> Hugging Face checkpoint, a piece at a time.
+
+Every file of the target is written on its own from the pieces that it needs. Configuration, tokenizer and whatever
+else lies beside the weights are carried along byte for byte from a Hugging Face checkpoint of the same model, which
+also decides how tensors are divided into files, if it has the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dta.config import ModelConfig
+from megatron_dta.config.options import flag_of
+from megatron_dta.conversion.hf_config import settings_from_hf
+from megatron_dta.conversion.job import source_stamp
+from megatron_dta.conversion.mappings import ModelShape, parameters_of
+from megatron_dta.conversion.megatron_files import MegatronCheckpoint
+from megatron_dta.conversion.parameters import Parameter, Part
+from megatron_dta.conversion.safetensors_files import INDEX, weight_map_of
+from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOutput, Shapes, index_of, lay_out
+from megatron_dta.errors import InputError
+
+MAX_SHARD_BYTES = 5_000_000_000
+# Choices of a run that change no weight's meaning.
+FREE_SETTINGS = ("max_position_embeddings", "init_method_std")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".py")
+
+
+@dataclass
+class ToHuggingFace:
+    """The conversion of one checkpoint; ``conversion.job`` runs it.
+
+    Attributes:
+        source: the checkpoint itself, not the folder of a run.
+        template: Hugging Face checkpoint that the configuration and the tokenizer come from.
+        dtype: of the weights written; None keeps each one's.
+        max_shard_bytes: a file ends before it is larger; None takes the template's files.
+    """
+
+    source: Path
+    template: Path
+    architecture: str
+    shape: ModelShape
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for parameter in self.parameters:
+            for piece in self.checkpoint.pieces_of(parameter):
+                if not piece.path.is_file() or piece.path.stat().st_size < piece.offset + piece.length:
+                    raise InputError(f"{piece.path}: is missing or truncated; write the checkpoint again")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @cached_property
+    def checkpoint(self) -> MegatronCheckpoint:
+        return MegatronCheckpoint(self.source)
+
+    @cached_property
+    def parameters(self) -> list[Parameter]:
+        return parameters_of(self.architecture, self.shape)
+
+    @cached_property
+    def layouts(self) -> list[FileLayout]:
+        """All files of weights."""
+        tensors: Shapes = {}
+        for parameter in self.parameters:
+            dtype = self.dtype or self.checkpoint.dtype_of(parameter)
+            tensors |= {name: (shape, dtype) for name, shape in parameter.tensors.items()}
+        return lay_out_like(self.template, tensors, self.max_shard_bytes)
+
+    @cached_property
+    def _layout_of(self) -> dict[str, FileLayout]:
+        return {layout.name: layout for layout in self.layouts}
+
+    @cached_property
+    def _parameters_in(self) -> dict[str, list[Parameter]]:
+        """Parameters that each file needs."""
+        file_of = {tensor: layout.name for layout in self.layouts for tensor in layout.shapes}
+        found: dict[str, list[Parameter]] = {layout.name: [] for layout in self.layouts}
+        for parameter in self.parameters:
+            for name in dict.fromkeys(file_of[tensor] for tensor in parameter.tensors):
+                found[name].append(parameter)
+        return found
+
+    def files(self) -> dict[str, int]:
+        """Names and sizes of the files of weights."""
+        return {layout.name: layout.size for layout in self.layouts}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the files depend on."""
+        settings = {item.name: str(getattr(self, item.name)) for item in fields(self)}
+        paths = [self.source / ".metadata", *sorted(self.source.glob("*.distcp")), *carried_files(self.template)]
+        return {"to": "huggingface", **settings, "files_read": source_stamp(paths)}
+
+    def write_file(self, name: str, folder: Path, advance: Callable[[int], None]) -> None:
+        """Write one file of weights."""
+        with SafetensorsOutput(folder, self._layout_of[name], advance) as output:
+            for parameter in self._parameters_in[name]:
+                self._write_parameter(parameter, output)
+            output.finish()
+
+    def _write_parameter(self, parameter: Parameter, output: SafetensorsOutput) -> None:
+        """Write those of a parameter's tensors that belong into the file."""
+        parts: dict[str, Tensor] = {}
+        for piece in self.checkpoint.pieces_of(parameter):
+            end = piece.row + piece.shape[0]
+            columns = (piece.column, piece.column + piece.shape[1]) if len(piece.shape) > 1 else None
+            copies = [
+                copy
+                for copy in parameter.copies(Part(((piece.row, end),), columns))
+                if copy.tensor in output.layout.shapes
+            ]
+            values = piece.read() if copies else None
+            for copy in copies:
+                rows = values[copy.part_row : copy.part_row + copy.rows]
+                if columns is None or columns == (0, parameter.shape[1]):
+                    output.write(copy.tensor, copy.tensor_row, rows)
+                    continue
+                # Columns of a rank: rows are whole when all ranks' are there.
+                if copy.tensor not in parts:
+                    parts[copy.tensor] = torch.empty(parameter.tensors[copy.tensor], dtype=values.dtype)
+                parts[copy.tensor][copy.tensor_row : copy.tensor_row + copy.rows, slice(*columns)] = rows
+        for tensor, whole in parts.items():
+            output.write(tensor, 0, whole)
+
+    def finish(self, folder: Path, records: dict[str, Any]) -> None:
+        """Add the index and what is carried along."""
+        write_surroundings(self.template, folder, self.layouts)
+
+
+def settings_of_checkpoint(path: Path, template: Path) -> dict[str, object]:
+    """Fields of ``ModelConfig`` by ``template``; ``InputError`` if the checkpoint ``path`` is of another model.
+
+    Shapes alone do not tell: 8 heads of 64 have the weights of 4 heads of 128.
+    """
+    saved = MegatronCheckpoint(path).settings() or {}
+    length = saved.get("--max-position-embeddings")
+    settings = settings_from_hf(template, {} if length is None else {"max_position_embeddings": length})
+    for setting in fields(ModelConfig):
+        flag = flag_of(setting)
+        if setting.name in settings and setting.name not in FREE_SETTINGS and flag in saved:
+            there, here = saved[flag], settings[setting.name]
+            if there != here:
+                raise InputError(f"{path}: is of another model: {flag} is {there} there and {here} by {template}")
+    return settings
+
+
+def lay_out_like(template: Path, tensors: Shapes, max_shard_bytes: int | None) -> list[FileLayout]:
+    """Files like ``template``'s if it has these tensors and no size is given, otherwise by size."""
+    weight_map = weight_map_of(template) if max_shard_bytes is None else None
+    return lay_out(tensors, max_shard_bytes or MAX_SHARD_BYTES, weight_map)
+
+
+def carried_files(template: Path) -> list[Path]:
+    """What lies beside the weights of a checkpoint: configuration, tokenizer, license."""
+    return sorted(
+        path
+        for path in template.iterdir()
+        if path.is_file() and not path.name.endswith(_WEIGHTS) and not path.name.startswith(".")
+    )
+
+
+def write_surroundings(template: Path, folder: Path, layouts: list[FileLayout]) -> None:
+    """The index of the files of weights and copies of what lies beside the template's."""
+    for path in carried_files(template):
+        shutil.copyfile(path, folder / path.name)
+    _correct_dtype(folder / "config.json", layouts)
+    index = index_of(layouts)
+    if index is None:
+        return
+    own = template / INDEX
+    if own.is_file() and _same_index(own.read_text(), index):
+        shutil.copyfile(own, folder / INDEX)
+    else:
+        (folder / INDEX).write_text(index)
+
+
+def _same_index(left: str, right: str) -> bool:
+    first, second = json.loads(left), json.loads(right)
+    sizes = [content.get("metadata", {}).get("total_size") for content in (first, second)]
+    return first["weight_map"] == second["weight_map"] and sizes[0] == sizes[1]
+
+
+def _correct_dtype(path: Path, layouts: list[FileLayout]) -> None:
+    """Let config.json name the dtype of the weights; the file stays as it is if it does."""
+    counts: dict[torch.dtype, int] = {}
+    for layout in layouts:
+        for shape, dtype in layout.shapes.values():
+            counts[dtype] = counts.get(dtype, 0) + torch.Size(shape).numel()
+    name = str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
+    config = json.loads(path.read_text())
+    stated = [key for key in ("dtype", "torch_dtype") if key in config]
+    if any(config[key] != name for key in stated):
+        path.write_text(json.dumps({**config, **dict.fromkeys(stated, name)}, indent=2) + "\n")

@@ -1,0 +1,241 @@
+"""Hugging Face checkpoint -> Megatron distributed checkpoint, a piece at a time.
+
+A piece is read into memory, written and forgotten, so memory depends neither on the model nor on its largest tensor.
+Pieces are cut where the ranks of the wanted mesh divide a parameter, and a file holds parameters of one pipeline stage
+and of one rank's experts: a rank that loads the checkpoint on that mesh reads whole pieces of few files. It can be
+loaded on any other mesh too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dta.conversion.job import source_stamp
+from megatron_dta.conversion.mappings import COMPUTED_TENSORS, ModelShape, parameters_of, tensors_of
+from megatron_dta.conversion.megatron_files import Piece, PieceWriter, extra_states_of, write_metadata
+from megatron_dta.conversion.parameters import Parameter, Part, Sharding
+from megatron_dta.conversion.safetensors_files import SafetensorsFolder
+from megatron_dta.errors import InputError
+
+PIECE_BYTES = 1 << 27
+FILE_BYTES = 1 << 31
+# Megatron's names for a checkpoint that no training step has made.
+RELEASE, TRACKER = "release", "latest_checkpointed_iteration.txt"
+_TIED = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+@dataclass
+class ToMegatron:
+    """The conversion of one checkpoint; ``conversion.job`` runs it.
+
+    Attributes:
+        dtype: of the weights written; None keeps each one's.
+        common: what the checkpoint holds besides, plain values.
+    """
+
+    source: Path
+    architecture: str
+    shape: ModelShape
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    expert_size: int = 1
+    dtype: torch.dtype | None = None
+    common: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_mesh(self.shape, self.tensor_size, self.pipeline_size, self.expert_size)
+        check_tensors(self.reader, self.parameters, self.shape)
+        self._check_dtypes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is derived: open files among it.
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @cached_property
+    def reader(self) -> SafetensorsFolder:
+        return SafetensorsFolder(self.source)
+
+    @cached_property
+    def parameters(self) -> list[Parameter]:
+        return parameters_of(self.architecture, self.shape)
+
+    @cached_property
+    def plan(self) -> dict[str, list[Piece | str]]:
+        """Pieces, and names of extra states, of every file."""
+        groups: dict[int, list[Piece | str]] = {}
+        for index, parameter in enumerate(self.parameters):
+            group = groups.setdefault(self._group(parameter), [])
+            group += self._pieces(index, parameter)
+            group += extra_states_of(parameter)
+        plan: dict[str, list[Piece | str]] = {}
+        for number, group in sorted(groups.items()):
+            size, file = FILE_BYTES, -1
+            for piece in group:
+                own = 0 if isinstance(piece, str) else self._bytes(piece)
+                if size + own > FILE_BYTES:
+                    size, file = 0, file + 1
+                plan.setdefault(f"{RELEASE}/__{number}_{file}.distcp", []).append(piece)
+                size += own
+        return plan
+
+    def files(self) -> dict[str, int]:
+        """Names and bytes of the files of weights."""
+        return {
+            name: sum(self._bytes(piece) for piece in pieces if not isinstance(piece, str))
+            for name, pieces in self.plan.items()
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the files depend on."""
+        settings = {item.name: str(getattr(self, item.name)) for item in fields(self)}
+        return {"to": "megatron", **settings, "source": source_stamp(self.reader.paths)}
+
+    def write_file(self, name: str, folder: Path, advance: Callable[[int], None]) -> list[tuple[int, int]]:
+        """Write one file; returns where each of its pieces starts and how long it is."""
+        (folder / RELEASE).mkdir(exist_ok=True)
+        with open(folder / name, "wb") as file:
+            writer = PieceWriter(file)
+            block: tuple[tuple[int, tuple[int, int]], Tensor] | None = None
+            for piece in self.plan[name]:
+                if isinstance(piece, str):
+                    writer.append([None])
+                    continue
+                parameter = self.parameters[piece.parameter]
+                if piece.columns is None or piece.columns == (0, parameter.shape[1]):
+                    values = self._read(parameter, piece.rows)
+                else:
+                    # All ranks' columns of some rows stand one behind the other in the file: read these rows once.
+                    if block is None or block[0] != (piece.parameter, piece.rows):
+                        block = (piece.parameter, piece.rows), self._read(parameter, piece.rows)
+                    values = block[1][:, slice(*piece.columns)].contiguous()
+                writer.append(values.reshape(*(1 for _ in parameter.place), *piece.shape))
+                advance(self._bytes(piece))
+            file.flush()
+            os.fsync(file.fileno())
+        return writer.spans
+
+    def finish(self, folder: Path, records: dict[str, Any]) -> None:
+        """Write the metadata, and the file that says which checkpoint counts."""
+        files = {
+            Path(name).name: list(zip(pieces, map(tuple, records[name]), strict=True))
+            for name, pieces in self.plan.items()
+        }
+        rows = [self._rows(parameter) for parameter in self.parameters]
+        dtypes = [self.dtype_of(parameter) for parameter in self.parameters]
+        write_metadata(folder / RELEASE, self.parameters, rows, dtypes, files, self.common or {})
+        (folder / TRACKER).write_text(RELEASE)
+
+    def dtype_of(self, parameter: Parameter) -> torch.dtype:
+        """In what a parameter is written."""
+        return self.dtype or self.reader.tensors[parameter.blocks[0].tensor].dtype
+
+    def _check_dtypes(self) -> None:
+        """A parameter (of all layers) has one dtype in a checkpoint."""
+        seen: dict[str, tuple[torch.dtype, str]] = {}
+        for parameter in self.parameters if self.dtype is None else ():
+            for tensor in parameter.tensors:
+                dtype = self.reader.tensors[tensor].dtype
+                first = seen.setdefault(parameter.key, (dtype, tensor))
+                if first[0] != dtype:
+                    raise InputError(
+                        f"{self.source}: {first[1]} is of type {first[0]} and {tensor} of type {dtype}; "
+                        "give --params-dtype to have all in one"
+                    )
+
+    def _read(self, parameter: Parameter, rows: tuple[int, int]) -> Tensor:
+        part = Part((rows,), parameter.whole().columns)
+        values = torch.empty(part.shape, dtype=self.dtype_of(parameter))
+        read_part(self.reader, parameter, part, values)
+        return values
+
+    def _rows(self, parameter: Parameter) -> int:
+        padded = self.shape.padded_vocab_size(self.tensor_size)
+        return padded if parameter.sharding is Sharding.VOCABULARY else parameter.shape[0]
+
+    def _bytes(self, piece: Piece) -> int:
+        return torch.Size(piece.shape).numel() * self.dtype_of(self.parameters[piece.parameter]).itemsize
+
+    def _group(self, parameter: Parameter) -> int:
+        """Number of the pipeline stage and expert rank whose files a parameter goes into."""
+        if parameter.layer is None:
+            stage = 0 if parameter.name.startswith("embedding.") else self.pipeline_size - 1
+        else:
+            stage = parameter.layer * self.pipeline_size // self.shape.num_layers
+        expert_rank = 0
+        if parameter.expert is not None and self.shape.num_experts:
+            expert_rank = parameter.expert * self.expert_size // self.shape.num_experts
+        return stage * self.expert_size + expert_rank
+
+    def _pieces(self, index: int, parameter: Parameter) -> Iterator[Piece]:
+        padded = self.shape.padded_vocab_size(self.tensor_size)
+        parts = [parameter.part_of_rank(rank, self.tensor_size, padded) for rank in range(self.tensor_size)]
+        ranges = sorted({rows for part in parts for rows in part.row_ranges})
+        columns = sorted({part.columns for part in parts if part.columns is not None}) or [None]
+        row_bytes = torch.Size(parameter.shape[1:]).numel() * self.dtype_of(parameter).itemsize
+        step = max(1, PIECE_BYTES // row_bytes)
+        for start, stop in ranges:
+            for first in range(start, stop, step):
+                yield from (Piece(index, (first, min(first + step, stop)), own) for own in columns)
+
+
+def read_part(reader: SafetensorsFolder, parameter: Parameter, part: Part, into: Tensor) -> None:
+    """Fill ``into``, of the part's shape and on the host, with these rows and columns of a parameter."""
+    for copy in parameter.copies(part):
+        rows = into[copy.part_row : copy.part_row + copy.rows]
+        reader.read(copy.tensor, copy.tensor_row, rows, part.columns)
+    parameter.zero_padding(part, into)
+
+
+def check_tensors(reader: SafetensorsFolder, parameters: list[Parameter], shape: ModelShape) -> None:
+    """Refuse a checkpoint that is not exactly this model, before anything is written."""
+    tied = not shape.untie_embeddings_and_output_weights
+
+    def is_no_weight(name: str) -> bool:
+        return name.endswith(COMPUTED_TENSORS) or (tied and name == _TIED[0])
+
+    reader.check(tensors_of(parameters), is_no_weight)
+    if tied and _TIED[0] in reader.tensors and not _same_values(reader, *_TIED):
+        raise InputError(
+            f"{reader.folder}: {_TIED[0]} differs from {_TIED[1]}, but config.json ties them; "
+            'correct "tie_word_embeddings"'
+        )
+
+
+def _same_values(reader: SafetensorsFolder, left: str, right: str) -> bool:
+    shape, step = reader.tensors[left].shape, 4096
+    if shape != reader.tensors[right].shape or reader.tensors[left].dtype != reader.tensors[right].dtype:
+        return False
+    for row in range(0, shape[0], step):
+        values = [torch.empty(min(step, shape[0] - row), *shape[1:], dtype=reader.tensors[left].dtype) for _ in "ab"]
+        for name, rows in zip((left, right), values, strict=True):
+            reader.read(name, row, rows)
+        if not torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8)):
+            return False
+    return True
+
+
+def check_mesh(shape: ModelShape, tensor_size: int, pipeline_size: int, expert_size: int) -> None:
+    """Refuse a mesh whose ranks cannot share the model."""
+    for flag, value in (
+        ("--num-query-groups", shape.num_query_groups),
+        ("--num-attention-heads", shape.num_attention_heads),
+        ("--ffn-hidden-size", shape.ffn_hidden_size),
+        ("--moe-ffn-hidden-size", shape.moe_ffn_hidden_size or tensor_size),
+    ):
+        if value % tensor_size:
+            raise InputError(f"--tensor-model-parallel-size {tensor_size} does not divide the model's {flag} {value}")
+    if shape.num_layers % pipeline_size:
+        raise InputError(
+            f"--pipeline-model-parallel-size {pipeline_size} does not divide the model's {shape.num_layers} layers"
+        )
+    if (shape.num_experts or 1) % expert_size:
+        experts = f"{shape.num_experts} experts" if shape.num_experts else "no experts"
+        raise InputError(f"--expert-model-parallel-size {expert_size}: the model has {experts}")

@@ -1,0 +1,197 @@
+"""One rank's walk over the ops of a pass: its stage's share of every segment's forward and backward.
+
+    F(segment)  hidden states of the stage before in (the first: token ids); K and V stay in the stage's pool for
+                descendants; hidden states of the stage out (the last: logprobs and entropies of the segment's edges)
+    B(segment)  the next stage's gradient in (the last: the loss's at the segment's edges), and at K and V what the
+                descendants left; out come weight gradients, dK and dV of the ancestors, and the gradient for the stage
+                before; the segment's activations and slots are free afterwards
+
+One process is the case of one stage. What a rank holds of the model may be several parts (virtual stages): each has
+its own K and V, and an op names its part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_dta.engine.batch import TreeBatch
+from megatron_dta.engine.device_plan import DevicePlan
+from megatron_dta.engine.expert_pass import ExpertPass
+from megatron_dta.engine.loss_pass import LossPass, Objective
+from megatron_dta.engine.stage_transport import StageTransport
+from megatron_dta.model import KVPool, SegmentContext, accumulation_dtype
+from megatron_dta.planning.pipeline_schedule import PipelineOp
+from megatron_dta.planning.schedule import OpKind
+from megatron_dta.planning.stage_program import stage_program
+
+if TYPE_CHECKING:
+    from megatron_dta.engine.executor import TreeEngine
+
+
+@dataclass
+class _InFlight:
+    """A segment of one part between its forward and its backward.
+
+    Attributes:
+        stage_input: hidden states that came in, a leaf; None on the first virtual stage.
+        graph: outputs of the forward, None where it is run again.
+    """
+
+    context: SegmentContext
+    stage_input: Tensor | None
+    graph: list[Tensor] | None
+
+
+class StageRun:
+    """State of one walk over the ops; ``objective`` None is a pass for logprobs only."""
+
+    def __init__(self, engine: TreeEngine, batch: TreeBatch, objective: Objective | None) -> None:
+        self.engine, self.training = engine, objective is not None
+        step, mesh = batch.plan, engine.mesh
+        self.pass_plan = step.training if self.training else step.forward_only
+        self.keep_activations = step.keep_activations
+        self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
+        self.plan = DevicePlan(step, engine.device, self.program, not self.training, engine.logprob_chunk_tokens)
+        self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(engine.dtype), engine.device)
+        self.pools = [self._pool(chunk) for chunk in range(len(engine.chunks))]
+        self.lengths = step.segments.lengths.tolist()
+        self.transport = None
+        if mesh.pipeline_size > 1:
+            self.transport = StageTransport(engine.tree_models[0], self.program.messages, self.lengths)
+        self.experts = [ExpertPass(part, batch, self.plan, self.training) for part in engine.tree_models]
+        self.in_flight: dict[tuple[int, int], _InFlight] = {}
+        self.tokens = self.peak_tokens = self.recomputed_tokens = 0
+
+    def _pool(self, chunk: int) -> KVPool:
+        config = self.engine.config
+        return KVPool(
+            num_layers=self.engine.num_layers[chunk],
+            num_slots=self.program.num_slots[chunk],
+            num_kv_heads=config.num_query_groups // config.tensor_model_parallel_size,
+            head_size=config.kv_channels,
+            dtype=self.engine.dtype,
+            device=self.engine.device,
+            with_gradients=self.training,
+        )
+
+    def walk(self) -> None:
+        """Run all ops; gradients are reduced, where that overlaps, with the last backward of each part."""
+        last = {op.chunk: index for index, op in enumerate(self.program.ops) if op.kind is OpKind.BACKWARD}
+        for index, op in enumerate(self.program.ops):
+            try:
+                if op.kind is OpKind.FORWARD:
+                    self._forward(op, keep=self.training and bool(self.keep_activations[op.segment]))
+                else:
+                    is_last = last[op.chunk] == index
+                    with self.engine.gradient_sync(op.chunk, allowed=is_last):
+                        self._backward(op, is_last)
+            except Exception as error:
+                # Where a job of many processes ends is found by what the first to fail was doing.
+                error.add_note(f"in {self._describe(op)}")
+                raise
+        if self.transport is not None:
+            self.transport.finish()
+
+    def _describe(self, op: PipelineOp) -> str:
+        mesh = self.engine.mesh
+        part = f", part {op.chunk}" if len(self.pools) > 1 else ""
+        return f"{op.kind.value}({op.segment}) of pipeline stage {mesh.pipeline_rank}{part}, rank {mesh.rank}"
+
+    def _virtual_stage(self, chunk: int) -> int:
+        return chunk * self.engine.mesh.pipeline_size + self.engine.mesh.pipeline_rank
+
+    def _is_last(self, chunk: int) -> bool:
+        return self._virtual_stage(chunk) == len(self.pools) * self.engine.mesh.pipeline_size - 1
+
+    def _forward(self, op: PipelineOp, keep: bool) -> None:
+        """F: run the segment; ``keep`` holds its graph for the backward."""
+        segment, chunk = op.segment, op.chunk
+        stage, context = self._virtual_stage(chunk), self._context(op)
+        self.pools[chunk].open(context.slots)
+        stage_input = None
+        if stage > 0:
+            stage_input = self.transport.receive(OpKind.FORWARD, segment, stage).requires_grad_(self.training)
+        with torch.set_grad_enabled(keep):
+            graph = self._run_model(op, context, stage_input)
+        self.experts[chunk].after_forward(segment, context.routing)
+        if self._is_last(chunk):
+            self.loss.store(segment, *graph[1:])
+            if self.training:
+                self.loss.complete(segment)
+        else:
+            self.transport.send(OpKind.FORWARD, segment, stage, graph[0])
+        if self.training:
+            self.in_flight[segment, chunk] = _InFlight(context, stage_input, graph if keep else None)
+            self.tokens += self.lengths[segment]
+            self.peak_tokens = max(self.peak_tokens, self.tokens)
+
+    def _backward(self, op: PipelineOp, is_last: bool) -> None:
+        """B: the segment's share of the gradient; its activations, K and V are free afterwards."""
+        segment, chunk = op.segment, op.chunk
+        stage, live = self._virtual_stage(chunk), self.in_flight.pop((op.segment, op.chunk))
+        graph = live.graph
+        if graph is None:
+            self.recomputed_tokens += self.lengths[segment]
+            with torch.enable_grad():
+                graph = self._run_model(op, live.context, live.stage_input)
+        if self._is_last(chunk):
+            outputs, gradients = self._at_the_loss(segment, graph, is_last)
+        else:
+            outputs, gradients = graph, [self.transport.receive(OpKind.BACKWARD, segment, stage)]
+        torch.autograd.backward(outputs, gradients)
+        if stage > 0:
+            self.transport.send(OpKind.BACKWARD, segment, stage, live.stage_input.grad)
+        self.tokens -= self.lengths[segment]
+
+    def _at_the_loss(self, segment: int, graph: list[Tensor], is_last: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs of the last stage's forward with the gradient of the loss by each.
+
+        The step's last backward reaches every parameter, the output weight too: it may be what starts its reduction.
+        """
+        hidden, logprobs, entropy = graph
+        # Without edges of its own a segment still passes on what its descendants left at its K and V.
+        outputs, gradients = [hidden], [torch.zeros_like(hidden)]
+        if logprobs.shape[0] or is_last:
+            grad_logprobs, grad_entropy = self.loss.gradients(segment)
+            outputs.append(logprobs)
+            gradients.append(grad_logprobs)
+            if grad_entropy is not None:
+                outputs.append(entropy)
+                gradients.append(grad_entropy)
+        return outputs, gradients
+
+    def _run_model(self, op: PipelineOp, context: SegmentContext, stage_input: Tensor | None) -> list[Tensor]:
+        """The part's outputs: hidden states; on the last stage with logprobs of the edges and entropies of the rows."""
+        tokens = self.plan.token_ids[self.plan.start[op.segment] : self.plan.start[op.segment + 1]]
+        part = self.engine.tree_models[op.chunk]
+        if stage_input is not None:
+            part.set_input_tensor(stage_input)
+        hidden = self.engine.chunks[op.chunk](tokens.unsqueeze(0), context)
+        if not self._is_last(op.chunk):
+            return [hidden]
+        edges = self.plan.edges_of(op.segment)
+        logprobs, entropy = part.edge_logprobs(
+            hidden.index_select(0, edges.rows), edges.edge_row, edges.target, edges.chunks, self.engine.temperature
+        )
+        return [hidden, logprobs, entropy]
+
+    def _context(self, op: PipelineOp) -> SegmentContext:
+        plan, segment, chunk = self.plan, op.segment, op.chunk
+        own = slice(plan.start[segment], plan.start[segment + 1])
+        path = plan.path_of(segment)
+        slot = plan.slot_start[chunk][segment]
+        return SegmentContext(
+            position_ids=plan.positions[own],
+            routing=self.experts[chunk].routing(segment),
+            pool=self.pools[chunk],
+            first_layer=self.engine.tree_models[chunk].first_layer,
+            slots=slice(slot, slot + own.stop - own.start),
+            ancestor_slots=plan.token_slot[chunk][path],
+            query_index=plan.stream[own],
+            key_index=torch.cat([path, plan.stream[own]]),
+            key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
+        )

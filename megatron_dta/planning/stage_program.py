@@ -1,0 +1,119 @@
+"""What the stages of a pipeline run in one pass, and what one of them needs for it.
+
+A pass is a schedule and the common order of its messages. One stage takes its ops, the slots where each of its parts
+keeps keys and values meanwhile, and its messages. A single process is the pipeline of one stage: its ops run depth
+first, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.pipeline_costs import PipelineCosts
+from megatron_dta.planning.pipeline_planner import plan_pipeline
+from megatron_dta.planning.pipeline_schedule import PipelineOp, PipelineSchedule, forward_only_pipeline
+from megatron_dta.planning.pipeline_simulation import Message, message_order, simulate
+from megatron_dta.planning.schedule import Op, allocate_slots, depth_first_schedule
+from megatron_dta.planning.segment_plan import SegmentPlan
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """The pipeline that a step is planned for.
+
+    Attributes:
+        num_stages, num_chunks: pipeline ranks, and virtual stages on each.
+        layers: layers of each virtual stage.
+        cost_model: of the whole model.
+        max_in_flight_tokens: most tokens that a stage holds, None for the planner's default.
+    """
+
+    num_stages: int = 1
+    num_chunks: int = 1
+    layers: tuple[int, ...] = (1,)
+    cost_model: CostModel = field(default_factory=CostModel)
+    max_in_flight_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """One walk over the segments: all stages' ops, and all messages in an order in which they can be posted."""
+
+    schedule: PipelineSchedule
+    messages: list[Message]
+
+    def digest(self, segments: SegmentPlan) -> str:
+        """Equal digests on two ranks mean the same ops on the same segments of the same tokens."""
+        content = hashlib.sha256(self.schedule.digest().encode())
+        for array in (segments.segment_start, segments.tree.token_ids, segments.tree.subtree_end):
+            content.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        return content.hexdigest()
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One stage's part of a pass.
+
+    Attributes:
+        ops: in order.
+        slot_start, num_slots: for each part, the first K/V slot of every segment (int64 [num_segments]) and the slots
+            in all.
+        messages: of all stages.
+    """
+
+    ops: list[PipelineOp]
+    slot_start: list[np.ndarray]
+    num_slots: list[int]
+    messages: list[Message]
+
+
+def plan_passes(
+    segments: SegmentPlan, segment_edges: Sequence[int], recomputed: np.ndarray, shape: PipelineShape
+) -> tuple[PassPlan, PassPlan]:
+    """The training pass and the pass for logprobs only.
+
+    Args:
+        segment_edges: trained edges of each segment.
+        recomputed: bool [num_segments], segments whose forward runs again before their backward.
+    """
+    parents, count = segments.segment_parent, segments.num_segments
+    forward_only = forward_only_pipeline(count, shape.num_stages, shape.num_chunks)
+    if shape.num_stages == 1:
+        ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(segments)]
+        return PassPlan(PipelineSchedule(1, 1, [ops]), []), PassPlan(forward_only, [])
+    costs = PipelineCosts.of_segments(
+        shape.cost_model,
+        segments.lengths,
+        _attention_pairs(segments),
+        np.asarray(segment_edges),
+        shape.layers,
+        recomputed,
+    )
+    training = plan_pipeline(
+        parents, segments.lengths, costs, shape.num_stages, shape.num_chunks, shape.max_in_flight_tokens
+    )
+    return tuple(
+        PassPlan(schedule, message_order(schedule, simulate(schedule, parents, costs)))
+        for schedule in (training, forward_only)
+    )
+
+
+def _attention_pairs(segments: SegmentPlan) -> np.ndarray:
+    """(query, key) pairs of each segment, int64."""
+    sums = np.concatenate([[0], np.cumsum(segments.tree.position.astype(np.int64) + 1)])
+    return np.diff(sums[segments.segment_start])
+
+
+def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StageProgram:
+    """The part of ``stage`` in a pass."""
+    ops = plan.schedule.ops[stage]
+    slots = [
+        allocate_slots(segments, [Op(op.kind, op.segment) for op in ops if op.chunk == chunk])
+        for chunk in range(plan.schedule.num_chunks)
+    ]
+    return StageProgram(ops, [start for start, _ in slots], [number for _, number in slots], plan.messages)

@@ -1,0 +1,170 @@
+"""Pipeline parallelism against one process that trains each sequence alone: float64, every mode, mixed meshes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig
+from megatron_dta.objectives import make_objective
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
+from megatron_dta.parity.outcome import Outcome
+from megatron_dta.parity.shards import join_shards
+from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
+from test_tree_engine import (
+    QWEN2,
+    QWEN3,
+    TEMPERATURE,
+    VOCABULARY,
+    branching_sequences,
+    model_config,
+    tree_config,
+    weights_of,
+)
+
+GRPO = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
+UNTIED = QWEN3 | {"untie_embeddings_and_output_weights": True}
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ARCHITECTURES = {
+    "tied": QWEN2 | {"num_layers": 4},
+    "untied": UNTIED | {"num_layers": 4},
+    "recompute": QWEN3 | FULL_RECOMPUTE | {"num_layers": 4},
+}
+MESHES = {
+    "pp2": ParallelConfig(pipeline_model_parallel_size=2),
+    "pp2-vpp2": ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+    "pp2-uneven": ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettt|tL"),
+    "pp2-embedding-alone": ParallelConfig(
+        pipeline_model_parallel_size=2,
+        num_virtual_stages_per_pipeline_rank=2,
+        pipeline_model_parallel_layout="E|tt|tt|L",
+    ),
+    "pp4": ParallelConfig(pipeline_model_parallel_size=4),
+    "pp2-tp2": ParallelConfig(pipeline_model_parallel_size=2, tensor_model_parallel_size=2),
+    "pp2-tp2-sp-vpp2": ParallelConfig(
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        num_virtual_stages_per_pipeline_rank=2,
+    ),
+    "pp2-dp2": ParallelConfig(pipeline_model_parallel_size=2),
+    "pp2-dp2-idle-overlap": ParallelConfig(
+        pipeline_model_parallel_size=2, overlap_grad_reduce=True, ddp_bucket_size=900
+    ),
+}
+TWO = ("pp2", "pp2-vpp2", "pp2-uneven", "pp2-embedding-alone")
+# (mode, tokens of a segment, in-flight tokens kept); "one" is fewer segments than stages.
+CUTS = {
+    "dense": ("dense", 9, None),
+    "packed": ("packed", 45, 0),
+    "dta": ("dta", 6, None),
+    "dta-mixed": ("dta", 7, 12),
+    "dta-recomputed": ("dta", 9, 0),
+    "one": ("dta", 1000, None),
+}
+FORESTS = ("bushy", "deep", "wide")
+SEED = 23
+
+
+def _samples(forest: str) -> list:
+    generator = seed_all(SEED)
+    if forest == "bushy":
+        sequences = branching_sequences(generator, count=12, longest=30)
+    elif forest == "deep":
+        trunk = generator.integers(0, VOCABULARY, size=63)
+        sequences = [np.append(trunk[:n], generator.integers(0, VOCABULARY, size=3)) for n in (60, 41, 22, 3)]
+    else:
+        trunk = generator.integers(0, VOCABULARY, size=5)
+        sequences = [np.append(trunk, generator.integers(0, VOCABULARY, size=n)) for n in range(2, 14)]
+    return random_training_samples([sequence.astype(np.int32) for sequence in sequences], seed=SEED)
+
+
+def _partition(mesh: str, count: int) -> list[list[int]]:
+    whole = list(range(count))
+    if mesh == "pp2-dp2":
+        return [whole[: count // 3], whole[count // 3 :]]
+    return [whole, []] if "idle" in mesh else [whole]
+
+
+def _combinations() -> list[tuple[str, str, str, str]]:
+    """(mesh, architecture, cut, forest)."""
+    found = [(mesh, "tied", cut, "bushy") for mesh in MESHES for cut in CUTS]
+    found += [(mesh, name, "dta-mixed", "bushy") for mesh in MESHES for name in ("untied", "recompute")]
+    found += [(mesh, "tied", "dta", forest) for mesh in MESHES for forest in ("deep", "wide")]
+    return found
+
+
+class _References:
+    def __init__(self) -> None:
+        self.samples = {forest: _samples(forest) for forest in FORESTS}
+        self.objective = make_objective(ObjectiveConfig(**GRPO))
+        self.models = {name: model_config(**settings) for name, settings in ARCHITECTURES.items()}
+        self.weights = {name: weights_of(model, seed=5) for name, model in self.models.items()}
+        pairs = {(name, forest) for _, name, _, forest in _combinations()}
+        self.outcomes = {
+            (name, forest): run_stock(
+                self.models[name], self.weights[name], self.samples[forest], self.objective, TEMPERATURE
+            )
+            for name, forest in sorted(pairs)
+        }
+
+    def case(self, mesh: str, name: str, cut: str, forest: str) -> MeshCase:
+        samples = self.samples[forest]
+        tree, weights = tree_config(*CUTS[cut]), self.weights[name]
+        return MeshCase(
+            self.models[name], MESHES[mesh], tree, samples, _partition(mesh, len(samples)), weights, GRPO, TEMPERATURE
+        )
+
+
+@pytest.fixture(scope="module")
+def references() -> _References:
+    return _References()
+
+
+@pytest.fixture(scope="module")
+def results(references, tmp_path_factory) -> dict[str, list[RankResult]]:
+    """Of every case, the results in order of rank."""
+    found = {}
+    for world_size in (2, 4):
+        cases = {
+            " ".join(combination): references.case(*combination)
+            for combination in _combinations()
+            if (combination[0] in TWO) == (world_size == 2)
+        }
+        ranks = run_on_ranks(run_cases, cases, world_size, tmp_path_factory.mktemp("pipeline") / str(world_size))
+        found |= {name: [rank[name] for rank in ranks] for name in cases}
+    return found
+
+
+def joined(ranks: list[RankResult], model: ModelConfig, partition: list[list[int]]) -> Outcome:
+    """The outcome of all ranks as if one had computed it; whatever ranks should agree on must agree bit for bit."""
+    assert len({rank.loss for rank in ranks}) == 1
+    assert all(rank.metrics == ranks[0].metrics and rank.grad_norm == ranks[0].grad_norm for rank in ranks)
+    stages: dict[tuple[int, int], list[RankResult]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.tensor_rank):
+        stages.setdefault((rank.data_rank, rank.stage), []).append(rank)
+    replicas: dict[int, dict] = {}
+    for (data_rank, _), group in stages.items():
+        whole = replicas.setdefault(data_rank, {})
+        for name, gradient in join_shards([rank.gradients for rank in group], model).items():
+            # A tied weight is on the first and the last stage.
+            assert np.array_equal(whole.setdefault(name, gradient), gradient), name
+    for other in replicas.values():
+        assert all(np.array_equal(other[name], gradient) for name, gradient in replicas[0].items())
+    logprobs: dict[int, np.ndarray] = {}
+    for rank in ranks:
+        assert len(rank.logprobs) == len(partition[rank.data_rank])
+        for index, values in zip(partition[rank.data_rank], rank.logprobs, strict=True):
+            assert np.array_equal(logprobs.setdefault(index, values), values)
+    return Outcome(ranks[0].loss, [logprobs[index] for index in sorted(logprobs)], replicas[0])
+
+
+@pytest.mark.parametrize(("mesh", "name", "cut", "forest"), _combinations())
+def test_equals_one_process(references, results, mesh, name, cut, forest):
+    partition = _partition(mesh, len(references.samples[forest]))
+    outcome = joined(results[f"{mesh} {name} {cut} {forest}"], references.models[name], partition)
+    expected = references.outcomes[name, forest]
+    assert outcome.gradients.keys() == expected.gradients.keys()
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 1e-12, errors

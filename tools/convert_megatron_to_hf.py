@@ -1,0 +1,73 @@
+"""Converts a Megatron distributed checkpoint, such as training saves, into a Hugging Face checkpoint, piece by piece.
+
+    python tools/convert_megatron_to_hf.py --load runs/first --hf-checkpoint models/llama --save-hf models/trained
+
+Configuration, tokenizer and generation settings are those of --hf-checkpoint, byte for byte; the model must be the one
+its config.json describes. A conversion that was killed continues when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from megatron_dta.config import ModelConfig
+from megatron_dta.conversion.hf_config import architecture, read_hf_config
+from megatron_dta.conversion.job import check_target, run_job
+from megatron_dta.conversion.mappings import ModelShape
+from megatron_dta.conversion.to_huggingface import ToHuggingFace, settings_of_checkpoint
+from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.training.checkpoint_files import find_checkpoint
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", required=True, metavar="DIR", help="folder of a run, or one of its checkpoints")
+    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="has config.json and the tokenizer")
+    parser.add_argument("--save-hf", required=True, metavar="DIR", help="folder to write; it must not exist")
+    parser.add_argument(
+        "--params-dtype", choices=DTYPES, default="auto", help="dtype of the weights (default: auto, as they are)"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=float,
+        metavar="GB",
+        help="end a file before it is larger (default: --hf-checkpoint's files if it has the same tensors, else 5)",
+    )
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that write files (default 1)")
+    arguments = parser.parse_args()
+    if arguments.processes < 1:
+        raise InputError(f"--processes is {arguments.processes}; it must be at least 1")
+    if arguments.max_shard_size is not None and not arguments.max_shard_size > 0:
+        raise InputError(f"--max-shard-size is {arguments.max_shard_size}; it must be above 0")
+    return arguments
+
+
+def main() -> None:
+    """Check everything, then convert."""
+    arguments = parse_arguments()
+    template, target, console = Path(arguments.hf_checkpoint), Path(arguments.save_hf), Console(highlight=False)
+    check_target(target)
+    source = find_checkpoint(arguments.load)
+    if source is None:
+        raise InputError(f"--load {arguments.load}: holds no checkpoint")
+    size = arguments.max_shard_size
+    job = ToHuggingFace(
+        source,
+        template,
+        architecture(read_hf_config(template)).architecture,
+        ModelShape.of(ModelConfig(**settings_of_checkpoint(source, template))),
+        DTYPES[arguments.params_dtype],
+        None if size is None else int(size * 1e9),
+    )
+    run_job(job, target, arguments.processes, console)
+    console.print(f"saved {target}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_entry_point(main)
