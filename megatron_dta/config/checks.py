@@ -237,6 +237,13 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
             f"{flags} does not divide the {world_size} processes; start a multiple of {tensor * pipeline} "
             "(torchrun --nproc-per-node) or change the flags"
         )
+    experts, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    if world_size % (experts * expert_tensor * pipeline):
+        raise InputError(
+            f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} does not divide "
+            f"the {world_size // pipeline} processes of a pipeline stage; start a multiple of "
+            f"{experts * expert_tensor * pipeline} in all or change the flags"
+        )
 
 
 def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:

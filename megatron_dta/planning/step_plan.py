@@ -24,7 +24,7 @@ from megatron_dta.planning.modes import plan_forest
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
-from megatron_dta.planning.segments import SegmentPlan
+from megatron_dta.planning.segments import SegmentPlan, memory_budget
 from megatron_dta.planning.stage_program import PassPlan, PipelineShape, plan_passes
 
 
@@ -47,6 +47,8 @@ class StepPlan:
         segment_rows, segment_edges, segment_pairs: int64 [segments + 1], runs of each segment (pairs in edge order).
         loss_batches: per segment, the sequences whose last row is in it, grouped for the loss.
         paths: each segment's ancestors in earlier segments.
+        memory_tokens: most tokens that may be in flight; 0 for no more than the plan itself has.
+        activation_tokens: most of them whose activations are kept, None for all.
     """
 
     segments: SegmentPlan
@@ -67,6 +69,8 @@ class StepPlan:
     segment_pairs: np.ndarray
     loss_batches: list[list[LossBatch]]
     paths: RootPaths
+    memory_tokens: int
+    activation_tokens: int | None
 
     @property
     def num_pairs(self) -> int:
@@ -146,4 +150,6 @@ def plan_step(
         segment_pairs=segment_pairs,
         loss_batches=make_loss_batches(sequence_pairs, completed_in, segments.num_segments),
         paths=root_paths(segments),
+        memory_tokens=0 if tree_mode == "packed" else memory_budget(lengths, segment_tokens, memory_tokens),
+        activation_tokens=activation_tokens,
     )
