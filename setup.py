@@ -38,6 +38,15 @@ setup(
         "math": ["math-verify"],
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
         "parity": ["transformers>=4.57,<6", "safetensors"],
-        "test": ["transformers>=4.57,<6", "safetensors", "pytest", "hypothesis", "ruff", "import-linter"],
+        "test": [
+            "transformers>=4.57,<6",
+            "safetensors",
+            "pytest",
+            "hypothesis",
+            "ruff",
+            "import-linter",
+            # Its interpreter runs the GPU's kernels on a CPU.
+            "triton; platform_system == 'Linux'",
+        ],
     },
 )

@@ -1,4 +1,6 @@
-"""What the tests share: where the real rollouts are, seeds that show in a failure, one torch thread."""
+"""What the tests share: where the real rollouts are, seeds that show in a failure, one torch thread, and Triton's
+interpreter on a machine without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,10 @@ import numpy as np
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Triton decides when it is imported whether kernels run in its interpreter, and this file is imported before all tests.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def rollout_file(name: str) -> Path:

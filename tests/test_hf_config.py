@@ -6,7 +6,6 @@ The configurations are those of the published checkpoints, without the keys that
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.arguments import parse_arguments
-from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf_config import model_settings, read_hf_config, settings_from_hf
 from megatron_dta.errors import InputError
 
 FIXTURES = Path(__file__).parent / "hf_configs"
-MODEL_FIELDS = {setting.name for setting in fields(ModelConfig)}
 LLAMA3_ROPE = {
     "use_rope_scaling": True,
     "rope_scaling_low_freq_factor": 1.0,
@@ -133,8 +130,6 @@ def test_published_models(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_give_a_training_configuration(name: str, tmp_path: Path) -> None:
-    if "num_experts" in PUBLISHED[name] and "num_experts" not in MODEL_FIELDS:
-        pytest.skip("no mixture of experts yet")
     folder = folder_of(tmp_path / "model", published(name))
     model = parse_arguments(f"--hf-checkpoint {folder} {RUN} --bf16".split()).model
     for field, value in PUBLISHED[name].items():
@@ -386,3 +381,11 @@ def test_fuzzed_configurations_end_in_settings_or_one_line(seed: int, tmp_path: 
         assert settings["num_attention_heads"] % settings["num_query_groups"] == 0
     assert min(accepted, len(messages)) > 20
     assert all("\n" not in message and len(message) < 300 for message in messages)
+
+
+def test_the_same_pattern_of_experts_may_be_written_otherwise(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", published("qwen3-30b-a3b"))
+    command = f"--hf-checkpoint {folder} {RUN} --moe-layer-freq"
+    assert all(parse_arguments(f"{command} [1]*48".split()).model.moe_layers)
+    with pytest.raises(InputError, match="--moe-layer-freq 2 contradicts"):
+        parse_arguments(f"{command} 2".split())

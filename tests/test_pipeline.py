@@ -12,6 +12,7 @@ from megatron_dta.parity import compare_outcomes, random_training_samples, run_s
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.shards import join_shards
 from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
+from test_moe import QWEN3_MOE
 from test_tree_engine import (
     QWEN2,
     QWEN3,
@@ -30,6 +31,7 @@ ARCHITECTURES = {
     "tied": QWEN2 | {"num_layers": 4},
     "untied": UNTIED | {"num_layers": 4},
     "recompute": QWEN3 | FULL_RECOMPUTE | {"num_layers": 4},
+    "experts": QWEN3_MOE | {"num_layers": 4, "moe_layer_freq": "[0]*1+[1]*3", "moe_aux_loss_coeff": 0.3},
 }
 MESHES = {
     "pp2": ParallelConfig(pipeline_model_parallel_size=2),
@@ -91,6 +93,7 @@ def _combinations() -> list[tuple[str, str, str, str]]:
     """(mesh, architecture, cut, forest)."""
     found = [(mesh, "tied", cut, "bushy") for mesh in MESHES for cut in CUTS]
     found += [(mesh, name, "dta-mixed", "bushy") for mesh in MESHES for name in ("untied", "recompute")]
+    found += [(mesh, "experts", "dta-mixed", "bushy") for mesh in ("pp2", "pp2-vpp2", "pp4", "pp2-dp2")]
     found += [(mesh, "tied", "dta", forest) for mesh in MESHES for forest in ("deep", "wide")]
     return found
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from conftest import seed_all
+from megatron_dta.planning.timeline import WORK_KINDS, read_timeline
 from megatron_dta.rollouts import write_rollouts
 from mesh_worker import run_on_ranks
 from test_mesh_trainer import GRPO, SHAPE, SHARDED, _compare, _rows, train_on_rank
@@ -45,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
     ones = [start("stored", stored), start("sampled", SAMPLED), job("stored-1", stored), job("sampled-1", SAMPLED)]
     twos = [
         job("stored-pp2", stored, f"{PP} --pipeline-model-parallel-layout Ettt|tL"),
-        job("stored-vpp2", stored, VPP),
+        job("stored-vpp2", stored, f"{VPP} --timeline-dir {path}/timelines --timeline-interval 3"),
         job("sampled-pp2", SAMPLED, PP),
         job("sampled-vpp2", SAMPLED, VPP),
         job("sampled-pp2-cut", SAMPLED, f"{PP} --save-interval 1", "1"),
@@ -83,3 +85,20 @@ def test_samples_are_those_of_one_process(folder, run):
 
 def test_a_run_goes_on_bit_for_bit_on_the_same_stages(folder):
     assert _rows(folder / "sampled-pp2-cut") == _rows(folder / "sampled-pp2")
+
+
+def test_a_steps_timeline_is_written_beside_its_plan(folder):
+    """The same ops on the same stages, in the same order on each; a stage does one thing at a time."""
+    found = sorted(path.name for path in (folder / "timelines").iterdir())
+    names = ("step_{}.json", "step_{}.png", "step_{}_planned.json", "step_{}_trace.json")
+    assert found == sorted(name.format(step) for step in (2, 3) for name in names)
+    for step in (2, 3):
+        measured = read_timeline(folder / "timelines" / f"step_{step}.json")
+        planned = read_timeline(folder / "timelines" / f"step_{step}_planned.json")
+        assert {event.kind for event in measured} < set(WORK_KINDS)
+        for stage in (0, 1):
+            own = [event for event in measured if event.stage == stage]
+            ops = [(event.kind, event.segment, event.chunk) for event in own]
+            assert ops == [(event.kind, event.segment, event.chunk) for event in planned if event.stage == stage]
+            assert all(event.start < event.end for event in own)
+            assert all(before.end <= after.start for before, after in pairwise(own))

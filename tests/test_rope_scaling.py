@@ -20,6 +20,7 @@ from megatron_dta.model.rotary import inverse_frequencies
 from megatron_dta.objectives import make_objective
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
 from megatron_dta.parity.huggingface import build_huggingface, empty_huggingface, huggingface_config, to_huggingface
+from megatron_dta.sampling.sampler import SamplingParams, generate
 
 VOCABULARY = 11
 SCALINGS = {
@@ -184,6 +185,27 @@ def test_trees_agree_with_the_stock_model_and_transformers(name):
     outcome, _ = run_tree(single, in_single, samples, grpo, tree)
     renamed = replace(outcome, gradients=to_huggingface(outcome.gradients, single))
     assert compare_outcomes(renamed, run_huggingface(single, in_single, samples, grpo)).largest() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn, attention factor"])
+def test_sampling_far_beyond_the_original_length_has_the_logprobs_of_transformers(name):
+    generator = seed_all(23)
+    config = config_json(SCALINGS[name])
+    model = model_of(config)
+    weights = weights_of(model, seed=6)
+    sampled_from = build_model(model, torch.device("cpu"))
+    sampled_from.load_state_dict(weights)
+    reference = build_huggingface(model, weights, config)
+    prompts = [generator.integers(0, VOCABULARY, size=length).astype(np.int32) for length in (3, 110)]
+    params = SamplingParams(max_response_tokens=40, eos_id=VOCABULARY, temperature=1.0, top_p=1.0)
+    responses = generate(sampled_from, prompts, np.array([0, 1]), np.arange(2), params, 0)
+    for prompt, response in zip(prompts, responses, strict=True):
+        assert len(response.token_ids) == 40
+        tokens = torch.from_numpy(np.concatenate([prompt, response.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            expected = torch.log_softmax(reference(input_ids=tokens[None], use_cache=False).logits[0], dim=-1)
+        expected = expected[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None]).squeeze(1)
+        np.testing.assert_allclose(response.logprobs, expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_scaling_changes_the_model():

@@ -21,6 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.conversion.hf_config import settings_from_hf
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.objectives import make_objective
@@ -67,7 +68,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--objective", choices=("grpo", "sft"), default="grpo", help="loss to compare (default grpo)")
     parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits (default 0.8)")
     parser.add_argument("--num-layers", type=int, default=2, help="layers of the random model (default 2)")
-    parser.add_argument("--hidden-size", type=int, default=64, help="its width, a multiple of 4 heads (default 64)")
+    parser.add_argument(
+        "--hf-checkpoint", metavar="DIR", help="the rest of its shape and its positions are those of DIR/config.json"
+    )
+    parser.add_argument("--hidden-size", type=int, help="its width, a multiple of 4 heads (default 64)")
     parser.add_argument("--add-qkv-bias", action="store_true", help="Qwen2's QKV bias in place of Qwen3's QK-norm")
     parser.add_argument(
         "--untie-embeddings-and-output-weights", action="store_true", help="an output matrix of its own"
@@ -75,6 +79,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights, masks and advantages (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
+    for name in ("hidden_size", "add_qkv_bias", "untie_embeddings_and_output_weights"):
+        if arguments.hf_checkpoint and getattr(arguments, name):
+            raise InputError(f"--{name.replace('_', '-')} has no effect with --hf-checkpoint; leave it out")
+    if arguments.hidden_size is None:
+        arguments.hidden_size = 64
     for name in ("max_sequences", "max_length", "tree_segment_tokens", "num_layers", "hidden_size"):
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
@@ -103,6 +112,13 @@ def load_samples(arguments: argparse.Namespace) -> tuple[list[TrainingSample], i
 
 
 def model_config(arguments: argparse.Namespace, vocab_size: int) -> ModelConfig:
+    longest = max(64, arguments.max_length)
+    if arguments.hf_checkpoint:
+        settings = settings_from_hf(arguments.hf_checkpoint, {"max_position_embeddings": longest})
+        if "num_experts" in settings:
+            raise InputError(f"--hf-checkpoint {arguments.hf_checkpoint}: a mixture of experts cannot be checked here")
+        settings |= {"num_layers": arguments.num_layers, "vocab_size": vocab_size}
+        return ModelConfig(**settings, params_dtype=torch.float64)
     return ModelConfig(
         num_layers=arguments.num_layers,
         hidden_size=arguments.hidden_size,
@@ -110,7 +126,7 @@ def model_config(arguments: argparse.Namespace, vocab_size: int) -> ModelConfig:
         num_attention_heads=4,
         group_query_attention=True,
         num_query_groups=2,
-        max_position_embeddings=max(64, arguments.max_length),
+        max_position_embeddings=longest,
         vocab_size=vocab_size,
         norm_epsilon=1e-6,
         swiglu=True,

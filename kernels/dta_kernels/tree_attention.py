@@ -27,7 +27,9 @@ from dta_kernels.tree_attention_config import KernelConfig, padded_head_size
 from dta_kernels.tree_attention_forward import forward_kernel
 from dta_kernels.tree_attention_plan import (
     AttentionShape,
+    BackwardPart,
     TreeAttentionPlan,
+    local_key_end_on_device,
     plan_from_indices,
     plan_tree_attention,
 )
@@ -36,6 +38,8 @@ __all__ = [
     "AttentionShape",
     "KeyGradients",
     "TreeAttentionPlan",
+    "interpreted",
+    "local_key_end_on_device",
     "plan_from_indices",
     "plan_tree_attention",
     "tree_attention_backward",
@@ -48,13 +52,13 @@ class KeyGradients:
     """Accumulators of dK and dV over a step, and where a segment's keys stand in them.
 
     Attributes:
-        keys_SGD, values_SGD: float32, contiguous.
+        keys, values: float32 [S, G, D], contiguous.
         slots: int64 [M], distinct.
     """
 
-    keys_SGD: Tensor
-    values_SGD: Tensor
-    slots: Tensor
+    keys: Tensor | None
+    values: Tensor | None
+    slots: Tensor | None
 
 
 def interpreted() -> bool:
@@ -63,19 +67,20 @@ def interpreted() -> bool:
 
 
 def tree_attention_forward(
-    q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, plan: TreeAttentionPlan, scale: float
+    q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor, plan: TreeAttentionPlan, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the keys it sees.
 
     Args:
         q_NHD, k_MGD, v_MGD: queries, and keys and values of [ancestors, own]; one dtype.
+        key_end_M: int32, ``local_key_end`` of the plan's segment.
         scale: factor on the scores, above 0.
 
     Returns:
         ``(out_NHD, lse_HN)``: the output in the queries' dtype, the log-sum-exp of the scaled scores in float32. A
         query that sees no key gets 0 and minus infinity.
     """
-    _check(plan, scale, q_NHD, k_MGD, v_MGD)
+    _check(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     q_NHD, k_MGD, v_MGD = q_NHD.contiguous(), k_MGD.contiguous(), v_MGD.contiguous()
     shape, settings = plan.shape, plan.config.forward
     out_NHD = torch.empty_like(q_NHD)
@@ -87,7 +92,7 @@ def tree_attention_forward(
         _keys(v_MGD, settings),
         out_NHD,
         lse_HN,
-        plan.key_end,
+        key_end_M,
         plan.forward.programs,
         plan.forward.blocks,
         plan.num_queries,
@@ -107,6 +112,7 @@ def tree_attention_backward(
     v_MGD: Tensor,
     out_NHD: Tensor,
     lse_HN: Tensor,
+    key_end_M: Tensor,
     plan: TreeAttentionPlan,
     scale: float,
     into: KeyGradients | None = None,
@@ -118,54 +124,107 @@ def tree_attention_backward(
 
     Args:
         into: None returns all of dK and dV. Otherwise the ancestors' dK and dV are added in place at their slots, and
-            what stands at the own slots (from descendants) is added to the own dK and dV.
+            what stands at the own slots (from descendants) is added to the own dK and dV; it is undefined afterwards.
 
     Returns:
         ``(dq_NHD, dk, dv)``: dq in the queries' dtype. Without ``into`` dk and dv are float32 [M, G, D]; with it they
         are the own ones [N, G, D] in the queries' dtype.
     """
-    _check(plan, scale, q_NHD, k_MGD, v_MGD)
+    _check(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     tensors = (grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN)
     grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN = (tensor.contiguous() for tensor in tensors)
-    shape, settings, backward = plan.shape, plan.config, plan.config.key_gradients
+    shape, backward = plan.shape, plan.config.key_gradients
     pack = backward.pack(shape.group_size)
-    delta, lse_2, grad_out_tiles, q_tiles = _prepare(grad_out_NHD, out_NHD, lse_HN, q_NHD, pack, backward)
+    tiles = _prepare(grad_out_NHD, out_NHD, lse_HN, q_NHD, pack, backward)
     dq_NHD = torch.empty_like(q_NHD)
-    if into is None:
-        dk, dv = (torch.empty_like(k_MGD, dtype=torch.float32) for _ in range(2))
-        accumulators = (None, None, None)
-    else:
+    if into is not None:
         _check_accumulators(plan, into)
+    if len(plan.parts) > 1:
+        # Parts add to the same keys one after the other, so all keys' gradients need a place where sums can stand.
+        target = into or _zeros_like(k_MGD)
+        dk, dv, num_added = None, None, plan.num_keys
+    elif into is not None:
+        target, num_added = into, plan.num_ancestors
         dk, dv = (k_MGD.new_empty((plan.num_queries, *k_MGD.shape[1:])) for _ in range(2))
-        accumulators = (into.keys_SGD, into.values_SGD, into.slots)
-    dscores = q_NHD.new_empty(plan.stored_elements) if plan.stored_groups else delta
+    else:
+        target, num_added = KeyGradients(None, None, None), 0
+        dk, dv = (torch.empty_like(k_MGD, dtype=torch.float32) for _ in range(2))
+    launch = _BackwardLaunch(plan, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, *tiles)
+    dscores = q_NHD.new_empty(plan.stored_elements) if plan.stored_groups else launch.delta
     num_groups = plan.stored_groups or shape.num_groups
-    for first_group in range(0, shape.num_groups, num_groups):
-        groups = min(num_groups, shape.num_groups - first_group)
-        key_gradients_kernel[(groups, plan.columns.programs.shape[0])](
-            grad_out_tiles, q_tiles, k_MGD, v_MGD, delta, lse_2, dk, dv, *accumulators, dscores, plan.key_end,
-            plan.columns.programs, plan.columns.blocks, plan.columns.tiles, plan.num_queries, plan.num_keys,
-            plan.num_ancestors, first_group, scale,
-            **_constants(plan, backward, pack),
+    for part in plan.parts:
+        for first_group in range(0, shape.num_groups, num_groups):
+            groups = min(num_groups, shape.num_groups - first_group)
+            launch.key_gradients(part, first_group, groups, dscores)
+            if plan.stored_groups:
+                launch.query_gradients_from_scores(part, first_group, groups, dscores)
+        if not plan.stored_groups:
+            launch.query_gradients(part, grad_out_NHD)
+    if len(plan.parts) == 1:
+        return dq_NHD, dk, dv
+    if into is None:
+        return dq_NHD, target.keys, target.values
+    own = into.slots[plan.num_ancestors :]
+    return dq_NHD, *(sums.index_select(0, own).to(q_NHD.dtype) for sums in (into.keys, into.values))
+
+
+def _zeros_like(k_MGD: Tensor) -> KeyGradients:
+    keys, values = (torch.zeros_like(k_MGD, dtype=torch.float32) for _ in range(2))
+    return KeyGradients(keys, values, torch.arange(k_MGD.shape[0], device=k_MGD.device))
+
+
+@dataclass(frozen=True)
+class _BackwardLaunch:
+    """The tensors of one backward pass, and its launches."""
+
+    plan: TreeAttentionPlan
+    scale: float
+    target: KeyGradients
+    num_added: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_end: Tensor
+    dq: Tensor
+    dk: Tensor | None
+    dv: Tensor | None
+    delta: Tensor
+    lse_2: Tensor
+    grad_out_tiles: Tensor | TensorDescriptor
+    q_tiles: Tensor | TensorDescriptor
+
+    @property
+    def pack(self) -> int:
+        return self.plan.config.key_gradients.pack(self.plan.shape.group_size)
+
+    def key_gradients(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
+        plan, settings, target = self.plan, self.plan.config.key_gradients, self.target
+        key_gradients_kernel[(groups, part.columns.programs.shape[0])](
+            self.grad_out_tiles, self.q_tiles, self.k, self.v, self.delta, self.lse_2, self.dk, self.dv,
+            target.keys, target.values, target.slots, dscores, self.key_end, part.columns.programs,
+            part.columns.blocks, part.columns.tiles, plan.num_queries, plan.num_keys, plan.num_ancestors,
+            self.num_added, first_group, self.scale,
+            **_constants(plan, settings, self.pack),
             STORE=plan.stored_groups > 0,
-            ACCUMULATE=into is not None,
+            ACCUMULATE=target.keys is not None,
         )  # fmt: skip
-        if plan.stored_groups:
-            chunks = shape.group_size // pack
-            launch = settings.query_gradients_from_scores
-            query_gradients_from_scores_kernel[(groups * chunks, plan.rows.programs.shape[0])](
-                dscores, _keys(k_MGD, launch, backward.keys), dq_NHD, plan.rows.programs, plan.rows.blocks,
-                plan.num_queries, plan.num_keys, first_group * chunks, scale,
-                **_constants(plan, launch, pack, backward),
-            )  # fmt: skip
-    if not plan.stored_groups:
-        again = settings.query_gradients
-        query_gradients_kernel[(shape.num_heads // pack, plan.rows.programs.shape[0])](
-            grad_out_NHD, q_NHD, _keys(k_MGD, again), _keys(v_MGD, again), delta, lse_2, dq_NHD, plan.key_end,
-            plan.rows.programs, plan.rows.blocks, plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
-            **_constants(plan, again, pack),
+
+    def query_gradients_from_scores(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
+        plan, settings = self.plan, self.plan.config.query_gradients_from_scores
+        tile, chunks = plan.config.key_gradients, plan.shape.group_size // self.pack
+        query_gradients_from_scores_kernel[(groups * chunks, part.rows.programs.shape[0])](
+            dscores, _keys(self.k, settings, tile.keys), self.dq, part.rows.programs, part.rows.blocks,
+            plan.num_queries, plan.num_keys, first_group * chunks, self.scale,
+            **_constants(plan, settings, self.pack, tile),
         )  # fmt: skip
-    return dq_NHD, dk, dv
+
+    def query_gradients(self, part: BackwardPart, grad_out_NHD: Tensor) -> None:
+        plan, settings = self.plan, self.plan.config.query_gradients
+        query_gradients_kernel[(plan.shape.num_heads // self.pack, part.rows.programs.shape[0])](
+            grad_out_NHD, self.q, _keys(self.k, settings), _keys(self.v, settings), self.delta, self.lse_2, self.dq,
+            self.key_end, part.rows.programs, part.rows.blocks, plan.num_queries, plan.num_keys, plan.num_ancestors,
+            self.scale, **_constants(plan, settings, self.pack),
+        )  # fmt: skip
 
 
 def _prepare(
@@ -216,7 +275,9 @@ def _constants(
     }
 
 
-def _check(plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor) -> None:
+def _check(
+    plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor
+) -> None:
     shape = plan.shape
     expected = (plan.num_queries, shape.num_heads, shape.head_size)
     keys = (plan.num_keys, shape.num_groups, shape.head_size)
@@ -227,12 +288,14 @@ def _check(plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, 
         )
     if {q_NHD.dtype, k_MGD.dtype, v_MGD.dtype} != {shape.dtype}:
         raise ValueError(f"queries, keys and values must be {shape.dtype} as planned")
+    if key_end_M.shape != (plan.num_keys,) or key_end_M.dtype != torch.int32:
+        raise ValueError(f"key_end must be int32 [{plan.num_keys}], got {key_end_M.dtype} {tuple(key_end_M.shape)}")
     if not scale > 0:
         raise ValueError(f"scale {scale}: must be above 0")
 
 
 def _check_accumulators(plan: TreeAttentionPlan, into: KeyGradients) -> None:
-    for accumulator in (into.keys_SGD, into.values_SGD):
+    for accumulator in (into.keys, into.values):
         if accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
             raise ValueError("accumulators of dK and dV must be contiguous float32")
     if into.slots.shape != (plan.num_keys,) or into.slots.dtype != torch.int64:

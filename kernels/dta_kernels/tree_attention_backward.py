@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dta_kernels.tree_attention_common import load_key_end, load_rows, product, query_row_pointers
 
-_RUNTIME = ["num_queries", "num_keys", "num_ancestors", "first_group", "first_chunk"]
+_RUNTIME = ["num_queries", "num_keys", "num_ancestors", "num_added", "first_group", "first_chunk"]
 _TABLES = ["key_end", "programs", "blocks", "tiles", "slots"]
 
 
@@ -51,7 +51,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
 def key_gradients_kernel(
     grad_out, q, k_MGD, v_MGD, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores,
-    key_end, programs, blocks, tiles, num_queries, num_keys, num_ancestors, first_group, scale,
+    key_end, programs, blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -59,9 +59,10 @@ def key_gradients_kernel(
     """Grid (groups of this launch, blocks of keys).
 
     With TMA ``grad_out`` and ``q`` are descriptors of their copies in the order of tiles, else pointers to [N, H, D].
-    ACCUMULATE: ancestors' gradients are added to ``grad_keys[slots]`` and ``grad_values[slots]`` [., G, D] float32,
-    what stands there at the own slots is added to the own ones, and ``dk`` and ``dv`` are [N, G, D] in the queries'
-    dtype; else they are float32 [M, G, D].
+    ACCUMULATE: the gradients of the first ``num_added`` keys are added to ``grad_keys[slots]`` and
+    ``grad_values[slots]`` [., G, D] float32; those of the other keys, with what stands at their slots added to them,
+    go to ``dk`` and ``dv`` [M - num_added, G, D] in the queries' dtype (None where all are added). Else all go to
+    ``dk`` and ``dv``, float32.
     """
     CHUNKS: tl.constexpr = H // G // PACK
     group = first_group + tl.program_id(0)
@@ -104,16 +105,17 @@ def key_gradients_kernel(
         slot_offsets = slot[:, None] * (G * D) + column[None, :]
         dk_acc += tl.load(grad_keys + slot_offsets, mask=inside, other=0.0)
         dv_acc += tl.load(grad_values + slot_offsets, mask=inside, other=0.0)
-        of_ancestors = inside & (key < num_ancestors)[:, None]
-        tl.store(grad_keys + slot_offsets, dk_acc, mask=of_ancestors)
-        tl.store(grad_values + slot_offsets, dv_acc, mask=of_ancestors)
-        own = (key - num_ancestors).to(tl.int64)
-        offsets = own[:, None] * (G * D) + column[None, :]
-        inside = inside & (key >= num_ancestors)[:, None]
+        added = inside & (key < num_added)[:, None]
+        tl.store(grad_keys + slot_offsets, dk_acc, mask=added)
+        tl.store(grad_values + slot_offsets, dv_acc, mask=added)
+        other = (key - num_added).to(tl.int64)
+        offsets = other[:, None] * (G * D) + column[None, :]
+        inside = inside & (key >= num_added)[:, None]
     else:
         offsets = key.to(tl.int64)[:, None] * (G * D) + column[None, :]
-    tl.store(dk + offsets, dk_acc.to(dk.dtype.element_ty), mask=inside)
-    tl.store(dv + offsets, dv_acc.to(dv.dtype.element_ty), mask=inside)
+    if dk is not None:
+        tl.store(dk + offsets, dk_acc.to(dk.dtype.element_ty), mask=inside)
+        tl.store(dv + offsets, dv_acc.to(dv.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -128,7 +130,7 @@ def _collect(
     row = tl.arange(0, BLOCK_M)
     channel = tl.arange(0, BLOCK_D)
     within = (row // PACK) * (H * D) + (row % PACK) * D
-    statistics = (head // PACK).to(tl.int64) * num_queries * PACK
+    statistics = tl.cast(head // PACK, tl.int64) * num_queries * PACK
     scale_2 = scale * 1.4426950408889634
     for index in tl.range(begin, end):
         block = index
@@ -144,7 +146,7 @@ def _collect(
             q = q_source.load([tile_row, 0])
             do = grad_out.load([tile_row, 0])
         else:
-            base = first.to(tl.int64) * (H * D) + head * D
+            base = tl.cast(first, tl.int64) * (H * D) + head * D
             offsets = within[:, None] + channel[None, :]
             inside = exists[:, None]
             if BLOCK_D != D:
@@ -162,7 +164,7 @@ def _collect(
         dscore = (probability * (dprobability - delta_row[None, :])).to(q.dtype)
         dk = product(dscore, q, dk, PRECISION, UPCAST)
         if STORE:
-            tile = tl.load(tiles + first_tile + index).to(tl.int64)
+            tile = tl.cast(tl.load(tiles + first_tile + index), tl.int64)
             CHUNKS: tl.constexpr = H // G // PACK
             target = dscores + tile * (tl.num_programs(0) * CHUNKS * BLOCK_K * BLOCK_M)
             inner = tl.arange(0, BLOCK_K)[:, None] * BLOCK_M + row[None, :]
@@ -191,12 +193,12 @@ def query_gradients_from_scores_kernel(
     source = dscores + tl.program_id(0) * (BLOCK_K * BLOCK_M) + inner
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     for index in tl.range(run_begin, run_end):
-        dscore = tl.load(source + (run_tile + index).to(tl.int64) * stride)
+        dscore = tl.load(source + tl.cast(run_tile + index, tl.int64) * stride)
         k = load_rows(k_MGD, index * BLOCK_K, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, False, TMA)
         acc = product(dscore.T, k, acc, PRECISION, UPCAST)
     for index in tl.range(list_begin, list_end):
         other = tl.load(blocks + index)
-        dscore = tl.load(source + (list_tile + index).to(tl.int64) * stride)
+        dscore = tl.load(source + tl.cast(list_tile + index, tl.int64) * stride)
         k = load_rows(k_MGD, other * BLOCK_K, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, True, TMA)
         acc = product(dscore.T, k, acc, PRECISION, UPCAST)
     offsets, query = query_row_pointers(block, head, BLOCK_Q, PACK, H, D, BLOCK_D)

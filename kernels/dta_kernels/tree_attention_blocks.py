@@ -43,11 +43,50 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class BlockTables:
-    """The block matrix of one segment by rows (blocks of queries) and by columns (blocks of keys)."""
+    """The block matrix of one segment, or of some of its rows, by rows (blocks of queries) and columns (of keys).
+
+    Where it is not the whole matrix, columns without a live block are left out.
+    """
 
     rows: BlockTable
     columns: BlockTable
     num_tiles: int
+
+
+@dataclass(frozen=True)
+class BlockMatrix:
+    """Which blocks are live and which of these are full, bool [blocks of queries, blocks of keys]."""
+
+    live: np.ndarray
+    full: np.ndarray
+
+    def row_parts(self, most_tiles: int) -> list[slice]:
+        """Consecutive rows in as few parts as possible with at most so many live blocks each (or a single row)."""
+        parts, begin, tiles = [], 0, 0
+        for row, count in enumerate(self.live.sum(1).tolist()):
+            if tiles and tiles + count > most_tiles:
+                parts.append(slice(begin, row))
+                begin, tiles = row, 0
+            tiles += count
+        return [*parts, slice(begin, self.live.shape[0])]
+
+    def tables(self, part: slice = slice(None)) -> BlockTables:
+        """Tables of the rows in ``part``; tiles are counted within it."""
+        live, full = self.live[part], self.full[part]
+        begin = part.start or 0
+        runs = _longest_runs(full)
+        tile = np.zeros(live.shape, dtype=np.int32)
+        row, column = _visits(live, full, runs)
+        tile[row, column] = np.arange(len(row), dtype=np.int32)
+        rows = _table(live, full, runs, tile)
+        columns = _table(live.T, full.T, _longest_runs(full.T), tile.T)
+        rows.programs[:, BLOCK] += begin
+        columns.programs[:, [RUN_BEGIN, RUN_END]] += begin
+        columns.blocks[:] += begin
+        if live.shape != self.live.shape:
+            works = live.any(0)[columns.programs[:, BLOCK]]
+            columns = BlockTable(columns.programs[works], columns.blocks, columns.tiles)
+        return BlockTables(rows, columns, len(row))
 
 
 def local_key_end(query_begin: int, num_queries: int, ancestor_end: np.ndarray, own_end: np.ndarray) -> np.ndarray:
@@ -70,8 +109,8 @@ def local_key_end(query_begin: int, num_queries: int, ancestor_end: np.ndarray, 
     return (np.clip(ends - query_begin, 0, num_queries) + len(ancestor_end)).astype(np.int32)
 
 
-def block_tables(key_end: np.ndarray, num_queries: int, block_q: int, block_k: int) -> BlockTables:
-    """Tables for blocks of ``block_q`` queries and ``block_k`` keys.
+def block_matrix(key_end: np.ndarray, num_queries: int, block_q: int, block_k: int) -> BlockMatrix:
+    """The matrix for blocks of ``block_q`` queries and ``block_k`` keys.
 
     Args:
         key_end: int32 [M] from ``local_key_end``; one past the last query position that sees the key, at most M.
@@ -89,16 +128,7 @@ def block_tables(key_end: np.ndarray, num_queries: int, block_q: int, block_k: i
     live = (key_first <= query_last[:, None]) & reaches
     # The last block of keys may be cut short; it counts as partial, so that it is read under a mask.
     full = (key_last <= query_first[:, None]) & (least > query_last[:, None]) & (key_last < num_keys)
-    rows_run = _longest_runs(full)
-    tile = np.zeros(live.shape, dtype=np.int32)
-    row, column = _visits(live, full, rows_run)
-    tile[row, column] = np.arange(len(row), dtype=np.int32)
-    columns_run = _longest_runs(full.T)
-    return BlockTables(
-        _table(live, full, rows_run, tile),
-        _table(live.T, full.T, columns_run, tile.T),
-        len(row),
-    )
+    return BlockMatrix(live, full)
 
 
 def _longest_runs(full: np.ndarray) -> np.ndarray:

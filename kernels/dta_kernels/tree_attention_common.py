@@ -33,7 +33,7 @@ def load_rows(source, first, num_rows, STRIDE: tl.constexpr, column, D: tl.const
     else:
         row = tl.arange(0, ROWS)
         channel = tl.arange(0, BLOCK_D)
-        pointers = source + first.to(tl.int64) * STRIDE + column + row[:, None] * STRIDE + channel[None, :]
+        pointers = source + tl.cast(first, tl.int64) * STRIDE + column + row[:, None] * STRIDE + channel[None, :]
         if MASKED and BLOCK_D == D:
             tile = tl.load(pointers, mask=(row < num_rows - first)[:, None], other=0.0)
         elif MASKED:
@@ -51,7 +51,7 @@ def query_row_pointers(block, head, BLOCK_Q: tl.constexpr, PACK: tl.constexpr, H
     """Offsets [BLOCK_Q * PACK, BLOCK_D] into a tensor [N, H, D] of a tile of queries, and the rows' queries."""
     row = tl.arange(0, BLOCK_Q * PACK)
     query = block * BLOCK_Q + row // PACK
-    base = (block * BLOCK_Q).to(tl.int64) * (H * D) + head * D
+    base = tl.cast(block * BLOCK_Q, tl.int64) * (H * D) + head * D
     within = (row // PACK) * (H * D) + (row % PACK) * D
     return base + within[:, None] + tl.arange(0, BLOCK_D)[None, :], query
 

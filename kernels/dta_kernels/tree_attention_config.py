@@ -54,8 +54,8 @@ class TreeAttentionConfig:
         key_gradients: also sets the tiles of dS that are stored.
         query_gradients_from_scores: its tile sizes are those of ``key_gradients``.
         query_gradients: where dS is computed again; its packing is that of ``key_gradients``.
-        stored_scores_bytes: most memory for tiles of dS. A segment that needs more does it in several launches, a few
-            groups each, and one whose single group needs more computes dS again; 0 always does.
+        stored_scores_bytes: most memory for tiles of dS, but for the tiles of one row of blocks. A segment that needs
+            more is done in several launches, of some groups or of some queries each. 0 computes dS again.
     """
 
     forward: KernelConfig

@@ -1,20 +1,21 @@
 """What the tree attention kernels need of a step's segments, on the device: made once, uploaded in one copy.
 
-A ``TreeAttentionPlan`` holds one segment's ``key_end`` and block tables (see ``tree_attention_blocks``) for the tile
-sizes of one configuration. Nothing in it depends on a layer, so all layers of a step share it.
+A ``TreeAttentionPlan`` holds one segment's block tables (see ``tree_attention_blocks``) for the tile sizes of one
+configuration. Nothing in it depends on a layer, so all layers of a step share it. ``key_end`` itself is not part of
+it: an engine that has subtree ends on the device makes it there (``local_key_end_on_device``), without the copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dta_kernels.tree_attention_blocks import BlockTable, block_tables, local_key_end
-from dta_kernels.tree_attention_config import TreeAttentionConfig, default_config, supports
+from dta_kernels.tree_attention_blocks import BlockMatrix, BlockTable, block_matrix, local_key_end
+from dta_kernels.tree_attention_config import KernelConfig, TreeAttentionConfig, default_config, supports
 
 # Every array starts at a multiple of so many int32 numbers.
 _ALIGNMENT = 4
@@ -50,15 +51,22 @@ class DeviceTable:
 
 
 @dataclass(frozen=True)
+class BackwardPart:
+    """Blocks of keys for dK and dV, and tiles of queries for dQ."""
+
+    columns: DeviceTable
+    rows: DeviceTable
+
+
+@dataclass(frozen=True)
 class TreeAttentionPlan:
     """One segment, for one configuration.
 
     Attributes:
         num_queries, num_keys: N and M = A + N.
-        key_end: int32 [M], see ``local_key_end``.
         forward: tiles of queries in the forward pass.
-        columns: blocks of keys in the backward pass.
-        rows: tiles of queries of the kernel that computes dQ.
+        parts: the backward pass, mostly in one part; where the tiles of dS of a single group are more than may be
+            stored, of some tiles of queries each.
         stored_groups: key/value heads whose tiles of dS are stored at once; 0 where dS is computed again.
         stored_elements: elements of the buffer for them, the same in all segments of a step.
     """
@@ -67,10 +75,8 @@ class TreeAttentionPlan:
     config: TreeAttentionConfig
     num_queries: int
     num_keys: int
-    key_end: Tensor
     forward: DeviceTable
-    columns: DeviceTable
-    rows: DeviceTable
+    parts: tuple[BackwardPart, ...]
     stored_groups: int
     stored_elements: int
 
@@ -82,20 +88,17 @@ class TreeAttentionPlan:
 @dataclass(frozen=True)
 class _HostPlan:
     num_queries: int
-    key_end: np.ndarray
-    forward: BlockTable
-    columns: BlockTable
-    rows: BlockTable
+    num_keys: int
+    tables: list[BlockTable]  # forward, then columns and rows of every part
     stored_groups: int
     stored_elements: int
 
     def arrays(self) -> list[np.ndarray]:
-        tables = (self.forward, self.columns, self.rows)
-        return [self.key_end, *(array for t in tables for array in (t.programs, t.blocks, t.tiles))]
+        return [array for table in self.tables for array in (table.programs, table.blocks, table.tiles)]
 
 
 def plan_tree_attention(
-    segments: Sequence[tuple[np.ndarray, int]],
+    segments: Iterable[tuple[np.ndarray, int]],
     shape: AttentionShape,
     device: torch.device,
     config: TreeAttentionConfig | None = None,
@@ -119,15 +122,19 @@ def plan_tree_attention(
     stored_elements = max((host.stored_elements for host in hosts), default=0)
     plans = []
     for host in hosts:
-        key_end = next(pieces)
-        forward, columns, rows = (
-            DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in range(3)
-        )
+        forward, *rest = [DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces)) for _ in host.tables]
+        parts = tuple(BackwardPart(*pair) for pair in zip(rest[::2], rest[1::2], strict=True))
         plans.append(
             TreeAttentionPlan(
-                shape, config, host.num_queries, len(host.key_end), key_end, forward, columns, rows,
-                host.stored_groups, stored_elements,
-            )  # fmt: skip
+                shape,
+                config,
+                host.num_queries,
+                host.num_keys,
+                forward,
+                parts,
+                host.stored_groups,
+                stored_elements,
+            )
         )
     return plans
 
@@ -139,8 +146,8 @@ def plan_from_indices(
     shape: AttentionShape,
     device: torch.device,
     config: TreeAttentionConfig | None = None,
-) -> TreeAttentionPlan:
-    """Plan of one segment from stream indices, in the terms of ``tree_attention_reference``.
+) -> tuple[TreeAttentionPlan, Tensor]:
+    """Plan and ``key_end`` of one segment from stream indices, in the terms of ``tree_attention_reference``.
 
     Raises:
         ValueError: the queries are not consecutive, or the keys are not ancestors in stream order and then the
@@ -155,29 +162,37 @@ def plan_from_indices(
     if np.any(np.diff(key_index) <= 0):
         raise ValueError("keys must come in stream order")
     ends = local_key_end(int(query_index[0]), num_queries, key_end[:num_ancestors], key_end[num_ancestors:])
-    return plan_tree_attention([(ends, num_queries)], shape, device, config)[0]
+    return plan_tree_attention([(ends, num_queries)], shape, device, config)[0], torch.from_numpy(ends).to(device)
 
 
-def _host_plan(
-    key_end: np.ndarray, num_queries: int, shape: AttentionShape, config: TreeAttentionConfig
-) -> _HostPlan:
-    def tables(rows: int, keys: int, pack: int):
-        return block_tables(key_end, num_queries, rows // pack, keys)
+def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:
+    """``local_key_end`` int32 [M] from stream indices of the queries and subtree ends of all keys, where they are."""
+    num_queries, num_keys = query_index_N.shape[0], key_end_M.shape[0]
+    return ((key_end_M - query_index_N[:1]).clamp_(0, num_queries) + (num_keys - num_queries)).int()
+
+
+def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, config: TreeAttentionConfig) -> _HostPlan:
+    def matrix(settings: KernelConfig, pack: int) -> BlockMatrix:
+        return block_matrix(key_end, num_queries, settings.rows // pack, settings.keys)
 
     group_size, backward = shape.group_size, config.key_gradients
-    forward = tables(config.forward.rows, config.forward.keys, config.forward.pack(group_size)).rows
+    forward = matrix(config.forward, config.forward.pack(group_size)).tables().rows
     pack = backward.pack(group_size)
-    key_tables = tables(backward.rows, backward.keys, pack)
-    elements_of_group = key_tables.num_tiles * (group_size // pack) * backward.rows * backward.keys
-    bytes_of_group = elements_of_group * shape.dtype.itemsize
-    stored_groups = min(shape.num_groups, config.stored_scores_bytes // bytes_of_group)
-    if stored_groups:
-        launches = -(-shape.num_groups // stored_groups)
+    by_keys = matrix(backward, pack)
+    if not config.stored_scores_bytes:
+        again = matrix(config.query_gradients, pack).tables().rows
+        return _HostPlan(num_queries, len(key_end), [forward, by_keys.tables().columns, again], 0, 0)
+    # Elements of a live block, all heads of a group together.
+    elements = group_size // pack * backward.rows * backward.keys
+    most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)
+    num_tiles = int(by_keys.live.sum())
+    if num_tiles <= most_tiles:
+        launches = -(-shape.num_groups // min(shape.num_groups, most_tiles // num_tiles))
         stored_groups = -(-shape.num_groups // launches)
-        rows = key_tables.rows
+        parts = [by_keys.tables()]
     else:
-        again = config.query_gradients
-        rows = tables(again.rows, again.keys, pack).rows
-    return _HostPlan(
-        num_queries, key_end, forward, key_tables.columns, rows, stored_groups, stored_groups * elements_of_group
-    )
+        stored_groups = 1
+        parts = [by_keys.tables(rows) for rows in by_keys.row_parts(most_tiles)]
+    stored_elements = stored_groups * elements * max(part.num_tiles for part in parts)
+    tables = [table for part in parts for table in (part.columns, part.rows)]
+    return _HostPlan(num_queries, len(key_end), [forward, *tables], stored_groups, stored_elements)

@@ -26,6 +26,7 @@ def check_config(config: TrainConfig) -> None:
     _check_objective(config)
     _check_schedule(config)
     _check_parallel(config)
+    _check_hf(config)
     _check_no_effect(config)
 
 
@@ -204,12 +205,12 @@ def _check_schedule(config: TrainConfig) -> None:
 def _check_parallel(config: TrainConfig) -> None:
     supported = (
         "tensor_model_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
         "pipeline_model_parallel_size",
         "num_virtual_stages_per_pipeline_rank",
         "pipeline_model_parallel_layout",
         "pipeline_in_flight_tokens",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
         "sequence_parallel",
         "use_distributed_optimizer",
         "overlap_grad_reduce",
@@ -220,11 +221,21 @@ def _check_parallel(config: TrainConfig) -> None:
         if topic == "parallel" and setting.name not in supported and value != setting.default:
             raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")
     check_tensor_parallel(config.model, config.parallel)
-    check_experts(config.model, config.parallel)
     if config.parallel.pipeline_model_parallel_size > 1:
         stage_layers(config.model, config.parallel)
+    check_experts(config.model, config.parallel)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
+
+
+def _check_hf(config: TrainConfig) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.load_hf is not None and checkpoint.load is not None:
+        raise InputError("--load-hf conflicts with --load; keep the one to start from")
+    if checkpoint.save_hf is not None and checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
+        raise InputError(
+            "--save-hf needs --load-hf or --hf-checkpoint, whose configuration and tokenizer are carried along"
+        )
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
@@ -296,6 +307,7 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--load": (config.checkpoint.load is not None, "finetune"),
         "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
         "--save": (config.checkpoint.save is not None, "save_interval async_save keep_checkpoints"),
+        "--timeline-dir": (config.logging.timeline_dir is not None, "timeline_interval"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
         "--pipeline-model-parallel-size above 1": (

@@ -27,6 +27,16 @@ class CheckpointConfig:
         "Folder of a Hugging Face checkpoint whose config.json decides the model's settings, and whose tokenizer the "
         "prompts get. Its weights are not loaded.",
     )
+    load_hf: str | None = option(
+        None,
+        "Folder of a Hugging Face checkpoint to start from, while --save holds no checkpoint; its config.json decides "
+        "the model's settings.",
+    )
+    save_hf: str | None = option(
+        None,
+        "Folder to write the trained model to in Hugging Face's form after the last step; configuration and tokenizer "
+        "are those of --load-hf or --hf-checkpoint.",
+    )
     ref_load: str | None = option(
         None, "Checkpoint of the KL reference model (default: the weights this run started from)."
     )
@@ -42,6 +52,10 @@ class LoggingConfig:
     eval_iters: int | None = option(
         None, "Evaluate at most this many held-out prompts or rollouts (default: all).", minimum=1
     )
+    timeline_dir: str | None = option(
+        None, "Write when each pipeline stage ran which segment, planned and measured: JSON, Chrome trace and picture."
+    )
+    timeline_interval: int = option(100, "Steps between timelines; the second step has one too.", minimum=1)
     tensorboard_dir: str | None = option(None, "Write TensorBoard events here.")
     wandb_project: str | None = option(None, "Report to this Weights & Biases project; needs the package wandb.")
     wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases.")

@@ -29,6 +29,12 @@ class TreeConfig:
         "In-flight tokens whose activations are kept; the rest is recomputed (default: keep all; 0: none).",
         minimum=0,
     )
+    tree_attention_impl: str = option(
+        "auto",
+        "triton: kernels for CUDA GPUs, any head size up to 256, float32, bfloat16 and float16; reference: plain "
+        "PyTorch; auto: triton on a CUDA GPU for what it takes (not float64), else reference.",
+        choices=("auto", "triton", "reference"),
+    )
     logprob_chunk_tokens: int | None = option(
         None, "Rows of logits that exist at once (default: 256 MiB of them on a GPU, 16 MiB on a CPU).", minimum=1
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.config.model import ModelConfig
+from megatron_dta.config.moe_layers import parse_moe_layer_freq
 from megatron_dta.config.options import flag_of
 from megatron_dta.conversion.hf_families import FAMILIES, Family, architecture
 from megatron_dta.conversion.hf_rope import rope_settings
@@ -108,17 +109,22 @@ def settings_from_hf(folder: str | Path, explicit: Mapping[str, object]) -> dict
     length = explicit.get("max_position_embeddings")
     settings = model_settings(config, length if isinstance(length, int) else None, origin)
     known = {setting.name: setting for setting in fields(ModelConfig)}
-    for name in settings:
-        if name not in known:
-            raise InputError(f"{origin}: mixture of experts is not supported yet")
     if explicit.get("num_experts") and "num_experts" not in settings:
         raise InputError(f"--num-experts contradicts {origin}, a model without experts; leave the flag out")
     for name, value in explicit.items():
-        if name in settings and name not in _CHOICES and value != settings[name]:
+        if name in settings and name not in _CHOICES and not _same(name, value, settings):
             flag = flag_of(known[name])
             shown = flag if value is True else f"{flag} {value}"
             raise InputError(f"{shown} contradicts {origin}: {_source(name, config, settings)}; leave the flag out")
     return {**settings, **explicit}
+
+
+def _same(name: str, value: object, settings: Mapping[str, object]) -> bool:
+    """Whether a field given as ``value`` says what config.json says."""
+    if name == "moe_layer_freq":
+        num_layers = int(str(settings["num_layers"]))
+        return parse_moe_layer_freq(str(value), num_layers) == parse_moe_layer_freq(str(settings[name]), num_layers)
+    return value == settings[name]
 
 
 def _source(name: str, config: Mapping[str, Any], settings: Mapping[str, object]) -> str:

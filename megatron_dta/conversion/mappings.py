@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
 
+from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.parameters import (
     Block,
     Parameter,
     Sharding,
+    StoredAt,
     head_group_blocks,
     plain_blocks,
     stacked_blocks,
@@ -37,12 +39,13 @@ class ModelShape:
     make_vocab_size_divisible_by: int = 1
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
-    moe_layer_freq: int | list[int] = 1
+    moe_layers: tuple[bool, ...] = ()
 
     @classmethod
-    def of(cls, model: object) -> ModelShape:
-        """The shape that an object with these attributes (a ``ModelConfig``) has."""
-        return cls(**{item.name: getattr(model, item.name) for item in fields(cls) if hasattr(model, item.name)})
+    def of(cls, model: ModelConfig) -> ModelShape:
+        """The shape that these settings describe."""
+        values = {item.name: getattr(model, item.name) for item in fields(cls) if hasattr(model, item.name)}
+        return cls(**{**values, "moe_layers": tuple(values.get("moe_layers", ()))})
 
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Rows of the embedding on so many tensor-parallel ranks."""
@@ -51,16 +54,7 @@ class ModelShape:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward part is a mixture of experts."""
-        if not self.num_experts:
-            return False
-        if isinstance(self.moe_layer_freq, int):
-            return layer % self.moe_layer_freq == 0
-        return bool(self.moe_layer_freq[layer])
-
-    @property
-    def layers_are_alike(self) -> bool:
-        """Whether a checkpoint has the layers' parameters in common tensors (Megatron's rule)."""
-        return not self.num_experts or self.moe_layer_freq == 1
+        return bool(self.num_experts) and self.moe_layers[layer]
 
     def size_of(self, dimension: str) -> int:
         """A dimension that the tables name."""
@@ -231,10 +225,13 @@ def parameters_of(architecture: str, shape: ModelShape) -> list[Parameter]:
 def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: int | None = None) -> Parameter:
     prefix = "" if layer is None else f"decoder.layers.{layer}."
     tensor_prefix = "" if layer is None else f"model.layers.{layer}."
-    common = layer is not None and shape.layers_are_alike
-    key_prefix = "decoder.layers." if common else prefix
-    axes: list[tuple[int, int]] = [(layer, shape.num_layers)] if common and layer is not None else []
-    axes += [(expert, shape.num_experts or 0)] if expert is not None else []
+    name = rule.key or rule.megatron
+    experts = [] if expert is None else [(expert, shape.num_experts or 0)]
+    places = [_stored_at(prefix + name, experts)]
+    if layer is not None:
+        # Megatron joins all layers' parameters in one tensor unless it is told that layers differ, as with experts.
+        joined = _stored_at(f"decoder.layers.{name}", [(layer, shape.num_layers), *experts])
+        places.insert(1 if shape.num_experts else 0, joined)
 
     def numbered(name: str) -> str:
         return name.replace("{expert}", str(expert))
@@ -246,10 +243,12 @@ def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: 
         blocks=rule.blocks(shape, lambda name: tensor_prefix + numbered(name)),
         layer=layer,
         expert=expert,
-        key=key_prefix + (rule.key or rule.megatron),
-        place=tuple(index for index, _ in axes),
-        places=tuple(count for _, count in axes),
+        places=tuple(places),
     )
+
+
+def _stored_at(key: str, axes: list[tuple[int, int]]) -> StoredAt:
+    return StoredAt(key, tuple(index for index, _ in axes), tuple(count for _, count in axes))
 
 
 def tensors_of(parameters: list[Parameter]) -> dict[str, tuple[int, ...]]:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dta.conversion.parameters import Parameter, Sharding
+from megatron_dta.conversion.parameters import Parameter, Sharding, StoredAt
 from megatron_dta.errors import InputError
 
 FORMAT = {
@@ -159,16 +159,16 @@ class MegatronCheckpoint:
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:
         """In what a parameter is stored."""
-        return self._described(parameter).properties.dtype
+        return self._found(parameter)[1].properties.dtype
 
     def pieces_of(self, parameter: Parameter) -> Iterator[StoredPiece]:
         """All pieces of a parameter; together they cover it, and padding of the vocabulary besides."""
-        self._described(parameter)
-        axes, covered = len(parameter.place), 0
-        for chunk in self._chunks(parameter.key, axes).get(parameter.place, []):
-            where = self._metadata.storage_data.get(MetadataIndex(parameter.key, chunk.offsets))
+        (key, place, _), _ = self._found(parameter)
+        axes, covered = len(place), 0
+        for chunk in self._chunks(key, axes).get(place, []):
+            where = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
             if where is None:
-                raise InputError(f"{self.path}: its metadata does not say where {parameter.key} is")
+                raise InputError(f"{self.path}: its metadata does not say where {key} is")
             shape, offsets = tuple(chunk.sizes[axes:]), tuple(chunk.offsets[axes:])
             covered += torch.Size(shape).numel()
             column = offsets[1] if len(offsets) > 1 else 0
@@ -186,21 +186,20 @@ class MegatronCheckpoint:
                     found.setdefault(tuple(chunk.offsets[:axes]), []).append(chunk)
         return self._by_place[key]
 
-    def _described(self, parameter: Parameter) -> TensorStorageMetadata:
-        """What the metadata say of the checkpoint's tensor that holds the parameter, if they fit it."""
-        stored = self._metadata.state_dict_metadata.get(parameter.key)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise InputError(f"{self.path}: has no {parameter.key}; is it of the model in config.json?")
-        expected, found, axis = (*parameter.places, *parameter.shape), tuple(stored.size), len(parameter.places)
+    def _found(self, parameter: Parameter) -> tuple[StoredAt, TensorStorageMetadata]:
+        """Where a parameter is, and what the metadata say of the tensor there, if that fits."""
+        described = ((place, self._metadata.state_dict_metadata.get(place.key)) for place in parameter.places)
+        place, stored = next((pair for pair in described if isinstance(pair[1], TensorStorageMetadata)), (None, None))
+        if place is None:
+            raise InputError(f"{self.path}: has no {parameter.stored_at.key}; is it of the model in config.json?")
+        expected, found, axis = (*place.count, *parameter.shape), tuple(stored.size), len(place.count)
         fits = found == expected
         if parameter.sharding is Sharding.VOCABULARY and len(found) == len(expected):
             # Rows beyond the vocabulary are padding.
             fits = found[axis] >= expected[axis] and found[axis + 1 :] == expected[axis + 1 :]
         if not fits:
-            raise InputError(
-                f"{self.path}: {parameter.key} has the shape {list(found)}; config.json says {list(expected)}"
-            )
-        return stored
+            raise InputError(f"{self.path}: {place.key} has the shape {list(found)}; config.json says {list(expected)}")
+        return place, stored
 
 
 class PieceWriter:
@@ -219,11 +218,11 @@ class PieceWriter:
 
 def extra_states_of(parameter: Parameter) -> list[str]:
     """Names under which Megatron keeps the extra state of the parameter's module."""
-    if not parameter.key.endswith(_WITH_EXTRA_STATE):
+    key, index, count = parameter.stored_at
+    if not key.endswith(_WITH_EXTRA_STATE):
         return []
-    place, places = parameter.place or (0,), parameter.places or (1,)
-    shard = ".".join(map(str, place)) + "_" + ".".join(map(str, places))
-    return [f"{parameter.key.removesuffix('weight')}_extra_state/shard_{shard}"]
+    shard = ".".join(map(str, index or (0,))) + "_" + ".".join(map(str, count or (1,)))
+    return [f"{key.removesuffix('weight')}_extra_state/shard_{shard}"]
 
 
 def write_metadata(
@@ -240,7 +239,7 @@ def write_metadata(
         rows, dtypes: of every parameter as it is written, padding included.
         files: pieces (or names of extra states) of every file, with where they start and how long they are.
     """
-    chunks: dict[str, list[ChunkStorageMetadata]] = {parameter.key: [] for parameter in parameters}
+    chunks: dict[str, list[ChunkStorageMetadata]] = {parameter.stored_at.key: [] for parameter in parameters}
     results: list[WriteResult] = []
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, pieces in files.items():
@@ -249,16 +248,17 @@ def write_metadata(
                 index = MetadataIndex(piece)
                 described[piece] = BytesStorageMetadata()
             else:
-                parameter = parameters[piece.parameter]
+                place = parameters[piece.parameter].stored_at
                 column = () if piece.columns is None else (piece.columns[0],)
-                offsets = torch.Size((*parameter.place, piece.rows[0], *column))
-                sizes = torch.Size((*(1 for _ in parameter.place), *piece.shape))
-                chunks[parameter.key].append(ChunkStorageMetadata(offsets, sizes))
-                index = MetadataIndex(parameter.key, offsets)
+                offsets = torch.Size((*place.index, piece.rows[0], *column))
+                sizes = torch.Size((*(1 for _ in place.index), *piece.shape))
+                chunks[place.key].append(ChunkStorageMetadata(offsets, sizes))
+                index = MetadataIndex(place.key, offsets)
             results.append(WriteResult(index, length, _StorageInfo(name, start, length)))
     for parameter, count, dtype in zip(parameters, rows, dtypes, strict=True):
-        size = torch.Size((*parameter.places, count, *parameter.shape[1:]))
-        described[parameter.key] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks[parameter.key])
+        key, _, places = parameter.stored_at
+        size = torch.Size((*places, count, *parameter.shape[1:]))
+        described[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks[key])
     torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(FORMAT))
     FileSystemWriter(folder).finish(Metadata(described), [results])

@@ -45,6 +45,20 @@ class Copy(NamedTuple):
     rows: int
 
 
+class StoredAt(NamedTuple):
+    """A parameter's place in a distributed checkpoint, whose tensors may hold those of all layers, or of all experts.
+
+    Attributes:
+        key: name of the tensor.
+        index: of the parameter along the tensor's first axes.
+        count: how many there are along each of these axes.
+    """
+
+    key: str
+    index: tuple[int, ...]
+    count: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Part:
     """A rectangle, or two of them one below the other, of a parameter.
@@ -73,9 +87,7 @@ class Parameter:
         name: Megatron's, with the layer's and the expert's number in the whole model.
         shape: without padding of the vocabulary.
         layer, expert: None where it belongs to none.
-        key: name of the tensor in a distributed checkpoint, which may hold the parameters of all layers (and experts).
-        place: this parameter's index along those axes of the checkpoint's tensor.
-        places: how many there are along each of these axes.
+        places: where it may be in a distributed checkpoint; the first is where our models look for it.
     """
 
     name: str
@@ -84,9 +96,12 @@ class Parameter:
     blocks: tuple[Block, ...]
     layer: int | None
     expert: int | None
-    key: str
-    place: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
+    places: tuple[StoredAt, ...]
+
+    @property
+    def stored_at(self) -> StoredAt:
+        """Where our models have it in a distributed checkpoint."""
+        return self.places[0]
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

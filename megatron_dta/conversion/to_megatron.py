@@ -116,7 +116,7 @@ class ToMegatron:
                     if block is None or block[0] != (piece.parameter, piece.rows):
                         block = (piece.parameter, piece.rows), self._read(parameter, piece.rows)
                     values = block[1][:, slice(*piece.columns)].contiguous()
-                writer.append(values.reshape(*(1 for _ in parameter.place), *piece.shape))
+                writer.append(values.reshape(*(1 for _ in parameter.stored_at.index), *piece.shape))
                 advance(self._bytes(piece))
             file.flush()
             os.fsync(file.fileno())
@@ -143,7 +143,7 @@ class ToMegatron:
         for parameter in self.parameters if self.dtype is None else ():
             for tensor in parameter.tensors:
                 dtype = self.reader.tensors[tensor].dtype
-                first = seen.setdefault(parameter.key, (dtype, tensor))
+                first = seen.setdefault(parameter.stored_at.key, (dtype, tensor))
                 if first[0] != dtype:
                     raise InputError(
                         f"{self.source}: {first[1]} is of type {first[0]} and {tensor} of type {dtype}; "
@@ -232,9 +232,9 @@ def check_mesh(shape: ModelShape, tensor_size: int, pipeline_size: int, expert_s
     ):
         if value % tensor_size:
             raise InputError(f"--tensor-model-parallel-size {tensor_size} does not divide the model's {flag} {value}")
-    if shape.num_layers % pipeline_size:
+    if pipeline_size > shape.num_layers:
         raise InputError(
-            f"--pipeline-model-parallel-size {pipeline_size} does not divide the model's {shape.num_layers} layers"
+            f"--pipeline-model-parallel-size {pipeline_size} is more than the model's {shape.num_layers} layers"
         )
     if (shape.num_experts or 1) % expert_size:
         experts = f"{shape.num_experts} experts" if shape.num_experts else "no experts"

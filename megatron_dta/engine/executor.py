@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from torch import Tensor
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.expert_pass import with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
+from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, current_mesh
+from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.lockstep import RankPlan, plan_in_step
 from megatron_dta.planning.stage_program import PipelineShape
 from megatron_dta.planning.step_plan import StepPlan
+from megatron_dta.planning.timeline import TimelineEvent
 
 # Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
 LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
@@ -44,6 +46,7 @@ class StepResult:
         peak_in_flight_tokens: most tokens whose K and V were alive at once, as run, on any rank (with several parts of
             the model on a rank, divided by their number).
         recomputed_tokens: tokens whose forward ran twice.
+        timeline: when each stage of this replica ran what; empty unless it was asked for.
     """
 
     loss: Tensor
@@ -53,6 +56,7 @@ class StepResult:
     segments: int
     peak_in_flight_tokens: int
     recomputed_tokens: int
+    timeline: list[TimelineEvent] = field(default_factory=list)
 
 
 class TreeEngine:
@@ -63,6 +67,7 @@ class TreeEngine:
         temperature: the logits are divided by it, in training as in sampling.
         logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` over the vocabulary.
         pipeline_in_flight_tokens: most tokens that a pipeline stage holds; None for the planner's default.
+        tree_attention_impl: "auto", "triton" or "reference", see ``TreeConfig``.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class TreeEngine:
         temperature: float = 1.0,
         logprob_chunk_tokens: int | None = None,
         pipeline_in_flight_tokens: int | None = None,
+        tree_attention_impl: str = "auto",
     ) -> None:
         self.chunks = list(model.parts if isinstance(model, (TreeGPTModel, StagedModel)) else model)
         self.tree_models: list[TreeGPTModel] = [
@@ -87,6 +93,8 @@ class TreeEngine:
         self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
         # The last step that other ranks were asked about, and what came of it: one plan serves all passes of a step.
         self._stepped: tuple[StepPlan, StepPlan] | None = None
+        head_size = self.config.kv_channels
+        self.uses_kernels = choose_attention(tree_attention_impl, head_size, self.dtype, self.device)
 
     def cost_model(self, segment_tokens: int) -> CostModel:
         """What the whole model needs for tokens, pairs of attention and logprobs, up to a factor of all."""
@@ -114,7 +122,11 @@ class TreeEngine:
         )
 
     def forward_backward(
-        self, batch: TreeBatch, objective: Objective, forbid_synchronization: bool = False
+        self,
+        batch: TreeBatch,
+        objective: Objective,
+        forbid_synchronization: bool = False,
+        record_timeline: bool = False,
     ) -> StepResult:
         """Add the gradient of the batch's loss to the parameters' gradients.
 
@@ -123,13 +135,18 @@ class TreeEngine:
 
         Args:
             forbid_synchronization: on a GPU, raise where an op would wait for the device (a check of this engine).
+            record_timeline: measure when each op runs; all ranks must agree in it.
         """
         batch = self._in_step(batch)
         self._check_agreement(batch, training=True)
-        run = StageRun(self, batch, objective)
+        run = StageRun(self, batch, objective, OpClock(self.mesh, self.device) if record_timeline else None)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
             run.walk()
-        return with_auxiliary_losses(_result(run, batch, self.mesh), run.experts, self.mesh)
+        result = with_auxiliary_losses(_result(run, batch, self.mesh), run.experts, self.mesh)
+        if run.clock is None:
+            return result
+        stages = self.mesh.gather_over_replica((self.mesh.tensor_rank, run.clock.events()))
+        return replace(result, timeline=[event for rank, events in stages if rank == 0 for event in events])
 
     def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
         """Keep a backward of a part from starting the reduction of its gradients, unless ``allowed``."""
@@ -181,7 +198,7 @@ class TreeEngine:
                 f"parts, the model is on {self.mesh.pipeline_size} of {len(self.chunks)}; give prepare_batch "
                 "pipeline=engine.pipeline(...)"
             )
-        ranks = self.mesh.gather_over_replica((self.mesh.rank, plan.digest(batch.plan.segments)))
+        ranks = self.mesh.gather_over_replica((self.mesh.rank, batch.plan.digest(plan)))
         others = [rank for rank, digest in ranks if digest != ranks[0][1]]
         if others:
             raise RuntimeError(

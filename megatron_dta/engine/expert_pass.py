@@ -78,10 +78,12 @@ def with_auxiliary_losses(result: StepResult, passes: Sequence[ExpertPass], mesh
 
     They come without their coefficients, as means over the layers with experts, as Megatron reports them.
     """
+    if not passes:
+        return result
     config = passes[0].config
     coefficients = {"seq_load_balancing_loss": config.moe_aux_loss_coeff, "z_loss": config.moe_z_loss_coeff}
     used = {name: coefficient for name, coefficient in coefficients.items() if coefficient}
-    if config.num_moe_experts is None or not used:
+    if not used:
         return result
     own = {name: sum(float(of_part.losses.get(name, 0)) for of_part in passes) for name in used}
     of_ranks, layers = mesh.gather_from_all(own), sum(config.moe_layer_freq)

@@ -12,6 +12,7 @@ its own K and V, and an op names its part.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,9 @@ from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.expert_pass import ExpertPass
 from megatron_dta.engine.loss_pass import LossPass, Objective
+from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_transport import StageTransport
-from megatron_dta.model import KVPool, SegmentContext, accumulation_dtype
+from megatron_dta.model import AttentionShape, KVPool, SegmentContext, accumulation_dtype, plan_segment_attention
 from megatron_dta.planning.pipeline_schedule import PipelineOp
 from megatron_dta.planning.schedule import OpKind
 from megatron_dta.planning.stage_program import stage_program
@@ -49,22 +51,36 @@ class _InFlight:
 class StageRun:
     """State of one walk over the ops; ``objective`` None is a pass for logprobs only."""
 
-    def __init__(self, engine: TreeEngine, batch: TreeBatch, objective: Objective | None) -> None:
-        self.engine, self.training = engine, objective is not None
+    def __init__(
+        self, engine: TreeEngine, batch: TreeBatch, objective: Objective | None, clock: OpClock | None = None
+    ) -> None:
+        self.engine, self.training, self.clock = engine, objective is not None, clock
         step, mesh = batch.plan, engine.mesh
         self.pass_plan = step.training if self.training else step.forward_only
         self.keep_activations = step.keep_activations
         self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
         self.plan = DevicePlan(step, engine.device, self.program, not self.training, engine.logprob_chunk_tokens)
         self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(engine.dtype), engine.device)
+        self.experts = self._expert_passes(batch)
         self.pools = [self._pool(chunk) for chunk in range(len(engine.chunks))]
+        self.attention_plans = None
+        if engine.uses_kernels:
+            _, _, groups, head_size = self.pools[0].keys_LSGD.shape
+            heads = engine.config.num_attention_heads // engine.config.tensor_model_parallel_size
+            shape = AttentionShape(heads, groups, head_size, engine.dtype)
+            self.attention_plans = plan_segment_attention(step.segments, step.paths, shape, engine.device)
         self.lengths = step.segments.lengths.tolist()
         self.transport = None
         if mesh.pipeline_size > 1:
             self.transport = StageTransport(engine.tree_models[0], self.program.messages, self.lengths)
-        self.experts = [ExpertPass(part, batch, self.plan, self.training) for part in engine.tree_models]
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
+
+    def _expert_passes(self, batch: TreeBatch) -> list[ExpertPass]:
+        """One for each part of a model with experts."""
+        if self.engine.config.num_moe_experts is None:
+            return []
+        return [ExpertPass(part, batch, self.plan, self.training) for part in self.engine.tree_models]
 
     def _pool(self, chunk: int) -> KVPool:
         config = self.engine.config
@@ -101,6 +117,9 @@ class StageRun:
         part = f", part {op.chunk}" if len(self.pools) > 1 else ""
         return f"{op.kind.value}({op.segment}) of pipeline stage {mesh.pipeline_rank}{part}, rank {mesh.rank}"
 
+    def _timed(self, op: PipelineOp) -> AbstractContextManager:
+        return nullcontext() if self.clock is None else self.clock.measure(op)
+
     def _virtual_stage(self, chunk: int) -> int:
         return chunk * self.engine.mesh.pipeline_size + self.engine.mesh.pipeline_rank
 
@@ -115,14 +134,16 @@ class StageRun:
         stage_input = None
         if stage > 0:
             stage_input = self.transport.receive(OpKind.FORWARD, segment, stage).requires_grad_(self.training)
-        with torch.set_grad_enabled(keep):
-            graph = self._run_model(op, context, stage_input)
-        self.experts[chunk].after_forward(segment, context.routing)
-        if self._is_last(chunk):
-            self.loss.store(segment, *graph[1:])
-            if self.training:
-                self.loss.complete(segment)
-        else:
+        with self._timed(op):
+            with torch.set_grad_enabled(keep):
+                graph = self._run_model(op, context, stage_input)
+            if self.experts:
+                self.experts[chunk].after_forward(segment, context.routing)
+            if self._is_last(chunk):
+                self.loss.store(segment, *graph[1:])
+                if self.training:
+                    self.loss.complete(segment)
+        if not self._is_last(chunk):
             self.transport.send(OpKind.FORWARD, segment, stage, graph[0])
         if self.training:
             self.in_flight[segment, chunk] = _InFlight(context, stage_input, graph if keep else None)
@@ -133,16 +154,19 @@ class StageRun:
         """B: the segment's share of the gradient; its activations, K and V are free afterwards."""
         segment, chunk = op.segment, op.chunk
         stage, live = self._virtual_stage(chunk), self.in_flight.pop((op.segment, op.chunk))
-        graph = live.graph
-        if graph is None:
-            self.recomputed_tokens += self.lengths[segment]
-            with torch.enable_grad():
-                graph = self._run_model(op, live.context, live.stage_input)
-        if self._is_last(chunk):
-            outputs, gradients = self._at_the_loss(segment, graph, is_last)
-        else:
-            outputs, gradients = graph, [self.transport.receive(OpKind.BACKWARD, segment, stage)]
-        torch.autograd.backward(outputs, gradients)
+        graph, arrived = live.graph, None
+        if not self._is_last(chunk):
+            arrived = self.transport.receive(OpKind.BACKWARD, segment, stage)
+        with self._timed(op):
+            if graph is None:
+                self.recomputed_tokens += self.lengths[segment]
+                with torch.enable_grad():
+                    graph = self._run_model(op, live.context, live.stage_input)
+            if arrived is None:
+                outputs, gradients = self._at_the_loss(segment, graph, is_last)
+            else:
+                outputs, gradients = graph, [arrived]
+            torch.autograd.backward(outputs, gradients)
         if stage > 0:
             self.transport.send(OpKind.BACKWARD, segment, stage, live.stage_input.grad)
         self.tokens -= self.lengths[segment]
@@ -186,7 +210,7 @@ class StageRun:
         slot = plan.slot_start[chunk][segment]
         return SegmentContext(
             position_ids=plan.positions[own],
-            routing=self.experts[chunk].routing(segment),
+            routing=self.experts[chunk].routing(segment) if self.experts else None,
             pool=self.pools[chunk],
             first_layer=self.engine.tree_models[chunk].first_layer,
             slots=slice(slot, slot + own.stop - own.start),
@@ -194,4 +218,5 @@ class StageRun:
             query_index=plan.stream[own],
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
+            attention_plan=self.attention_plans[segment] if self.attention_plans and self.lengths[segment] else None,
         )

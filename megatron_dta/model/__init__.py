@@ -1,11 +1,13 @@
 """The model layer: the only package that imports Megatron's model classes and the kernels."""
 
 from dta_kernels.linear_logprobs import RowChunk
+from dta_kernels.tree_attention_plan import AttentionShape
 from dta_kernels.tree_attention_reference import accumulation_dtype
 from megatron_dta.model.attention_context import AttentionContext
 from megatron_dta.model.kv_pool import KVPool
 from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
 from megatron_dta.model.provider import build_model, build_stock_model
+from megatron_dta.model.segment_attention import choose_attention, plan_segment_attention
 from megatron_dta.model.segment_context import SegmentContext
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.token_routing import TokenRouting
@@ -13,6 +15,7 @@ from megatron_dta.model.tree_model import TreeGPTModel
 
 __all__ = [
     "AttentionContext",
+    "AttentionShape",
     "KVPool",
     "Mesh",
     "Model",
@@ -24,7 +27,9 @@ __all__ = [
     "accumulation_dtype",
     "build_model",
     "build_stock_model",
+    "choose_attention",
     "current_mesh",
     "destroy_parallel",
     "initialize_parallel",
+    "plan_segment_attention",
 ]

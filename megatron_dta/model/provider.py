@@ -65,10 +65,10 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         recompute_num_layers=model.recompute_num_layers,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        **_pipeline_settings(model, parallel),
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
         **expert_settings(model),
-        **_pipeline_settings(model, parallel),
         # Replicas' gradients are added up and not averaged: the loss weights hold the step's one denominator.
         calculate_per_token_loss=True,
         use_cpu_initialization=not has_cuda,
@@ -118,16 +118,19 @@ def layer_spec(
     return spec
 
 
-def block_spec(
-    model: ModelConfig, parallel: ParallelConfig, first_layer: int, num_layers: int
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of one layer where all are the same, else of ``num_layers`` layers and the final norm."""
-    if model.num_experts is None and not parallel.sequence_parallel:
+def block_spec(model: ModelConfig, parallel: ParallelConfig, layers: range) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec of one layer where all are the same, else of the given ``layers`` and the final norm."""
+    if parallel.sequence_parallel:
+        return sequence_parallel_spec(model, layers)
+    if model.num_experts is None:
         return layer_spec(model)
-    specs = [layer_spec(model, layer) for layer in range(first_layer, first_layer + num_layers)]
-    if not parallel.sequence_parallel:
-        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
-    for spec in specs:  # norms that know of sequence parallelism
+    return TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
+
+
+def sequence_parallel_spec(model: ModelConfig, layers: range) -> TransformerBlockSubmodules:
+    """The spec of ``layers`` and the final norm, with norms that know of sequence parallelism."""
+    specs = [layer_spec(model, layer) for layer in layers]
+    for spec in specs:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
         if model.qk_layernorm:
             attention = spec.submodules.self_attention.submodules
@@ -166,7 +169,7 @@ def build_model(model: ModelConfig, device: torch.device, parallel: ParallelConf
         first_layer = sum(layers[:virtual_stage])
         part = TreeGPTModel(
             config,
-            block_spec(model, parallel, first_layer, layers[virtual_stage]),
+            block_spec(model, parallel, range(first_layer, first_layer + layers[virtual_stage])),
             **model_arguments(model, parallel.tensor_model_parallel_size),
             pre_process=virtual_stage == 0,
             post_process=virtual_stage == len(layers) - 1,

@@ -12,11 +12,13 @@ Legend: N the segment's tokens, A its ancestors' tokens in earlier segments, G k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from dta_kernels.tree_attention_reference import tree_attention_backward, tree_attention_forward
+import dta_kernels.tree_attention_reference as reference
+from dta_kernels.tree_attention_plan import TreeAttentionPlan, local_key_end_on_device
 from megatron_dta.model.attention_context import AttentionContext
 from megatron_dta.model.kv_pool import KVPool
 
@@ -32,6 +34,7 @@ class SegmentContext(AttentionContext):
         ancestor_slots: int64 [A], slots of the tokens on the root path that lie in earlier segments, in stream order.
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
+        attention_plan: for the Triton kernels; None where the reference computes the attention.
     """
 
     pool: KVPool | None = None
@@ -41,6 +44,7 @@ class SegmentContext(AttentionContext):
     query_index: Tensor | None = None
     key_index: Tensor | None = None
     key_end: Tensor | None = None
+    attention_plan: TreeAttentionPlan | None = None
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if query.shape[0] == 0:
@@ -51,10 +55,20 @@ class SegmentContext(AttentionContext):
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of [ancestors, own] of one layer of the part, each [A + N, G, D]."""
         keys_SGD, values_SGD = self.pool.keys_LSGD[layer], self.pool.values_LSGD[layer]
-        return (
-            torch.cat([keys_SGD.index_select(0, self.ancestor_slots), keys_SGD[self.slots]]),
-            torch.cat([values_SGD.index_select(0, self.ancestor_slots), values_SGD[self.slots]]),
-        )
+        if self.ancestor_slots.shape[0] == 0:
+            return keys_SGD[self.slots], values_SGD[self.slots]
+        return keys_SGD.index_select(0, self.key_slots), values_SGD.index_select(0, self.key_slots)
+
+    @cached_property
+    def key_slots(self) -> Tensor:
+        """Slots of all keys, int64 [A + N]."""
+        own = torch.arange(self.slots.start, self.slots.stop, device=self.ancestor_slots.device)
+        return torch.cat([self.ancestor_slots, own])
+
+    @cached_property
+    def local_key_end(self) -> Tensor:
+        """``key_end`` int32 [A + N] in the kernels' terms."""
+        return local_key_end_on_device(self.query_index, self.key_end)
 
 
 class _SegmentAttention(torch.autograd.Function):
@@ -65,9 +79,15 @@ class _SegmentAttention(torch.autograd.Function):
         segment.pool.keys_LSGD[layer, segment.slots] = key
         segment.pool.values_LSGD[layer, segment.slots] = value
         keys, values = segment.keys_and_values(layer)
-        out, lse = tree_attention_forward(
-            query, keys, values, segment.query_index, segment.key_index, segment.key_end, scale
-        )
+        if segment.attention_plan is not None:
+            # Here and not above: Triton need not be installed where the reference runs.
+            from dta_kernels.tree_attention import tree_attention_forward
+
+            out, lse = tree_attention_forward(query, keys, values, segment.local_key_end, segment.attention_plan, scale)
+        else:
+            out, lse = reference.tree_attention_forward(
+                query, keys, values, segment.query_index, segment.key_index, segment.key_end, scale
+            )
         # K and V stay in the pool until the segment's backward, so only queries, output and log-sum-exp are saved.
         ctx.save_for_backward(query, out, lse)
         ctx.segment, ctx.layer, ctx.scale = segment, layer, scale
@@ -78,7 +98,15 @@ class _SegmentAttention(torch.autograd.Function):
         query, out, lse = ctx.saved_tensors
         segment, layer, pool = ctx.segment, ctx.layer, ctx.segment.pool
         keys, values = segment.keys_and_values(layer)
-        dq, dk, dv = tree_attention_backward(
+        if segment.attention_plan is not None:
+            from dta_kernels.tree_attention import KeyGradients, tree_attention_backward
+
+            into = KeyGradients(pool.grad_keys_LSGD[layer], pool.grad_values_LSGD[layer], segment.key_slots)
+            own = tree_attention_backward(
+                grad_out, query, keys, values, out, lse, segment.local_key_end, segment.attention_plan, ctx.scale, into
+            )
+            return *own, None, None, None
+        dq, dk, dv = reference.tree_attention_backward(
             grad_out, query, keys, values, out, lse, segment.query_index, segment.key_index, segment.key_end, ctx.scale
         )
         num_ancestors = segment.ancestor_slots.shape[0]

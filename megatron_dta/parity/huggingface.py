@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,16 +56,44 @@ def build_huggingface(
 
 def empty_huggingface(config: dict[str, Any]) -> torch.nn.Module:
     """transformers' causal language model of a config.json, freshly initialized in float32, with plain attention."""
-    try:
-        import transformers
-    except ImportError:
-        raise InputError("the reference needs Hugging Face transformers: pip install 'megatron_dta[parity]'") from None
+    transformers = _import_transformers()
     # A copy, because transformers moves entries about in it.
     values = copy.deepcopy({key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")})
     settings = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     settings._attn_implementation = "eager"
     settings.use_cache = False
     return transformers.AutoModelForCausalLM.from_config(settings).float()
+
+
+def load_huggingface(folder: str | Path) -> torch.nn.Module:
+    """transformers' model of a checkpoint folder, in float32, with plain attention; only safetensors are read.
+
+    Raises:
+        InputError: transformers is missing or cannot load the folder.
+    """
+    transformers = _import_transformers()
+    from safetensors import SafetensorError  # comes with transformers
+
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{folder}: Hugging Face transformers cannot load it: {reason}") from error
+
+
+def _import_transformers() -> ModuleType:
+    try:
+        import transformers
+    except ImportError:
+        raise InputError("the reference needs Hugging Face transformers: pip install 'megatron_dta[parity]'") from None
+    return transformers
 
 
 def huggingface_config(model: ModelConfig) -> dict[str, Any]:

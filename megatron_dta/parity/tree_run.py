@@ -28,7 +28,9 @@ def run_tree(
     """
     tree_model = build_model(model, next(iter(weights.values())).device)
     tree_model.load_state_dict(weights)
-    engine = TreeEngine(tree_model, temperature, tree.logprob_chunk_tokens)
+    engine = TreeEngine(
+        tree_model, temperature, tree.logprob_chunk_tokens, tree_attention_impl=tree.tree_attention_impl
+    )
     batch = prepare_batch(samples, tree, loss_aggregation)
     logprobs = engine.compute_logprobs(batch)
     result = engine.forward_backward(batch, objective)

@@ -94,3 +94,41 @@ def _too_few(num_layers: int, num_virtual_stages: int) -> str:
         f"--num-layers {num_layers} is less than the {num_virtual_stages} (virtual) stages of the pipeline, each of "
         "which must have a layer; lower --pipeline-model-parallel-size or raise --num-layers-per-virtual-pipeline-stage"
     )
+
+
+def balanced_shares(
+    num_stages: int, num_chunks: int, layers_cost: float, embedding_cost: float = 0.0, output_cost: float = 0.0
+) -> list[float]:
+    """Shares of the layers that give every rank the same time, for studies in which layers may be divided.
+
+    A rank whose embedding or output layer alone takes longer gets none.
+
+    Args:
+        layers_cost: time of all layers together.
+
+    Returns:
+        The share of each virtual stage; their sum is 1.
+    """
+    extra = [0.0] * (num_stages * num_chunks)
+    extra[0] += embedding_cost
+    extra[-1] += output_cost
+    shares = _fill([sum(extra[rank::num_stages]) for rank in range(num_stages)], layers_cost)
+    result = [0.0] * len(extra)
+    for rank, share in enumerate(shares):
+        result[rank::num_stages] = _fill(extra[rank::num_stages], share)
+    total = sum(result)
+    return [share / total for share in result] if total else [1.0 / len(extra)] * len(extra)
+
+
+def _fill(levels: list[float], amount: float) -> list[float]:
+    """What each level gets of ``amount`` so that the lowest end as high as they can, all at one height."""
+    order = sorted(range(len(levels)), key=lambda i: (levels[i], i))
+    height, used = levels[order[0]], 0.0
+    for count, index in enumerate(order, start=1):
+        above = levels[order[count]] if count < len(order) else math.inf
+        needed = used + count * (above - levels[index])
+        if needed >= amount:
+            height = levels[index] + (amount - used) / count
+            break
+        used = needed
+    return [max(0.0, height - level) for level in levels]

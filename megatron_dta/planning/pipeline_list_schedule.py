@@ -2,7 +2,11 @@
 
 The two orders of a virtual stage are fixed (forwards in preorder, backwards in postorder), so a free rank chooses among
 the next forward and the next backward of each of its chunks, and weight gradients that wait. What it chooses is a
-``Policy``; under which limit on the tokens in flight, a ``Pipeline``. Every choice is deterministic.
+``Policy``, or follows the times of another schedule; under which limit on the tokens in flight says a ``Pipeline``.
+Every choice is deterministic.
+
+A pipeline looks the same backwards in time: backwards read from the end are forwards in the preorder of the tree with
+all siblings in reverse. ``mirrored`` turns one into the other, so every policy has a twin that plans from the end.
 
 No limit of at least the tokens of the longest root path can bring a pipeline to a halt. Suppose that nothing runs and
 nothing can begin. Then no backward is waiting for its turn anywhere, so all virtual stages have run the same backwards,
@@ -13,7 +17,7 @@ one before it has. That one has room: a chunk counts as no less than one longest
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -55,6 +59,28 @@ class Pipeline:
     path_tokens: int
     send_seconds: float
 
+    @property
+    def num_ops(self) -> int:
+        """Ops of all ranks."""
+        return (2 if self.weight is None else 3) * len(self.parents) * len(self.forward)
+
+    def mirrored(self) -> Pipeline:
+        """The same pipeline with time reversed, its segments numbered by the reversed order of the backwards.
+
+        A split backward cannot be mirrored: its weight gradients would come first.
+        """
+        assert self.weight is None
+        order = self.backwards[::-1]
+        number = _inverse(order)
+        return replace(
+            self,
+            parents=[number[self.parents[segment]] if self.parents[segment] >= 0 else -1 for segment in order],
+            backwards=[number[segment] for segment in range(len(order) - 1, -1, -1)],
+            lengths=[self.lengths[segment] for segment in order],
+            forward=[[times[segment] for segment in order] for times in self.backward],
+            backward=[[times[segment] for segment in order] for times in self.forward],
+        )
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -62,7 +88,8 @@ class Policy:
 
     Attributes:
         alternate: after a backward a forward comes first, else always backwards.
-        patience: a forward is put off for a backward that will be ready within this share of the forward's time.
+        patience: a forward is put off for a backward that will be ready within this share of the forward's time; where
+            ops are urgent by a table, any op for a more urgent one.
         deep_first: of the forwards of several chunks, that of the last chunk comes first, else that of the segment
             that is furthest behind, in groups of as many segments as there are stages.
     """
@@ -70,6 +97,49 @@ class Policy:
     alternate: bool = False
     patience: float = 0.0
     deep_first: bool = True
+
+
+@dataclass(frozen=True)
+class Urgency:
+    """A table for the choice between forwards and backwards: the least value comes first. By virtual stage, segment."""
+
+    forward: list[list[float]]
+    backward: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A schedule and when its ops end, by virtual stage and segment."""
+
+    schedule: PipelineSchedule
+    forward_end: list[list[float]]
+    backward_end: list[list[float]]
+    makespan: float
+
+    def mirrored_urgency(self, backwards: list[int]) -> Urgency:
+        """What the mirrored pipeline is to run first: what ends last here. ``backwards`` is this pipeline's order."""
+        order = backwards[::-1]
+        return Urgency(
+            forward=[[-ends[segment] for segment in order] for ends in self.backward_end],
+            backward=[[-ends[segment] for segment in order] for ends in self.forward_end],
+        )
+
+    def mirrored_schedule(self, backwards: list[int]) -> PipelineSchedule:
+        """The schedule of the mirrored pipeline, each rank's ops from the last to the first."""
+        number = _inverse(backwards[::-1])
+        schedule = self.schedule
+        ops = [
+            [PipelineOp(F if kind is B else B, number[segment], chunk) for kind, segment, chunk in reversed(own)]
+            for own in schedule.ops
+        ]
+        return PipelineSchedule(schedule.num_stages, schedule.num_chunks, ops)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    number = [0] * len(order)
+    for place, segment in enumerate(order):
+        number[segment] = place
+    return number
 
 
 def pipeline_of(
@@ -109,17 +179,17 @@ def longest_path_tokens(parents: Sequence[int], lengths: Sequence[int]) -> int:
     return max(totals, default=0)
 
 
-def list_schedule(pipeline: Pipeline, policy: Policy) -> tuple[PipelineSchedule, float]:
-    """The schedule that a policy leads to, and its makespan."""
-    return _Run(pipeline, policy).run()
+def list_schedule(pipeline: Pipeline, policy: Policy, urgency: Urgency | None = None) -> Outcome:
+    """The schedule that a policy leads to; with ``urgency`` the table decides between ops that are both ready."""
+    return _Run(pipeline, policy, urgency).run()
 
 
 class _Run:
     """The state of all ranks while one schedule is made."""
 
-    def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
+    def __init__(self, pipeline: Pipeline, policy: Policy, urgency: Urgency | None) -> None:
         stages, virtual, count = pipeline.num_stages, pipeline.num_stages * pipeline.num_chunks, len(pipeline.parents)
-        self.pipeline, self.policy = pipeline, policy
+        self.pipeline, self.policy, self.urgency = pipeline, policy, urgency
         # End of each forward and backward on each virtual stage, as soon as it has begun.
         self.forward_end = [[NEVER] * count for _ in range(virtual)]
         self.backward_end = [[NEVER] * count for _ in range(virtual)]
@@ -130,37 +200,68 @@ class _Run:
         self.ops: list[list[PipelineOp]] = [[] for _ in range(stages)]
         self.events: list[tuple[float, int]] = [(0.0, stage) for stage in range(stages)]
 
-    def run(self) -> tuple[PipelineSchedule, float]:
+    def run(self) -> Outcome:
         """Go from event to event; at each, one rank may begin one op."""
         events, free = self.events, self.free
         while events:
             now, stage = heappop(events)
             if free[stage] <= now:
                 self._choose(stage, now)
-        return PipelineSchedule(self.pipeline.num_stages, self.pipeline.num_chunks, self.ops), max(free, default=0.0)
+        schedule = PipelineSchedule(self.pipeline.num_stages, self.pipeline.num_chunks, self.ops)
+        return Outcome(schedule, self.forward_end, self.backward_end, max(free, default=0.0))
 
     def _choose(self, stage: int, now: float) -> None:
         """Begin the most urgent op that can, if the policy does not rather wait."""
         backward, backward_ready = self._next_backward(stage, now)
         forward, forward_ready = self._next_forward(stage, now)
-        if backward_ready <= now and not (
-            self.policy.alternate and self.after_backward[stage] and forward_ready <= now
-        ):
-            self._begin_backward(stage, backward, now)
-        elif forward_ready <= now:
-            cost = self.pipeline.forward[forward][self.forwards[forward]]
-            if now < backward_ready < now + self.policy.patience * cost:
-                if self.pipeline.weight is None or not self._begin_weight(stage, now):
-                    return
+        wait = self._waits(forward, forward_ready, backward, backward_ready, now)
+        if backward_ready <= now and forward_ready <= now:
+            if self.urgency is not None:
+                first = self._urgency_of_backward(backward) <= self.urgency.forward[forward][self.forwards[forward]]
+            else:
+                first = not (self.policy.alternate and self.after_backward[stage])
+            if first:
+                self._begin_backward(stage, backward, now)
             else:
                 self._begin_forward(stage, forward, now)
+        elif backward_ready <= now and not wait:
+            self._begin_backward(stage, backward, now)
+        elif forward_ready <= now and not wait:
+            self._begin_forward(stage, forward, now)
         elif self.pipeline.weight is not None:
             self._begin_weight(stage, now)
 
+    def _waits(self, forward: int, forward_ready: float, backward: int, backward_ready: float, now: float) -> bool:
+        """Whether the one op that is ready is put off for the other one."""
+        patience = self.policy.patience
+        if not patience:
+            return False
+        if forward_ready <= now < backward_ready < now + patience * self._forward_time(forward):
+            return self.urgency is None or self._urgency_of_backward(backward) < self._urgency_of_forward(forward)
+        if self.urgency is not None and backward_ready <= now < forward_ready < NEVER:
+            time = self.pipeline.backward[backward][self.pipeline.backwards[self.backwards[backward]]]
+            if forward_ready < now + patience * time:
+                return self._urgency_of_forward(forward) < self._urgency_of_backward(backward)
+        return False
+
+    def _forward_time(self, v: int) -> float:
+        return self.pipeline.forward[v][self.forwards[v]]
+
+    def _urgency_of_forward(self, v: int) -> float:
+        assert self.urgency is not None
+        return self.urgency.forward[v][self.forwards[v]]
+
+    def _urgency_of_backward(self, v: int) -> float:
+        assert self.urgency is not None
+        return self.urgency.backward[v][self.pipeline.backwards[self.backwards[v]]]
+
     def _next_backward(self, stage: int, now: float) -> tuple[int, float]:
-        """The virtual stage whose backward is to come next, and when it can; of those that can now, the last one."""
-        pipeline = self.pipeline
-        best, best_ready = -1, NEVER
+        """The virtual stage whose backward is to come next, and when it can.
+
+        Of those that can now the most urgent one, without a table the last; if none can, the one that can first.
+        """
+        pipeline, urgency = self.pipeline, self.urgency
+        best, best_ready, best_rank = -1, NEVER, 0.0
         last = len(self.forwards) - 1
         for v in range(last - (pipeline.num_stages - 1 - stage), -1, -pipeline.num_stages):
             done = self.backwards[v]
@@ -169,29 +270,30 @@ class _Run:
             segment = pipeline.backwards[done]
             if segment >= self.forwards[v]:
                 continue
-            ready = 0.0 if v == last else self.backward_end[v + 1][segment] + self._crossing()
-            if ready < best_ready and best_ready > now:
-                best, best_ready = v, ready
+            ready = now if v == last else max(now, self.backward_end[v + 1][segment] + pipeline.send_seconds)
+            rank = urgency.backward[v][segment] if urgency is not None else 0.0
+            if ready < best_ready or (ready == best_ready and rank < best_rank):
+                best, best_ready, best_rank = v, ready, rank
         return best, best_ready
 
     def _next_forward(self, stage: int, now: float) -> tuple[int, float]:
         """The virtual stage whose forward is to come next, and when it can; only those that have room count."""
-        pipeline = self.pipeline
+        pipeline, urgency = self.pipeline, self.urgency
         count, stages = len(pipeline.parents), pipeline.num_stages
-        best, best_ready, best_rank = -1, NEVER, (0, 0)
+        best, best_ready, best_rank = -1, NEVER, 0.0
         for chunk in range(pipeline.num_chunks - 1, -1, -1):
             v = chunk * stages + stage
             segment = self.forwards[v]
             if segment == count:
                 continue
-            ready = 0.0 if v == 0 else self.forward_end[v - 1][segment] + self._crossing()
-            rank = (0, 0) if self.policy.deep_first else (segment // stages, chunk)
-            if ready > now and ready >= best_ready:
-                continue
-            if ready <= now and best_ready <= now and rank >= best_rank:
-                continue
-            if self._has_room(stage, v, pipeline.lengths[segment]):
-                best, best_ready, best_rank = v, max(ready, now), rank
+            ready = now if v == 0 else max(now, self.forward_end[v - 1][segment] + pipeline.send_seconds)
+            if urgency is not None:
+                rank = urgency.forward[v][segment]
+            else:
+                rank = 0.0 if self.policy.deep_first else float(segment // stages * pipeline.num_chunks + chunk)
+            better = ready < best_ready or (ready == best_ready and rank < best_rank)
+            if better and self._has_room(stage, v, pipeline.lengths[segment]):
+                best, best_ready, best_rank = v, ready, rank
         return best, best_ready
 
     def _has_room(self, stage: int, v: int, length: int) -> bool:
@@ -204,9 +306,6 @@ class _Run:
             if other != v:
                 total += max(alive[other], pipeline.path_tokens)
         return total <= pipeline.limits[stage]
-
-    def _crossing(self) -> float:
-        return self.pipeline.send_seconds
 
     def _begin_forward(self, stage: int, v: int, now: float) -> None:
         segment = self.forwards[v]

@@ -9,8 +9,6 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron_dta.errors import InputError
@@ -39,10 +37,9 @@ MAX_STEPS = 7000
 STEPS_PER_SEGMENT = 10
 
 
-def memory_budget(lengths: Sequence[int] | np.ndarray, segment_tokens: int, memory_tokens: int | None) -> int:
-    """Most tokens in flight: what is asked for, or the larger of 1.5 times the longest sequence and 8 segments."""
-    longest = int(max(lengths, default=0))
-    return max(3 * longest // 2, 8 * segment_tokens) if memory_tokens is None else memory_tokens
+def default_memory_tokens(tree: PrefixTree, segment_tokens: int) -> int:
+    """The budget of in-flight tokens where none is given: 1.5 times the longest sequence, or 8 segments if more."""
+    return max(3 * int(tree.sequence_lengths.max(initial=0)) // 2, 8 * segment_tokens)
 
 
 def plan_segments(tree: PrefixTree, segment_tokens: int, memory_tokens: int | None = None) -> SegmentPlan:
@@ -63,7 +60,8 @@ def plan_segments(tree: PrefixTree, segment_tokens: int, memory_tokens: int | No
     if segment_tokens < 1:
         raise InputError(f"--tree-segment-tokens {segment_tokens}: a segment holds at least 1 token")
     longest = int(tree.sequence_lengths.max(initial=0))
-    memory_tokens = memory_budget(tree.sequence_lengths, segment_tokens, memory_tokens)
+    if memory_tokens is None:
+        memory_tokens = default_memory_tokens(tree, segment_tokens)
     if memory_tokens < longest:
         raise InputError(
             f"--tree-memory-tokens {memory_tokens} is less than the longest sequence, all of which is in flight when "

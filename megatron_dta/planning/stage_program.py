@@ -7,7 +7,6 @@ first, and nothing is sent.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,9 +16,10 @@ from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_planner import plan_pipeline
 from megatron_dta.planning.pipeline_schedule import PipelineOp, PipelineSchedule, forward_only_pipeline
-from megatron_dta.planning.pipeline_simulation import Message, message_order, simulate
+from megatron_dta.planning.pipeline_simulation import Message, Timeline, message_order, simulate
 from megatron_dta.planning.schedule import Op, allocate_slots, depth_first_schedule
 from megatron_dta.planning.segment_plan import SegmentPlan
+from megatron_dta.planning.timeline import TimelineEvent, timeline_events
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,21 @@ class PipelineShape:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """One walk over the segments: all stages' ops, and all messages in an order in which they can be posted."""
+    """One walk over the segments.
+
+    Attributes:
+        schedule: all stages' ops.
+        messages: all messages in an order in which they can be posted.
+        timeline: when ops run by the cost model; None for a single stage, where nothing depends on it.
+    """
 
     schedule: PipelineSchedule
     messages: list[Message]
+    timeline: Timeline | None = None
 
-    def digest(self, segments: SegmentPlan) -> str:
-        """Equal digests on two ranks mean the same ops on the same segments of the same tokens."""
-        content = hashlib.sha256(self.schedule.digest().encode())
-        for array in (segments.segment_start, segments.tree.token_ids, segments.tree.subtree_end):
-            content.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
-        return content.hexdigest()
+    def planned_events(self) -> list[TimelineEvent]:
+        """The timeline's events, none for a single stage."""
+        return [] if self.timeline is None else timeline_events(self.schedule, self.timeline)
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,8 @@ def plan_passes(
     training = plan_pipeline(
         parents, segments.lengths, costs, shape.num_stages, shape.num_chunks, shape.max_in_flight_tokens
     )
-    return tuple(
-        PassPlan(schedule, message_order(schedule, simulate(schedule, parents, costs)))
-        for schedule in (training, forward_only)
-    )
+    timelines = [(schedule, simulate(schedule, parents, costs)) for schedule in (training, forward_only)]
+    return tuple(PassPlan(schedule, message_order(schedule, timeline), timeline) for schedule, timeline in timelines)
 
 
 def attention_pairs(segments: SegmentPlan) -> np.ndarray:

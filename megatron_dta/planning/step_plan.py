@@ -14,6 +14,7 @@ Legend: E edges, R rows, P pairs, Q sequences, N stream tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from megatron_dta.planning.modes import plan_forest
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
-from megatron_dta.planning.segments import SegmentPlan, memory_budget
+from megatron_dta.planning.segments import SegmentPlan, default_memory_tokens
 from megatron_dta.planning.stage_program import PassPlan, PipelineShape, plan_passes
 
 
@@ -71,6 +72,21 @@ class StepPlan:
     paths: RootPaths
     memory_tokens: int
     activation_tokens: int | None
+
+    def digest(self, plan: PassPlan) -> str:
+        """Equal digests on two ranks mean the same ops on the same segments of the same sequences."""
+        content = hashlib.sha256(plan.schedule.digest().encode())
+        tree = self.segments.tree
+        for array in (
+            self.segments.segment_start,
+            tree.token_ids,
+            tree.subtree_end,
+            self.keep_activations,
+            self.sequence_pairs,
+            self.pair_edge,
+        ):
+            content.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        return content.hexdigest()
 
     @property
     def num_pairs(self) -> int:
@@ -150,6 +166,6 @@ def plan_step(
         segment_pairs=segment_pairs,
         loss_batches=make_loss_batches(sequence_pairs, completed_in, segments.num_segments),
         paths=root_paths(segments),
-        memory_tokens=0 if tree_mode == "packed" else memory_budget(lengths, segment_tokens, memory_tokens),
+        memory_tokens=0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(tree, segment_tokens),
         activation_tokens=activation_tokens,
     )

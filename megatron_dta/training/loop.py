@@ -30,9 +30,11 @@ from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.training.checkpoint import CheckpointSaver
+from megatron_dta.training.hf_weights import save_hf
 from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.samples import SamplePreparation, StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.timelines import write_step_timeline
 from megatron_dta.training.watchdog import Watchdog
 
 
@@ -110,6 +112,7 @@ class Trainer:
                     self._save()
             self._save()
             self.checkpoints.finish()
+            self._save_hf()
         if self.terminated:
             self.console.print(f"stopped by SIGTERM after step {self.progress.iteration}")
 
@@ -129,11 +132,15 @@ class Trainer:
         watch.seconds["plan"] = step.plan_seconds
         with watch.measure("train"):
             self.optimizer.zero_grad()
-            result = self.engine.forward_backward(batch, self.objective)
+            timed = self._is_timed(self.progress.iteration + 1)
+            result = self.engine.forward_backward(batch, self.objective, record_timeline=timed)
             loss = float(result.loss)
         with watch.measure("update"):
             outcome = self.optimizer.step(loss)
         self.progress.iteration += 1
+        if result.timeline and self.engine.mesh.rank == 0:
+            planned = batch.plan.training.planned_events()
+            write_step_timeline(self.config.logging.timeline_dir, self.progress.iteration, result.timeline, planned)
         tokens, unique = result.sequence_tokens, result.computed_tokens
         return {
             "iteration": self.progress.iteration,
@@ -151,6 +158,11 @@ class Trainer:
             "recomputed_tokens": result.recomputed_tokens,
             TIMING: self._timing(watch.seconds, tokens, unique),
         }
+
+    def _is_timed(self, iteration: int) -> bool:
+        """The second step is the first that is not slower for what is only prepared once."""
+        logging = self.config.logging
+        return logging.timeline_dir is not None and (iteration == 2 or iteration % logging.timeline_interval == 0)
 
     def _stopwatch(self, iteration: int) -> Stopwatch:
         return Stopwatch(lambda name: self.watchdog.enter(f"'{name}' of step {iteration}"))
@@ -208,6 +220,13 @@ class Trainer:
         self.watchdog.enter(f"saving step {iteration}")
         self.checkpoints.save(iteration, self.progress.state_dict())
         self.saved_iteration = iteration
+
+    def _save_hf(self) -> None:
+        if self.config.checkpoint.save_hf is None or self.terminated:
+            return
+        self.watchdog.enter("saving in Hugging Face's form")
+        path = save_hf(self.config, self.model)
+        self.console.print(f"saved {path}", soft_wrap=True)
 
     @contextmanager
     def _watching_for_sigterm(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from megatron_dta.training.checkpoint import (
     save_weights,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
+from megatron_dta.training.hf_weights import check_save_hf, load_hf
 from megatron_dta.training.loop import Progress, Trainer
 from megatron_dta.training.metrics import MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
@@ -40,6 +41,7 @@ from megatron_dta.training.stored_data import StoredEvaluation, load_files, load
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     """All parts of the run that ``config`` describes, its state loaded from where it starts."""
+    check_save_hf(config)
     _make_folders(config)
     objective = make_objective(config.objective)
     stored, held_out, task = _read_data(config, objective)
@@ -56,6 +58,9 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     if start is not None and not resumes:
         load_weights(start, config.model, model)
         console.print(f"starting from the weights of {start}", soft_wrap=True)
+    elif start is None and config.checkpoint.load_hf is not None:
+        load_hf(config, model)
+        console.print(f"starting from the weights of {config.checkpoint.load_hf}", soft_wrap=True)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
     reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
     optimizer = TrainingOptimizer(model, config.optimization, config.parallel)
@@ -117,6 +122,7 @@ def _make_folders(config: TrainConfig) -> None:
         ("--save", config.checkpoint.save),
         ("--metrics-file", config.logging.metrics_file and Path(config.logging.metrics_file).parent),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--timeline-dir", config.logging.timeline_dir),
     ):
         if path is not None:
             try:
@@ -188,6 +194,7 @@ def _engine(config: TrainConfig, model: Model | list[torch.nn.Module]) -> TreeEn
         config.sampling.temperature,
         config.tree.logprob_chunk_tokens,
         config.parallel.pipeline_in_flight_tokens,
+        config.tree.tree_attention_impl,
     )
 
 

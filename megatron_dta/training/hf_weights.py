@@ -1,0 +1,119 @@
+"""``--load-hf`` and ``--save-hf``: training starts from a Hugging Face checkpoint and leaves one, on any mesh.
+
+Each rank reads its own parts of the weights. For saving, one parameter after the other is gathered on the first rank,
+which writes under another name and renames the folder when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.conversion.hf_config import architecture, read_hf_config
+from megatron_dta.conversion.job import check_target
+from megatron_dta.conversion.live import HfWeights
+from megatron_dta.conversion.mappings import ModelShape
+from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOutput
+from megatron_dta.conversion.to_huggingface import lay_out_like, write_surroundings
+from megatron_dta.errors import InputError
+from megatron_dta.model import current_mesh
+
+_UNFINISHED = ".unfinished"
+
+
+def hf_weights(config: TrainConfig, model: torch.nn.Module) -> HfWeights:
+    """The weights of the run's model under Hugging Face's names."""
+    family = architecture(read_hf_config(_template(config)))
+    chunks = list(getattr(model, "parts", [model]))
+    return HfWeights(chunks, family.architecture, ModelShape.of(config.model), current_mesh().host_group)
+
+
+def load_hf(config: TrainConfig, model: torch.nn.Module) -> None:
+    """Start from the weights of ``--load-hf``; what is wrong on one rank is raised on all."""
+    error = None
+    try:
+        hf_weights(config, model).load(config.checkpoint.load_hf)
+    except InputError as caught:
+        error = caught
+    _raise_on_all(error)
+
+
+def check_save_hf(config: TrainConfig) -> None:
+    """Refuse a ``--save-hf`` that cannot be written when the run is over, before it begins."""
+    if config.checkpoint.save_hf is not None:
+        check_target(Path(config.checkpoint.save_hf))
+
+
+def save_hf(config: TrainConfig, model: torch.nn.Module) -> Path:
+    """Write the folder ``--save-hf``; every rank calls this. The configuration comes from ``--hf-checkpoint``."""
+    target, template = Path(config.checkpoint.save_hf), _template(config)
+    weights = hf_weights(config, model)
+    layouts = lay_out_like(template, weights.shapes(), None)
+    writer = _FolderWriter(target, layouts) if current_mesh().rank == 0 else None
+    error: InputError | None = None
+    with ExitStack() as files:
+        # After a failure the others still send, so that they come to the end too.
+        for name, values in weights.iterate(to_all=False):
+            error = error or writer.attempt(lambda name=name, values=values: writer.write(name, values, files))
+        if writer is not None:
+            error = error or writer.attempt(lambda: writer.finish(template))
+    _raise_on_all(error)
+    return target
+
+
+class _FolderWriter:
+    """The first rank's side: the files of one folder, all of them or none."""
+
+    def __init__(self, target: Path, layouts: list[FileLayout]) -> None:
+        self._target, self._layouts = target, layouts
+        self._folder = target.with_name(target.name + _UNFINISHED)
+        self._layout_of = {tensor: layout for layout in layouts for tensor in layout.shapes}
+        self._outputs: dict[str, SafetensorsOutput] = {}
+
+    def attempt(self, act: Callable[[], None]) -> InputError | None:
+        """Act; a failure deletes what was written."""
+        try:
+            act()
+        except (OSError, InputError) as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if isinstance(error, InputError):
+                return error
+            return InputError(f"--save-hf {self._target}: cannot be written ({error.strerror or error})")
+        return None
+
+    def write(self, name: str, values: Tensor, files: ExitStack) -> None:
+        """Write one tensor; ``files`` closes what is opened."""
+        if not self._outputs:
+            check_target(self._target)
+            # What a killed run has left.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+        layout = self._layout_of[name]
+        if layout.name not in self._outputs:
+            self._outputs[layout.name] = files.enter_context(SafetensorsOutput(self._folder, layout))
+        self._outputs[layout.name].write(name, 0, values.cpu())
+
+    def finish(self, template: Path) -> None:
+        """Add what lies beside the weights and let the folder have its name."""
+        for output in self._outputs.values():
+            output.finish()
+        write_surroundings(template, self._folder, self._layouts)
+        os.replace(self._folder, self._target)
+
+
+def _template(config: TrainConfig) -> Path:
+    return Path(config.checkpoint.load_hf or config.checkpoint.hf_checkpoint)
+
+
+def _raise_on_all(error: InputError | None) -> None:
+    """Raise on every rank if any of them brings an error; every rank must call this."""
+    for reason in current_mesh().gather_from_all(None if error is None else str(error)):
+        if reason is not None:
+            raise InputError(reason) from error

@@ -1,0 +1,297 @@
+"""Plans the segments of a rollout file as the microbatches of a pipeline and simulates the schedule.
+
+    python tools/simulate_pipeline.py FILE --pipeline-model-parallel-size 4 [--json] [--plot t.png] [--trace t.json]
+
+FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is the share of all stages' time that they compute, the
+ideal one N / (N + P - 1) is that of N equal microbatches on P stages; no schedule of these segments under this limit on
+in-flight tokens reaches more than the bound. In flight on a stage are the tokens of segments between forward and
+backward. Costs are those of the cost model (megatron_dta/planning/cost_model.py), by default of Qwen3-32B on H200. Each
+stage has the same share of the cost, parts of layers included, unless whole layers are asked for.
+
+Without --pipeline-segment-tokens segments are as small as the pipeline needs to stay within 1.5 times the tokens that
+one stage has in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.partition import trained_parts
+from megatron_dta.planning.pipeline_bounds import makespan_bound
+from megatron_dta.planning.pipeline_costs import PipelineCosts
+from megatron_dta.planning.pipeline_layers import balanced_shares, check_layers_per_stage, layers_per_stage
+from megatron_dta.planning.pipeline_schedule import check_schedule, peak_in_flight, tree_1f1b
+from megatron_dta.planning.pipeline_segments import PipelinePlan, choose_pipeline
+from megatron_dta.planning.pipeline_simulation import simulate
+from megatron_dta.planning.recompute import choose_kept_segments
+from megatron_dta.planning.segment_counts import segment_counts
+from megatron_dta.planning.segment_plan import SegmentPlan
+from megatron_dta.planning.timeline import timeline_events, write_chrome_trace
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.tree import build_forest_without_sharing, build_prefix_tree
+
+SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which takes longer than all that is done here.
+# The default shape: Qwen3-32B.
+SHAPE = {
+    "num_layers": 64,
+    "hidden_size": 5120,
+    "ffn_hidden_size": 25600,
+    "num_attention_heads": 64,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "vocab_size": 151936,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (--help lists the flags)")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
+    counts = ["--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"]
+    parser.add_argument(counts[0], type=int, metavar="P", required=True, help="stages")
+    parser.add_argument(counts[1], type=int, metavar="N", default=1, help="parts of the model on each stage")
+    parser.add_argument(
+        "--framing",
+        choices=("trajectory", "turn"),
+        default="trajectory",
+        help="one sequence per stored rollout, or per turn of it with all turns before (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone"
+    )
+
+    def number(flag: str, text: str, default: int | None = None) -> None:
+        counts.append(flag)
+        parser.add_argument(flag, type=int, metavar="N", default=default, help=text)
+
+    number("--tree-segment-tokens", "most tokens of a segment on one stage (default: %(default)s)", SEGMENT_TOKENS)
+    number("--tree-memory-tokens", "budget of in-flight tokens that segments are planned with (default: the planner's)")
+    number("--pipeline-segment-tokens", "most tokens of a segment in the pipeline (default: chosen)")
+    number("--pipeline-in-flight-tokens", "most tokens in flight on a stage (default: 1.5 x those of one stage)")
+    parser.add_argument(
+        "--tree-activation-tokens",
+        type=int,
+        metavar="N",
+        help="in-flight tokens whose activations are kept; the rest runs its forward again (default: all are kept)",
+    )
+    parser.add_argument(
+        "--split-backward", action="store_true", help="gradients of inputs and of weights as separate ops"
+    )
+    parser.add_argument(
+        "--layers-per-stage",
+        metavar="LIST",
+        help="whole layers: 'auto', or numbers such as 17,16,16,15 whose sum is --num-layers (default: equal costs)",
+    )
+    parser.add_argument("--send-seconds", type=float, metavar="S", default=0.0, help="time that a message takes")
+    parser.add_argument("--cost-model", metavar="JSON", help="coefficients, in place of those of the model's shape")
+    for name, value in SHAPE.items():
+        number("--" + name.replace("_", "-"), f"of the model (default: {value})")
+    number("--max-sequences", "only the first N sequences")
+    number("--max-length", "only the first N tokens of each sequence")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--plot", metavar="PICTURE", help="draw the timeline (.png, .pdf or .svg)")
+    parser.add_argument("--trace", metavar="JSON", help="write the timeline for chrome://tracing or Perfetto")
+    arguments = parser.parse_args()
+    for flag in counts:
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None and value < 1:
+            raise InputError(f"{flag} must be at least 1, not {value}")
+    if arguments.tree_activation_tokens is not None and arguments.tree_activation_tokens < 0:
+        raise InputError(f"--tree-activation-tokens must be at least 0, not {arguments.tree_activation_tokens}")
+    if not (math.isfinite(arguments.send_seconds) and arguments.send_seconds >= 0):
+        raise InputError(f"--send-seconds must be a number not below 0, not {arguments.send_seconds}")
+    return arguments
+
+
+def cost_model_of(arguments: argparse.Namespace) -> CostModel:
+    """The coefficients from the file, or from the shape."""
+    given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
+    if arguments.cost_model is None:
+        return CostModel.from_shape(**SHAPE | given)
+    for name in given.keys() - {"num_layers"}:
+        raise InputError(f"--{name.replace('_', '-')} has no effect with --cost-model; give one of the two")
+    return CostModel.load(arguments.cost_model)
+
+
+def layers_of(arguments: argparse.Namespace, model: CostModel, counts: Sequence[np.ndarray]) -> list[float]:
+    """Layers, or shares of them, of each virtual stage."""
+    stages, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
+    tokens, pairs, edges = counts
+    output = model.seconds_per_edge * float(edges.sum())
+    everything = replace(model, seconds_per_edge=0.0, segment_tokens=1, seconds_per_segment=0.0)
+    layers_cost = float(everything.cost(tokens, pairs, edges).sum()) + model.seconds_per_segment * len(tokens)
+    if arguments.layers_per_stage is None:
+        return balanced_shares(stages, chunks, layers_cost, output_cost=output)
+    num_layers = arguments.num_layers or SHAPE["num_layers"]
+    if arguments.layers_per_stage == "auto":
+        each = layers_cost / num_layers
+        return list(map(float, layers_per_stage(num_layers, stages * chunks, each, 0.0, output, num_stages=stages)))
+    try:
+        given = [int(part) for part in arguments.layers_per_stage.split(",")]
+    except ValueError:
+        message = f"--layers-per-stage {arguments.layers_per_stage}: must be 'auto' or whole numbers between commas"
+        raise InputError(message) from None
+    return list(map(float, check_layers_per_stage(given, num_layers, stages * chunks, "--layers-per-stage")))
+
+
+def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[PipelinePlan, list[float], float]:
+    """The plan, the layers (or shares) of its virtual stages, and the seconds that planning took."""
+    rollouts = load_rollouts(
+        arguments.file,
+        framing=arguments.framing,
+        max_sequences=arguments.max_sequences,
+        max_length=arguments.max_length,
+    )
+    begin = time.perf_counter()
+    sequences, masks = trained_parts(rollouts)
+    tree = (build_prefix_tree if arguments.tree_mode == "dta" else build_forest_without_sharing)(sequences)
+    layers: list[float] = []
+
+    def costs_of(plan: SegmentPlan) -> PipelineCosts:
+        counts = segment_counts(plan, masks)
+        layers[:] = layers_of(arguments, model, counts)
+        recomputed = ~choose_kept_segments(plan, arguments.tree_activation_tokens)
+        return PipelineCosts.of_segments(model, *counts, layers, recomputed)
+
+    longest = int(tree.sequence_lengths.max(initial=0))
+    limit = arguments.pipeline_in_flight_tokens
+    if limit is not None and limit < longest:
+        raise InputError(
+            f"--pipeline-in-flight-tokens {limit} is less than the longest sequence ({longest} tokens), all of which "
+            "is in flight when its last segment runs"
+        )
+    plan = choose_pipeline(
+        tree,
+        costs_of,
+        arguments.pipeline_model_parallel_size,
+        arguments.num_virtual_stages_per_pipeline_rank,
+        arguments.tree_segment_tokens,
+        arguments.tree_memory_tokens,
+        limit,
+        arguments.split_backward,
+        arguments.send_seconds,
+        arguments.pipeline_segment_tokens,
+    )
+    costs_of(plan.segments)  # The layers of the plan that was chosen.
+    seconds = time.perf_counter() - begin
+    check_schedule(plan.schedule, plan.segments.segment_parent)
+    return plan, layers, seconds
+
+
+def figures(
+    plan: PipelinePlan, layers: list[float], seconds: float, arguments: argparse.Namespace
+) -> dict[str, object]:
+    """The figures of ``--json``, under the names of its keys."""
+    segments, schedule, costs = plan.segments, plan.schedule, plan.costs
+    stages, parents = schedule.num_stages, segments.segment_parent
+    on_ranks = PipelineCosts(
+        *(np.stack([a[r::stages].sum(axis=0) for r in range(stages)]) for a in costs_arrays(costs))
+    )
+    static = tree_1f1b(parents, stages)
+    bound = makespan_bound(
+        parents, segments.lengths, costs, stages, schedule.num_chunks, plan.limit, arguments.split_backward
+    )
+    busy = plan.timeline.busy
+    return {
+        "segments": segments.num_segments,
+        "utilisation": plan.timeline.utilisation,
+        "ideal_utilisation": plan.ideal_utilisation,
+        "bound_utilisation": sum(busy) / (stages * bound) if bound else 1.0,
+        "static_utilisation": simulate(static, parents, on_ranks, arguments.send_seconds).utilisation,
+        "peak_in_flight_tokens": [math.ceil(peak) for peak in peak_in_flight(schedule, segments.lengths)],
+        "static_peak_in_flight_tokens": [int(peak) for peak in peak_in_flight(static, segments.lengths)],
+        "one_stage_in_flight_tokens": plan.one_stage_tokens,
+        "in_flight_limit": plan.limit,
+        "makespan": plan.timeline.makespan,
+        "busy_per_stage": busy,
+        "segment_tokens": segments.segment_tokens,
+        "fill": float(segments.fill),
+        "segment_depth": segments.depth,
+        "unique_tokens": segments.tree.num_tokens,
+        "layers_per_stage": layers,
+        "num_stages": stages,
+        "num_chunks": schedule.num_chunks,
+        "digest": schedule.digest(),
+        "seconds": seconds,
+    }
+
+
+def costs_arrays(costs: PipelineCosts) -> tuple[np.ndarray, np.ndarray]:
+    return np.asarray(costs.forward), np.asarray(costs.backward)
+
+
+def print_table(values: dict, title: str) -> None:
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("figure", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    peak, alone = max(values["peak_in_flight_tokens"]), values["one_stage_in_flight_tokens"]
+    share = values["utilisation"] / values["ideal_utilisation"]
+    rows = {
+        "segments": f"{values['segments']:,} of at most {values['segment_tokens']:,} tokens, {values['fill']:.0%} full",
+        "makespan (seconds)": f"{values['makespan']:,.4g}",
+        "utilisation": f"{values['utilisation']:.4f} ({share:.1%} of the ideal)",
+        "ideal N / (N + P - 1)": f"{values['ideal_utilisation']:.4f}",
+        "no schedule has more than": f"{values['bound_utilisation']:.4f}",
+        "static 1F1B": f"{values['static_utilisation']:.4f}",
+        "peak in-flight tokens": f"{peak:,} ({peak / max(1, alone):.2f} x one stage's {alone:,})",
+        "of static 1F1B": f"{max(values['static_peak_in_flight_tokens']):,}",
+        "planning (seconds)": f"{values['seconds']:.3f}",
+        "digest": values["digest"][:16],
+    }
+    for label, value in rows.items():
+        table.add_row(label, value)
+    stages = Table(title="stages", title_justify="left")
+    for column in ("stage", "layers", "busy", "peak in-flight tokens"):
+        stages.add_column(column, justify="right", no_wrap=True)
+    whole = sum(values["layers_per_stage"]) > 1.5
+    for stage, tokens in enumerate(values["peak_in_flight_tokens"]):
+        own = values["layers_per_stage"][stage :: values["num_stages"]]
+        shown = " + ".join(f"{each:.0f}" if whole else f"{each:.1%}" for each in own)
+        busy = values["busy_per_stage"][stage] / values["makespan"] if values["makespan"] else 1.0
+        stages.add_row(str(stage), shown, f"{busy:.1%}", f"{tokens:,}")
+    console = Console()
+    console.print(table)
+    console.print(stages)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    plan, layers, seconds = plan_file(arguments, cost_model_of(arguments))
+    values = figures(plan, layers, seconds, arguments)
+    title = f"{Path(arguments.file).name}, one sequence per {arguments.framing}, {values['num_stages']} stages"
+    print_table(values, title)
+    events = timeline_events(plan.schedule, plan.timeline)
+    if arguments.plot:
+        from megatron_dta.plots import plot_timelines  # matplotlib takes a second to import: only where it is used.
+
+        plot_timelines([("simulated", events)], arguments.plot, values["num_stages"], title)
+        print(f"picture: {arguments.plot}")
+    if arguments.trace:
+        write_chrome_trace(arguments.trace, events, title)
+        print(f"trace: {arguments.trace}")
+    if arguments.json:
+        sys.stdout.flush()
+        print(json.dumps(values))
+
+
+if __name__ == "__main__":
+    run_entry_point(main)
