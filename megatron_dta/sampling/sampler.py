@@ -14,7 +14,8 @@ reason. Greedy decoding (temperature 0) records the logprobs of temperature 1.
 id, position), so the same sequence comes out alone, in a batch, in another order or after a restart. (Matrix products
 of other shapes may round differently in the last bit, which moves a draw only if its number falls on that bit.)
 
-Under tensor parallelism the ranks of a group hold parts of the cache, gather the logits and draw the same tokens.
+Under tensor parallelism the ranks of a group hold parts of the cache, gather the logits and draw the same tokens. Ranks
+that share experts run the same number of passes (``passes``).
 
 Legend: B live sequences, V vocabulary, C hidden size.
 """
@@ -32,6 +33,7 @@ from torch import Tensor
 from megatron_dta.model.decode_context import DecodeCache, append_context
 from megatron_dta.model.staged_model import Model
 from megatron_dta.sampling.keyed_random import Domain, keyed_uniform
+from megatron_dta.sampling.passes import DecodingPasses
 
 # Bounds of the memory of one pass: prompt tokens prefilled at once, and logits whose softmax exists at once.
 _PREFILL_TOKENS = 4096
@@ -115,17 +117,17 @@ def generate(
     """
     _check_prompts(model, prompts, params.max_response_tokens)
     responses: list[Response] = []
-    with _sampling_mode(model):
+    with _sampling_mode(model), DecodingPasses(model) as passes:
         for first in range(0, len(sequence_prompt), params.max_sequences):
             batch = slice(first, first + params.max_sequences)
             used, row_prompt = np.unique(sequence_prompt[batch], return_inverse=True)
             ids = np.asarray(sequence_ids[batch], dtype=np.int64)
-            responses += _generate_batch(model, [prompts[i] for i in used], row_prompt, ids, params, iteration)
+            responses += _generate_batch(passes, [prompts[i] for i in used], row_prompt, ids, params, iteration)
     return responses
 
 
 def _generate_batch(
-    model: Model,
+    passes: DecodingPasses,
     prompts: list[np.ndarray],
     row_prompt: np.ndarray,
     sequence_ids: np.ndarray,
@@ -133,7 +135,7 @@ def _generate_batch(
     iteration: int,
 ) -> list[Response]:
     """Decode all sequences of one batch to their ends."""
-    config = model.config
+    model, config = passes.model, passes.model.config
     parameter = next(model.parameters())
     cache = DecodeCache(
         model.layer_numbers,
@@ -144,7 +146,7 @@ def _generate_batch(
         parameter.device,
     )
     prompt_rows = torch.from_numpy(row_prompt)
-    hidden_BC = _prefill(model, cache, prompts)[prompt_rows.to(parameter.device)]
+    hidden_BC = _prefill(passes, cache, prompts)[prompt_rows.to(parameter.device)]
     cache = cache.select_rows(prompt_rows)
 
     token_ids = np.zeros((len(sequence_ids), params.max_response_tokens), dtype=np.int32)
@@ -169,11 +171,11 @@ def _generate_batch(
             rows = alive.nonzero().squeeze(1)
             cache, live, token_B = cache.select_rows(rows), live[rows.numpy()], token_B[rows.to(token_B.device)]
         context = append_context(cache, torch.ones(live.size, dtype=torch.int64))
-        hidden_BC = model(token_B.unsqueeze(0), context)
+        hidden_BC = passes(token_B.unsqueeze(0), context)
     return [Response(token_ids[i, :n], logprobs[i, :n], bool(ended[i])) for i, n in enumerate(lengths)]
 
 
-def _prefill(model: Model, cache: DecodeCache, prompts: list[np.ndarray]) -> Tensor:
+def _prefill(passes: DecodingPasses, cache: DecodeCache, prompts: list[np.ndarray]) -> Tensor:
     """Run every prompt through the model once; returns the hidden state of each one's last token, [prompts, C]."""
     device = cache.device
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -186,7 +188,7 @@ def _prefill(model: Model, cache: DecodeCache, prompts: list[np.ndarray]) -> Ten
             pieces = [prompts[row][begin : begin + _PREFILL_TOKENS] for row in group.tolist()]
             counts = torch.tensor([len(piece) for piece in pieces])
             tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(device)
-            hidden = model(tokens.unsqueeze(0), append_context(cache, counts, group))
+            hidden = passes(tokens.unsqueeze(0), append_context(cache, counts, group))
         last_hidden.append(hidden[(torch.cumsum(counts, 0) - 1).to(device)])
     return torch.cat(last_hidden)
 

@@ -92,6 +92,8 @@ class TrainingOptimizer:
 
     def step(self, loss: float) -> StepOutcome:
         """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""
+        biases = [bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")]
+        before = [bias.clone() for bias in biases]
         self.reduce_gradients()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -101,6 +103,10 @@ class TrainingOptimizer:
             # Megatron's own step prepares and measures again, which changes nothing; it has no way to skip on a NaN.
             self.optimizer.step()
             self.schedule.step(1)
+        else:
+            # Megatron updates the biases of experts with the reduction of the gradients.
+            for bias, value in zip(biases, before, strict=True):
+                bias.copy_(value)
         return StepOutcome(applied=finite, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @property
