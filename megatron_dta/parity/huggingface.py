@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_dta.config import ModelConfig
 from megatron_dta.errors import InputError
+from megatron_dta.parity.huggingface_experts import expert_config, rename_experts, without_experts
 
 LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -97,13 +98,13 @@ def _import_transformers() -> ModuleType:
 
 
 def huggingface_config(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Llama, Qwen2 or Qwen3 model (no QKV bias or QK-norm, bias, QK-norm), as transformers 4
-    writes it and 5 reads it.
+    """The config.json of a Llama, Qwen2 or Qwen3 model (no QKV bias or QK-norm, bias, QK-norm), or with experts of a
+    Mixtral or Qwen3-MoE model, as transformers 4 writes it and 5 reads it.
     """
     if model.qk_layernorm and model.add_qkv_bias:
         raise InputError("--qk-layernorm with --add-qkv-bias: no Hugging Face model has both; leave one out")
     family = "Qwen3" if model.qk_layernorm else "Qwen2" if model.add_qkv_bias else "Llama"
-    return dict(
+    config = dict(
         architectures=[f"{family}ForCausalLM"],
         model_type=family.lower(),
         vocab_size=model.vocab_size,
@@ -121,6 +122,7 @@ def huggingface_config(model: ModelConfig) -> dict[str, Any]:
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         attention_dropout=0.0,
     )
+    return config if model.num_experts is None else config | expert_config(model)
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -157,7 +159,11 @@ def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, 
     there.
     """
     renamed: dict[str, Tensor] = {}
+    if model.num_experts is not None:
+        renamed = rename_experts(tensors, model, int(_import_transformers().__version__.split(".")[0]) >= 5)
     for name, tensor in tensors.items():
+        if not without_experts(name, model):
+            continue
         if name in TOP_NAMES:
             renamed[TOP_NAMES[name]] = tensor
             continue
