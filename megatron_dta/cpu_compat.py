@@ -159,14 +159,14 @@ def _patch_uneven_collectives() -> None:
     def gather_parts(tensor: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(tensor, group, output_split_sizes, use_global_buffer)
-        largest = max(output_split_sizes)
+        largest = max(1, *output_split_sizes)
         parts = gather(_lengthened(tensor, largest), group, None, use_global_buffer).split(largest)
         return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
 
     def scatter_sums(tensor: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(tensor, group, input_split_sizes, use_global_buffer)
-        largest = max(input_split_sizes)
+        largest = max(1, *input_split_sizes)
         parts = [_lengthened(part, largest) for part in tensor.split(input_split_sizes)]
         own = reduce_scatter(torch.cat(parts), group, None, use_global_buffer)
         return own[: input_split_sizes[group.rank()]]

@@ -107,8 +107,9 @@ def test_equals_hugging_face_in_float32(references, name, cut):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_sibling_changes_no_bit_of_another_sequence(references, dtype):
-    model = replace(references["qwen3"][0], params_dtype=dtype)
-    weights = {name: weight.to(dtype) for name, weight in references["qwen3"][1].items()}
+    # All experts take all tokens: the sizes of matrix products stay, and with them the rounding of other rows.
+    model = replace(references["gpt"][0], params_dtype=dtype)
+    weights = {name: weight.to(dtype) for name, weight in references["gpt"][1].items()}
     generator = seed_all(31)
     trunk = generator.integers(0, 7, size=21)
     tails = [np.append([first], generator.integers(0, 7, size=n)) for first, n in ((0, 12), (1, 9), (2, 30))]
