@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_dta.engine.batch import TreeBatch
-from megatron_dta.engine.expert_pass import with_auxiliary_losses
+from megatron_dta.engine.expert_pass import mean_ffn_width, with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_run import StageRun
@@ -102,7 +102,7 @@ class TreeEngine:
         return CostModel.from_shape(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
+            ffn_hidden_size=mean_ffn_width(config),
             num_attention_heads=config.num_attention_heads,
             num_query_groups=config.num_query_groups,
             kv_channels=config.kv_channels,
