@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conftest import seed_all
-from megatron_dta.rollouts import write_rollouts
+from megatron_dta.rollouts import load_rollouts, write_rollouts
 from mesh_worker import run_on_ranks
 from test_mesh_trainer import GRPO, SAMPLED, SP, STORED, _compare, _rows, train_on_rank
 from test_trainer import make_rollouts
@@ -65,6 +66,26 @@ def test_samples_are_those_of_one_process(folder: Path, run: str) -> None:
     rows, expected = _rows(folder / run), _rows(folder / "sampled-1")
     _compare(rows, expected)
     assert [row.get("reward") for row in rows] == [row.get("reward") for row in expected]
+
+
+def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> None:
+    """A run that replays its sampler's choices differs from one that does not, on two processes as on one."""
+    generator, rollouts = seed_all(4), load_rollouts(folder / "train.jsonl")
+    routed = [
+        replace(rollout, routed_experts=generator.random((len(rollout), 2, 4)).argsort(-1)[..., :2])
+        for rollout in rollouts
+    ]
+    write_rollouts(tmp_path / "routed.jsonl", routed)
+    flags = f"{EXPERTS} --moe-routing-replay --make-vocab-size-divisible-by 2 --old-logprobs recompute"
+    command = f"{STORED} {flags} --rollouts {tmp_path}/routed.jsonl"
+    run_on_ranks(train_on_rank, [(f"{command} --save {tmp_path}/one", None)], 1, tmp_path / "ranks-1")
+    run_on_ranks(train_on_rank, [(f"{command} {EP} --save {tmp_path}/two", None)], 2, tmp_path / "ranks-2")
+    one, two = (_rows(tmp_path / run) for run in ("one", "two"))
+    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-3, abs=2e-5)
+    unrouted = command.replace("routed.jsonl", "plain.jsonl")
+    write_rollouts(tmp_path / "plain.jsonl", rollouts)
+    with pytest.raises(RuntimeError, match="field 'routed_experts': missing"):
+        run_on_ranks(train_on_rank, [(f"{unrouted} --save {tmp_path}/none", None)], 1, tmp_path / "ranks-0")
 
 
 def test_a_run_goes_on_bit_for_bit(folder: Path) -> None:

@@ -298,7 +298,7 @@ def _check_no_effect(config: TrainConfig) -> None:
             "eval_prompt_data reward_function tokenizer_type tokenizer_model eos_id",
         ),
         "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
-        "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length"),
+        "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length moe_routing_replay"),
         "--eval-interval": (evaluated, "eval_iters eval_rollouts eval_prompt_data eval_temperature"),
         "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
         "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),

@@ -77,7 +77,9 @@ class TreeEngine:
         logprob_chunk_tokens: int | None = None,
         pipeline_in_flight_tokens: int | None = None,
         tree_attention_impl: str = "auto",
+        routing_replay: bool = False,
     ) -> None:
+        self.replays_routing = routing_replay
         self.chunks = list(model.parts if isinstance(model, (TreeGPTModel, StagedModel)) else model)
         self.tree_models: list[TreeGPTModel] = [
             chunk if isinstance(chunk, TreeGPTModel) else chunk.module for chunk in self.chunks

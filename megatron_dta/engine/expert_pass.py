@@ -31,14 +31,23 @@ if TYPE_CHECKING:
 
 
 class ExpertPass:
-    """Routing of one part of the model in one walk over the ops; does nothing for a part without experts."""
+    """Routing of one part of the model in one walk over the ops; does nothing for a part without experts.
 
-    def __init__(self, part: TreeGPTModel, batch: TreeBatch, plan: DevicePlan, training: bool) -> None:
+    Args:
+        replays: route by the batch's ``routed_experts``.
+    """
+
+    def __init__(
+        self, part: TreeGPTModel, batch: TreeBatch, plan: DevicePlan, training: bool, replays: bool = False
+    ) -> None:
         self.config, self.plan = part.config, plan
         layers = [layer.layer_number for layer in part.decoder.layers if hasattr(layer.mlp, "router")]
         self.counts = training and bool(layers)
         self.losses: dict[str, torch.Tensor] = {}
         self.multiplicity_N = self.z_weights_N = self.balance = None
+        self.replay_NLK = None
+        if replays and batch.routed_experts is not None:
+            self.replay_NLK = torch.from_numpy(batch.routed_experts).to(plan.stream.device)
         if not self.counts:
             return
         device, dtype = plan.stream.device, accumulation_dtype(self.config.params_dtype)
@@ -58,13 +67,14 @@ class ExpertPass:
 
     def routing(self, segment: int) -> TokenRouting | None:
         """Routing of a segment's pass, first forward and recomputation alike."""
-        if not self.counts:
+        if not self.counts and self.replay_NLK is None:
             return None
         own = slice(self.plan.start[segment], self.plan.start[segment + 1])
         return TokenRouting(
             multiplicity=None if self.multiplicity_N is None else self.multiplicity_N[own],
             z_weights=None if self.z_weights_N is None else self.z_weights_N[own],
             balance=None if self.balance is None else partial(self.balance.gradient, segment),
+            replay=None if self.replay_NLK is None else self.replay_NLK[own],
             losses=self.losses,
         )
 

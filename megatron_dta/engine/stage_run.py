@@ -80,7 +80,8 @@ class StageRun:
         """One for each part of a model with experts."""
         if self.engine.config.num_moe_experts is None:
             return []
-        return [ExpertPass(part, batch, self.plan, self.training) for part in self.engine.tree_models]
+        replays = self.engine.replays_routing
+        return [ExpertPass(part, batch, self.plan, self.training, replays) for part in self.engine.tree_models]
 
     def _pool(self, chunk: int) -> KVPool:
         config = self.engine.config

@@ -4,7 +4,7 @@ Columns, with the types that are written; on reading any integer or float width 
 
     token_ids      list<int32>      advantages     list<float>     group_id       string
     loss_mask      list<bool>       logprobs       list<float>     trajectory_id  string
-    reward         double           policy_version int64
+    reward         double           policy_version int64             routed_experts list<int16>
 
 Pages carry checksums, so that a damaged file is refused instead of trained on.
 """
@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
         pa.field("group_id", pa.string(), nullable=False),
         pa.field("trajectory_id", pa.string()),
         pa.field("policy_version", pa.int64()),
+        pa.field("routed_experts", pa.list_(pa.int16())),
     ]
 )
 ROW_GROUP_TOKENS = 1 << 22
@@ -73,6 +74,7 @@ _KINDS: dict[str, tuple[bool, Callable[[pa.DataType], bool], str]] = {
     "group_id": (False, _is_text, "string"),
     "trajectory_id": (False, _is_text, "string"),
     "policy_version": (False, types.is_integer, "integer"),
+    "routed_experts": (True, types.is_integer, "list of integers"),
 }
 
 
