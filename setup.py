@@ -16,6 +16,8 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["megatron_dta", "megatron_dta.*"]), "dta_kernels"],
     package_dir={"dta_kernels": "kernels/dta_kernels"},
+    # Compiled where it is used; without a compiler its twin in Python serves.
+    package_data={"megatron_dta.speculation": ["suffix_forest.c"]},
     install_requires=[
         # 0.16.1 is the newest for Python 3.11; 0.17 and later need Python 3.12.
         "megatron-core>=0.16.1,<0.20",
@@ -36,11 +38,14 @@ setup(
         "gpu": ["triton"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
+        # The client of --rollout-engine vllm and sglang.
+        "servers": ["aiohttp"],
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
         "parity": ["transformers>=4.57,<6", "safetensors"],
         "test": [
             "transformers>=4.57,<6",
             "safetensors",
+            "aiohttp",
             "pytest",
             "hypothesis",
             "ruff",

@@ -20,7 +20,9 @@ def sample(
 
     from megatron_dta.model import build_model, current_mesh, initialize_parallel
     from megatron_dta.parity.shards import shard_weights
-    from megatron_dta.sampling.sampler import SamplingParams, generate
+    from megatron_dta.sampling.engines.in_process import InProcessEngine
+    from megatron_dta.sampling.engines.interface import GenerationRequest, generate, phase
+    from megatron_dta.sampling.params import SamplingParams
     from mesh_worker import named_parameters
 
     model_config, parallel, weights, shares = argument
@@ -34,10 +36,12 @@ def sample(
     with torch.no_grad():
         for name, parameter in named_parameters(model).items():
             parameter.copy_(shard[name])
-    own = np.asarray(shares[mesh.data_rank], dtype=np.int64)
-    params = SamplingParams(max_response_tokens=12, eos_id=2, seed=4, max_sequences=5)
-    found = []
+    own = shares[mesh.data_rank]
+    params = SamplingParams(max_response_tokens=12, eos_id=2, seed=4)
+    engine, found = InProcessEngine(model, max_requests=5), []
     for iteration in range(2):
-        responses = generate(model, PROMPTS, own % len(PROMPTS), own, params, iteration)
-        found += [(iteration, int(i), r.token_ids, r.logprobs) for i, r in zip(own, responses, strict=True)]
+        with phase(engine, params, iteration):
+            requests = [GenerationRequest(i, PROMPTS[i % len(PROMPTS)], 12, key=i) for i in own]
+            results = generate(engine, requests)
+        found += [(iteration, i, result.token_ids, result.logprobs) for i, result in zip(own, results, strict=True)]
     return found

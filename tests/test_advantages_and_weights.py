@@ -10,17 +10,22 @@ import pytest
 import torch
 
 from conftest import seed_all
+from megatron_dta.config import ObjectiveConfig
 from megatron_dta.errors import InputError
 from megatron_dta.objectives import (
     LossFields,
     TrainedCounts,
     count_trained,
+    estimate_advantages,
     group_advantages,
     grpo_loss,
     loss_weights,
-    token_advantages,
 )
 from megatron_dta.rollouts import Rollout, cut_turns
+
+
+def token_advantages(rollouts: list[Rollout], normalize_std: bool = True) -> list[np.ndarray]:
+    return estimate_advantages(rollouts, ObjectiveConfig(disable_grpo_std_normalization=not normalize_std))
 
 
 def advantages_by_loop(rewards: list, groups: list, trajectories: list, normalize_std: bool) -> list[float]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from conftest import seed_all
+from megatron_dta.sampling import keyed_random
 from megatron_dta.sampling.keyed_random import Domain, keyed_permutation, keyed_uniform, philox4x32
 
 # Known answers of philox4x32-10, from the test vectors of its authors' library Random123.
@@ -53,7 +54,7 @@ def test_philox_against_python_integers():
 
 def test_numpy_and_torch_give_the_same_bits():
     rng = seed_all(7)
-    sequence, position = rng.integers(0, 2**32, (1000, 1)), rng.integers(0, 2**32, (1, 17))
+    sequence, position = rng.integers(0, 2**63, (1000, 1)), rng.integers(0, 2**30, (1, 17))
     for seed, iteration in ((0, 0), (2**64 - 1, 2**32 - 1), (1234, 56)):
         with_numpy = keyed_uniform(seed, Domain.SAMPLING, iteration, sequence, position)
         with_torch = keyed_uniform(
@@ -134,6 +135,34 @@ def test_permutation_is_one_and_is_uniform():
     assert keyed_permutation(3, 17, 0).size == 0
 
 
+def test_wide_keys_never_share_a_counter(monkeypatch: pytest.MonkeyPatch):
+    """Keys that differ in one bit anywhere, at positions and in domains at their ends: all counters are different."""
+    counters: list[tuple[int, ...]] = []
+
+    def record(counter: tuple, key: tuple) -> tuple:
+        words = np.stack(np.broadcast_arrays(*counter))
+        assert words.min() >= 0
+        assert words.max() < 2**32
+        counters.extend(map(tuple, words.T.tolist()))
+        return philox4x32(counter, key)
+
+    monkeypatch.setattr(keyed_random, "philox4x32", record)
+    keys = np.array([0, *(1 << bit for bit in range(63)), 2**63 - 1, 2**62 + 2**61])
+    for domain in Domain:
+        for position in (0, 1, 2**29, 2**30 - 1):
+            for iteration in (0, 2**32 - 1):
+                keyed_uniform(1, domain, iteration, keys, np.array([position]))
+    assert len(set(counters)) == len(counters) == len(Domain) * 4 * 2 * len(keys)
+
+
+def test_keys_of_one_word_have_the_plain_counter():
+    """A sequence number below 2^32 gives (position, sequence, iteration, domain), as written files have it."""
+    high, low, _, _ = philox4x32(tuple(np.array([word]) for word in (7, 2**32 - 1, 3, 1)), (5, 0))
+    assert keyed_uniform(5, Domain.EVALUATION, 3, np.array([2**32 - 1]), np.array([7]))[0] == (
+        ((int(high[0]) << 20) | (int(low[0]) >> 12)) * 2.0**-52
+    )
+
+
 def test_keys_out_of_range_are_refused():
     zero = np.zeros(1, np.int64)
     for arguments in (
@@ -142,7 +171,7 @@ def test_keys_out_of_range_are_refused():
         (0, Domain.SAMPLING, 2**32, zero, zero),
         (0, Domain.SAMPLING, -1, zero, zero),
         (0, Domain.SAMPLING, 0, zero - 1, zero),
-        (0, Domain.SAMPLING, 0, zero, zero + 2**32),
+        (0, Domain.SAMPLING, 0, zero, zero + 2**30),
         (0, Domain.SAMPLING, 0, zero.astype(np.int32), zero),
         (0, Domain.SAMPLING, 0, torch.zeros(1), torch.zeros(1)),
     ):

@@ -15,6 +15,7 @@ from megatron_dta.errors import InputError
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.arithmetic import ArithmeticTask
+from megatron_dta.sampling.engines.build import build_engine
 from megatron_dta.sampling.rewards import compute_reward, exact_match, load_reward_function
 from megatron_dta.sampling.source import SamplingEvaluation, SamplingSource
 from megatron_dta.sampling.task import build_task
@@ -206,7 +207,7 @@ def test_source_and_evaluation():
     )  # fmt: skip
     task = build_task(config, max_position_embeddings=32)
     model = small_model(task.tokenizer.vocab_size)
-    source = SamplingSource(model, task, config, seed=11)
+    source = SamplingSource(build_engine(config, model), task, config, seed=11)
     batches = [source.next_batch(step) for step in range(4)]
     for step, batch in enumerate(batches):
         assert len(batch) == 12
@@ -224,15 +225,15 @@ def test_source_and_evaluation():
             assert (rollout.logprobs[rollout.loss_mask] < 0).all()
             assert rollout.policy_version == step
     # A source made anew, as after a restart, gives the same collections in any order.
-    again = SamplingSource(model, task, config, seed=11)
+    again = SamplingSource(build_engine(config, model), task, config, seed=11)
     for step in (3, 0, 2):
         for a, b in zip(again.next_batch(step), batches[step], strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()
             assert np.array_equal(a.logprobs, b.logprobs)
-    other = SamplingSource(model, task, config, seed=12).next_batch(0)
+    other = SamplingSource(build_engine(config, model), task, config, seed=12).next_batch(0)
     assert [r.token_ids.tolist() for r in other] != [r.token_ids.tolist() for r in batches[0]]
 
-    evaluation = SamplingEvaluation(model, task, config, seed=11, max_prompts=7)
+    evaluation = SamplingEvaluation(build_engine(config, model), task, config, seed=11, max_prompts=7)
     metrics = evaluation.evaluate(5)
     assert metrics == evaluation.evaluate(6)
     assert 0 <= metrics["reward"] <= 1
@@ -263,7 +264,7 @@ def test_task_from_a_prompt_file(tmp_path: Path, user_file: Path):
     )  # fmt: skip
     task = build_task(config, max_position_embeddings=32, vocab_size=20)
     model = small_model(20)
-    rollouts = SamplingSource(model, task, config, seed=1).next_batch(0)
+    rollouts = SamplingSource(build_engine(config, model), task, config, seed=1).next_batch(0)
     assert len({rollout.group_id for rollout in rollouts}) == 3  # the file's two prompts and the first one again
     tokenizer = CharacterTokenizer()
     for rollout in rollouts:

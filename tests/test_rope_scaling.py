@@ -20,7 +20,8 @@ from megatron_dta.model.rotary import inverse_frequencies
 from megatron_dta.objectives import make_objective
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
 from megatron_dta.parity.huggingface import build_huggingface, empty_huggingface, huggingface_config, to_huggingface
-from megatron_dta.sampling.sampler import SamplingParams, generate
+from megatron_dta.sampling.params import SamplingParams
+from sampling_cases import generate
 
 VOCABULARY = 11
 SCALINGS = {

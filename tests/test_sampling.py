@@ -7,91 +7,26 @@ import pytest
 import torch
 
 from conftest import seed_all
-from megatron_dta.config import ModelConfig, TreeConfig
+from megatron_dta.config import TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.model.decode_context import DecodeCache, append_context
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.sampling import sampler as sampler_module
-from megatron_dta.sampling.keyed_random import Domain, keyed_uniform
-from megatron_dta.sampling.sampler import SamplingParams, draw, first_argmax, generate, nucleus
-
-VOCAB, EOS = 23, 22
-SHAPES = {
-    "tied, one head size": dict(untie_embeddings_and_output_weights=False),
-    "grouped queries, QK-norm, untied": dict(
-        group_query_attention=True, num_query_groups=2, qk_layernorm=True, untie_embeddings_and_output_weights=True
-    ),
-    "padded vocabulary, narrow heads": dict(make_vocab_size_divisible_by=16, kv_channels=6, swiglu=False),
-}
-
-
-def make_model(seed: int, dtype: torch.dtype = torch.float64, **changes):
-    """A small random model whose logits are far from uniform."""
-    settings = dict(
-        num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, swiglu=True, vocab_size=VOCAB,
-        disable_bias_linear=True, max_position_embeddings=96, init_method_std=0.3, params_dtype=dtype,
-    )  # fmt: skip
-    device = initialize_parallel(seed)
-    return build_model(ModelConfig(**{**settings, **changes}), device)
-
-
-def full_logprobs(model, tokens: np.ndarray, temperature: float) -> np.ndarray:
-    """log-softmax of every position of one sequence [T, V], in one pass without a cache that outlives it."""
-    weight = model.output_weight()
-    cache = DecodeCache(
-        model.layer_numbers, 1, model.config.num_query_groups, model.config.kv_channels, weight.dtype, weight.device
-    )
-    with torch.no_grad():
-        context = append_context(cache, torch.tensor([len(tokens)]))
-        hidden = model(torch.from_numpy(tokens.astype(np.int64))[None].to(weight.device), context)
-        logits = (hidden @ weight.t()).to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        return torch.log_softmax(logits / temperature, dim=-1).cpu().numpy()
-
-
-def random_prompts(rng: np.random.Generator, lengths) -> list[np.ndarray]:
-    return [rng.integers(0, VOCAB - 1, length).astype(np.int32) for length in lengths]
-
-
-def slow_sample(model, prompt: np.ndarray, sequence_id: int, params: SamplingParams, iteration: int):
-    """The twin: the whole prefix again for every token, the distribution and the draw in plain loops."""
-    tokens, logprobs = list(prompt), []
-    while len(tokens) - len(prompt) < params.max_response_tokens:
-        row = full_logprobs(model, np.array(tokens), params.temperature or 1.0)[-1]
-        probabilities = np.exp(row.astype(np.float64))
-        if params.temperature == 0:
-            token = int(np.argmax(row))
-        else:
-            key = (np.array([sequence_id]), np.array([len(tokens)]))
-            number = keyed_uniform(params.seed, params.domain, iteration, *key)[0]
-            token = slow_draw(slow_nucleus(probabilities, params.top_p), number)
-        tokens.append(token)
-        logprobs.append(row[token])
-        if token == params.eos_id:
-            break
-    return tokens[len(prompt) :], logprobs
-
-
-def slow_nucleus(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    if top_p >= 1:
-        return probabilities
-    kept, mass = np.zeros_like(probabilities), 0.0
-    for token in sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token)):
-        kept[token] = probabilities[token]
-        mass += probabilities[token]
-        if mass >= top_p:
-            break
-    return kept
-
-
-def slow_draw(weights: np.ndarray, number: float) -> int:
-    total = 0.0
-    threshold = number * np.cumsum(weights)[-1]
-    for token, weight in enumerate(weights):
-        total += weight
-        if total > threshold:
-            return token
-    raise AssertionError("the threshold is not below the total")
+from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.sampler import draw, first_argmax, nucleus
+from sampling_cases import (
+    EOS,
+    SHAPES,
+    VOCAB,
+    PlainContext,
+    full_logprobs,
+    generate,
+    make_model,
+    random_prompts,
+    slow_draw,
+    slow_nucleus,
+    slow_sample,
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -158,7 +93,7 @@ def test_a_sample_does_not_depend_on_the_batch(dtype: torch.dtype):
     together = generate(model, prompts, sequence_prompt, ids, params, 1)
     order = rng.permutation(20)
     permuted = generate(model, prompts[::-1], 3 - sequence_prompt[order], ids[order], params, 1)
-    in_threes = generate(model, prompts, sequence_prompt, ids, SamplingParams(12, EOS, seed=5, max_sequences=3), 1)
+    in_threes = generate(model, prompts, sequence_prompt, ids, SamplingParams(12, EOS, seed=5), 1, max_requests=3)
     assert len({tuple(response.token_ids) for response in together}) > 10
     for place, index in enumerate(order):
         assert permuted[place].token_ids.tolist() == together[index].token_ids.tolist()
@@ -182,9 +117,8 @@ def test_long_prompts_in_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch):
     params = SamplingParams(max_response_tokens=4, eos_id=EOS)
     whole = generate(model, prompts, np.arange(5), np.arange(5), params, 0)
     for tokens in (1, 7, 40, 64):
-        monkeypatch.setattr(sampler_module, "_PREFILL_TOKENS", tokens)
         monkeypatch.setattr(sampler_module, "_LOGIT_ELEMENTS", 2 * VOCAB)
-        pieces = generate(model, prompts, np.arange(5), np.arange(5), params, 0)
+        pieces = generate(model, prompts, np.arange(5), np.arange(5), params, 0, max_tokens=tokens)
         for a, b in zip(pieces, whole, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()
             assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-12)
@@ -196,8 +130,8 @@ def test_samples_follow_the_models_distribution():
     model = make_model(10, torch.float32, num_layers=1, vocab_size=5, init_method_std=0.15)
     prompt = rng.integers(0, 4, 3).astype(np.int32)
     count = 20_000
-    params = SamplingParams(max_response_tokens=2, eos_id=4, temperature=1.3, seed=1, max_sequences=count)
-    responses = generate(model, [prompt], np.zeros(count, int), np.arange(count), params, 0)
+    params = SamplingParams(max_response_tokens=2, eos_id=4, temperature=1.3, seed=1)
+    responses = generate(model, [prompt], np.zeros(count, int), np.arange(count), params, 0, max_requests=count)
     first = full_logprobs(model, prompt, 1.3)[-1]
     expected = {(4,): np.exp(first[4])}
     for a in range(4):
@@ -290,8 +224,8 @@ def test_the_model_is_left_as_it_was_and_can_be_trained():
     assert model.training
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     device = model.output_weight().device
-    cache = DecodeCache([1, 2, 3], 1, 4, 8, torch.float64, device)
-    assert model(torch.tensor([[1]], device=device), append_context(cache, torch.tensor([1]))).requires_grad
+    context = PlainContext(position_ids=torch.tensor([0], device=device))
+    assert model(torch.tensor([[1]], device=device), context).requires_grad
 
 
 def test_what_cannot_be_sampled_is_refused():

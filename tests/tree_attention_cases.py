@@ -11,6 +11,7 @@ from torch import Tensor
 from dta_kernels.tree_attention import (
     AttentionShape,
     KeyGradients,
+    TreeAttentionPlan,
     plan_from_indices,
     tree_attention_backward,
     tree_attention_forward,
@@ -97,12 +98,15 @@ class Case:
             normal(num_queries, shape.num_heads),
         )
 
+    def plan(self, config: TreeAttentionConfig | None) -> tuple[TreeAttentionPlan, Tensor]:
+        segment = self.segment
+        return plan_from_indices(
+            segment.query_index, segment.key_index, segment.key_end, self.shape, self.q.device, config
+        )
+
     def run(self, config: TreeAttentionConfig | None = None, into: KeyGradients | None = None) -> list[Tensor]:
         """``[out, lse, dq, dk, dv]`` of the kernels, from memory that was NaN before."""
-        device, segment = self.q.device, self.segment
-        plan, key_end = plan_from_indices(
-            segment.query_index, segment.key_index, segment.key_end, self.shape, device, config
-        )
+        plan, key_end = self.plan(config)
         with poisoned_memory():
             out, lse = tree_attention_forward(self.q, self.k, self.v, key_end, plan, SCALE)
             gradients = tree_attention_backward(
@@ -139,11 +143,16 @@ def relative_errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]
 
 
 def tiny_config(
-    rows: int = 16, keys: int = 16, tma: bool = False, stored_scores_bytes: int = 1 << 20, max_pack: int = 8
+    rows: int = 16,
+    keys: int = 16,
+    tma: bool = False,
+    stored_scores_bytes: int = 1 << 20,
+    max_pack: int = 8,
+    library: tuple[int, int] = (0, 0),
 ) -> TreeAttentionConfig:
     """Small tiles, so that small inputs have many blocks of every kind."""
     kernel = KernelConfig(rows, keys, 4, 1, tma, max_pack)
-    return TreeAttentionConfig(kernel, kernel, kernel, kernel, stored_scores_bytes)
+    return TreeAttentionConfig(kernel, kernel, kernel, kernel, stored_scores_bytes, *library)
 
 
 def accumulators_for(case: Case, generator: np.random.Generator) -> KeyGradients:
@@ -206,3 +215,17 @@ def check_sibling_changes_no_bit(
     assert torch.equal(dv[own_keys], dv_2[own_keys])
     assert not torch.equal(out, out_2)
     assert not torch.equal(dk, dk_2)
+
+
+def compiled_variants() -> int:
+    """Variants of the tree attention kernels that were compiled in this process."""
+    from dta_kernels import tree_attention_backward, tree_attention_forward
+
+    kernels = (
+        tree_attention_forward.forward_kernel,
+        tree_attention_backward.prepare_kernel,
+        tree_attention_backward.key_gradients_kernel,
+        tree_attention_backward.query_gradients_from_scores_kernel,
+        tree_attention_backward.query_gradients_kernel,
+    )
+    return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())

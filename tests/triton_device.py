@@ -11,5 +11,5 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 interpreter = pytest.mark.skipif(
     DEVICE.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="runs in Triton's interpreter (TRITON_INTERPRET=1, no GPU); tests/test_gpu.py has these checks for the GPU",
+    reason="runs in Triton's interpreter, without a GPU; for a GPU there is tests/test_gpu_tree_attention.py",
 )

@@ -40,6 +40,7 @@ def main() -> None:
     quieten_libraries()
     # Megatron takes seconds to import; wrong flags are told before.
     from megatron_dta.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.sampling.engines.build import build_engine
     from megatron_dta.sampling.source import SamplingSource
     from megatron_dta.sampling.task import build_task
     from megatron_dta.training.checkpoint import load_weights
@@ -53,7 +54,8 @@ def main() -> None:
     device = initialize_parallel(config.optimization.seed, config.parallel)
     model = build_model(model_config, device, config.parallel)
     load_weights(checkpoint, model_config, model)
-    rollouts = SamplingSource(model, task, config.sampling, config.optimization.seed).next_batch(own.collection)
+    engine = build_engine(config.sampling, model)
+    rollouts = SamplingSource(engine, task, config.sampling, config.optimization.seed).next_batch(own.collection)
     if current_mesh().rank == 0:
         write_rollouts(own.output, rollouts)
         mean = np.mean([rollout.reward for rollout in rollouts])

@@ -172,13 +172,6 @@ def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[Pipeline
         recomputed = ~choose_kept_segments(plan, arguments.tree_activation_tokens)
         return PipelineCosts.of_segments(model, *counts, layers, recomputed)
 
-    longest = int(tree.sequence_lengths.max(initial=0))
-    limit = arguments.pipeline_in_flight_tokens
-    if limit is not None and limit < longest:
-        raise InputError(
-            f"--pipeline-in-flight-tokens {limit} is less than the longest sequence ({longest} tokens), all of which "
-            "is in flight when its last segment runs"
-        )
     plan = choose_pipeline(
         tree,
         costs_of,
@@ -186,7 +179,7 @@ def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[Pipeline
         arguments.num_virtual_stages_per_pipeline_rank,
         arguments.tree_segment_tokens,
         arguments.tree_memory_tokens,
-        limit,
+        arguments.pipeline_in_flight_tokens,
         arguments.split_backward,
         arguments.send_seconds,
         arguments.pipeline_segment_tokens,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dta_kernels.logit_chunks import add_weight_gradient, fused_gradient, fused_statistics, uses_fused_kernels
 from dta_kernels.tree_attention_reference import accumulation_dtype
 
 
@@ -39,51 +40,63 @@ class _LinearLogprobs(torch.autograd.Function):
         target_E: Tensor,
         chunks: list[RowChunk],
         temperature: float,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(hidden_RC.dtype)
         logprobs_E = hidden_RC.new_empty(target_E.shape, dtype=dtype)
         entropy_R = hidden_RC.new_empty(hidden_RC.shape[:1], dtype=dtype)
-        lse_R = torch.empty_like(entropy_R)
+        # The log-sum-exp of a row is largest + log_mass; the plain path keeps all of it in log_mass.
+        largest_R, log_mass_R = torch.zeros_like(entropy_R), torch.empty_like(entropy_R)
         for chunk in chunks:
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
+            edge_row = edge_row_E[edges] - chunk.row_begin
+            if fused:
+                largest, mass, moment, chosen = fused_statistics(
+                    hidden_RC[rows], weight_VC, edge_row, target_E[edges], temperature
+                )
+                log_mass = mass.log()
+                logprobs_E[edges] = chosen - largest[edge_row] - log_mass[edge_row]
+                entropy_R[rows] = log_mass - moment / mass
+                largest_R[rows], log_mass_R[rows] = largest, log_mass
+                continue
             logprobs_BV = chunk_logits(hidden_RC[rows], weight_VC, temperature, dtype)
             lse_B = torch.logsumexp(logprobs_BV, dim=-1)
             logprobs_BV -= lse_B[:, None]
-            logprobs_E[edges] = logprobs_BV[edge_row_E[edges] - chunk.row_begin, target_E[edges]]
+            logprobs_E[edges] = logprobs_BV[edge_row, target_E[edges]]
             entropy_R[rows] = -torch.exp(logprobs_BV).mul_(logprobs_BV).sum(-1)
-            lse_R[rows] = lse_B
-        ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, target_E, lse_R, entropy_R)
-        ctx.chunks, ctx.temperature = chunks, temperature
+            log_mass_R[rows] = lse_B
+        ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, target_E, largest_R, log_mass_R, entropy_R)
+        ctx.chunks, ctx.temperature, ctx.fused = chunks, temperature, fused
         ctx.set_materialize_grads(False)
         return logprobs_E, entropy_R
 
     @staticmethod
     def backward(ctx, grad_logprobs_E: Tensor | None, grad_entropy_R: Tensor | None):
-        hidden_RC, weight_VC, edge_row_E, target_E, lse_R, entropy_R = ctx.saved_tensors
-        dtype = lse_R.dtype
+        hidden_RC, weight_VC, edge_row_E, target_E, largest_R, log_mass_R, entropy_R = ctx.saved_tensors
+        dtype = entropy_R.dtype
         grad_hidden_RC = torch.empty_like(hidden_RC)
         grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype)
         for chunk in ctx.chunks:
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
-            logprobs_BV = chunk_logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype)
-            logprobs_BV -= lse_R[rows, None]
             grad_edges = None if grad_logprobs_E is None else grad_logprobs_E[edges].to(dtype)
-            edge_row = edge_row_E[edges] - chunk.row_begin
-            grad_logits_BV = grad_chunk_logits(
-                logprobs_BV,
-                grad_edges,
-                edge_row,
-                target_E[edges],
-                None if grad_entropy_R is None else grad_entropy_R[rows].to(dtype),
-                entropy_R[rows],
-            )
-            grad_logits_BV = grad_logits_BV.div_(ctx.temperature).to(hidden_RC.dtype)
-            grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
-            if grad_logits_BV.dtype == dtype:
-                grad_weight_VC.addmm_(grad_logits_BV.t(), hidden_RC[rows])
+            grad_entropy = None if grad_entropy_R is None else grad_entropy_R[rows].to(dtype)
+            edge_row, target = edge_row_E[edges] - chunk.row_begin, target_E[edges]
+            if ctx.fused:
+                statistics = (largest_R[rows], log_mass_R[rows], entropy_R[rows])
+                grad_logits_BV = fused_gradient(
+                    hidden_RC[rows], weight_VC, edge_row, target, None, grad_edges, grad_entropy, *statistics,
+                    ctx.temperature,
+                )  # fmt: skip
             else:
-                grad_weight_VC += grad_logits_BV.t() @ hidden_RC[rows]
-        return grad_hidden_RC, grad_weight_VC.to(weight_VC.dtype), None, None, None, None
+                logprobs_BV = chunk_logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype)
+                logprobs_BV -= log_mass_R[rows, None]
+                grad_logits_BV = grad_chunk_logits(
+                    logprobs_BV, grad_edges, edge_row, target, grad_entropy, entropy_R[rows]
+                )
+                grad_logits_BV = grad_logits_BV.div_(ctx.temperature).to(hidden_RC.dtype)
+            grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
+            add_weight_gradient(grad_weight_VC, grad_logits_BV, hidden_RC[rows])
+        return grad_hidden_RC, grad_weight_VC.to(weight_VC.dtype), None, None, None, None, None
 
 
 def linear_logprobs(
@@ -93,6 +106,7 @@ def linear_logprobs(
     target_E: Tensor,
     chunks: list[RowChunk],
     temperature: float = 1.0,
+    fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of every edge and entropy of every row of ``softmax(hidden @ weight.T / temperature)``.
 
@@ -103,12 +117,14 @@ def linear_logprobs(
         target_E: int64, token id of each edge.
         chunks: row ranges that cover all rows and edges in order; one chunk's logits are alive at a time.
         temperature: divides the logits; the logprobs are those of the sampling distribution.
+        fused: whether Triton's kernels (``fused_logits``) go over the logits; None: on a GPU, but for float64.
 
     Returns:
         ``(logprobs_E, entropy_R)`` in float32 (float64 for float64 inputs), differentiable in ``hidden`` and
         ``weight``.
     """
-    return _LinearLogprobs.apply(hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature)
+    fused = uses_fused_kernels(hidden_RC) if fused is None else fused
+    return _LinearLogprobs.apply(hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, fused)
 
 
 def chunk_logits(hidden_BC: Tensor, weight_VC: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as distributed
 from torch import Tensor
 
 from dta_kernels.linear_logprobs import RowChunk, chunk_logits, grad_chunk_logits
+from dta_kernels.logit_chunks import add_weight_gradient, fused_gradient, fused_statistics, uses_fused_kernels
 from dta_kernels.tree_attention_reference import accumulation_dtype
 
 
@@ -31,19 +32,22 @@ def parallel_linear_logprobs(
     temperature: float,
     first_token: int,
     group: distributed.ProcessGroup,
+    fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of every edge and entropy of every row, over the vocabulary of all ranks of ``group``.
 
     Args:
         weight_VC: the rank's rows of the output weight; may be none.
+        fused: as in ``linear_logprobs``.
         first_token: token id of its first row. The ranks' rows together are the vocabulary, each token once.
         group: every rank of it calls with the same other arguments.
 
     The other arguments and the result are those of ``linear_logprobs``, but for the gradient by ``hidden``: see the top
     of the file.
     """
+    fused = uses_fused_kernels(hidden_RC) if fused is None else fused
     return _ParallelLinearLogprobs.apply(
-        hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, first_token, group
+        hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, first_token, group, fused
     )
 
 
@@ -59,6 +63,7 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
         temperature: float,
         first_token: int,
         group: distributed.ProcessGroup,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(hidden_RC.dtype)
         column_E, is_own_E = _own_columns(target_E, first_token, weight_VC.shape[0])
@@ -69,6 +74,13 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
         mass_R, moment_R, target_logit_E = sums.split([num_rows, num_rows, num_edges])
         for chunk in chunks if weight_VC.shape[0] else ():
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
+            if fused:
+                edge_row = edge_row_E[edges] - chunk.row_begin
+                largest_R[rows], mass_R[rows], moment_R[rows], chosen = fused_statistics(
+                    hidden_RC[rows], weight_VC, edge_row, column_E[edges], temperature
+                )
+                target_logit_E[edges] = torch.where(is_own_E[edges], chosen, 0)
+                continue
             logits_BV = chunk_logits(hidden_RC[rows], weight_VC, temperature, dtype)
             chosen = logits_BV[edge_row_E[edges] - chunk.row_begin, column_E[edges]]
             target_logit_E[edges] = torch.where(is_own_E[edges], chosen, 0)
@@ -90,7 +102,7 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
         logprobs_E = target_logit_E - largest_R.index_select(0, edge_row_E) - log_mass_R.index_select(0, edge_row_E)
         entropy_R = log_mass_R - moment_R / mass_R
         ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, column_E, is_own_E, largest_R, log_mass_R, entropy_R)
-        ctx.chunks, ctx.temperature = chunks, temperature
+        ctx.chunks, ctx.temperature, ctx.fused = chunks, temperature, fused
         ctx.set_materialize_grads(False)
         return logprobs_E, entropy_R
 
@@ -102,25 +114,26 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
         grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype)
         for chunk in ctx.chunks if weight_VC.shape[0] else ():
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
-            logprobs_BV = chunk_logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype)
-            logprobs_BV -= largest_R[rows, None]
-            logprobs_BV -= log_mass_R[rows, None]
-            grad_logits_BV = grad_chunk_logits(
-                logprobs_BV,
-                None if grad_logprobs_E is None else grad_logprobs_E[edges].to(dtype),
-                edge_row_E[edges] - chunk.row_begin,
-                column_E[edges],
-                None if grad_entropy_R is None else grad_entropy_R[rows].to(dtype),
-                entropy_R[rows],
-                is_own_E[edges],
-            )
-            grad_logits_BV = grad_logits_BV.div_(ctx.temperature).to(hidden_RC.dtype)
-            grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
-            if grad_logits_BV.dtype == dtype:
-                grad_weight_VC.addmm_(grad_logits_BV.t(), hidden_RC[rows])
+            grad_edges = None if grad_logprobs_E is None else grad_logprobs_E[edges].to(dtype)
+            grad_entropy = None if grad_entropy_R is None else grad_entropy_R[rows].to(dtype)
+            edge_row, column, is_own = edge_row_E[edges] - chunk.row_begin, column_E[edges], is_own_E[edges]
+            if ctx.fused:
+                statistics = (largest_R[rows], log_mass_R[rows], entropy_R[rows])
+                grad_logits_BV = fused_gradient(
+                    hidden_RC[rows], weight_VC, edge_row, column, is_own, grad_edges, grad_entropy, *statistics,
+                    ctx.temperature,
+                )  # fmt: skip
             else:
-                grad_weight_VC += grad_logits_BV.t() @ hidden_RC[rows]
-        return grad_hidden_RC, grad_weight_VC.to(weight_VC.dtype), None, None, None, None, None, None
+                logprobs_BV = chunk_logits(hidden_RC[rows], weight_VC, ctx.temperature, dtype)
+                logprobs_BV -= largest_R[rows, None]
+                logprobs_BV -= log_mass_R[rows, None]
+                grad_logits_BV = grad_chunk_logits(
+                    logprobs_BV, grad_edges, edge_row, column, grad_entropy, entropy_R[rows], is_own
+                )
+                grad_logits_BV = grad_logits_BV.div_(ctx.temperature).to(hidden_RC.dtype)
+            grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
+            add_weight_gradient(grad_weight_VC, grad_logits_BV, hidden_RC[rows])
+        return grad_hidden_RC, grad_weight_VC.to(weight_VC.dtype), None, None, None, None, None, None, None
 
 
 def _own_columns(target_E: Tensor, first_token: int, num_columns: int) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dta_kernels.prefix_attention import prefix_backward, prefix_forward
 from dta_kernels.tree_attention_backward import (
     key_gradients_kernel,
     prepare_kernel,
@@ -86,6 +87,8 @@ def tree_attention_forward(
     out_NHD = torch.empty_like(q_NHD)
     lse_HN = q_NHD.new_empty((shape.num_heads, plan.num_queries), dtype=torch.float32)
     pack = settings.pack(shape.group_size)
+    n, P = plan.prefix
+    prefix_out, prefix_lse = prefix_forward(q_NHD[:n], k_MGD[:P], v_MGD[:P], scale) if n else (None, None)
     forward_kernel[(shape.num_heads // pack, plan.forward.programs.shape[0])](
         q_NHD,
         _keys(k_MGD, settings),
@@ -95,12 +98,14 @@ def tree_attention_forward(
         key_end_M,
         plan.forward.programs,
         plan.forward.blocks,
+        prefix_out,
+        prefix_lse,
         plan.num_queries,
         plan.num_keys,
         plan.num_ancestors,
+        n,
         scale,
         **_constants(plan, settings, pack),
-        WARP_SPECIALIZE=settings.warp_specialize,
     )
     return out_NHD, lse_HN
 
@@ -149,13 +154,20 @@ def tree_attention_backward(
     else:
         target, num_added = KeyGradients(None, None, None), 0
         dk, dv = (torch.empty_like(k_MGD, dtype=torch.float32) for _ in range(2))
-    launch = _BackwardLaunch(plan, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, *tiles)
+    n, P = plan.prefix
+    prefix = (None, None, None)
+    if n:
+        rectangle = (grad_out_NHD[:n], q_NHD[:n], k_MGD[:P], v_MGD[:P], out_NHD[:n], lse_HN[:, :n])
+        prefix = prefix_backward(*rectangle, scale)
+    launch = _BackwardLaunch(
+        plan, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, prefix, *tiles
+    )
     dscores = q_NHD.new_empty(plan.stored_elements) if plan.stored_groups else launch.delta
     num_groups = plan.stored_groups or shape.num_groups
-    for part in plan.parts:
+    for index, part in enumerate(plan.parts):
         for first_group in range(0, shape.num_groups, num_groups):
             groups = min(num_groups, shape.num_groups - first_group)
-            launch.key_gradients(part, first_group, groups, dscores)
+            launch.key_gradients(part, first_group, groups, dscores, P if index == 0 else 0)
             if plan.stored_groups:
                 launch.query_gradients_from_scores(part, first_group, groups, dscores)
         if not plan.stored_groups:
@@ -188,6 +200,7 @@ class _BackwardLaunch:
     dq: Tensor
     dk: Tensor | None
     dv: Tensor | None
+    prefix: tuple[Tensor | None, Tensor | None, Tensor | None]
     delta: Tensor
     lse_2: Tensor
     grad_out_tiles: Tensor | TensorDescriptor
@@ -197,13 +210,15 @@ class _BackwardLaunch:
     def pack(self) -> int:
         return self.plan.config.key_gradients.pack(self.plan.shape.group_size)
 
-    def key_gradients(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
+    def key_gradients(
+        self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor, num_prefix_keys: int
+    ) -> None:
         plan, settings, target = self.plan, self.plan.config.key_gradients, self.target
         key_gradients_kernel[(groups, part.columns.programs.shape[0])](
             self.grad_out_tiles, self.q_tiles, self.k, self.v, self.delta, self.lse_2, self.dk, self.dv,
             target.keys, target.values, target.slots, dscores, self.key_end, part.columns.programs,
-            part.columns.blocks, part.columns.tiles, plan.num_queries, plan.num_keys, plan.num_ancestors,
-            self.num_added, first_group, self.scale,
+            part.columns.blocks, part.columns.tiles, *self.prefix[1:], plan.num_queries, plan.num_keys,
+            plan.num_ancestors, self.num_added, num_prefix_keys, first_group, self.scale,
             **_constants(plan, settings, self.pack),
             STORE=plan.stored_groups > 0,
             ACCUMULATE=target.keys is not None,
@@ -214,7 +229,7 @@ class _BackwardLaunch:
         tile, chunks = plan.config.key_gradients, plan.shape.group_size // self.pack
         query_gradients_from_scores_kernel[(groups * chunks, part.rows.programs.shape[0])](
             dscores, _keys(self.k, settings, tile.keys), self.dq, part.rows.programs, part.rows.blocks,
-            plan.num_queries, plan.num_keys, first_group * chunks, self.scale,
+            self.prefix[0], plan.num_queries, plan.num_keys, plan.prefix[0], first_group * chunks, self.scale,
             **_constants(plan, settings, self.pack, tile),
         )  # fmt: skip
 
@@ -222,8 +237,8 @@ class _BackwardLaunch:
         plan, settings = self.plan, self.plan.config.query_gradients
         query_gradients_kernel[(plan.shape.num_heads // self.pack, part.rows.programs.shape[0])](
             grad_out_NHD, self.q, _keys(self.k, settings), _keys(self.v, settings), self.delta, self.lse_2, self.dq,
-            self.key_end, part.rows.programs, part.rows.blocks, plan.num_queries, plan.num_keys, plan.num_ancestors,
-            self.scale, **_constants(plan, settings, self.pack),
+            self.key_end, part.rows.programs, part.rows.blocks, self.prefix[0], plan.num_queries, plan.num_keys,
+            plan.num_ancestors, plan.prefix[0], self.scale, **_constants(plan, settings, self.pack),
         )  # fmt: skip
 
 
@@ -267,6 +282,7 @@ def _constants(
         "BLOCK_Q": tile.rows // pack,
         "BLOCK_K": tile.keys,
         "TMA": settings.tma,
+        "PREFIX": plan.prefix[0] > 0,
         # Products of float32 stay float32's: the default would round their inputs to 10 bits.
         "PRECISION": "ieee",
         "UPCAST": interpreted() and shape.dtype == torch.bfloat16,

@@ -45,7 +45,7 @@ class BlockTable:
 class BlockTables:
     """The block matrix of one segment, or of some of its rows, by rows (blocks of queries) and columns (of keys).
 
-    Where it is not the whole matrix, columns without a live block are left out.
+    Columns without a live block are left out of all parts but the first.
     """
 
     rows: BlockTable
@@ -59,6 +59,12 @@ class BlockMatrix:
 
     live: np.ndarray
     full: np.ndarray
+
+    def without(self, rows: int, columns: int) -> BlockMatrix:
+        """The matrix with its first ``rows`` x ``columns`` blocks dead: another kernel's."""
+        live, full = self.live.copy(), self.full.copy()
+        live[:rows, :columns] = full[:rows, :columns] = False
+        return BlockMatrix(live, full)
 
     def row_parts(self, most_tiles: int) -> list[slice]:
         """Consecutive rows in as few parts as possible with at most so many live blocks each (or a single row)."""
@@ -83,7 +89,7 @@ class BlockMatrix:
         rows.programs[:, BLOCK] += begin
         columns.programs[:, [RUN_BEGIN, RUN_END]] += begin
         columns.blocks[:] += begin
-        if live.shape != self.live.shape:
+        if begin:
             works = live.any(0)[columns.programs[:, BLOCK]]
             columns = BlockTable(columns.programs[works], columns.blocks, columns.tiles)
         return BlockTables(rows, columns, len(row))
@@ -107,6 +113,23 @@ def local_key_end(query_begin: int, num_queries: int, ancestor_end: np.ndarray, 
     if np.any(np.asarray(own_end) <= query_begin + np.arange(num_queries)):
         raise ValueError("a subtree ends after its own token, at the earliest")
     return (np.clip(ends - query_begin, 0, num_queries) + len(ancestor_end)).astype(np.int32)
+
+
+def common_prefix(key_end: np.ndarray, num_queries: int, step_q: int, step_k: int) -> tuple[int, int]:
+    """The largest rectangle of first queries x first ancestors without a mask: ``(n, P)``, or ``(0, 0)``.
+
+    Args:
+        step_q, step_k: n and P are multiples of these, which bounds the number of shapes.
+    """
+    num_ancestors = len(key_end) - num_queries
+    counts = np.arange(step_q, num_queries + 1, step_q)
+    if len(counts) == 0:
+        return 0, 0
+    # Keys up to each one are seen at least so far; the first n queries see those with an end of A + n or more.
+    least = np.minimum.accumulate(key_end[:num_ancestors])
+    keys = np.searchsorted(-least, -(num_ancestors + counts), side="right") // step_k * step_k
+    best = int(np.argmax(counts * keys))
+    return (int(counts[best]), int(keys[best])) if keys[best] else (0, 0)
 
 
 def block_matrix(key_end: np.ndarray, num_queries: int, block_q: int, block_k: int) -> BlockMatrix:

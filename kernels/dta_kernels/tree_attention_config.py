@@ -25,7 +25,6 @@ class KernelConfig:
         num_warps, num_stages: Triton's.
         tma: read tiles through tensor descriptors (Hopper and later).
         max_pack: most heads of a group in one tile.
-        warp_specialize: let Triton give loads and products to different warps (forward only).
     """
 
     rows: int
@@ -34,7 +33,6 @@ class KernelConfig:
     num_stages: int
     tma: bool = False
     max_pack: int = 8
-    warp_specialize: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("rows", self.rows), ("keys", self.keys)):
@@ -56,6 +54,9 @@ class TreeAttentionConfig:
         query_gradients: where dS is computed again; its packing is that of ``key_gradients``.
         stored_scores_bytes: most memory for tiles of dS, but for the tiles of one row of blocks. A segment that needs
             more is done in several launches, of some groups or of some queries each. 0 computes dS again.
+        library_queries, library_keys: a library's kernel (``prefix_attention``) takes the largest rectangle of
+            queries x ancestors without a mask whose sides are multiples of these (they bound the number of shapes that
+            the library has to prepare for); 0 queries: none. Multiples of the tiles' tokens and keys.
     """
 
     forward: KernelConfig
@@ -63,6 +64,8 @@ class TreeAttentionConfig:
     query_gradients_from_scores: KernelConfig
     query_gradients: KernelConfig
     stored_scores_bytes: int = 512 << 20
+    library_queries: int = 0
+    library_keys: int = 512
 
 
 def supports(head_size: int, dtype: torch.dtype) -> bool:

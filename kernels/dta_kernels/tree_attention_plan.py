@@ -14,7 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dta_kernels.tree_attention_blocks import BlockMatrix, BlockTable, block_matrix, local_key_end
+from dta_kernels.tree_attention_blocks import (
+    BlockMatrix,
+    BlockTable,
+    block_matrix,
+    common_prefix,
+    local_key_end,
+)
 from dta_kernels.tree_attention_config import KernelConfig, TreeAttentionConfig, default_config, supports
 
 # Every array starts at a multiple of so many int32 numbers.
@@ -64,6 +70,7 @@ class TreeAttentionPlan:
 
     Attributes:
         num_queries, num_keys: N and M = A + N.
+        prefix: queries and keys of the rectangle that a library's kernel computes; (0, 0) for none.
         forward: tiles of queries in the forward pass.
         parts: the backward pass, mostly in one part; where the tiles of dS of a single group are more than may be
             stored, of some tiles of queries each.
@@ -75,6 +82,7 @@ class TreeAttentionPlan:
     config: TreeAttentionConfig
     num_queries: int
     num_keys: int
+    prefix: tuple[int, int]
     forward: DeviceTable
     parts: tuple[BackwardPart, ...]
     stored_groups: int
@@ -89,6 +97,7 @@ class TreeAttentionPlan:
 class _HostPlan:
     num_queries: int
     num_keys: int
+    prefix: tuple[int, int]
     tables: list[BlockTable]  # forward, then columns and rows of every part
     stored_groups: int
     stored_elements: int
@@ -130,6 +139,7 @@ def plan_tree_attention(
                 config,
                 host.num_queries,
                 host.num_keys,
+                host.prefix,
                 forward,
                 parts,
                 host.stored_groups,
@@ -172,8 +182,19 @@ def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:
 
 
 def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, config: TreeAttentionConfig) -> _HostPlan:
+    prefix = (0, 0)
+    if config.library_queries:
+        prefix = common_prefix(key_end, num_queries, config.library_queries, config.library_keys)
+
     def matrix(settings: KernelConfig, pack: int) -> BlockMatrix:
-        return block_matrix(key_end, num_queries, settings.rows // pack, settings.keys)
+        block_q, block_k = settings.rows // pack, settings.keys
+        if prefix[0] % block_q or prefix[1] % block_k:
+            raise ValueError(
+                f"library_queries {config.library_queries} and library_keys {config.library_keys} must be multiples of "
+                f"a tile's {block_q} tokens and {block_k} keys"
+            )
+        whole = block_matrix(key_end, num_queries, block_q, block_k)
+        return whole.without(prefix[0] // block_q, prefix[1] // block_k)
 
     group_size, backward = shape.group_size, config.key_gradients
     forward = matrix(config.forward, config.forward.pack(group_size)).tables().rows
@@ -181,7 +202,7 @@ def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, con
     by_keys = matrix(backward, pack)
     if not config.stored_scores_bytes:
         again = matrix(config.query_gradients, pack).tables().rows
-        return _HostPlan(num_queries, len(key_end), [forward, by_keys.tables().columns, again], 0, 0)
+        return _HostPlan(num_queries, len(key_end), prefix, [forward, by_keys.tables().columns, again], 0, 0)
     # Elements of a live block, all heads of a group together.
     elements = group_size // pack * backward.rows * backward.keys
     most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)
@@ -195,4 +216,4 @@ def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, con
         parts = [by_keys.tables(rows) for rows in by_keys.row_parts(most_tiles)]
     stored_elements = stored_groups * elements * max(part.num_tiles for part in parts)
     tables = [table for part in parts for table in (part.columns, part.rows)]
-    return _HostPlan(num_queries, len(key_end), [forward, *tables], stored_groups, stored_elements)
+    return _HostPlan(num_queries, len(key_end), prefix, [forward, *tables], stored_groups, stored_elements)

@@ -8,6 +8,7 @@ from megatron_dta.config.output import CheckpointConfig, LoggingConfig
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.train import TrainConfig
 from megatron_dta.config.tree import TreeConfig
+from megatron_dta.config.treepo import TreePOConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -20,4 +21,5 @@ __all__ = [
     "SamplingConfig",
     "TrainConfig",
     "TreeConfig",
+    "TreePOConfig",
 ]

@@ -143,6 +143,8 @@ def _check_data(config: TrainConfig) -> None:
     if sampling.prompt_data and not sampling.tokenizer_type:
         raise InputError("--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)")
     if sampled:
+        if sampling.rollout_engine != "in-process":
+            raise InputError(f"--rollout-engine {sampling.rollout_engine} is not supported yet; use in-process")
         _check_division_of_samples(config)
     length = data.seq_length
     if length is not None and length > model.max_position_embeddings:
@@ -291,7 +293,8 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--prompt-data or --task": (
             sampled,
             "eval_temperature rollout_batch_size n_samples_per_prompt rollout_top_p rollout_max_response_len "
-            "n_samples_per_eval_prompt inference_max_requests",
+            "n_samples_per_eval_prompt rollout_engine inference_max_requests inference_dynamic_batching_block_size "
+            "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_tokens",
         ),
         "--prompt-data": (
             config.sampling.prompt_data is not None,

@@ -64,7 +64,24 @@ class SamplingConfig:
     eval_temperature: float | None = option(
         None, "Temperature in evaluation, 0 for greedy (default: sampling's).", minimum=0
     )
+    rollout_engine: str = option(
+        "in-process",
+        "What samples: the training weights in this process (the only one so far), a server, or stored rollouts.",
+        choices=("in-process", "vllm", "sglang", "replay"),
+    )
     inference_max_requests: int = option(
         256, "Most sequences decoded at once; bounds memory and does not change the samples.", minimum=1
+    )
+    inference_dynamic_batching_block_size: int = option(
+        16, "Positions of a page of the K/V cache; sequences share full pages of a common prefix.", minimum=1
+    )
+    inference_dynamic_batching_buffer_size_gb: float | None = option(
+        None,
+        "Memory of the K/V cache in GiB on each rank; sequences that do not fit wait (default: as much as is needed, "
+        "on a GPU at most half of what is free when sampling starts).",
+        above=0,
+    )
+    inference_dynamic_batching_max_tokens: int = option(
+        4096, "Most tokens of a forward pass of the sampler; longer prompts are computed in chunks.", minimum=1
     )
     n_samples_per_eval_prompt: int = option(1, "Rollouts per held-out prompt.", minimum=1)

@@ -30,6 +30,38 @@ class ObjectiveConfig:
     disable_grpo_std_normalization: bool = option(
         False, "Advantages are only centred within their group, not divided by the group's standard deviation."
     )
+    advantage_estimator: str = option(
+        "grpo",
+        "How rewards become advantages.",
+        choices=(
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "treepo",
+            "treepo_segment",
+        ),
+    )
+    advantage_whitening: str | None = option(
+        None,
+        "Bring the advantages of all trained tokens of a collection to mean 0 and variance 1 (default: token for "
+        "reinforce_plus_plus, its baseline variant, treepo and treepo_segment).",
+        choices=("none", "token"),
+    )
+    leaf_weights: str = option(
+        "none",
+        "Where leaves of sampled trees count by their weight, which makes means unbiased: in the means that advantages "
+        "are taken against, in the loss, or in both.",
+        choices=("none", "advantages", "loss", "both"),
+    )
+    treepo_size_weighted: bool = option(
+        False, "Tree advantages: levels of the tree are weighed by the number of their leaves."
+    )
+    treepo_drop_root: bool = option(False, "Tree advantages: do not compare with the whole group.")
+    treepo_reject_zero_variance: bool = option(
+        False, "Tree advantages: do not compare with subgroups whose rewards are all equal."
+    )
     old_logprobs: str = option(
         "rollout",
         "Denominator of the ratio: the sampler's logprobs as recorded, or a forward pass before the first step.",

@@ -27,7 +27,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     if num_stages == 1:
         return [model.num_layers]
     if parallel.pipeline_model_parallel_layout == "auto":
-        return _balanced(model, num_stages)
+        return _balanced(model, num_stages, parallel.pipeline_model_parallel_size)
     if parallel.pipeline_model_parallel_layout is not None:
         return _parsed(parallel.pipeline_model_parallel_layout, model.num_layers, num_stages)
     if model.num_layers % num_stages:
@@ -39,7 +39,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     return [model.num_layers // num_stages] * num_stages
 
 
-def _balanced(model: ModelConfig, num_stages: int) -> list[int]:
+def _balanced(model: ModelConfig, num_stages: int, num_ranks: int) -> list[int]:
     if model.num_layers < num_stages:
         raise InputError(f"--num-layers {model.num_layers} is less than the {num_stages} pipeline stages; use fewer")
     cost = CostModel.from_shape(
@@ -58,6 +58,7 @@ def _balanced(model: ModelConfig, num_stages: int) -> list[int]:
         layer_cost=cost.seconds_per_token / model.num_layers,
         embedding_cost=0.0,
         output_cost=cost.seconds_per_edge,
+        num_stages=num_ranks,
     )
 
 

@@ -14,6 +14,7 @@ from megatron_dta.config.options import flag_of
 from megatron_dta.config.output import CheckpointConfig, LoggingConfig
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.tree import TreeConfig
+from megatron_dta.config.treepo import TreePOConfig
 
 
 @dataclass
@@ -25,6 +26,7 @@ class TrainConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    treepo: TreePOConfig = field(default_factory=TreePOConfig)
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

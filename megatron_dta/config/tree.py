@@ -17,7 +17,9 @@ class TreeConfig:
         choices=("dta", "packed", "dense"),
     )
     tree_segment_tokens: int = option(
-        2048, "Most tokens of a segment, the unit of one forward and one backward.", minimum=1
+        2048,
+        "Most tokens of a segment, the unit of one forward and one backward; pipelines choose smaller ones.",
+        minimum=1,
     )
     tree_memory_tokens: int | None = option(
         None,

@@ -152,8 +152,10 @@ class MegatronCheckpoint:
         """All settings of the run that wrote it, by flag; None if it was not this project."""
         try:
             common = torch.load(self.path / "common.pt", map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise InputError(f"{self.path}/common.pt: cannot be read ({error})") from error
+        except pickle.UnpicklingError as error:
+            raise InputError(f"{self.path}/common.pt: is damaged or holds objects that could run code") from error
+        except (OSError, RuntimeError, EOFError) as error:
+            raise InputError(f"{self.path}/common.pt: is missing or cannot be read") from error
         own = common.get("megatron_dta")
         return None if own is None else json.loads(own["settings"])
 

@@ -100,7 +100,8 @@ def prepare_batch(
         if 0 < len(missing) < len(samples):
             raise ValueError(f"{name} is missing in sample {missing[0]}, though other samples have it")
         fields[name] = None if missing or not samples else _trained(arrays, masks)
-    weights = loss_weights(np.diff(plan.sequence_pairs), loss_aggregation, counts)
+    sequence_weights = np.array([sample.weight for sample in samples])
+    weights = loss_weights(np.diff(plan.sequence_pairs), loss_aggregation, counts, sequence_weights)
     num_sequences = len(samples) if counts is None else counts.sequences
     weights_of_pairs = np.repeat(weights, np.diff(plan.sequence_pairs))
     return TreeBatch(plan, masks, weights_of_pairs, fields, num_sequences, _routing(samples, plan))

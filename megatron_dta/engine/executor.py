@@ -29,7 +29,7 @@ from megatron_dta.planning.step_plan import StepPlan
 from megatron_dta.planning.timeline import TimelineEvent
 
 # Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
-LOGIT_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}
+LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
 ``fields.py`` says what an objective is given; ``make_objective`` builds one from the settings of a run.
 """
 
-from megatron_dta.objectives.advantages import group_advantages, token_advantages
+from megatron_dta.objectives.advantages import group_advantages
+from megatron_dta.objectives.estimators import estimate_advantages, sequence_weights
 from megatron_dta.objectives.fields import LossFields, Objective, TokenLosses
 from megatron_dta.objectives.grpo import grpo_loss
 from megatron_dta.objectives.registry import make_objective
@@ -18,10 +19,11 @@ __all__ = [
     "TokenLosses",
     "TrainedCounts",
     "count_trained",
+    "estimate_advantages",
     "group_advantages",
     "grpo_loss",
     "loss_weights",
     "make_objective",
+    "sequence_weights",
     "sft_loss",
-    "token_advantages",
 ]

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_dta.errors import InputError
-from megatron_dta.rollouts import Rollout
 
 STD_FLOOR = 1e-6
 
@@ -44,40 +43,19 @@ def group_advantages(
         at = int(unknown.argmax())
         what = "unknown" if np.isnan(values[at]) else str(values[at])
         raise InputError(f"sample {at + 1} (group '{group_ids[at]}'): the reward is {what}, and advantages need it")
-    group = _group_numbers(group_ids)
-    counted = _one_sample_per_trajectory(values, group_ids, trajectory_ids)
+    group = group_numbers(group_ids)
+    counted = one_sample_per_trajectory(values, group_ids, trajectory_ids)
     order = counted[np.lexsort((values[counted], group[counted]))]
     return _normalize(values, group, values[order], group[order], normalize_std)
 
 
-def token_advantages(rollouts: Sequence[Rollout], normalize_std: bool = True) -> list[np.ndarray]:
-    """Advantages per token of each rollout, float32 [T]: its own where it has them, else those of the rewards.
-
-    Rollouts with advantages of their own take no part in the statistics of their group. The arrays are read-only.
-    """
-    rewarded = [i for i, rollout in enumerate(rollouts) if rollout.advantages is None]
-    for i in rewarded:
-        if rollouts[i].reward is None:
-            raise InputError(f"rollout {i + 1}: has neither a reward nor advantages, and the objective needs one")
-    values = group_advantages(
-        [rollouts[i].reward for i in rewarded],
-        [rollouts[i].group_id for i in rewarded],
-        [rollouts[i].trajectory_id for i in rewarded],
-        normalize_std,
-    )
-    from_rewards = dict(zip(rewarded, values, strict=True))
-    return [
-        rollout.advantages if i not in from_rewards else np.broadcast_to(np.float32(from_rewards[i]), len(rollout))
-        for i, rollout in enumerate(rollouts)
-    ]
-
-
-def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:
+def group_numbers(group_ids: Sequence[str]) -> np.ndarray:
+    """int64 [Q]: number of each sample's group, in order of appearance."""
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(name, len(numbers)) for name in group_ids], np.int64)
 
 
-def _one_sample_per_trajectory(
+def one_sample_per_trajectory(
     rewards: np.ndarray, group_ids: Sequence[str], trajectory_ids: Sequence[str | None] | None
 ) -> np.ndarray:
     """Indices of the samples whose reward counts: the first of each trajectory; the others must agree with it."""

@@ -6,6 +6,9 @@
 The denominator is of the step, across micro-batches, segments and ranks: each part sums loss * weight and the parts are
 added up, never averaged, so the result does not depend on how the step was cut. Sequences without a trained token have
 no mean of their own and are not counted.
+
+Sequences may have weights of their own (the leaves of sampled trees): then the means are weighted ones, sums of
+weight x loss over sums of weight x trained tokens, or of weights.
 """
 
 from __future__ import annotations
@@ -27,29 +30,58 @@ class TrainedCounts:
     """(sequence, token) pairs with ``loss_mask`` True; a token that k sequences train counts k times."""
     sequences: int
     """Sequences with at least one such token."""
+    weighted_tokens: float | None = None
+    """Sum of sequence weight x trained tokens; None: all weights are 1."""
+    weighted_sequences: float | None = None
+    """Sum of the weights of the sequences that are counted; None: all weights are 1."""
 
     def __add__(self, other: TrainedCounts) -> TrainedCounts:
-        return TrainedCounts(self.tokens + other.tokens, self.sequences + other.sequences)
+        tokens, sequences = self.tokens + other.tokens, self.sequences + other.sequences
+        if self.weighted_tokens is None and other.weighted_tokens is None:
+            return TrainedCounts(tokens, sequences)
+        pairs = [part.denominators() for part in (self, other)]
+        return TrainedCounts(tokens, sequences, pairs[0][0] + pairs[1][0], pairs[0][1] + pairs[1][1])
+
+    def denominators(self) -> tuple[float, float]:
+        """(of token-mean, of sequence-mean)."""
+        if self.weighted_tokens is None or self.weighted_sequences is None:
+            return self.tokens, self.sequences
+        return self.weighted_tokens, self.weighted_sequences
 
 
-def count_trained(trained_tokens: np.ndarray) -> TrainedCounts:
-    """Counts from the number of trained tokens of each sequence, int [Q]."""
+def count_trained(trained_tokens: np.ndarray, sequence_weights: np.ndarray | None = None) -> TrainedCounts:
+    """Counts from the number of trained tokens of each sequence, int [Q], and its weight, float [Q] (default: 1)."""
     trained_tokens = np.asarray(trained_tokens)
-    return TrainedCounts(int(trained_tokens.sum()), int(np.count_nonzero(trained_tokens)))
+    tokens, sequences = int(trained_tokens.sum()), int(np.count_nonzero(trained_tokens))
+    if sequence_weights is None:
+        return TrainedCounts(tokens, sequences)
+    weights = np.asarray(sequence_weights, np.float64)
+    return TrainedCounts(
+        tokens, sequences, float((weights * trained_tokens).sum()), float(weights[trained_tokens > 0].sum())
+    )
 
 
-def loss_weights(trained_tokens: np.ndarray, mode: str, counts: TrainedCounts | None = None) -> np.ndarray:
+def loss_weights(
+    trained_tokens: np.ndarray,
+    mode: str,
+    counts: TrainedCounts | None = None,
+    sequence_weights: np.ndarray | None = None,
+) -> np.ndarray:
     """float64 [Q]: the weight of each token's loss in sequence q, from the trained tokens of each sequence, int [Q].
 
-    counts: of the whole step, where these are only a part of its sequences (default: these are all). A sequence without
-    trained tokens gets 0.
+    counts: of the whole step, where these are only a part of its sequences (default: these are all).
+    sequence_weights: float [Q], how much each sequence counts (default: alike). A sequence without trained tokens gets
+    0, as do all where all weights are 0.
     """
     trained_tokens = np.asarray(trained_tokens, np.int64)
-    counts = count_trained(trained_tokens) if counts is None else counts
+    counts = count_trained(trained_tokens, sequence_weights) if counts is None else counts
+    tokens, sequences = counts.denominators()
     if mode == "token-mean":
-        denominators = np.full(len(trained_tokens), counts.tokens, np.float64)
+        denominators = np.full(len(trained_tokens), tokens, np.float64)
     elif mode == "sequence-mean":
-        denominators = trained_tokens.astype(np.float64) * counts.sequences
+        denominators = trained_tokens.astype(np.float64) * sequences
     else:
         raise InputError(f"--loss-aggregation {mode}: choose from {', '.join(AGGREGATIONS)}")
-    return np.divide(1.0, denominators, out=np.zeros(len(trained_tokens)), where=trained_tokens > 0)
+    weights = np.ones(len(trained_tokens)) if sequence_weights is None else np.asarray(sequence_weights, np.float64)
+    counted = (trained_tokens > 0) & (denominators > 0)
+    return np.divide(weights, denominators, out=np.zeros(len(trained_tokens)), where=counted)

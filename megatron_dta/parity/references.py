@@ -82,7 +82,9 @@ def _run_one_by_one(
     loss_aggregation: str,
     auxiliary_loss: Callable[[], Tensor | float] = lambda: 0.0,
 ) -> Outcome:
-    weights = loss_weights(np.array([sample.num_trained for sample in samples]), loss_aggregation)
+    trained_tokens = np.array([sample.num_trained for sample in samples])
+    sequence_weights = np.array([sample.weight for sample in samples])
+    weights = loss_weights(trained_tokens, loss_aggregation, sequence_weights=sequence_weights)
     device = next(module.parameters()).device
     total, all_logprobs = 0.0, []
     for sample, weight in zip(samples, weights, strict=True):

@@ -16,13 +16,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_dta.errors import InputError
+from megatron_dta.planning.pipeline_segments import plan_pipeline_segments
 from megatron_dta.planning.segments import SegmentPlan, plan_segments
 from megatron_dta.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
 from megatron_dta.tree.concatenate import concatenate_forests
 
 
 def plan_forest(
-    sequences: Sequence[np.ndarray], tree_mode: str, segment_tokens: int, memory_tokens: int | None = None
+    sequences: Sequence[np.ndarray],
+    tree_mode: str,
+    segment_tokens: int,
+    memory_tokens: int | None = None,
+    num_stages: int = 1,
+    max_in_flight_tokens: int | None = None,
 ) -> SegmentPlan:
     """Forest and segments of ``sequences`` for a mode.
 
@@ -31,17 +37,23 @@ def plan_forest(
         tree_mode: "dta", "packed" or "dense".
         segment_tokens: most tokens of a segment (the capacity of a pack).
         memory_tokens: budget of in-flight tokens, or None for the planner's default.
+        num_stages, max_in_flight_tokens: pipeline stages and what each may hold; more stages are kept busy by more and
+            smaller segments (not by smaller packs).
 
     Raises:
         InputError: a sequence longer than a pack, or a budget that no plan can keep.
     """
-    if tree_mode == "dta":
-        return plan_segments(build_prefix_tree(sequences), segment_tokens, memory_tokens)
-    if tree_mode == "dense":
-        return plan_segments(build_forest_without_sharing(sequences), segment_tokens, memory_tokens)
     if tree_mode == "packed":
         return plan_packs(sequences, segment_tokens)
-    raise ValueError(f"unknown tree_mode {tree_mode!r}")
+    if tree_mode == "dta":
+        tree = build_prefix_tree(sequences)
+    elif tree_mode == "dense":
+        tree = build_forest_without_sharing(sequences)
+    else:
+        raise ValueError(f"unknown tree_mode {tree_mode!r}")
+    if num_stages == 1:
+        return plan_segments(tree, segment_tokens, memory_tokens)
+    return plan_pipeline_segments(tree, segment_tokens, memory_tokens, num_stages, max_in_flight_tokens)
 
 
 def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from megatron_dta.errors import InputError
 from megatron_dta.planning.pipeline_bounds import makespan_bound
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_list_schedule import (
@@ -81,8 +82,8 @@ def plan_pipeline(
         send_seconds: time that a message takes from rank to rank.
 
     Raises:
-        ValueError: arrays that do not fit together, or a limit below the longest root path, which is in flight at its
-            last segment.
+        InputError: a limit below the longest root path, which is in flight at its last segment.
+        ValueError: arrays that do not fit together.
     """
     parents, tokens = np.asarray(segment_parent).tolist(), np.asarray(lengths).tolist()
     if num_stages < 1 or num_chunks < 1:
@@ -97,9 +98,9 @@ def plan_pipeline(
     if max_in_flight_tokens is None:
         limits = [max(int(DEFAULT_FACTOR * path), int(peak)) for peak in peak_in_flight(static, tokens)]
     elif max_in_flight_tokens < path:
-        raise ValueError(
-            f"a limit of {max_in_flight_tokens} tokens in flight is below the longest root path of the segments, "
-            f"{path} tokens, all of which are in flight at its last segment"
+        raise InputError(
+            f"--pipeline-in-flight-tokens {max_in_flight_tokens} is below the longest root path of the segments, "
+            f"{path} tokens, all of which are in flight at its last segment; raise it, or lower --tree-memory-tokens"
         )
     else:
         limits = [max_in_flight_tokens] * num_stages
@@ -113,6 +114,8 @@ def plan_pipeline(
         split_backward,
         send_seconds,
     )
+    if num_stages == 1:
+        return list_schedule(pipeline, Policy()).schedule  # Never idle, and least in flight: depth first.
     limit = max(limits, default=0)
     bound = makespan_bound(parents, tokens, costs, num_stages, num_chunks, limit, split_backward)
     fits = all(peak <= limit for peak, limit in zip(peak_in_flight(static, tokens), limits, strict=True))

@@ -5,6 +5,9 @@ P - 1 more segments in flight on its first stage, so with segments of S tokens i
 against the budget of in-flight tokens that the segments are planned with, at most 1 / (2.5 P) of it: then what is added
 is below 0.4 R, and of the half that a stage may have more than one stage alone a fifth is left to even out segments of
 unequal cost. Where a single stage would run segments of 2,048 tokens in a budget of 16,384, 8 stages run 768.
+
+Few tokens are cut smaller still, to have 4 segments for each stage, as N segments keep P stages busy for
+N / (N + P - 1) of the time; but not below 256 tokens, where weights would be read for too few tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_dta.errors import InputError
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_planner import DEFAULT_FACTOR, plan_pipeline
 from megatron_dta.planning.pipeline_schedule import PipelineSchedule
@@ -25,31 +29,41 @@ GRANULE = 64  # Sizes are multiples of it where they are larger: blocks of the a
 # A choice tries these parts of the size above until one comes this near to the ideal utilisation.
 PARTS = (1.0, 0.75, 0.5, 0.375, 0.25)
 NEAR_IDEAL = 0.95
-LEAST_TOKENS = 128  # Smaller segments are not tried: weights would be read for too few tokens.
+LEAST_TRIED = 128  # Smaller segments are not tried.
+SEGMENTS_PER_STAGE = 4
+ENOUGH_TOKENS = 256
 
 
-def pipeline_segment_tokens(segment_tokens: int, memory_tokens: int, num_stages: int) -> int:
-    """Most tokens of a segment on ``num_stages`` stages: ``segment_tokens``, or what the budget allows if that is less.
+def pipeline_segment_tokens(num_tokens: int, segment_tokens: int, memory_tokens: int, num_stages: int) -> int:
+    """Most tokens of a segment on ``num_stages`` stages, see the top of the file.
 
     Args:
-        segment_tokens: most tokens of a segment on one stage (``--tree-segment-tokens``).
+        num_tokens: tokens of the forest.
+        segment_tokens: most tokens of a segment on one stage (``--tree-segment-tokens``), which is not exceeded.
         memory_tokens: budget of in-flight tokens that the segments are planned with.
     """
     if num_stages == 1:
         return segment_tokens
-    return min(segment_tokens, _rounded(memory_tokens / (SHARE_OF_BUDGET * num_stages)))
+    enough = max(ENOUGH_TOKENS, _rounded(num_tokens / (SEGMENTS_PER_STAGE * num_stages)))
+    return min(segment_tokens, enough, _rounded(memory_tokens / (SHARE_OF_BUDGET * num_stages)))
 
 
 def plan_pipeline_segments(
-    tree: PrefixTree, segment_tokens: int, memory_tokens: int | None, num_stages: int
+    tree: PrefixTree,
+    segment_tokens: int,
+    memory_tokens: int | None,
+    num_stages: int,
+    max_in_flight_tokens: int | None = None,
 ) -> SegmentPlan:
     """``plan_segments`` with the size for a pipeline and the budget of a single stage.
 
-    Raises InputError as ``plan_segments`` does.
+    With ``max_in_flight_tokens`` the budget leaves the pipeline a third of that limit, where sequences allow it.
+
+    Raises InputError as ``plan_segments`` does, and for a limit below the longest sequence.
     """
-    if memory_tokens is None:
-        memory_tokens = default_memory_tokens(tree, segment_tokens)
-    return plan_segments(tree, pipeline_segment_tokens(segment_tokens, memory_tokens, num_stages), memory_tokens)
+    memory_tokens = _budget(tree, segment_tokens, memory_tokens, max_in_flight_tokens)
+    size = pipeline_segment_tokens(tree.num_tokens, segment_tokens, memory_tokens, num_stages)
+    return plan_segments(tree, size, memory_tokens)
 
 
 @dataclass(frozen=True)
@@ -107,10 +121,13 @@ def choose_pipeline(
         max_in_flight_tokens: limit in place of 1.5 times one stage's.
         pipeline_tokens: most tokens of a segment in the pipeline; None to choose.
     """
-    if memory_tokens is None:
-        memory_tokens = default_memory_tokens(tree, segment_tokens)
+    memory_tokens = _budget(tree, segment_tokens, memory_tokens, max_in_flight_tokens)
     alone = plan_segments(tree, segment_tokens, memory_tokens)
-    sizes = _sizes(segment_tokens, memory_tokens, num_stages) if pipeline_tokens is None else [pipeline_tokens]
+    if pipeline_tokens is None:
+        largest = pipeline_segment_tokens(tree.num_tokens, segment_tokens, memory_tokens, num_stages)
+        sizes = _sizes(largest) if num_stages > 1 else [largest]
+    else:
+        sizes = [pipeline_tokens]
     best: PipelinePlan | None = None
     for size in sizes:
         segments = alone if size == segment_tokens else plan_segments(tree, size, memory_tokens)
@@ -139,13 +156,25 @@ def choose_pipeline(
     return best
 
 
-def _sizes(segment_tokens: int, memory_tokens: int, num_stages: int) -> list[int]:
+def _budget(tree: PrefixTree, segment_tokens: int, memory_tokens: int | None, limit: int | None) -> int:
+    """In-flight tokens that segments are planned with."""
+    longest = int(tree.sequence_lengths.max(initial=0))
+    if memory_tokens is None:
+        memory_tokens = default_memory_tokens(tree, segment_tokens)
+    if limit is None:
+        return memory_tokens
+    if limit < longest:
+        raise InputError(
+            f"--pipeline-in-flight-tokens {limit} is less than the longest sequence ({longest} tokens), all of which "
+            "is in flight when its last segment runs"
+        )
+    return min(memory_tokens, max(longest, int(limit / DEFAULT_FACTOR)))
+
+
+def _sizes(largest: int) -> list[int]:
     """The sizes to try, largest first."""
-    largest = pipeline_segment_tokens(segment_tokens, memory_tokens, num_stages)
-    if num_stages == 1:
-        return [largest]
     sizes = {_rounded(largest * part) for part in PARTS}
-    return sorted((size for size in sizes if size >= min(LEAST_TOKENS, largest)), reverse=True)
+    return sorted((size for size in sizes if size >= min(LEAST_TRIED, largest)), reverse=True)
 
 
 def _rounded(tokens: float) -> int:

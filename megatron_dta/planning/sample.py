@@ -25,6 +25,7 @@ class TrainingSample:
         ref_logprobs: float [T], logprobs under the reference model, or None.
         routed_experts: int16 [T, L, K], experts that each token is to be routed to in each layer with experts, -1 for
             the router's own choice; or None.
+        weight: how much the sequence counts in the means of the loss.
     """
 
     token_ids: np.ndarray
@@ -33,6 +34,7 @@ class TrainingSample:
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:

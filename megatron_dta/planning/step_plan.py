@@ -112,7 +112,10 @@ def plan_step(
     if 0 in lengths:
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
-    segments = plan_forest(sequences, tree_mode, segment_tokens, memory_tokens)
+    pipeline = pipeline or PipelineShape()
+    segments = plan_forest(
+        sequences, tree_mode, segment_tokens, memory_tokens, pipeline.num_stages, pipeline.max_in_flight_tokens
+    )
     tree = segments.tree
 
     # Pairs in sequence order, each named by its child token in the stream.
@@ -144,9 +147,7 @@ def plan_step(
     completed_in = np.searchsorted(segments.segment_start, last_row, side="right") - 1
 
     keep_activations = choose_kept_segments(segments, activation_tokens)
-    training, forward_only = plan_passes(
-        segments, np.diff(segment_edges), ~keep_activations, pipeline or PipelineShape()
-    )
+    training, forward_only = plan_passes(segments, np.diff(segment_edges), ~keep_activations, pipeline)
     return StepPlan(
         segments=segments,
         num_sequence_tokens=sum(lengths),

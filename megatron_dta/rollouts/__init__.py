@@ -12,6 +12,13 @@ The fields of a record, which are the keys of a JSON line and the columns of a P
     group_id        string       **        rollouts of one prompt, whose rewards are compared
     trajectory_id   string       no        samples cut from one trajectory: its reward counts once in the group
     policy_version  int          no        version of the weights that sampled it, from 0
+    segment_ends    int [D]      no        of a sampled tree: where each node on the path ends, the prompt first, T last
+    branches        int [D]      with it   which child of its parent each of those nodes is, 0 for the prompt: rollouts
+                                           of a group whose branches begin alike share these nodes
+    segment_rewards float [D]    no        reward received at the end of each node; together they are ``reward``
+    leaf_weight     float        no        probability of this leaf in a walk down the tree (product of 1 / children);
+                                           0 where it does not count in unbiased means
+    fallback        bool         no        whether the leaf was grown after its query had run out of paths
 
     *  policy-gradient objectives need one of the two; supervised training needs neither.
     ** required where there is a reward and no advantages.

@@ -53,4 +53,16 @@ def _head(rollout: Rollout, end: int, loss_mask: np.ndarray) -> Rollout:
         advantages=None if rollout.advantages is None else rollout.advantages[:end],
         logprobs=None if rollout.logprobs is None else rollout.logprobs[:end],
         routed_experts=None if routing is None else routing[: len(routing) // len(rollout) * end],
+        **_head_of_path(rollout, end),
     )
+
+
+def _head_of_path(rollout: Rollout, end: int) -> dict[str, np.ndarray]:
+    """The nodes of a sampled tree within the first ``end`` tokens, the last of them cut there."""
+    if rollout.segment_ends is None:
+        return {}
+    nodes = int(np.searchsorted(rollout.segment_ends, end)) + 1
+    path = {"segment_ends": np.minimum(rollout.segment_ends[:nodes], end), "branches": rollout.branches[:nodes]}
+    if rollout.segment_rewards is not None:
+        path["segment_rewards"] = rollout.segment_rewards[:nodes]
+    return path

@@ -49,6 +49,18 @@ class Rollout:
     routed_experts: np.ndarray | None = None
     """int16 [T x L x K]: experts that the sampler's routers chose, token by token, within it layer by layer (those with
     experts), K a layer; -1 where unknown. For --moe-routing-replay."""
+    segment_ends: np.ndarray | None = None
+    """int32 [D], rising: where each node of the sampled tree on this path ends, the prompt first; the last is T."""
+    branches: np.ndarray | None = None
+    """int32 [D]: which child of its parent each of those nodes is, 0 for the prompt. Rollouts of a group with equal
+    branches up to a node share that node."""
+    segment_rewards: np.ndarray | None = None
+    """float32 [D]: reward received at the end of each node; their sum is ``reward``. None: all of it at the end."""
+    leaf_weight: float | None = None
+    """Probability of this leaf when one walks down the tree and takes each child of a node alike; 0 where the leaf does
+    not count in unbiased means. None: the rollouts of the group are independent and count alike."""
+    fallback: bool | None = None
+    """Whether the leaf was grown from a node to which sampling went back after its query had run out of paths."""
 
     def __post_init__(self) -> None:
         token_ids = _checked_token_ids(self.token_ids)
@@ -67,11 +79,46 @@ class Rollout:
             values["policy_version"] = _checked_version(self.policy_version)
         if self.routed_experts is not None:
             values["routed_experts"] = _checked_routing(self.routed_experts, len(token_ids))
+        values |= checked_tree_fields(self, len(token_ids))
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+def checked_tree_fields(rollout: Rollout, length: int) -> dict[str, Any]:
+    """The fields of a sampled tree as they are kept; ``length`` is T."""
+    values: dict[str, Any] = {}
+    if rollout.leaf_weight is not None:
+        values["leaf_weight"] = _checked_number(rollout.leaf_weight, "leaf_weight")
+        if not 0 <= values["leaf_weight"] <= 1:
+            raise field_error("leaf_weight", f"is {values['leaf_weight']}, not between 0 and 1")
+    if rollout.fallback is not None:
+        if not isinstance(rollout.fallback, (bool, np.bool_)):
+            raise field_error("fallback", f"is {_describe(rollout.fallback)}, not true or false")
+        values["fallback"] = bool(rollout.fallback)
+    if (rollout.segment_ends is None) != (rollout.branches is None):
+        present, absent = ("segment_ends", "branches")[:: 1 if rollout.branches is None else -1]
+        raise field_error(absent, f"missing beside {present}")
+    if rollout.segment_ends is None:
+        if rollout.segment_rewards is not None:
+            raise field_error("segment_rewards", "given without segment_ends")
+        return values
+    ends = _to_array(rollout.segment_ends, "segment_ends", "iu", _INTEGERS, "an integer", np.int64)
+    if not len(ends) or ends[0] < 1 or (np.diff(ends.astype(np.int64)) < 1).any() or ends[-1] != length:
+        raise field_error("segment_ends", f"must rise from at least 1 to the number of tokens, {length}")
+    branches = _to_array(rollout.branches, "branches", "iu", _INTEGERS, "an integer", np.int64)
+    if len(branches) != len(ends):
+        raise field_error("branches", f"has {len(branches)} entries but segment_ends has {len(ends)}")
+    if branches[0] != 0 or branches.min() < 0 or branches.max() > MAX_TOKEN_ID:
+        raise field_error("branches", "must begin with 0, the prompt, and hold no negative number")
+    values |= {"segment_ends": ends.astype(np.int32), "branches": branches.astype(np.int32)}
+    if rollout.segment_rewards is not None:
+        values["segment_rewards"] = _checked_floats(
+            rollout.segment_rewards, "segment_rewards", len(ends), "segment_ends"
+        )
+    return values
 
 
 FIELD_NAMES = tuple(field.name for field in fields(Rollout))
@@ -177,9 +224,9 @@ _FLAGS = (frozenset({bool}), frozenset({int}))
 _NUMBERS = (frozenset({int, float}),)
 
 
-def _check_length(array: np.ndarray, name: str, length: int) -> None:
+def _check_length(array: np.ndarray, name: str, length: int, beside: str = "token_ids") -> None:
     if len(array) != length:
-        raise field_error(name, f"has {len(array)} entries but token_ids has {length}")
+        raise field_error(name, f"has {len(array)} entries but {beside} has {length}")
 
 
 def _checked_token_ids(value: Any) -> np.ndarray:
@@ -209,9 +256,9 @@ def _checked_loss_mask(value: Any, length: int) -> np.ndarray:
     return array
 
 
-def _checked_floats(value: Any, name: str, length: int) -> np.ndarray:
+def _checked_floats(value: Any, name: str, length: int, beside: str = "token_ids") -> np.ndarray:
     array = _to_array(value, name, "fiu", _NUMBERS, "a number", np.float64)
-    _check_length(array, name, length)
+    _check_length(array, name, length, beside)
     with np.errstate(over="ignore"):
         result = array.astype(np.float32, copy=False)
     finite = np.isfinite(result)

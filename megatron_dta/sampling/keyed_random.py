@@ -29,6 +29,11 @@ _WEYL_0 = 0x9E3779B9
 _WEYL_1 = 0xBB67AE85
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
+# A sequence's key has 63 bits: its low word has a counter word of its own, and what is above lies over the domain (8 of
+# them at most) and over the position (a billion at most). Keys of one word leave those as they are.
+_POSITION_BITS = 30
+_DOMAIN_BITS = 3
+_KEY_BITS_BY_DOMAIN = 32 - _DOMAIN_BITS
 # 52 bits rather than the 53 of a double: then u * total < total for every positive double `total`, whatever the
 # rounding, which is what inverse-CDF sampling needs.
 _UNIFORM_BITS = 52
@@ -65,18 +70,27 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int])
 def keyed_uniform(seed: int, domain: Domain, iteration: int, sequence: Array, position: Array) -> Array:
     """Float64 uniforms in [0, 1), multiples of 2^-52, of the broadcast shape of ``sequence`` and ``position``.
 
-    ``sequence`` and ``position`` are int64 arrays of one library (numpy or torch, any device), values in [0, 2^32);
-    ``seed`` is in [0, 2^64) and ``iteration`` in [0, 2^32). Values outside raise ``ValueError`` (for torch tensors on
-    an accelerator only ``seed`` and ``iteration`` are checked: looking at the others would wait for the device).
+    ``sequence`` and ``position`` are int64 arrays of one library (numpy or torch, any device), values in [0, 2^63) and
+    [0, 2^30); ``seed`` is in [0, 2^64) and ``iteration`` in [0, 2^32). Values outside raise ``ValueError`` (for torch
+    tensors on an accelerator only ``seed`` and ``iteration`` are checked: looking at the others would wait for the
+    device).
     """
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be in [0, 2^64), got {seed}")
     if not 0 <= iteration <= _WORD:
         raise ValueError(f"iteration must be in [0, 2^32), got {iteration}")
-    for name, values in (("sequence", sequence), ("position", position)):
-        _check_words(name, values)
+    _check_range("sequence", sequence, 63)
+    _check_range("position", position, _POSITION_BITS)
     zero = position * 0 + sequence * 0
-    counter = (position + zero, sequence + zero, zero + iteration, zero + int(domain))
+    above = sequence >> 32
+    beside_domain = (above & ((1 << _KEY_BITS_BY_DOMAIN) - 1)) << _DOMAIN_BITS
+    beside_position = (above >> _KEY_BITS_BY_DOMAIN) << _POSITION_BITS
+    counter = (
+        position + beside_position + zero,
+        (sequence & _WORD) + zero,
+        zero + iteration,
+        zero + beside_domain + int(domain),
+    )
     # numpy warns of the wanted wrap-around for arrays without dimensions.
     with np.errstate(over="ignore"):
         high, low, _, _ = philox4x32(counter, (seed & _WORD, seed >> 32))
@@ -92,7 +106,7 @@ def keyed_permutation(seed: int, iteration: int, size: int, domain: Domain = Dom
     return np.argsort(keyed_uniform(seed, domain, iteration, items, np.zeros(1, np.int64)), kind="stable")
 
 
-def _check_words(name: str, values: np.ndarray | torch.Tensor) -> None:
+def _check_range(name: str, values: np.ndarray | torch.Tensor, bits: int) -> None:
     if isinstance(values, torch.Tensor):
         is_int64 = values.dtype == torch.int64
         readable = values.device.type == "cpu"
@@ -101,5 +115,5 @@ def _check_words(name: str, values: np.ndarray | torch.Tensor) -> None:
         readable = True
     if not is_int64:
         raise ValueError(f"{name} must be int64, got {values.dtype}")
-    if readable and 0 not in values.shape and (int(values.min()) < 0 or int(values.max()) > _WORD):
-        raise ValueError(f"{name} must be in [0, 2^32), got {int(values.min())} to {int(values.max())}")
+    if readable and 0 not in values.shape and (int(values.min()) < 0 or int(values.max()) >> bits):
+        raise ValueError(f"{name} must be in [0, 2^{bits}), got {int(values.min())} to {int(values.max())}")

@@ -14,28 +14,22 @@ from megatron_dta.model import AttentionContext, EmptyContext, Model, current_me
 
 
 class DecodingPasses:
-    """Runs ``model``; a context manager, whose end is when all ranks that share experts have come to theirs."""
+    """Runs ``model`` in step with the ranks that share experts with this one."""
 
     def __init__(self, model: Model) -> None:
-        self.model = model
+        self._model = model
         self._group = current_mesh().expert_group
-        self._device = next(model.parameters()).device
 
     def __call__(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         """One pass, as the model's own call."""
         self._anyone(True)
-        return self.model(input_ids, context)
+        return self._model(input_ids, context)
 
-    def __enter__(self) -> DecodingPasses:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Weights that have diverged have done so on all ranks, and each is to say so; other errors leave no way on.
-        if kind is not None and not issubclass(kind, FloatingPointError):
-            return
-        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+    def join(self) -> None:
+        """Return when every one of the ranks has come here; runs passes over no tokens while some have not."""
+        none = torch.zeros(0, dtype=torch.int64, device=next(self._model.parameters()).device)
         while self._anyone(False):
-            self.model(none.unsqueeze(0), EmptyContext(position_ids=none))
+            self._model(none.unsqueeze(0), EmptyContext(position_ids=none))
 
     def _anyone(self, decodes: bool) -> bool:
         """Whether any of the ranks decodes."""

@@ -15,21 +15,28 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.config import SamplingConfig
-from megatron_dta.model import Model, current_mesh
+from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.sampling.engines.interface import (
+    GenerationRequest,
+    GenerationResult,
+    RolloutEngine,
+    generate,
+    phase,
+)
 from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts import Prompt, prompts_at
 from megatron_dta.sampling.rewards import compute_reward
-from megatron_dta.sampling.sampler import Response, SamplingParams, generate
 from megatron_dta.sampling.task import SamplingTask
 
 
 class SamplingSource(RolloutSource):
-    """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` rollouts a collection, from ``model`` as it is."""
+    """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` rollouts a collection, from the engine's weights."""
 
-    def __init__(self, model: Model, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
-        self._model = model
+    def __init__(self, engine: RolloutEngine, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
+        self._engine = engine
         self._task = task
         self._config = config
         self._seed = seed
@@ -40,11 +47,12 @@ class SamplingSource(RolloutSource):
         count, samples = self._config.rollout_batch_size, self._config.n_samples_per_prompt
         first = step * count
         prompts = prompts_at(self._task.prompts, first, count, self._seed)
-        scored = _sample_and_score(self._model, self._task, prompts, samples, self._params, step)
+        self._engine.update_weights(step)
+        scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, step)
         # A small prompt file may come round again within one collection: the place in the stream names the group.
         return [
-            to_rollout(prompt, response, reward, f"{first + index // samples}:{prompt.prompt_id}", step)
-            for index, (prompt, response, reward) in enumerate(scored)
+            to_rollout(prompt, result, reward, f"{first + index // samples}:{prompt.prompt_id}")
+            for index, (prompt, result, reward) in enumerate(scored)
         ]
 
 
@@ -57,13 +65,13 @@ class SamplingEvaluation(Evaluation):
 
     def __init__(
         self,
-        model: Model,
+        engine: RolloutEngine,
         task: SamplingTask,
         config: SamplingConfig,
         seed: int,
         max_prompts: int | None = None,
     ) -> None:
-        self._model = model
+        self._engine = engine
         self._task = task
         self._prompts = task.eval_prompts[:max_prompts]
         if not self._prompts:
@@ -75,11 +83,11 @@ class SamplingEvaluation(Evaluation):
 
     def evaluate(self, step: int) -> dict[str, float]:
         """``reward``, ``response_tokens`` (means over all responses) and ``ended`` (fraction not cut at the cap)."""
-        scored = _sample_and_score(self._model, self._task, self._prompts, self._samples, self._params, 0)
+        scored = _sample_and_score(self._engine, self._task, self._prompts, self._samples, self._params, 0)
         return {
             "reward": float(np.mean([reward for _, _, reward in scored])),
-            "response_tokens": float(np.mean([len(response.token_ids) for _, response, _ in scored])),
-            "ended": float(np.mean([response.ended for _, response, _ in scored])),
+            "response_tokens": float(np.mean([len(result.token_ids) for _, result, _ in scored])),
+            "ended": float(np.mean([result.ended for _, result, _ in scored])),
         }
 
 
@@ -91,50 +99,54 @@ def sampling_params(task: SamplingTask, config: SamplingConfig, seed: int) -> Sa
         temperature=config.temperature,
         top_p=config.rollout_top_p,
         seed=seed,
-        max_sequences=config.inference_max_requests,
     )
 
 
-def to_rollout(prompt: Prompt, response: Response, reward: float, group_id: str, policy_version: int) -> Rollout:
+def to_rollout(prompt: Prompt, result: GenerationResult, reward: float, group_id: str) -> Rollout:
     """One sampled response as a rollout: prompt and response tokens, the response trained."""
-    prompt_length, length = len(prompt.token_ids), len(prompt.token_ids) + len(response.token_ids)
+    prompt_length, length = len(prompt.token_ids), len(prompt.token_ids) + len(result.token_ids)
     logprobs = np.zeros(length, dtype=np.float32)
-    logprobs[prompt_length:] = response.logprobs
+    logprobs[prompt_length:] = result.logprobs
     return Rollout(
-        token_ids=np.concatenate([prompt.token_ids, response.token_ids]),
+        token_ids=np.concatenate([prompt.token_ids, result.token_ids]),
         loss_mask=np.arange(length) >= prompt_length,
         reward=reward,
         logprobs=logprobs,
         group_id=group_id,
-        policy_version=policy_version,
+        policy_version=result.policy_version,
     )
 
 
 def _sample_and_score(
-    model: Model,
+    engine: RolloutEngine,
     task: SamplingTask,
     prompts: Sequence[Prompt],
     samples: int,
     params: SamplingParams,
     iteration: int,
-) -> list[tuple[Prompt, Response, float]]:
+) -> list[tuple[Prompt, GenerationResult, float]]:
     """``samples`` responses to every prompt with their rewards, prompt by prompt; the same on every rank."""
     mesh = current_mesh()
     sequence_prompt = np.repeat(np.arange(len(prompts)), samples)
     share = np.array_split(np.arange(sequence_prompt.size), mesh.data_size)[mesh.data_rank]
-    token_ids = [prompt.token_ids for prompt in prompts]
-    responses = generate(model, token_ids, sequence_prompt[share], share, params, iteration)
+    requests = [
+        # The place in the collection is the sequence's identity: whoever samples it draws the same numbers.
+        GenerationRequest(place, prompts[sequence_prompt[place]].token_ids, params.max_response_tokens, key=place)
+        for place in share.tolist()
+    ]
+    with phase(engine, params, iteration):
+        results = generate(engine, requests)
     rewards = []
     # A user's reward may cost something, or be random: one rank of each replica asks for it.
-    if mesh.tensor_rank == 0:
-        for index, response in zip(sequence_prompt[share], responses, strict=True):
-            prompt, ids = prompts[index], response.token_ids.tolist()
+    if mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
+        for index, result in zip(sequence_prompt[share], results, strict=True):
+            prompt, ids = prompts[index], result.token_ids.tolist()
             text = task.tokenizer.decode(ids)
             rewards.append(compute_reward(task.reward_function, prompt.prompt_id, prompt.record, text, ids))
-    gathered = mesh.gather_from_replicas((responses, rewards))
-    responses = [response for part, _ in gathered for response in part]
+    gathered = mesh.gather_from_replicas((results, rewards))
+    results = [result for part, _ in gathered for result in part]
     rewards = [reward for _, part in gathered for reward in part]
     return [
-        (prompts[index], response, reward)
-        for index, response, reward in zip(sequence_prompt, responses, rewards, strict=True)
+        (prompts[index], result, reward)
+        for index, result, reward in zip(sequence_prompt, results, rewards, strict=True)
     ]

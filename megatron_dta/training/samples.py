@@ -23,12 +23,13 @@ from megatron_dta.config import ObjectiveConfig, TreeConfig
 from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.errors import InputError
 from megatron_dta.model import Mesh
-from megatron_dta.objectives import Objective, token_advantages
+from megatron_dta.objectives import Objective, estimate_advantages, sequence_weights
 from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.routing_replay import agree_on_routing, shaped_routing
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.paths import decoded_tokens
 
 
 @dataclass
@@ -50,7 +51,8 @@ class StepSamples:
             if mesh.data_size > 1:
                 partition = partition_samples(self.samples, mesh.data_size, engine.cost_model(tree.tree_segment_tokens))
                 self.own = partition.sequences_of(mesh.data_rank).tolist()
-            counts = count_trained([sample.num_trained for sample in self.samples])
+            weights = [sample.weight for sample in self.samples]
+            counts = count_trained([sample.num_trained for sample in self.samples], weights)
             pipeline = engine.pipeline(tree.tree_segment_tokens)
             own = [self.samples[i] for i in self.own]
             self.planned = prepare_batch(own, tree, loss_aggregation, counts, pipeline)
@@ -103,11 +105,13 @@ class SamplePreparation:
 
     def _with_advantages(self, rollouts: Sequence[Rollout]) -> list[TrainingSample]:
         advantages: Sequence[np.ndarray | None] = [None] * len(rollouts)
+        weights = np.ones(len(rollouts))
         if self.objective.name != "sft":
-            advantages = token_advantages(rollouts, not self.settings.disable_grpo_std_normalization)
+            advantages = estimate_advantages(rollouts, self.settings)
+            weights = sequence_weights(rollouts, self.settings.leaf_weights)
         return [
-            TrainingSample(rollout.token_ids, rollout.loss_mask, advantages=advantage)
-            for rollout, advantage in zip(rollouts, advantages, strict=True)
+            TrainingSample(rollout.token_ids, rollout.loss_mask, advantages=advantage, weight=float(weight))
+            for rollout, advantage, weight in zip(rollouts, advantages, weights, strict=True)
         ]
 
     def _complete(self, samples: list[TrainingSample], rollouts: list[Rollout]) -> StepSamples:
@@ -163,7 +167,40 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if rewards:
         statistics["reward"] = float(np.mean(list(rewards.values())))
     statistics["response_tokens"] = float(np.mean([np.count_nonzero(rollout.loss_mask) for rollout in rollouts]))
+    statistics["decoded_tokens"] = float(decoded_tokens(rollouts))
+    if any(rollout.leaf_weight is not None for rollout in rollouts):
+        statistics |= _tree_statistics(rollouts)
     return statistics
+
+
+def _tree_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What the leaves of sampled trees are worth: the unbiased mean reward, and as how many even leaves they count."""
+    leaves = [rollout for rollout in rollouts if rollout.leaf_weight is not None]
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in leaves:
+        groups.setdefault(rollout.group_id, []).append(rollout)
+    statistics = {
+        "fallback_leaves": float(np.mean([bool(rollout.fallback) for rollout in leaves])),
+        "effective_leaves": float(
+            np.mean(
+                [1 / sum(r.leaf_weight**2 for r in group) for group in groups.values() if _any_weight(group)] or [0]
+            )
+        ),
+    }
+    if all(rollout.reward is not None for rollout in leaves):
+        means = [
+            sum(r.leaf_weight * r.reward for r in group) / sum(r.leaf_weight for r in group)
+            for group in groups.values()
+            if _any_weight(group)
+        ]
+        if means:
+            statistics["weighted_reward"] = float(np.mean(means))
+    return statistics
+
+
+def _any_weight(group: Sequence[Rollout]) -> bool:
+    """Whether a leaf of the group weighs anything."""
+    return any(rollout.leaf_weight for rollout in group)
 
 
 def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
@@ -172,6 +209,7 @@ def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
     for step in steps:
         state: dict[str, Any] = {"statistics": step.statistics}
         state["lengths"] = [len(sample.token_ids) for sample in step.samples]
+        state["weights"] = [sample.weight for sample in step.samples]
         for name in ("token_ids", "loss_mask", *FIELDS, "routed_experts"):
             arrays = [getattr(sample, name) for sample in step.samples]
             state[name] = None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
@@ -184,13 +222,15 @@ def unpack_steps(packed: Sequence[dict[str, Any]]) -> list[StepSamples]:
     steps = []
     for state in packed:
         cuts = np.cumsum(state["lengths"])[:-1]
+        weights = state.get("weights", [1.0] * len(state["lengths"]))  # checkpoints of before have none
         arrays = {
             name: np.split(state[name].numpy(), cuts)
             for name in ("token_ids", "loss_mask", *FIELDS, "routed_experts")
             if state.get(name) is not None
         }
         samples = [
-            TrainingSample(**dict(zip(arrays, values, strict=True))) for values in zip(*arrays.values(), strict=True)
+            TrainingSample(**dict(zip(arrays, values, strict=True)), weight=weight)
+            for values, weight in zip(zip(*arrays.values(), strict=True), weights, strict=True)
         ]
         steps.append(StepSamples(samples, state["statistics"]))
     return steps

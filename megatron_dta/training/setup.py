@@ -21,6 +21,8 @@ from megatron_dta.model import Model, build_model, current_mesh, initialize_para
 from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.sampling.engines.build import build_engine
+from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.source import SamplingEvaluation, SamplingSource
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.checkpoint import (
@@ -75,7 +77,8 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay)
-    source: RolloutSource = stored or SamplingSource(model, task, config.sampling, config.optimization.seed)
+    sampler = build_engine(config.sampling, model) if task is not None else None
+    source: RolloutSource = stored or SamplingSource(sampler, task, config.sampling, config.optimization.seed)
     preparation = SamplePreparation(
         config.objective,
         objective,
@@ -93,7 +96,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         objective=objective,
         source=source,
         preparation=preparation,
-        evaluations=_evaluations(config, engine, model, task, held_out),
+        evaluations=_evaluations(config, engine, sampler, task, held_out),
         metrics=_open_metrics(config, kept_metrics),
         progress=progress,
         console=console,
@@ -202,7 +205,7 @@ def _engine(config: TrainConfig, model: Model | list[torch.nn.Module], routing_r
 def _evaluations(
     config: TrainConfig,
     engine: TreeEngine,
-    model: Model,
+    sampler: RolloutEngine | None,
     task: SamplingTask | None,
     held_out: list[Rollout],
 ) -> list[Evaluation]:
@@ -210,5 +213,5 @@ def _evaluations(
         return []
     if task is not None:
         seed, most = config.optimization.seed, config.logging.eval_iters
-        return [SamplingEvaluation(model, task, config.sampling, seed, most)]
+        return [SamplingEvaluation(sampler, task, config.sampling, seed, most)]
     return [StoredEvaluation(engine, held_out, config.tree, config.data.global_batch_size or len(held_out))]

@@ -1,0 +1,220 @@
+"""From rewards to the advantage of every token: the estimators of ``--advantage-estimator``.
+
+R_i is the reward of trajectory i and its group the n trajectories of one prompt; means are plain ones, or weighted by
+the leaf weights of sampled trees (``--leaf-weights``), which makes them unbiased estimates.
+
+    grpo                          (R_i - mean) / (std + 1e-6)                        arXiv 2402.03300
+    dr_grpo                       R_i - mean                                         arXiv 2503.20783
+    rloo                          R_i - mean of the others                           arXiv 2402.14740
+    reinforce_plus_plus           reward still to come, whitened                     arXiv 2501.03262
+    reinforce_plus_plus_baseline  R_i - mean, whitened                               arXiv 2501.03262
+    treepo, treepo_segment        by the levels of the tree, whitened                ``tree_advantages``
+
+"Whitened": minus mean, divided by standard deviation, both over all trained tokens of the collection, where a token
+counts once for every sequence that trains it (``--advantage-whitening``). Groups whose rewards are all equal say
+nothing: but for ``reinforce_plus_plus`` their advantages are 0, and they take no part in the whitening.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_dta.errors import InputError
+from megatron_dta.objectives.advantages import (
+    STD_FLOOR,
+    group_advantages,
+    group_numbers,
+    one_sample_per_trajectory,
+)
+from megatron_dta.objectives.tree_advantages import LevelOptions, tree_advantages
+from megatron_dta.rollouts import Rollout
+
+ESTIMATORS = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "treepo",
+    "treepo_segment",
+)
+_WHITENED = ESTIMATORS[3:]
+
+
+class AdvantageSettings(Protocol):
+    """The settings that are read, see ``config.ObjectiveConfig``."""
+
+    advantage_estimator: str
+    disable_grpo_std_normalization: bool
+    advantage_whitening: str | None
+    leaf_weights: str
+    treepo_size_weighted: bool
+    treepo_drop_root: bool
+    treepo_reject_zero_variance: bool
+
+
+def estimate_advantages(rollouts: Sequence[Rollout], settings: AdvantageSettings) -> list[np.ndarray]:
+    """Advantages per token of each rollout, float32 [T]: its own where it has them, else the estimator's.
+
+    Rollouts with advantages of their own take no part in any statistics. Raises ``InputError`` where a reward is
+    missing.
+    """
+    rewarded = [i for i, rollout in enumerate(rollouts) if rollout.advantages is None]
+    for i in rewarded:
+        if rollouts[i].reward is None:
+            raise InputError(f"rollout {i + 1}: has neither a reward nor advantages, and the objective needs one")
+    result = [rollout.advantages for rollout in rollouts]
+    if rewarded:
+        values = _Estimate([rollouts[i] for i in rewarded], settings).token_advantages()
+        for i, value in zip(rewarded, values, strict=True):
+            result[i] = value.astype(np.float32)
+    return result
+
+
+def sequence_weights(rollouts: Sequence[Rollout], leaf_weights: str) -> np.ndarray:
+    """Factor of each rollout's loss, float64 [Q]: its leaf weight times the leaves of its group, or 1.
+
+    In every group they sum to its number of trajectories, so that the loss keeps its scale.
+    """
+    if leaf_weights not in ("loss", "both"):
+        return np.ones(len(rollouts))
+    group = group_numbers([rollout.group_id for rollout in rollouts])
+    counted = _counted(rollouts, np.zeros(len(rollouts)))
+    size = np.bincount(group[counted], minlength=group.max(initial=-1) + 1)
+    return _leaf_weights(rollouts, group, counted) * size[group]
+
+
+def _counted(rollouts: Sequence[Rollout], rewards: np.ndarray) -> np.ndarray:
+    """bool [Q]: one sample of each trajectory, whose samples must agree on the reward."""
+    chosen = one_sample_per_trajectory(
+        rewards, [rollout.group_id for rollout in rollouts], [rollout.trajectory_id for rollout in rollouts]
+    )
+    counted = np.zeros(len(rollouts), bool)
+    counted[chosen] = True
+    return counted
+
+
+def _leaf_weights(rollouts: Sequence[Rollout], group: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """Leaf weights that sum to 1 over the counted samples of each group; equal where a group has none."""
+    weights = np.array([np.nan if rollout.leaf_weight is None else rollout.leaf_weight for rollout in rollouts])
+    groups = group.max(initial=-1) + 1
+    total = np.bincount(group[counted], weights[counted], groups)  # NaN where one is missing
+    size = np.bincount(group[counted], minlength=groups)
+    if (total <= 0).any():
+        name = rollouts[int(np.argmax((total <= 0)[group]))].group_id
+        raise InputError(f"group '{name}': its leaf weights are all 0, so nothing can be weighted by them")
+    alike = np.isnan(total)[group]
+    return np.where(alike, 1 / np.maximum(size[group], 1), weights / np.where(alike, 1, total[group]))
+
+
+class _Estimate:
+    """The rewards of rollouts that have no advantages, and what the estimators need of them."""
+
+    def __init__(self, rollouts: Sequence[Rollout], settings: AdvantageSettings) -> None:
+        self.rollouts, self.settings = rollouts, settings
+        self.rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
+        self.names = [rollout.group_id for rollout in rollouts]
+        self.group = group_numbers(self.names)
+        self.counted = _counted(rollouts, self.rewards)
+        self.weighted = settings.leaf_weights in ("advantages", "both")
+        if self.weighted:
+            self.weights = _leaf_weights(rollouts, self.group, self.counted)
+        else:
+            self.weights = 1 / np.bincount(self.group[self.counted])[self.group]
+        # Exactly 0 for groups without spread, whatever the estimator.
+        trajectories = [rollout.trajectory_id for rollout in rollouts]
+        self.plain = group_advantages(self.rewards, self.names, trajectories, normalize_std=False)
+        lowest, highest = np.full(self.group.max() + 1, np.inf), np.full(self.group.max() + 1, -np.inf)
+        np.minimum.at(lowest, self.group, self.rewards)
+        np.maximum.at(highest, self.group, self.rewards)
+        self.spread = (highest > lowest)[self.group]
+
+    def token_advantages(self) -> list[np.ndarray]:
+        """float64 [T] of each rollout."""
+        name = self.settings.advantage_estimator
+        if name not in ESTIMATORS:
+            raise InputError(f"--advantage-estimator {name}: choose from {', '.join(ESTIMATORS)}")
+        if name == "grpo":
+            values = self._grpo(not self.settings.disable_grpo_std_normalization)
+        elif name == "dr_grpo":
+            values = self._grpo(False)
+        elif name == "rloo":
+            values = self._rloo()
+        elif name == "reinforce_plus_plus_baseline":
+            values = self._centred()
+        else:
+            values = None
+        if values is not None:
+            advantages = [np.full(len(r), value) for r, value in zip(self.rollouts, values, strict=True)]
+        elif name == "reinforce_plus_plus":
+            advantages = [_reward_to_come(rollout) for rollout in self.rollouts]
+        else:
+            options = LevelOptions(
+                self.settings.treepo_size_weighted,
+                self.settings.treepo_drop_root,
+                self.settings.treepo_reject_zero_variance,
+            )
+            per_segment = name == "treepo_segment"
+            advantages = tree_advantages(self.rollouts, self.rewards, self.weights, self.counted, per_segment, options)
+        whitening = self.settings.advantage_whitening or ("token" if name in _WHITENED else "none")
+        return self._whiten(advantages, name == "reinforce_plus_plus") if whitening == "token" else advantages
+
+    def _centred(self) -> np.ndarray:
+        """R minus the group's mean, [Q]; 0 in groups without spread."""
+        if not self.weighted:
+            return self.plain
+        use = self.counted
+        mean = np.bincount(self.group[use], (self.weights * self.rewards)[use])
+        return np.where(self.spread, self.rewards - mean[self.group], 0.0)
+
+    def _grpo(self, normalize_std: bool) -> np.ndarray:
+        if not self.weighted:
+            trajectories = [rollout.trajectory_id for rollout in self.rollouts]
+            return group_advantages(self.rewards, self.names, trajectories, normalize_std)
+        centred = self._centred()
+        if not normalize_std:
+            return centred
+        use = self.counted
+        # The unbiased variance of weighted samples; with equal weights that of n - 1.
+        squares = np.bincount(self.group[use], (self.weights * centred**2)[use])
+        freedom = 1 - np.bincount(self.group[use], (self.weights**2)[use])
+        std = np.sqrt(squares / np.maximum(freedom, 1e-300))[self.group]
+        known = (squares > 0)[self.group] & (freedom > 1e-12)[self.group]
+        return np.where(known, centred / (np.where(known, std, 0.0) + STD_FLOOR), 0.0)
+
+    def _rloo(self) -> np.ndarray:
+        """R_i - sum over k != i of w_k R_k / (1 - w_i) = (R_i - mean) / (1 - w_i), as the weights sum to 1."""
+        others = 1 - self.weights
+        known = others > 1e-12
+        return np.where(known, self._centred() / np.where(known, others, 1.0), 0.0)
+
+    def _whiten(self, advantages: list[np.ndarray], all_groups: bool) -> list[np.ndarray]:
+        """Zero mean and unit variance over the trained tokens of all sequences (of groups with spread)."""
+        included = [i for i in range(len(advantages)) if all_groups or self.spread[i]]
+        if not included:
+            return advantages
+        masks = [rollout.loss_mask for rollout in self.rollouts]
+        values = np.concatenate([advantages[i][masks[i]] for i in included])
+        # Weighted like the means: a leaf by its weight times the leaves of its group.
+        size = np.bincount(self.group[self.counted])[self.group]
+        weight = np.repeat(
+            [self.weights[i] * size[i] for i in included], [np.count_nonzero(masks[i]) for i in included]
+        )
+        mean = np.average(values, weights=weight)
+        std = np.sqrt(np.average((values - mean) ** 2, weights=weight))
+        result = list(advantages)
+        for i in included:
+            result[i] = (advantages[i] - mean) / (std + 1e-8)
+        return result
+
+
+def _reward_to_come(rollout: Rollout) -> np.ndarray:
+    """The rewards received at or after each token, float64 [T]; all of the reward where no turns are known."""
+    if rollout.segment_rewards is None or rollout.segment_ends is None:
+        return np.full(len(rollout), rollout.reward, np.float64)
+    rewards = rollout.segment_rewards.astype(np.float64)
+    to_come = np.cumsum(rewards[::-1])[::-1]
+    return np.repeat(to_come, np.diff(rollout.segment_ends, prepend=0))

@@ -1,0 +1,134 @@
+"""SGLang's server: ``python -m sglang.launch_server``, with the forms of version 0.5.23.
+
+Tokens come from ``/generate`` with ``input_ids``, weights through ``/update_weights_from_disk``. (The endpoints that
+take tensors want pickled handles of GPU memory, or a process group with the server over NCCL; neither can be had
+everywhere, and a folder in memory such as ``/dev/shm`` is as fast on one machine.)
+
+    python -m sglang.launch_server --model-path MODEL --port 30000
+
+Everything else is set there as usual, such as speculative decoding (``--speculative-algorithm NGRAM``). Seeds of
+requests count with ``--enable-deterministic-inference`` only.
+
+**Logprobs** are those of softmax(logits / temperature) before the nucleus: the trainer's. Where the server's
+environment has SGLANG_RETURN_ORIGINAL_LOGPROB=1 they are those of temperature 1. Which of them a server returns shows
+in how far apart the logprobs of some tokens lie at temperatures 1 and 2: halving the logits halves the distances.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.sampling.engines.http_client import HttpClient, Server, ServerError, TransientFailureError
+from megatron_dta.sampling.engines.server_protocol import (
+    Piece,
+    ServerProtocol,
+    field_of,
+    make_piece,
+    refuse_logprobs,
+)
+from megatron_dta.sampling.params import SamplingParams
+
+_PROBED_TOKENS = 8
+
+
+class SglangProtocol(ServerProtocol):
+    """Requests and replies of SGLang."""
+
+    name = "SGLang"
+    generate_path = "/generate"
+    # /health may answer without the model having run.
+    health_path = "/health_generate"
+
+    def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
+        return {
+            "input_ids": token_ids.tolist(),
+            "sampling_params": {
+                "max_new_tokens": max_tokens,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                # ignore_eos would ignore these, too; the model's own are dealt with by the engine.
+                "stop_token_ids": sorted(params.eos_ids),
+                "skip_special_tokens": False,
+                "sampling_seed": seed,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "stream": False,
+        }
+
+    def read(self, reply: Any, max_tokens: int) -> Piece:
+        entries = field_of(reply, "meta_info", "output_token_logprobs")
+        if not isinstance(entries, list):
+            raise TransientFailureError("the reply's meta_info.output_token_logprobs is no list")
+        token_ids = field_of(reply, "output_ids")
+        if [field_of(entry, 1) for entry in entries] != token_ids:
+            raise TransientFailureError(
+                f"the reply's {len(token_ids)} output_ids are not those of its {len(entries)} output_token_logprobs"
+            )
+        meta = reply["meta_info"]
+        spans = meta.get("weight_versions")
+        labels = [field_of(span, "version") for span in spans] if spans else [meta.get("weight_version")]
+        return make_piece(
+            token_ids,
+            [field_of(entry, 0) for entry in entries],
+            field_of(meta, "finish_reason", "type"),
+            max_tokens,
+            meta.get("cached_tokens"),
+            frozenset(str(label) for label in labels if label is not None),
+        )
+
+    async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
+        if params.temperature in (0, 1):
+            return
+        apart = [await self._distance(client, server, params, temperature) for temperature in (1.0, 2.0)]
+        if apart[0] < 1e-3:
+            raise ServerError(
+                f"{server}: gives all tokens the same logprob, so it cannot be told whether they are tempered; load a "
+                "trained model, or use --rollout-temperature 1"
+            )
+        if apart[1] > 0.75 * apart[0]:
+            raise refuse_logprobs(server, params, "of temperature 1", "start it without SGLANG_RETURN_ORIGINAL_LOGPROB")
+
+    async def _distance(self, client: HttpClient, server: Server, params: SamplingParams, temperature: float) -> float:
+        """Between the largest and the smallest logprob of a few tokens."""
+        body = self.body(np.array([params.eos_id]), 1, params, seed=0)
+        body["sampling_params"] |= {"temperature": temperature, "top_p": 1.0}
+        body["token_ids_logprob"] = list(range(_PROBED_TOKENS))
+        reply = await client.ask(server, "POST", self.generate_path, body)
+        try:
+            logprobs = [float(entry[0]) for entry in field_of(reply, "meta_info", "output_token_ids_logprobs", 0)]
+            return max(logprobs) - min(logprobs)
+        except (TypeError, ValueError, IndexError, TransientFailureError) as error:
+            raise ServerError(f"{server}: gives no logprobs of named tokens ({error})") from error
+
+    async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
+        await client.ask(server, "POST", "/pause_generation", {"mode": "retract"})
+        body = {
+            "model_path": str(folder),
+            # A server that was started with dummy weights would load such again.
+            "load_format": "auto",
+            "flush_cache": True,
+            "abort_all_requests": False,
+            "weight_version": label,
+        }
+        done = await client.ask(server, "POST", "/update_weights_from_disk", body)
+        if not isinstance(done, dict) or done.get("success") is not True:
+            raise ServerError(f"{server}: POST /update_weights_from_disk: {done}")
+        await client.ask(server, "POST", "/flush_cache")
+        await client.ask(server, "POST", "/continue_generation", {})
+
+    async def weights_label(self, client: HttpClient, server: Server) -> str | None:
+        try:
+            info = await client.ask(server, "GET", "/model_info")
+        except ServerError:
+            return None
+        return info.get("weight_version") if isinstance(info, dict) else None

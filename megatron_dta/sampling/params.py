@@ -1,0 +1,47 @@
+"""How tokens are sampled: temperature, nucleus, ends of a sequence, and the seed of the keyed random numbers.
+
+It is what every rollout engine is started with, and knows neither of the model nor of how an engine runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.sampling.keyed_random import Domain
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample.
+
+    Attributes:
+        max_response_tokens: length cap of a response, the end of sequence included; callers put it into their
+            requests, which may ask for less at a time.
+        eos_id: the token that ends a response; it is part of the response.
+        temperature: divides the logits; 0 takes the most likely token (the lowest id of equals).
+        top_p: tokens are drawn among the most likely ones that together hold at least this much probability.
+        seed: of the keyed random numbers.
+        domain: keeps the numbers of evaluation apart from those of training.
+        other_eos_ids: further tokens that end a response.
+    """
+
+    max_response_tokens: int
+    eos_id: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    domain: Domain = Domain.SAMPLING
+    other_eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_response_tokens < 1:
+            raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """All tokens that end a response."""
+        return frozenset((self.eos_id, *self.other_eos_ids))

@@ -1,0 +1,67 @@
+"""How many branches a round of a query has, and which of its paths get them.
+
+A round is a set of n paths that each decode one segment. With w leaves wanted, F finished in earlier rounds, f of the
+round's paths finished and A = n - f alive, the paper's budget (arXiv 2508.17445, as released) is
+
+    max(A, min(w - F - f, N f + N A))
+
+where N is the branching factor: finished paths leave their N branches to those alive (without transfer: N A). It is at
+least A, so no living path is cut off, and at most w - F - f, so no more than w leaves can come out; w - F >= n holds
+from round to round. The released code gives the whole remainder of an even division to the last path; here paths drawn
+by key get one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def branch_budget(
+    width: int, finished_before: int, members: int, finished: int, branching_factor: int, transfer: bool = True
+) -> int:
+    """Branches of a round of ``members`` paths of which ``finished`` have finished; see the module's docstring."""
+    alive = members - finished
+    share = branching_factor * (members if transfer else alive)
+    return max(alive, min(width - finished_before - finished, share))
+
+
+def certain_branches(
+    width: int, finished_before: int, members: int, finished: int, branching_factor: int, transfer: bool = True
+) -> int:
+    """Branches that every living path of a round gets in an even division, whatever its missing members will do.
+
+    ``finished`` counts those known to have finished. As more finish the budget per living path only grows:
+    (w - F - f) / (n - f) rises with f since w - F >= n, and so does N n / (n - f); so what is known is a lower bound.
+    """
+    budget = branch_budget(width, finished_before, members, finished, branching_factor, transfer)
+    return budget // (members - finished)
+
+
+def divide_evenly(budget: int, order: Sequence[int]) -> np.ndarray:
+    """Branches of each of A paths, int [A]: equal, and one more each for the first ones of ``order``."""
+    count = len(order)
+    branches = np.full(count, budget // count)
+    branches[np.asarray(order)[: budget % count]] += 1
+    return branches
+
+
+def divide_by_logprob(
+    budget: int, scores: Sequence[float], temperature: float, prefer_low: bool, order: Sequence[int]
+) -> np.ndarray:
+    """One branch for each path, the rest by largest remainder over softmax(+-score / temperature), int [A].
+
+    Among equal remainders the first in ``order`` go first.
+    """
+    values = np.asarray(scores, np.float64)
+    values = (-values if prefer_low else values) / temperature
+    shares = np.exp(values - values.max())
+    extra = budget - len(values)
+    quotas = extra * shares / shares.sum()
+    branches = np.floor(quotas)
+    rank = np.empty(len(values))
+    rank[np.asarray(order)] = np.arange(len(values))
+    missing = extra - int(branches.sum())
+    branches[np.lexsort((rank, -(quotas - branches)))[:missing]] += 1
+    return branches.astype(np.int64) + 1

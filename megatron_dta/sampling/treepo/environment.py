@@ -1,0 +1,217 @@
+"""Multi-turn environments: what a user's class looks like, and running many of them beside an engine.
+
+    class Environment:
+        def reset(self, record: dict) -> str | list[int] | None
+        def step(self, action: str) -> tuple[str | list[int], float, bool]
+
+``--environment FILE.py:NAME`` (the file is executed) or a dotted name gives the class; it is called without arguments.
+``reset`` gets the prompt's record and may return text or token ids to put behind the prompt. ``step`` gets a turn of
+the model, special tokens left out, and returns what the model sees next (text or token ids; context, never trained),
+the reward of the turn, and whether the episode is over. A turn ends with an end of sequence.
+
+A tree continues one episode in several ways, so every step runs on a copy: of ``fork()`` where the class has it, else
+``copy.deepcopy``. Steps run in threads of their own, several at once. A step that raises, takes longer than
+``--environment-timeout`` or returns something else ends its path with the reward so far
+(``EndReason.ENVIRONMENT_FAILED``); it is counted, and with ``--environment-failure stop`` it stops the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import math
+import numbers
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from megatron_dta.errors import InputError
+from megatron_dta.sampling.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron_dta.model import Mesh
+
+
+class Environment(Protocol):
+    """What ``--environment`` names; see the top of the module."""
+
+    def reset(self, record: Mapping[str, Any]) -> str | list[int] | None:
+        """Begin an episode for one prompt."""
+
+    def step(self, action: str) -> tuple[str | list[int], float, bool]:
+        """Observation, reward of this turn, whether the episode is over."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What became of a step; ``failure`` says why there is nothing else."""
+
+    observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    reward: float = 0.0
+    done: bool = False
+    failure: str | None = None
+
+
+class EnvironmentRunner:
+    """Runs the steps of many environments.
+
+    Args:
+        factory: makes an environment.
+        timeout: seconds for a step (None: no limit); ``workers``: steps at once.
+        stop_on_failure: whether a failure is an error instead of the end of a path.
+        mesh: the processes; the first of each replica runs the environments, the others learn what came out.
+
+    Attributes:
+        counts: steps, failures, and those of the failures that were time-outs.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Environment],
+        tokenizer: Tokenizer,
+        timeout: float | None = 60.0,
+        workers: int = 16,
+        stop_on_failure: bool = False,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self._factory, self._tokenizer = factory, tokenizer
+        self._timeout, self._workers, self._stop, self._mesh = timeout, workers, stop_on_failure, mesh
+        self.counts = {"environment_steps": 0, "environment_failures": 0, "environment_timeouts": 0}
+
+    def reset(self, records: Sequence[Mapping[str, Any]]) -> tuple[list[Environment | None], list[np.ndarray]]:
+        """An environment for each record and the tokens it puts behind the prompt. A failure is an ``InputError``."""
+
+        def begin(record: Mapping[str, Any]) -> tuple[Environment, np.ndarray]:
+            environment = self._factory()
+            observation = environment.reset(dict(record))
+            return environment, self._tokens("" if observation is None else observation)
+
+        results: list[tuple[Environment, np.ndarray] | str] = []
+        if self._is_first():
+            results = self._run([(begin, (record,)) for record in records])
+        failures = [f"prompt {i + 1}: {result}" for i, result in enumerate(results) if isinstance(result, str)]
+        observations = [] if failures else [result[1] for result in results]
+        failures, observations = self._share((failures, observations))
+        if failures:
+            raise InputError(f"--environment: reset failed: {failures[0]}")
+        return [result[0] for result in results] if results else [None] * len(records), observations
+
+    def step(
+        self, environments: Sequence[Environment | None], actions: Sequence[np.ndarray]
+    ) -> tuple[list[Environment | None], list[StepOutcome]]:
+        """Take each action on a copy of its environment; the copies and what came out, in order."""
+
+        def take(environment: Environment, action: np.ndarray) -> tuple[Environment, StepOutcome]:
+            fork = environment.fork() if hasattr(environment, "fork") else copy.deepcopy(environment)
+            return fork, self._checked(fork.step(self._tokenizer.decode(action)))
+
+        results: list[tuple[Environment, StepOutcome] | str] = []
+        if self._is_first():
+            results = self._run([(take, pair) for pair in zip(environments, actions, strict=True)])
+        outcomes = [StepOutcome(failure=r) if isinstance(r, str) else r[1] for r in results]
+        outcomes = self._share(outcomes)
+        self._count(outcomes)
+        forks = [None if isinstance(result, str) else result[0] for result in results] or [None] * len(outcomes)
+        return forks, outcomes
+
+    def _count(self, outcomes: Sequence[StepOutcome]) -> None:
+        self.counts["environment_steps"] += len(outcomes)
+        for outcome in outcomes:
+            if outcome.failure is not None:
+                self.counts["environment_failures"] += 1
+                self.counts["environment_timeouts"] += outcome.failure.startswith(_TIMEOUT)
+                if self._stop:
+                    raise InputError(f"--environment: a step failed: {outcome.failure}")
+
+    def _run(self, calls: Sequence[tuple[Callable, tuple]]) -> list[Any]:
+        """The calls' values, or a line for each that failed; ``workers`` at once, each in a thread that may be lost."""
+        values: list[Any] = []
+        for first in range(0, len(calls), self._workers):
+            group = [_Call(function, arguments) for function, arguments in calls[first : first + self._workers]]
+            for call in group:
+                call.start()
+            for call in group:
+                call.join(self._timeout)
+                values.append(f"{_TIMEOUT} {self._timeout:g} s" if call.is_alive() else call.value)
+        return values
+
+    def _checked(self, result: Any) -> StepOutcome:
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise TypeError(f"step must return (observation, reward, done), got {type(result).__name__}")
+        observation, reward, done = result
+        if not isinstance(reward, numbers.Real | np.bool_) or not math.isfinite(float(reward)):
+            raise TypeError(f"step must return a finite reward, got {reward!r}")
+        if not isinstance(done, bool | np.bool_):
+            raise TypeError(f"step must return whether the episode is over as a bool, got {done!r}")
+        return StepOutcome(self._tokens(observation), float(reward), bool(done))
+
+    def _tokens(self, observation: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        if isinstance(observation, str):
+            return self._tokenizer.encode(observation) if observation else np.zeros(0, np.int32)
+        tokens = np.asarray(observation)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise TypeError(f"an observation must be text or token ids, got {type(observation).__name__}")
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._tokenizer.vocab_size:
+            raise ValueError(f"an observation has token ids outside of the vocabulary of {self._tokenizer.vocab_size}")
+        return tokens.astype(np.int32)
+
+    def _is_first(self) -> bool:
+        return self._mesh is None or (self._mesh.tensor_rank == 0 and self._mesh.pipeline_rank == 0)
+
+    def _share(self, value: Any) -> Any:
+        """The first process's ``value``, on all processes of the replica."""
+        if self._mesh is None or self._mesh.replica_group is None:
+            return value
+        parts = self._mesh.gather_over_replica(value if self._is_first() else None)
+        return next(part for part in parts if part is not None)
+
+
+_TIMEOUT = "took longer than"
+
+
+class _Call(threading.Thread):
+    """One call in a daemon thread: a call that never returns does not keep the process from ending."""
+
+    def __init__(self, function: Callable, arguments: tuple) -> None:
+        super().__init__(daemon=True)
+        self._function, self._arguments = function, arguments
+        self.value: Any = None
+
+    def run(self) -> None:
+        try:
+            self.value = self._function(*self._arguments)
+        except Exception as error:
+            self.value = " ".join(f"{type(error).__name__}: {error}".split()) or type(error).__name__
+
+
+def load_environment(spec: str) -> Callable[[], Environment]:
+    """The class that ``spec`` names, ``FILE.py:NAME`` or a dotted name; ``InputError`` where there is none."""
+    path, separator, name = spec.rpartition(":")
+    where = f"--environment {spec}"
+    try:
+        if separator:
+            if not path.endswith(".py") or not Path(path).is_file():
+                raise InputError(f"{where}: must be FILE.py:NAME of a file that exists, or a dotted name")
+            module_spec = importlib.util.spec_from_file_location(f"megatron_dta_environment_{Path(path).stem}", path)
+            module = importlib.util.module_from_spec(module_spec)
+            module_spec.loader.exec_module(module)
+        else:
+            package, _, name = spec.rpartition(".")
+            if not package:
+                raise InputError(f"{where}: must be FILE.py:NAME or a dotted name such as package.module.Name")
+            module = importlib.import_module(package)
+    except InputError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{where}: the module does not load: {reason}") from error
+    found = getattr(module, name, None)
+    for method in ("reset", "step"):
+        if not callable(getattr(found, method, None)):
+            raise InputError(f"{where}: {name} is no class with the methods reset and step")
+    return found

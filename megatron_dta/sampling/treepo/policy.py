@@ -1,0 +1,187 @@
+"""Grows the tree of one query: which nodes to decode next, each time one has been decoded.
+
+**The rule.** A path decodes one segment at a time; all paths that a decision starts form a *round*. When a round's n
+paths have all decoded their segment, f of them have finished (end of sequence, answer, repetition, length, depth) and
+become leaves, and the A = n - f others branch into ``budget.branch_budget`` children together, divided evenly or by
+logprob, which are the next round. A round without living paths falls back (``fallback``) while leaves are missing.
+With w leaves wanted and F finished before a round, w - F >= n holds always: a round's children number at most
+w - F - f, and fallback starts exactly w - F. So exactly w leaves come out whenever fallback is not ``none``.
+
+**No barrier.** A path does not wait for its round. The moment it ends its segment it forks into as many children as it
+gets whatever the rest of the round does (``budget.certain_branches``: the budget per living path only grows as more
+paths finish; by logprob: one), and these decode at once. When more of the round is known, the same node gets the
+children it is still due. A round's decisions use nothing but what its paths and earlier rounds have decoded, and a
+node's tokens are keyed by its path; so the finished tree is a function of the query, the weights and the settings, and
+not of the order in which an engine finishes requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_dta.sampling.treepo.budget import (
+    branch_budget,
+    certain_branches,
+    divide_by_logprob,
+    divide_evenly,
+)
+from megatron_dta.sampling.treepo.fallback import fallback_nodes
+from megatron_dta.sampling.treepo.keys import Decision, QueryNumbers, node_key
+from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.sampling.treepo.tree import SampledTree
+
+
+@dataclass
+class _Round:
+    """Paths started by one decision; ``members`` and ``finished_before`` are None until it has been made in full."""
+
+    members: int | None = None
+    finished_before: int = 0
+    finished: int = 0
+    alive: list[int] = field(default_factory=list)
+
+
+class QueryPolicy:
+    """One query's tree while it grows.
+
+    Attributes:
+        tree: nodes so far.
+        complete: whether nothing is left to decode.
+    """
+
+    def __init__(self, prompt: np.ndarray, settings: TreeSettings, numbers: QueryNumbers) -> None:
+        self.tree = SampledTree(numbers.query, prompt)
+        self.complete = False
+        self._settings, self._numbers = settings, numbers
+        self._rounds = [_Round()]
+        self._current = 0  # the first round that is not complete
+        self._finished = 0  # leaves of the rounds before it
+
+    def start(self) -> list[int]:
+        """The first nodes to decode: children of the root."""
+        low, high = self._settings.initial_branches, self._settings.initial_branches_max
+        if high is not None:
+            low = int(self._numbers.generator(Decision.INITIAL_BRANCHES).integers(low, high + 1))
+        branches = min(low, self._settings.width)
+        self._rounds[0].members = branches
+        return [self._child(0, 0) for _ in range(branches)]
+
+    def max_tokens(self, node: int) -> int:
+        """How many tokens the request of a new node may add."""
+        room = self._settings.max_response_tokens - self.tree.response_length(self.tree.nodes[node].parent)
+        return min(room, self._settings.segment_tokens or room)
+
+    def advance(self, node: int) -> list[int]:
+        """``node`` is decoded (``tree.fill``) and its ``end`` known: the new nodes that may be decoded now."""
+        tree_node = self.tree.nodes[node]
+        tree_node.reported = True
+        own = self._rounds[tree_node.round]
+        started: list[int] = []
+        if tree_node.end is not None:
+            own.finished += 1
+        else:
+            own.alive.append(node)
+            self._top_up(node, 1, started)
+        self._start_what_is_certain(started)
+        while not self.complete and self._is_complete(self._rounds[self._current]):
+            self._decide(started)
+        return started
+
+    def needs_no_more_children(self, node: int) -> bool:
+        """Whether nothing but fallback will add children to a decoded node."""
+        return self.complete or self.tree.nodes[node].end is not None or self.tree.nodes[node].round < self._current
+
+    @staticmethod
+    def _is_complete(round_: _Round) -> bool:
+        return round_.members is not None and round_.finished + len(round_.alive) == round_.members
+
+    def _start_what_is_certain(self, started: list[int]) -> None:
+        """Children that living paths of the current round will get whatever its missing members do."""
+        round_ = self._rounds[self._current]
+        if self._settings.allocation != "even" or not round_.alive or round_.members is None:
+            return
+        branches = certain_branches(
+            self._settings.width,
+            round_.finished_before,
+            round_.members,
+            round_.finished,
+            self._settings.branching_factor,
+            self._settings.budget_transfer,
+        )
+        for node in round_.alive:
+            self._top_up(node, branches, started)
+
+    def _decide(self, started: list[int]) -> None:
+        """The current round is complete: give its living paths all their children, or fall back."""
+        round_ = self._rounds[self._current]
+        self._finished += round_.finished
+        number = self._current
+        self._current += 1
+        if round_.alive:
+            alive = sorted(round_.alive, key=lambda index: self.tree.nodes[index].path)
+            branches = self._divide(alive, round_, number)
+            for node, count in zip(alive, branches.tolist(), strict=True):
+                self._top_up(node, count, started)
+            members = int(branches.sum())
+        else:
+            members = self._fall_back(number, started)
+        if members == 0:
+            self.complete = True
+            return
+        following = self._round(self._current)
+        following.members, following.finished_before = members, self._finished
+        self._start_what_is_certain(started)
+
+    def _divide(self, alive: list[int], round_: _Round, number: int) -> np.ndarray:
+        """Children of each living path of a complete round, int [A]."""
+        settings = self._settings
+        budget = branch_budget(
+            settings.width,
+            round_.finished_before,
+            len(alive) + round_.finished,
+            round_.finished,
+            settings.branching_factor,
+            settings.budget_transfer,
+        )
+        order = self._numbers.generator(Decision.REMAINDER, number).permutation(len(alive))
+        if settings.allocation == "even":
+            return divide_evenly(budget, order)
+        scores = [self._score(node) for node in alive]
+        return divide_by_logprob(budget, scores, settings.temperature, settings.allocation == "low-logprob", order)
+
+    def _score(self, node: int) -> float:
+        """The logprob that a path's share depends on."""
+        nodes = [self.tree.nodes[index] for index in self.tree.lineage(node)[1:]]
+        if self._settings.score == "segment-mean":
+            nodes = nodes[-1:]
+        total = sum(each.logprob_sum for each in nodes)
+        return total if self._settings.score == "path-sum" else total / sum(each.num_sampled for each in nodes)
+
+    def _fall_back(self, number: int, started: list[int]) -> int:
+        """Start branches at nodes of finished paths for the leaves that are missing; how many."""
+        missing = self._settings.width - self._finished
+        if missing == 0 or self._settings.fallback == "none":
+            return 0
+        draw = self._numbers.generator(Decision.FALLBACK, number)
+        for node in fallback_nodes(self.tree, missing, self._settings, draw):
+            started.append(self._child(node, self._current, fallback=True))
+        return missing
+
+    def _top_up(self, node: int, branches: int, started: list[int]) -> None:
+        """Bring the children of a living path to ``branches``."""
+        children = self.tree.nodes[node].children
+        assert len(children) <= branches, "a path has been given more branches than it is due"
+        while len(children) < branches:
+            started.append(self._child(node, self.tree.nodes[node].round + 1))
+
+    def _child(self, parent: int, round_number: int, fallback: bool = False) -> int:
+        self._round(round_number)
+        path = (*self.tree.nodes[parent].path, len(self.tree.nodes[parent].children))
+        return self.tree.add_child(parent, fallback, round_number, node_key(self.tree.query, path))
+
+    def _round(self, number: int) -> _Round:
+        while len(self._rounds) <= number:
+            self._rounds.append(_Round())
+        return self._rounds[number]

@@ -1,0 +1,51 @@
+"""A sampled tree as rollouts: one a leaf, with what is needed to find the tree again.
+
+``segment_ends`` and ``branches`` say which nodes a leaf's path has, so files of rollouts keep the tree: two rollouts of
+a group share the nodes up to which their branches agree (``rollouts.record``). Nothing is tokenised or searched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.treepo.tree import FallbackWeight, SampledTree
+
+
+def tree_rollouts(
+    tree: SampledTree,
+    group_id: str,
+    rewards: Mapping[int, float] | None = None,
+    fallback_weight: FallbackWeight = FallbackWeight.ZERO,
+) -> list[Rollout]:
+    """The rollouts of a complete tree, in the order of its leaves.
+
+    Args:
+        rewards: reward of each leaf by its index; None: those that the environment gave along the path.
+    """
+    weights = tree.leaf_weights(fallback_weight)
+    return [
+        _rollout(tree, leaf, group_id, None if rewards is None else rewards[leaf], weights[leaf])
+        for leaf in tree.leaves
+    ]
+
+
+def _rollout(tree: SampledTree, leaf: int, group_id: str, reward: float | None, weight: float) -> Rollout:
+    nodes = [tree.nodes[index] for index in tree.lineage(leaf)]
+    turn_rewards = np.array([node.reward for node in nodes], np.float32) if reward is None else None
+    return Rollout(
+        token_ids=np.concatenate([node.token_ids for node in nodes]),
+        loss_mask=np.concatenate([node.loss_mask for node in nodes]),
+        reward=float(sum(node.reward for node in nodes)) if reward is None else reward,
+        logprobs=np.concatenate([np.asarray(node.logprobs, np.float32) for node in nodes]),
+        group_id=group_id,
+        trajectory_id=".".join(map(str, nodes[-1].path)),
+        policy_version=min(node.policy_version for node in nodes[1:]),
+        segment_ends=np.array([node.length for node in nodes], np.int32),
+        branches=np.array([0, *nodes[-1].path], np.int32),
+        segment_rewards=turn_rewards,
+        leaf_weight=weight,
+        fallback=nodes[-1].fallback,
+    )

@@ -1,0 +1,211 @@
+"""Samples trees for many queries on one engine: submits what the policies start, hands them what comes back.
+
+Each node is one request whose context is read off the tree (``SampledTree.tokens`` of the parent); there is no other
+copy of a sequence that could differ from it. Requests of all queries run together, and a node's children are submitted
+with the poll that brings the node.
+
+A node's K/V is held for its children: until it is known to be a leaf, or has all the children its round gives it and
+they have finished. (Fallback comes back to nodes later; then the nearest node that is still held is named as parent,
+or the engine computes the prefix again.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, RolloutEngine, phase
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.treepo.environment import Environment, EnvironmentRunner, StepOutcome
+from megatron_dta.sampling.treepo.keys import QueryNumbers
+from megatron_dta.sampling.treepo.policy import QueryPolicy
+from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.sampling.treepo.stops import StopRules
+from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
+
+
+@dataclass(frozen=True)
+class TreeQuery:
+    """One query: its number, unique within the iteration, which its random numbers are keyed by; prompt; record."""
+
+    number: int
+    token_ids: np.ndarray
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Growing:
+    """One query at work: where its nodes' requests are held, and the environments behind its turns."""
+
+    policy: QueryPolicy
+    held: set[int] = field(default_factory=set)
+    environments: dict[int, Environment | None] = field(default_factory=dict)
+
+
+class TreeSampler:
+    """Grows trees on an engine that ``sample`` starts.
+
+    Args:
+        environments: runs the environments of multi-turn queries; None: a response is one turn.
+        max_turns: most turns of a path.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        settings: TreeSettings,
+        stops: StopRules | None = None,
+        environments: EnvironmentRunner | None = None,
+        max_turns: int | None = None,
+    ) -> None:
+        self._engine, self._settings = engine, settings
+        self._stops, self._environments, self._max_turns = stops or StopRules(), environments, max_turns
+        self._nodes: dict[int, tuple[int, int]] = {}  # request -> (query's place, node)
+        self._requests: dict[tuple[int, int], int] = {}
+        self._growing: list[_Growing] = []
+
+    def sample(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> list[SampledTree]:
+        """The complete tree of each query, in order; a function of the arguments, the settings and the weights.
+
+        Raises:
+            RuntimeError: the engine has lost requests or returned what was not asked for.
+        """
+        numbers = [query.number for query in queries]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError("two queries have the same number")
+        self._begin(queries, params, iteration)
+        with phase(self._engine, params, iteration):
+            self._submit([(i, node) for i, growing in enumerate(self._growing) for node in growing.policy.start()])
+            while self._nodes:
+                results = self._engine.poll()
+                if not results:
+                    raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
+                self._take(results)
+        incomplete = [i for i, growing in enumerate(self._growing) if not growing.policy.complete]
+        assert not incomplete, f"nothing runs, but the trees of {len(incomplete)} queries are not complete"
+        return [growing.policy.tree.in_order() for growing in self._growing]
+
+    def _begin(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> None:
+        self._nodes, self._requests = {}, {}
+        prompts = [query.token_ids for query in queries]
+        if self._environments is not None:
+            states, observations = self._environments.reset([query.record for query in queries])
+            prompts = [np.concatenate(pair) for pair in zip(prompts, observations, strict=True)]
+        self._growing = [
+            _Growing(QueryPolicy(prompt, self._settings, QueryNumbers(params, iteration, query.number)))
+            for query, prompt in zip(queries, prompts, strict=True)
+        ]
+        if self._environments is not None:
+            for growing, state in zip(self._growing, states, strict=True):
+                growing.environments[0] = state
+
+    def _submit(self, started: Sequence[tuple[int, int]]) -> None:
+        """Requests for new nodes."""
+        requests = []
+        for place, node in started:
+            growing = self._growing[place]
+            tree = growing.policy.tree
+            request_id = len(self._requests)
+            self._requests[place, node] = request_id
+            self._nodes[request_id] = (place, node)
+            parent = tree.nodes[node].parent
+            while parent > 0 and parent not in growing.held:
+                parent = tree.nodes[parent].parent
+            requests.append(
+                GenerationRequest(
+                    request_id,
+                    tree.tokens(tree.nodes[node].parent),
+                    growing.policy.max_tokens(node),
+                    tree.nodes[node].key,
+                    parent=self._requests[place, parent] if parent > 0 else None,
+                    hold=True,
+                )
+            )
+        if requests:
+            self._engine.submit(requests)
+
+    def _take(self, results: Sequence[GenerationResult]) -> None:
+        """Put results into their trees and start what follows from them."""
+        turns: list[tuple[int, int]] = []
+        decoded: list[tuple[int, int, bool]] = []
+        for result in results:
+            if result.request_id not in self._nodes:
+                raise RuntimeError(f"the engine returned request {result.request_id}, which it was not given")
+            place, node = self._nodes.pop(result.request_id)
+            growing = self._growing[place]
+            self._check(result, growing.policy.max_tokens(node))
+            growing.policy.tree.fill(node, result.token_ids, result.logprobs, result.policy_version)
+            growing.held.add(node)
+            decoded.append((place, node, result.ended))
+            if self._environments is not None and result.ended:
+                turns.append((place, node))
+        outcomes = self._step(turns)
+        started = []
+        for place, node, ended in decoded:
+            policy = self._growing[place].policy
+            policy.tree.nodes[node].end = self._end_of(policy.tree, node, ended, outcomes.get((place, node)))
+            started += [(place, child) for child in policy.advance(node)]
+        self._submit(started)
+        for place in sorted({place for place, _, _ in decoded}):
+            self._release(place)
+
+    @staticmethod
+    def _check(result: GenerationResult, max_tokens: int) -> None:
+        count = len(result.token_ids)
+        if not 1 <= count <= max_tokens or len(result.logprobs) != count:
+            raise RuntimeError(
+                f"request {result.request_id}: the engine returned {count} tokens and {len(result.logprobs)} logprobs "
+                f"where 1 to {max_tokens} were asked for"
+            )
+        if not result.ended and count < max_tokens:
+            raise RuntimeError(f"request {result.request_id}: the engine stopped after {count} of {max_tokens} tokens")
+
+    def _end_of(self, tree: SampledTree, node: int, ended: bool, outcome: StepOutcome | None) -> EndReason | None:
+        """Why the path ends at ``node``; takes the observation in where it goes on."""
+        settings = self._settings
+        if outcome is None:
+            return self._stops.end_of(tree, node, ended, settings.max_response_tokens, settings.max_depth)
+        if outcome.failure is not None:
+            return EndReason.ENVIRONMENT_FAILED
+        turns = 1 + sum(tree.nodes[i].turn_ended for i in tree.lineage(node))
+        end = EndReason.ENVIRONMENT if outcome.done else None
+        if end is None and self._max_turns is not None and turns >= self._max_turns:
+            end = EndReason.TURNS
+        # What nobody answers to any more is left out.
+        room = settings.max_response_tokens - tree.response_length(node)
+        if end is None and len(outcome.observation) >= room:
+            end = EndReason.LENGTH
+        tree.observe(node, outcome.observation[:0] if end else outcome.observation, outcome.reward)
+        return end or self._stops.end_of(tree, node, False, settings.max_response_tokens, settings.max_depth)
+
+    def _step(self, turns: Sequence[tuple[int, int]]) -> dict[tuple[int, int], StepOutcome]:
+        """Give finished turns to the environments of the nodes they started from."""
+        if not turns or self._environments is None:
+            return {}
+        states, actions = [], []
+        for place, node in turns:
+            growing = self._growing[place]
+            above = next(i for i in growing.policy.tree.lineage(node)[-2::-1] if i in growing.environments)
+            states.append(growing.environments[above])
+            actions.append(growing.policy.tree.action(node))
+        after, outcomes = self._environments.step(states, actions)
+        for (place, node), state in zip(turns, after, strict=True):
+            self._growing[place].environments[node] = state
+        return dict(zip(turns, outcomes, strict=True))
+
+    def _release(self, place: int) -> None:
+        """Give up what the query's nodes hold and nobody will ask for."""
+        growing = self._growing[place]
+        nodes = growing.policy.tree.nodes
+        over = [
+            node
+            for node in sorted(growing.held)
+            if growing.policy.needs_no_more_children(node)
+            and all(nodes[child].reported for child in nodes[node].children)
+        ]
+        growing.held.difference_update(over)
+        if over:
+            self._engine.release([self._requests[place, node] for node in over])

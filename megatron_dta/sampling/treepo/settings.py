@@ -1,0 +1,88 @@
+"""What the sampler of trees needs to know, from the flags or by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_dta.config import SamplingConfig, TreePOConfig
+
+
+@dataclass(frozen=True)
+class TreeSettings:
+    """How one query's tree grows; the meaning of each is in ``config.TreePOConfig`` and ``policy``.
+
+    Attributes:
+        width: leaves wanted per query.
+        max_response_tokens: longest response, observed tokens of an environment included.
+        segment_tokens: tokens of a segment; None: as long as a response (or a turn) goes.
+        max_depth: most segments on a path; None: no limit.
+        initial_branches, initial_branches_max: branches at the root, drawn evenly from that range.
+        allocation: "even", "low-logprob" or "high-logprob".
+        score: "segment-mean", "path-mean" or "path-sum", for the other two.
+        temperature: of the division by logprob.
+        fallback: "none", "from-start", "random", "finished" or "longest".
+        fallback_point: "uniform", "min-logprob", "low-logprob" or "high-logprob".
+    """
+
+    width: int
+    max_response_tokens: int
+    segment_tokens: int | None = None
+    max_depth: int | None = None
+    branching_factor: int = 2
+    initial_branches: int = 2
+    initial_branches_max: int | None = None
+    budget_transfer: bool = True
+    allocation: str = "even"
+    score: str = "segment-mean"
+    temperature: float = 2.0
+    fallback: str = "random"
+    fallback_point: str = "uniform"
+
+    def __post_init__(self) -> None:
+        for name in ("width", "max_response_tokens", "branching_factor", "initial_branches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("segment_tokens", "max_depth"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.initial_branches_max is not None and self.initial_branches_max < self.initial_branches:
+            raise ValueError(f"initial_branches_max {self.initial_branches_max} is below {self.initial_branches}")
+
+    @classmethod
+    def independent(cls, width: int, max_response_tokens: int) -> TreeSettings:
+        """``width`` independent rollouts: a tree that branches at its root alone."""
+        return cls(width, max_response_tokens, initial_branches=width, branching_factor=1, fallback="none")
+
+    @classmethod
+    def from_config(
+        cls, treepo: TreePOConfig, sampling: SamplingConfig, collection: int, collections: int
+    ) -> TreeSettings:
+        """The settings of the flags for collection number ``collection`` of a run with about ``collections``."""
+        if treepo.rollout_method == "independent":
+            return cls.independent(sampling.n_samples_per_prompt, sampling.rollout_max_response_len)
+        return cls(
+            width=sampling.n_samples_per_prompt,
+            max_response_tokens=sampling.rollout_max_response_len,
+            segment_tokens=None if treepo.treepo_branch_at == "turn" else treepo.treepo_segment_length,
+            max_depth=treepo.treepo_max_depth,
+            branching_factor=treepo.treepo_branching_factor,
+            initial_branches=treepo.treepo_initial_branches,
+            initial_branches_max=treepo.treepo_initial_branches_max,
+            budget_transfer=not treepo.treepo_no_budget_transfer,
+            allocation=treepo.treepo_allocation,
+            score=treepo.treepo_allocation_score,
+            temperature=_scheduled_temperature(treepo, collection, collections),
+            fallback=treepo.treepo_fallback,
+            fallback_point=treepo.treepo_fallback_point,
+        )
+
+
+def _scheduled_temperature(treepo: TreePOConfig, collection: int, collections: int) -> float:
+    """From the first to the last temperature along half a cosine over the collections."""
+    first, last = treepo.treepo_allocation_temperature, treepo.treepo_allocation_temperature_end
+    if last is None:
+        return first
+    steps = (treepo.treepo_allocation_temperature_iters or collections) - 1
+    done = min(1.0, collection / steps) if steps > 0 else 1.0
+    return last + (first - last) * (1 + math.cos(math.pi * done)) / 2

@@ -1,0 +1,104 @@
+"""When a path ends besides its end of sequence: an answer in its text, repetition, length, depth.
+
+Looked at when a segment has been decoded; what was decoded stays, so a path ends at a node and its tokens are those
+that were sampled. A rule that looks only at the path itself ends independent rollouts at the same places, so trees and
+independent rollouts have one distribution.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.errors import InputError
+from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
+
+Decode = Callable[[Sequence[int] | np.ndarray], str]
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """The rules of a run.
+
+    Attributes:
+        decode: token ids to text; needed by the rules that look at text.
+        answer: whether a response's text has an answer; None: do not look.
+        repetition_count: a path ends when the text of its last ``repetition_segments`` segments holds the same
+            ``repetition_length`` characters so many times (occurrences may overlap); None: do not look.
+        repetition_first: repetition is looked for before the end of sequence and the answer.
+    """
+
+    decode: Decode | None = None
+    answer: Callable[[str], bool] | None = None
+    repetition_count: int | None = None
+    repetition_length: int = 32
+    repetition_segments: int = 2
+    repetition_first: bool = False
+
+    def end_of(
+        self, tree: SampledTree, node: int, ended: bool, max_response_tokens: int, max_depth: int | None
+    ) -> EndReason | None:
+        """Why the path ends at ``node``, whose tokens are there; None if it goes on. ``ended``: by its last token."""
+        if self.repetition_first and self._repeats(tree, node):
+            return EndReason.REPETITION
+        if ended:
+            return EndReason.EOS
+        if self.answer is not None and self.answer(self._text(tree, tree.lineage(node)[1:])):
+            return EndReason.ANSWER
+        if tree.response_length(node) >= max_response_tokens:
+            return EndReason.LENGTH
+        if max_depth is not None and tree.nodes[node].depth >= max_depth:
+            return EndReason.DEPTH
+        if not self.repetition_first and self._repeats(tree, node):
+            return EndReason.REPETITION
+        return None
+
+    def _repeats(self, tree: SampledTree, node: int) -> bool:
+        if self.repetition_count is None:
+            return False
+        text = self._text(tree, tree.lineage(node)[1:][-self.repetition_segments :])
+        return most_repeated(text, self.repetition_length) >= self.repetition_count
+
+    def _text(self, tree: SampledTree, nodes: list[int]) -> str:
+        assert self.decode is not None  # __post_init__ of the settings
+        return self.decode(np.concatenate([tree.nodes[i].token_ids[: tree.nodes[i].num_sampled] for i in nodes]))
+
+    def __post_init__(self) -> None:
+        if self.decode is None and (self.answer is not None or self.repetition_count is not None):
+            raise ValueError("rules that look at text need decode")
+
+
+def most_repeated(text: str, length: int) -> int:
+    """How often the most frequent substring of ``length`` characters occurs, overlaps counted."""
+    counts = Counter(text[i : i + length] for i in range(len(text) - length + 1))
+    return max(counts.values(), default=0)
+
+
+def boxed_answer(text: str) -> str | None:
+    """What stands in the last complete ``\\boxed{...}``, braces inside it balanced; None without one."""
+    found = None
+    for match in re.finditer(r"\\boxed\s*\{", text):
+        depth, begin = 1, match.end()
+        for place in range(begin, len(text)):
+            depth += (text[place] == "{") - (text[place] == "}")
+            if depth == 0:
+                found = text[begin:place]
+                break
+    return found
+
+
+def answer_rule(pattern: str | None) -> Callable[[str], bool] | None:
+    """The rule of ``--treepo-answer-pattern``."""
+    if pattern is None:
+        return None
+    if pattern == "boxed":
+        return lambda text: boxed_answer(text) is not None
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"--treepo-answer-pattern {pattern}: not a regular expression: {error}") from None
+    return lambda text: expression.search(text) is not None

@@ -1,0 +1,201 @@
+"""The tree that sampling grows for one query: nodes of decoded tokens, and leaves that are its rollouts.
+
+The root (node 0) is the prompt. Every other node is what one engine request added: the tokens that were sampled, and
+behind them what an environment answered, which is context and never trained. A sequence is nothing but the nodes from
+the root to its leaf, and the context of every request is built from the same nodes: what a node was conditioned on
+and what is recorded in front of it cannot differ.
+
+**Leaf weights.** Walk down from the root and take each child of a node alike; the weight of a leaf is the probability
+of ending there, the product of 1 / children over its path. While the number of children of a node is decided before
+any of its children is seen, the weighted mean over leaves of anything is an unbiased estimate of its mean over
+independent rollouts; the plain mean is not, since paths that live longer branch more often. (Induction over the forks:
+given the path up to a node, each child's subtree has the value of the node as its expectation, so their mean has it.)
+
+Fallback breaks the premise: it adds children to a node because of what has become of the first ones (all paths have
+ended early), whichever node it chooses. So leaves grown by fallback weigh 0, and the walk takes only children that were
+there before; ``FallbackWeight.SHARE`` counts all children alike instead, at the price of that bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+
+class EndReason(Enum):
+    """Why a path became a leaf."""
+
+    EOS = "eos"  # an end of sequence was sampled
+    ANSWER = "answer"  # its text has an answer
+    REPETITION = "repetition"
+    LENGTH = "length"  # the response is as long as it may be
+    DEPTH = "depth"  # as many segments as there may be
+    ENVIRONMENT = "environment"  # the environment says that it is over
+    ENVIRONMENT_FAILED = "environment_failed"  # a step raised, took too long or gave nonsense
+    TURNS = "turns"  # as many turns as there may be
+
+
+class FallbackWeight(Enum):
+    """Weight of leaves grown by fallback; see the top of the module."""
+
+    ZERO = "zero"
+    SHARE = "share"
+
+
+@dataclass
+class TreeNode:
+    """One node; ``token_ids`` is empty until its request has finished.
+
+    Attributes:
+        parent: index of the parent, -1 at the root.
+        path: child numbers from the root down to this node.
+        fallback: whether it, or a node above it, was added by fallback.
+        round: number of the budget round it belongs to (see ``policy``).
+        key: of its random numbers.
+        token_ids: int32 [R], sampled tokens, then observed ones.
+        logprobs: float [R], 0 for observed tokens.
+        num_sampled: how many tokens were sampled.
+        length: tokens from the beginning of the prompt to the end of this node.
+        reward: received at its end.
+        end: why the path ends here, None for inner nodes.
+        policy_version: of the weights that sampled it.
+        children: indices, in the order of their child numbers.
+        reported: whether its request has finished.
+        turn_ended: whether an environment has taken the sampled tokens up to here as an action.
+    """
+
+    parent: int
+    path: tuple[int, ...]
+    fallback: bool = False
+    round: int = -1
+    key: int = 0
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    num_sampled: int = 0
+    length: int = 0
+    reward: float = 0.0
+    end: EndReason | None = None
+    policy_version: int = 0
+    children: list[int] = field(default_factory=list)
+    reported: bool = False
+    turn_ended: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Segments from the root to here."""
+        return len(self.path)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [R]: the sampled tokens."""
+        return np.arange(len(self.token_ids)) < self.num_sampled
+
+    @property
+    def logprob_sum(self) -> float:
+        """Of the sampled tokens."""
+        return float(np.sum(self.logprobs[: self.num_sampled], dtype=np.float64))
+
+
+class SampledTree:
+    """The tree of one query, growing or complete.
+
+    Attributes:
+        query: number of the query, which its random numbers are keyed by.
+        nodes: the root first; in a complete tree (``in_order``) in preorder.
+    """
+
+    def __init__(self, query: int, prompt: np.ndarray) -> None:
+        prompt = np.asarray(prompt, dtype=np.int32)
+        if prompt.size == 0:
+            raise ValueError(f"query {query}: the prompt is empty")
+        root = TreeNode(-1, (), token_ids=prompt, logprobs=np.zeros(prompt.size, np.float32), length=prompt.size)
+        root.reported = True
+        self.query = query
+        self.nodes = [root]
+
+    def add_child(self, parent: int, fallback: bool, round_number: int, key: int) -> int:
+        """A new node below ``parent``, without tokens yet; its index."""
+        above = self.nodes[parent]
+        node = TreeNode(parent, (*above.path, len(above.children)), fallback or above.fallback, round_number, key)
+        self.nodes.append(node)
+        above.children.append(len(self.nodes) - 1)
+        return len(self.nodes) - 1
+
+    def fill(self, index: int, token_ids: np.ndarray, logprobs: np.ndarray, policy_version: int) -> None:
+        """The tokens that were sampled for a node."""
+        node = self.nodes[index]
+        node.token_ids, node.logprobs = np.asarray(token_ids, np.int32), np.asarray(logprobs)
+        node.num_sampled, node.policy_version = len(node.token_ids), policy_version
+        node.length = self.nodes[node.parent].length + len(node.token_ids)
+
+    def observe(self, index: int, token_ids: np.ndarray, reward: float) -> None:
+        """What the environment answered to the turn that ends in a node, and the reward of that turn."""
+        node = self.nodes[index]
+        node.token_ids = np.concatenate([node.token_ids, np.asarray(token_ids, np.int32)])
+        node.logprobs = np.concatenate([node.logprobs, np.zeros(len(token_ids), node.logprobs.dtype)])
+        node.length += len(token_ids)
+        node.reward, node.turn_ended = reward, True
+
+    def lineage(self, index: int) -> list[int]:
+        """Nodes from the root to ``index``, both included."""
+        found = []
+        while index >= 0:
+            found.append(index)
+            index = self.nodes[index].parent
+        return found[::-1]
+
+    def tokens(self, index: int) -> np.ndarray:
+        """All tokens from the beginning of the prompt to the end of a node, int32: a leaf's sequence."""
+        return np.concatenate([self.nodes[i].token_ids for i in self.lineage(index)])
+
+    def response_length(self, index: int) -> int:
+        """Tokens behind the prompt, observed ones included."""
+        return self.nodes[index].length - self.nodes[0].length
+
+    def action(self, index: int) -> np.ndarray:
+        """The sampled tokens of the turn that ends in a node: back to the end of the turn before, or the prompt."""
+        pieces = []
+        while index > 0:
+            pieces.append(self.nodes[index].token_ids[: self.nodes[index].num_sampled])
+            index = self.nodes[index].parent
+            if self.nodes[index].turn_ended:
+                break
+        return np.concatenate(pieces[::-1])
+
+    @property
+    def leaves(self) -> list[int]:
+        """Indices of the nodes where paths end, in the order of the nodes."""
+        return [index for index, node in enumerate(self.nodes) if node.end is not None]
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that an engine sampled for this tree."""
+        return sum(node.num_sampled for node in self.nodes)
+
+    def in_order(self) -> SampledTree:
+        """The complete tree with its nodes in preorder, which does not depend on the order they finished in."""
+        order = sorted(range(len(self.nodes)), key=lambda index: self.nodes[index].path)
+        place = {index: new for new, index in enumerate(order)}
+        tree = SampledTree(self.query, self.nodes[0].token_ids)
+        tree.nodes = [self.nodes[index] for index in order]
+        for node in tree.nodes:
+            node.parent = place.get(node.parent, -1)
+            node.children = [place[child] for child in node.children]
+        return tree
+
+    def leaf_weights(self, fallback: FallbackWeight = FallbackWeight.ZERO) -> dict[int, float]:
+        """Weight of each leaf by its index, see the top of the module; together 1."""
+        weight = np.zeros(len(self.nodes))
+        weight[0] = 1.0
+        waiting = [0]
+        while waiting:
+            index = waiting.pop()
+            children = self.nodes[index].children
+            if fallback is FallbackWeight.ZERO:
+                children = [child for child in children if not self.nodes[child].fallback]
+            for child in children:
+                weight[child] = weight[index] / len(children)
+            waiting += children
+        return {leaf: float(weight[leaf]) for leaf in self.leaves}

@@ -1,0 +1,218 @@
+"""The suffix forest in C: compiled when it is first needed, loaded with ``ctypes``.
+
+``suffix_forest.c`` includes nothing but the C library, so a compiler (``$CC``, else ``cc``, ``gcc`` or ``clang``; one
+that Triton needs on a GPU too) makes it in about a second, without Python's headers and without anything to download.
+The result stays in ``$MEGATRON_DTA_CACHE``, by default ``megatron_dta`` in the user's cache folder, under a name that
+has the source's hash; several processes may make it at once, since it appears by renaming. Where that fails,
+``create_forest`` says so once and goes on in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dta.speculation.suffix_forest import DraftParams, Drafts, PythonSuffixForest, SuffixForest
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("suffix_forest.c")
+# Contraction to fused multiply-add would round scores otherwise than Python does.
+FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off")
+COMPILE_SECONDS = 120
+
+_POINTER, _UINT, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_double
+_SIGNATURES = {
+    "sf_new": (_POINTER, [_INT]),
+    "sf_delete": (None, [_POINTER]),
+    "sf_new_tree": (_UINT, [_POINTER]),
+    "sf_delete_tree": (_INT, [_POINTER, _UINT]),
+    "sf_new_text": (_UINT, [_POINTER, _UINT, _UINT, _UINT]),
+    "sf_extend": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _POINTER]),
+    "sf_finish": (_INT, [_POINTER, _UINT]),
+    "sf_remove": (_INT, [_POINTER, _UINT]),
+    "sf_draft": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _INT, _DOUBLE, _DOUBLE, _DOUBLE, *[_POINTER] * 6]),
+    "sf_count": (ctypes.c_int64, [_POINTER, _UINT, _INT, _POINTER]),
+    "sf_size": (None, [_POINTER, _POINTER]),
+}
+
+
+class NativeUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, no error of the program)
+    """The C implementation cannot be had here; the message says why."""
+
+
+def create_forest(depth: int) -> SuffixForest:
+    """The fastest forest that works on this machine."""
+    reason = _why_not_native()
+    if reason is None:
+        return NativeSuffixForest(depth)
+    return PythonSuffixForest(depth)
+
+
+@functools.cache
+def _why_not_native() -> str | None:
+    try:
+        load_library()
+    except NativeUnavailable as error:
+        logger.warning("drafting in plain Python, some twenty times slower: %s", error)
+        return str(error)
+    return None
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """The compiled C file; ``NativeUnavailable`` where there is no compiler or it fails."""
+    source = SOURCE.read_bytes()
+    key = hashlib.sha256(b"\0".join([source, " ".join(FLAGS).encode(), platform.machine().encode()])).hexdigest()[:16]
+    name = f"suffix_forest-{key}.so"
+    for folder in (_cache_folder(), None):
+        try:
+            if folder is None:  # a cache that cannot be written, or whose files cannot be mapped for execution
+                with tempfile.TemporaryDirectory(prefix="megatron_dta-") as temporary:
+                    return _load(_compile(Path(temporary) / name))
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / name
+            return _load(path if path.exists() else _compile(path))
+        except OSError as error:
+            failure = error
+    raise NativeUnavailable(f"the compiled suffix forest cannot be stored or loaded: {failure}")
+
+
+def _cache_folder() -> Path:
+    given = os.environ.get("MEGATRON_DTA_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_dta"
+
+
+def _compiler() -> list[str]:
+    given = shlex.split(os.environ.get("CC", ""))
+    for candidate in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(candidate[0]):
+            return candidate
+    raise NativeUnavailable(f"no C compiler found ({' '.join(given) or 'cc, gcc, clang'}); install one or set CC")
+
+
+def _compile(path: Path) -> Path:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".suffix_forest-", suffix=".so")
+    os.close(descriptor)
+    try:
+        command = [*_compiler(), *FLAGS, "-o", temporary, str(SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+            raise NativeUnavailable(f"{command[0]} failed: {lines[0]}")
+        os.replace(temporary, path)
+    except subprocess.TimeoutExpired:
+        raise NativeUnavailable(f"{command[0]} took more than {COMPILE_SECONDS} seconds") from None
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+    return path
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class NativeSuffixForest(SuffixForest):
+    """The forest in C. Not for use by two threads at once."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self._library = load_library()
+        self._forest = self._library.sf_new(depth)
+        if not self._forest:
+            raise MemoryError("no memory for a suffix forest")
+
+    def __del__(self) -> None:
+        if getattr(self, "_forest", None):
+            self._library.sf_delete(self._forest)
+            self._forest = None
+
+    def new_tree(self) -> int:
+        return _checked(self._library.sf_new_tree(self._forest))
+
+    def delete_tree(self, tree: int) -> None:
+        if self._library.sf_delete_tree(self._forest, tree):
+            raise ValueError(f"tree {tree} still has texts")
+
+    def new_text(self, trees: tuple[int, int], begin: int = 0) -> int:
+        return _checked(self._library.sf_new_text(self._forest, trees[0], trees[1], begin))
+
+    def extend(self, texts: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
+        texts, tokens = np.ascontiguousarray(texts, np.uint32), np.ascontiguousarray(tokens, np.int32)
+        offsets = np.ascontiguousarray(offsets, np.int64)
+        _check_status(
+            self._library.sf_extend(
+                self._forest, len(texts), texts.ctypes.data, tokens.ctypes.data, offsets.ctypes.data
+            )
+        )
+
+    def finish(self, text: int) -> None:
+        _check_status(self._library.sf_finish(self._forest, text))
+
+    def remove(self, text: int) -> None:
+        if self._library.sf_remove(self._forest, text):
+            raise RuntimeError(f"text {text} does not stand in its trees: the forest is damaged")
+
+    def draft(self, texts: np.ndarray, most: np.ndarray, params: DraftParams) -> Drafts:
+        texts, most = np.ascontiguousarray(texts, np.uint32), np.ascontiguousarray(most, np.int32)
+        drafts = Drafts.empty(len(texts), params.width)
+        outputs = (drafts.tokens, drafts.probabilities, drafts.lengths, drafts.matches, drafts.trees, drafts.scores)
+        status = self._library.sf_draft(
+            self._forest,
+            len(texts),
+            texts.ctypes.data,
+            most.ctypes.data,
+            params.width,
+            params.factor,
+            params.offset,
+            params.min_probability,
+            *(output.ctypes.data for output in outputs),
+        )
+        _check_status(status)
+        return drafts
+
+    def count(self, tree: int, pattern: np.ndarray) -> int:
+        pattern = np.ascontiguousarray(pattern, np.int32)
+        return self._library.sf_count(self._forest, tree, len(pattern), pattern.ctypes.data)
+
+    @property
+    def num_nodes(self) -> int:
+        return self._size()[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._size()[1]
+
+    def _size(self) -> tuple[int, int]:
+        size = np.zeros(2, np.int64)
+        self._library.sf_size(self._forest, size.ctypes.data)
+        return int(size[0]), int(size[1])
+
+
+def _checked(number: int) -> int:
+    if not number:
+        raise MemoryError("no memory for the suffix forest; lower --das-max-tokens")
+    return number
+
+
+def _check_status(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for the suffix forest; lower --das-max-tokens")

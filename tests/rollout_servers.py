@@ -1,0 +1,464 @@
+"""Local servers with the request and response forms of vLLM and SGLang, strict, and with faults on demand.
+
+They sample from a table: the logits of the next token depend on the last one only, so a test can compute any logprob.
+Loading a checkpoint makes the table from its embedding. Unlike the real servers, which ignore most unknown fields, any
+field that the real schema does not have is refused, and so is a missing or mistyped one, in the form of each server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from safetensors.torch import load_file
+from torch import Tensor
+
+NUMBER = (int, float)
+VLLM_COMPLETION: dict[str, Any] = {
+    "model": str, "prompt": list, "echo": bool, "frequency_penalty": NUMBER, "logit_bias": dict, "logprobs": int,
+    "max_tokens": int, "n": int, "presence_penalty": NUMBER, "seed": int, "stop": list, "stream": bool,
+    "temperature": NUMBER, "top_p": NUMBER, "top_k": int, "min_p": NUMBER, "repetition_penalty": NUMBER,
+    "stop_token_ids": list, "ignore_eos": bool, "min_tokens": int, "skip_special_tokens": bool,
+    "allowed_token_ids": list, "add_special_tokens": bool, "request_id": str, "return_tokens_as_token_ids": bool,
+    "return_token_ids": bool, "return_weight_versions": bool, "cache_salt": str, "priority": int,
+}  # fmt: skip
+SGLANG_GENERATE: dict[str, Any] = {
+    "rid": str, "input_ids": list, "sampling_params": dict, "return_logprob": bool, "logprob_start_len": int,
+    "top_logprobs_num": int, "token_ids_logprob": list, "return_text_in_logprobs": bool, "stream": bool,
+}  # fmt: skip
+SGLANG_SAMPLING: dict[str, Any] = {
+    "max_new_tokens": int, "stop": list, "stop_token_ids": list, "temperature": NUMBER, "top_p": NUMBER,
+    "top_k": int, "min_p": NUMBER, "frequency_penalty": NUMBER, "presence_penalty": NUMBER,
+    "repetition_penalty": NUMBER, "min_new_tokens": int, "n": int, "ignore_eos": bool, "skip_special_tokens": bool,
+    "sampling_seed": int, "no_stop_trim": bool,
+}  # fmt: skip
+SGLANG_FROM_DISK: dict[str, Any] = {
+    "model_path": str, "load_format": str, "abort_all_requests": bool, "weight_version": str, "is_async": bool,
+    "torch_empty_cache": bool, "keep_pause": bool, "recapture_cuda_graph": bool, "token_step": int,
+    "flush_cache": bool, "manifest": dict,
+}  # fmt: skip
+
+
+class BadRequestError(Exception):
+    """What pydantic would refuse."""
+
+
+def check(body: Any, schema: dict[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise BadRequestError("Input should be a valid dictionary")
+    for name in required:
+        if name not in body:
+            raise BadRequestError(f"{name}: Field required")
+    for name, value in body.items():
+        if name not in schema:
+            raise BadRequestError(f"{name}: Extra inputs are not permitted")
+        if not isinstance(value, schema[name]) or (isinstance(value, bool) and schema[name] is not bool):
+            raise BadRequestError(f"{name}: Input should be a valid {schema[name]}, got {value!r}")
+        if schema[name] is list and not all(isinstance(item, int) for item in value):
+            raise BadRequestError(f"{name}: Input should be a list of integers")
+    return body
+
+
+class RolloutServer:
+    """One server on the loopback interface; ``with`` runs it in a thread.
+
+    Attributes:
+        url: where it listens.
+        faults: what goes wrong with the next requests to a path, in order: a status, "drop", "truncate", "hang",
+            "garbage", "short" (one logprob too few), "long" (one token too many), "abort", "die" (now and for good).
+        calls: paths of all requests, in order, and bodies of those to the generating path in ``bodies``.
+        versions: for every answered request, what ``weights`` were then.
+        violations: what a real server would have suffered from: weights changed under running requests, or old K/V
+            used with new weights.
+    """
+
+    kind: str
+    generate_path: str
+
+    def __init__(
+        self,
+        table: np.ndarray,
+        model_eos: int | None = None,
+        delay_s: float = 0.0,
+        temperature_scaled: bool | None = None,
+        port: int = 0,
+    ) -> None:
+        self.table, self.model_eos, self.delay_s = np.asarray(table, dtype=np.float64), model_eos, delay_s
+        # Whether logprobs are after temperature and nucleus (vLLM), or after temperature (SGLang).
+        self.temperature_scaled = temperature_scaled
+        self.faults: dict[str, list[Any]] = {}
+        self.calls: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.folders: list[str] = []
+        self.loaded: list[dict[str, Tensor]] = []
+        self.violations: list[str] = []
+        self.label = "default"
+        self.paused = False
+        self.running = self.most_running = 0
+        self._cache: list[tuple[int, ...]] = []
+        self._cache_is_old = False
+        self._loop = asyncio.new_event_loop()
+        self._port = port
+        self._stopped = False
+
+    def __enter__(self) -> RolloutServer:
+        ready = threading.Event()
+
+        async def start() -> None:
+            app = web.Application(client_max_size=2**26)
+            app.router.add_route("*", "/{path:.*}", self._serve)
+            self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+            await self._runner.setup()
+            site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+            await site.start()
+            self._port = site._server.sockets[0].getsockname()[1]
+            ready.set()
+
+        def work() -> None:
+            self._loop.create_task(start())
+            self._loop.run_forever()
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+        assert ready.wait(10)
+        self.url = f"http://127.0.0.1:{self._port}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def stop(self) -> None:
+        """No longer listen; what is open is dropped."""
+        if not self._stopped:
+            self._stopped = True
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        path = "/" + request.match_info["path"]
+        self.calls.append(path)
+        fault = self.faults[path].pop(0) if self.faults.get(path) else None
+        raw = await request.read()
+        if fault == "die":
+            self._stopped = True
+            self._loop.create_task(self._runner.cleanup())
+            request.transport.abort()
+        elif fault == "drop":
+            request.transport.abort()
+        elif fault == "hang":
+            await asyncio.sleep(60)
+        elif fault == "garbage":
+            return web.Response(text="<html>Bad gateway</html>")
+        elif isinstance(fault, int):
+            return web.json_response({"error": {"message": "injected"}}, status=fault)
+        try:
+            body = json.loads(raw) if raw else None
+            response = await self.answer(path, request, body)
+        except BadRequestError as error:
+            return web.json_response(self.refusal(str(error)), status=400)
+        except json.JSONDecodeError as error:
+            return web.json_response(self.refusal(f"JSON decode error: {error}"), status=400)
+        if fault in ("short", "long", "abort"):
+            response = web.json_response(self.damaged(json.loads(response.body), fault))
+        if fault == "truncate":
+            cut = web.StreamResponse(headers={"Content-Length": str(len(response.body))})
+            await cut.prepare(request)
+            await cut.write(response.body[: len(response.body) // 2])
+            request.transport.close()
+            return cut
+        return response
+
+    async def answer(self, path: str, request: web.Request, body: Any) -> web.Response:
+        raise NotImplementedError
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def damaged(self, reply: dict[str, Any], fault: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load(self, folder: str) -> None:
+        if self.running:
+            self.violations.append("weights changed under running requests")
+        self.folders.append(folder)
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not (Path(folder) / "config.json").is_file() or not files:
+            raise BadRequestError(f"{folder} is no checkpoint")
+        self.loaded.append({name: values for file in files for name, values in load_file(file).items()})
+        embedding = self.loaded[-1]["model.embed_tokens.weight"].double().numpy()
+        self.table = embedding @ embedding.T * 20
+        self._cache_is_old = bool(self._cache)
+
+    def flush(self) -> None:
+        self._cache, self._cache_is_old = [], False
+
+    async def sample(
+        self,
+        context: list[int],
+        most: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        stops: set[int],
+        allowed: list[int] | None,
+    ) -> tuple[list[int], list[float], bool, int]:
+        """Tokens, logprobs, whether a stop token came, context tokens in the cache."""
+        if max(context) >= len(self.table) or min(context) < 0:
+            raise BadRequestError(f"Token id {max(context)} is out of vocabulary")
+        if self._cache_is_old:
+            self.violations.append("K/V of old weights used")
+        table = self.table
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self.running -= 1
+        cached = max((shared(context, known) for known in self._cache), default=0)
+        random, tokens, logprobs = np.random.default_rng(seed), list(context), []
+        stopped = False
+        while len(logprobs) < most and not stopped:
+            raw = log_softmax(table[tokens[-1]])
+            drawn = table[tokens[-1]] / (temperature or 1.0)
+            if allowed is not None:
+                drawn = np.where(np.isin(np.arange(len(drawn)), allowed), drawn, -np.inf)
+            scaled = log_softmax(drawn)
+            kept = nucleus_logprobs(scaled, top_p)
+            token = int(np.argmax(kept)) if temperature == 0 else int(random.choice(len(kept), p=np.exp(kept)))
+            tokens.append(token)
+            logprobs.append(float(self.returned(raw, scaled, kept)[token]))
+            stopped = token in stops
+        self._cache.append(tuple(tokens))
+        return tokens[len(context) :], logprobs, stopped, min(cached, len(context) - 1)
+
+    def returned(self, raw: np.ndarray, scaled: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+class VllmServer(RolloutServer):
+    """The forms of vLLM 0.33 in development mode; ``labels=False`` for a version that knows no weight versions."""
+
+    kind, generate_path = "vllm", "/v1/completions"
+    labels = True
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}
+
+    def returned(self, raw: np.ndarray, scaled: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        return kept if self.temperature_scaled else raw
+
+    async def answer(self, path: str, request: web.Request, body: Any) -> web.Response:
+        if path == "/health" and request.method == "GET":
+            return web.Response()
+        if self.labels and path == "/weight_info" and request.method == "GET":
+            return web.json_response({"weight_version": self.label})
+        if request.method != "POST":
+            return web.json_response({"detail": "Method Not Allowed"}, status=405)
+        if path == self.generate_path:
+            if self.paused:
+                return web.json_response(self.refusal("paused") | {}, status=503)
+            return await self._complete(check(body, VLLM_COMPLETION, ("prompt",)))
+        if path == "/pause":
+            if request.query.get("mode", "abort") not in ("abort", "wait", "keep"):
+                raise BadRequestError("mode: Input should be 'abort', 'wait' or 'keep'")
+            self.paused = True
+            return web.json_response({"status": "paused"})
+        if path == "/resume":
+            self.paused = False
+            return web.json_response({"status": "resumed"})
+        if path == "/reset_prefix_cache":
+            self.flush()
+            return web.json_response({"success": True})
+        if path == "/collective_rpc":
+            check(body, {"method": str, "args": list, "kwargs": dict, "timeout": NUMBER}, ("method",))
+            if body["method"] != "reload_weights" or set(body.get("kwargs", {})) != {"weights_path"}:
+                return web.json_response(self.refusal("unexpected call"), status=500)
+            self.load(body["kwargs"]["weights_path"])
+            return web.json_response({"results": [None]})
+        if self.labels and path == "/update_weight_version":
+            self.label = check(body, {"new_version": str}, ("new_version",))["new_version"]
+            return web.json_response({"success": True, "new_version": self.label})
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    async def _complete(self, body: dict[str, Any]) -> web.Response:
+        self.bodies.append(body)
+        if not body["prompt"]:
+            raise BadRequestError("Either prompt or prompt_embeds must be provided and non-empty.")
+        label = self.label
+        stops = set(body.get("stop_token_ids", []))
+        if not body.get("ignore_eos", False) and self.model_eos is not None:
+            stops.add(self.model_eos)
+        tokens, logprobs, stopped, _ = await self.sample(
+            body["prompt"], body.get("max_tokens", 16), body.get("temperature", 1.0), body.get("top_p", 1.0),
+            body.get("seed", 0), stops, body.get("allowed_token_ids"),
+        )  # fmt: skip
+        names = [f"token_id:{token}" for token in tokens]
+        choice = {
+            "index": 0,
+            "text": "?" * len(tokens),
+            "logprobs": {
+                "text_offset": list(range(len(tokens))),
+                "token_logprobs": [max(logprob, -9999.0) for logprob in logprobs],
+                "tokens": names,
+                "top_logprobs": [{name: logprob} for name, logprob in zip(names, logprobs, strict=True)],
+            }
+            if body.get("logprobs") is not None
+            else None,
+            "finish_reason": "stop" if stopped else "length",
+            "stop_reason": tokens[-1] if stopped and tokens[-1] != self.model_eos else None,
+            "token_ids": tokens if body.get("return_token_ids") else None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": body["prompt"] if body.get("return_token_ids") else None,
+            "routed_experts": None,
+            "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}]
+            if self.labels and body.get("return_weight_versions")
+            else None,
+        }
+        usage = {
+            "prompt_tokens": len(body["prompt"]),
+            "total_tokens": len(body["prompt"]) + len(tokens),
+            "completion_tokens": len(tokens),
+            "prompt_tokens_details": None,
+        }
+        return web.json_response(
+            {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}
+            | {"service_tier": None, "system_fingerprint": None, "usage": usage, "kv_transfer_params": None}
+        )
+
+    def damaged(self, reply: dict[str, Any], fault: str) -> dict[str, Any]:
+        choice = reply["choices"][0]
+        if fault == "short":
+            choice["logprobs"]["token_logprobs"].pop()
+        elif fault == "long":
+            choice["token_ids"] += [1] * 1000
+        else:
+            choice["finish_reason"] = "abort"
+        return reply
+
+
+class SglangServer(RolloutServer):
+    """The forms of SGLang 0.5.23."""
+
+    kind, generate_path = "sglang", "/generate"
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        return {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
+
+    def returned(self, raw: np.ndarray, scaled: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        return raw if self.temperature_scaled is False else scaled
+
+    async def answer(self, path: str, request: web.Request, body: Any) -> web.Response:
+        if path in ("/health", "/health_generate") and request.method == "GET":
+            return web.Response()
+        if path == "/model_info" and request.method == "GET":
+            return web.json_response({"model_path": "m", "is_generation": True, "weight_version": self.label})
+        if path == "/flush_cache":
+            if self.running:
+                return web.Response(text="Flush cache failed.\n", status=400)
+            self.flush()
+            return web.Response(text="Cache flushed.\nPlease check backend logs for more details.\n")
+        if request.method != "POST":
+            return web.json_response({"detail": "Method Not Allowed"}, status=405)
+        if path == self.generate_path:
+            while self.paused:
+                await asyncio.sleep(0.01)
+            return await self._generate(check(body, SGLANG_GENERATE))
+        if path == "/pause_generation":
+            if check(body, {"mode": str}).get("mode", "abort") not in ("abort", "retract", "in_place"):
+                raise BadRequestError("mode: Input should be 'abort', 'retract' or 'in_place'")
+            self.paused = True
+            return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+        if path == "/continue_generation":
+            check(body, {"torch_empty_cache": bool})
+            self.paused = False
+            return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+        if path == "/update_weights_from_disk":
+            check(body, SGLANG_FROM_DISK, ("model_path",))
+            try:
+                self.load(body["model_path"])
+            except BadRequestError as error:
+                content = {"success": False, "message": str(error), "num_paused_requests": 0}
+                return web.json_response(content, status=400)
+            self.label = body.get("weight_version", self.label)
+            message = f"Succeeded to update model weights. Weight version updated to {self.label}."
+            return web.json_response({"success": True, "message": message, "num_paused_requests": 0})
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    async def _generate(self, body: dict[str, Any]) -> web.Response:
+        self.bodies.append(body)
+        if not body.get("input_ids"):
+            return web.json_response({"error": {"message": "input_ids cannot be empty."}}, status=400)
+        settings = check(body.get("sampling_params", {}), SGLANG_SAMPLING)
+        label, context = self.label, body["input_ids"]
+        stops = set(settings.get("stop_token_ids", [])) | ({self.model_eos} - {None})
+        if settings.get("ignore_eos", False):
+            stops = set()
+        tokens, logprobs, stopped, cached = await self.sample(
+            context, settings.get("max_new_tokens", 128), settings.get("temperature", 1.0),
+            settings.get("top_p", 1.0), settings.get("sampling_seed", 42), stops, None,
+        )  # fmt: skip
+        finish = {"type": "stop", "matched": tokens[-1]} if stopped else {"type": "length", "length": len(tokens)}
+        meta: dict[str, Any] = {
+            "id": "0",
+            "finish_reason": finish,
+            "prompt_tokens": len(context),
+            "weight_version": label,
+            "num_retractions": 0,
+            "completion_tokens": len(tokens),
+            "cached_tokens": cached,
+        }
+        if body.get("return_logprob"):
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [[p, t, None] for p, t in zip(logprobs, tokens, strict=True)]
+            meta["output_token_logprobs_length"] = len(tokens)
+            if body.get("token_ids_logprob"):
+                row = self.table[context[-1]]
+                scale = 1.0 if self.temperature_scaled is False else settings.get("temperature", 1.0)
+                named = log_softmax(row / scale)
+                meta["output_token_ids_logprobs"] = [[[float(named[t]), t, None] for t in body["token_ids_logprob"]]]
+        return web.json_response({"text": "?", "output_ids": tokens, "meta_info": meta})
+
+    def damaged(self, reply: dict[str, Any], fault: str) -> dict[str, Any]:
+        if fault == "short":
+            reply["meta_info"]["output_token_logprobs"].pop()
+        elif fault == "long":
+            reply["output_ids"] += [1] * 1000
+            reply["meta_info"]["output_token_logprobs"] += [[-1.0, 1, None]] * 1000
+        else:
+            reply["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted", "status_code": None}
+        return reply
+
+
+SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
+
+
+def log_softmax(row: np.ndarray) -> np.ndarray:
+    row = row - row.max()
+    return row - np.log(np.exp(row).sum())
+
+
+def nucleus_logprobs(row: np.ndarray, top_p: float) -> np.ndarray:
+    """Renormalized over the nucleus; -inf outside of it."""
+    order = np.argsort(-row, kind="stable")
+    before = np.cumsum(np.exp(row[order])) - np.exp(row[order])
+    keep = order[(before < top_p) | (np.arange(len(order)) == 0)] if top_p < 1 else order
+    kept = np.full(len(row), -np.inf)
+    kept[keep] = row[keep]
+    return kept - np.log(np.exp(kept).sum())
+
+
+def shared(left: list[int], right: tuple[int, ...]) -> int:
+    length = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length

@@ -1,0 +1,95 @@
+"""The fake engine that others are tested with: its tokens must tell a wrong context from the right one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
+from megatron_dta.sampling.engines.recording import RecordingEngine
+from megatron_dta.sampling.params import SamplingParams
+
+VOCAB, EOS, OTHER_EOS = 50, 7, 49
+
+
+def started(**settings) -> RecordingEngine:
+    engine = RecordingEngine(VOCAB, **{"end_probability": 0.05, **settings})
+    engine.start(SamplingParams(1, EOS, other_eos_ids=(OTHER_EOS,)), 3)
+    return engine
+
+
+def requests_of(rng: np.random.Generator, count: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(i, rng.integers(0, VOCAB, rng.integers(1, 9)).astype(np.int32), int(rng.integers(1, 40)), i)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokens_per_poll": 3}, {"most_at_once": 1, "seed": 9}])
+def test_every_token_follows_from_the_whole_prefix(settings: dict):
+    rng = seed_all(1)
+    engine = started(**settings)
+    requests = requests_of(rng, 60)
+    results = generate(engine, requests)
+    reasons = {FinishReason.STOP: 0, FinishReason.LENGTH: 0}
+    for request, result in zip(requests, results, strict=True):
+        tokens = [*request.token_ids, *result.token_ids]
+        for i, (token, logprob) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
+            prefix = tokens[: len(request.token_ids) + i]
+            assert engine.token_after(prefix, request.key) == token
+            assert engine.logprob_after(prefix, request.key) == pytest.approx(logprob)
+        assert set(result.token_ids[:-1].tolist()).isdisjoint({EOS, OTHER_EOS})
+        assert (result.token_ids[-1] in (EOS, OTHER_EOS)) == result.ended
+        assert result.ended or len(result.token_ids) == request.max_tokens
+        reasons[result.finish_reason] += 1
+    assert min(reasons.values()) > 5
+    assert [request_id for name, request_id in engine.calls if name == "finish"] != list(range(60))
+    assert engine.statistics()["decoded_tokens"] == sum(len(result.token_ids) for result in results)
+
+
+def test_a_wrong_prefix_gives_other_tokens():
+    """One token changed, dropped or put elsewhere, or another key: nearly every next token is another one."""
+    rng = seed_all(2)
+    engine = started(end_probability=0.0)
+    same = 0
+    for _ in range(300):
+        prefix = rng.integers(0, VOCAB, 12)
+        token, i = engine.token_after(prefix, 5), int(rng.integers(0, 12))
+        changed = prefix.copy()
+        changed[i] = (changed[i] + 1) % VOCAB
+        for other, key in ((changed, 5), (np.delete(prefix, i), 5), (prefix, 6)):
+            same += engine.token_after(other, key) == token
+    assert same < 900 * 3 / VOCAB
+
+
+def test_the_end_follows_its_probability_and_all_tokens_occur():
+    engine = started(end_probability=lambda position: 0.3 if position % 2 else 0.0)
+    ends = np.array([[engine.token_after([i] * n, 0) in (EOS, OTHER_EOS) for i in range(2000)] for n in (2, 3)])
+    assert ends[0].sum() == 0
+    assert abs(ends[1].mean() - 0.3) < 5 * np.sqrt(0.21 / 2000)
+    assert {engine.token_after([i, 1, 1], 0) for i in range(2000)} == set(range(VOCAB))
+
+
+def test_held_requests_and_refusals():
+    engine = started()
+    context = np.arange(5, dtype=np.int32)
+    (first,) = generate(engine, [GenerationRequest(0, context, 4, 1, hold=True)])
+    whole = np.concatenate([context, first.token_ids])
+    generate(engine, [GenerationRequest(1, whole, 2, 1, parent=0), GenerationRequest(2, whole[:6], 2, 2, parent=0)])
+    assert engine.statistics()["reused_tokens"] == len(whole) - 1 + 5
+    for request, words in (
+        (GenerationRequest(0, context, 1, 1), "in use"),
+        (GenerationRequest(3, context, 1, 1, parent=1), "not held"),
+        (GenerationRequest(3, context[1:], 1, 1, parent=0), "no prefix"),
+        (GenerationRequest(3, context[:0], 1, 1), "empty"),
+        (GenerationRequest(3, context + VOCAB, 1, 1), "vocabulary"),
+        (GenerationRequest(3, context, 0, 1), "max_tokens"),
+        (GenerationRequest(3, context, 1, 2**63), "key"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.submit([GenerationRequest(9, context, 1, 1), request])
+    assert engine.poll() == []
+    engine.release([0])
+    with pytest.raises(ValueError, match="not held"):
+        engine.release([0])

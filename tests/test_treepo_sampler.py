@@ -1,0 +1,307 @@
+"""Trees sampled on a recording engine: contexts, width, weights, order of results, the rule against a slow twin."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron_dta.sampling.engines.recording import RecordingEngine
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.treepo.budget import branch_budget, certain_branches, divide_by_logprob, divide_evenly
+from megatron_dta.sampling.treepo.fallback import fallback_nodes
+from megatron_dta.sampling.treepo.keys import Decision, QueryNumbers, node_key
+from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
+from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.sampling.treepo.stops import StopRules, answer_rule, boxed_answer, most_repeated
+from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
+
+EOS = 0
+ALLOCATIONS = ("even", "low-logprob", "high-logprob")
+FALLBACKS = ("from-start", "random", "finished", "longest")
+POINTS = ("uniform", "min-logprob", "low-logprob", "high-logprob")
+
+
+def random_settings(rng: np.random.Generator, **changes) -> TreeSettings:
+    first = int(rng.integers(1, 5))
+    settings = dict(
+        width=int(rng.integers(1, 9)),
+        max_response_tokens=int(rng.integers(1, 11)),
+        segment_tokens=int(rng.integers(1, 5)) if rng.random() < 0.9 else None,
+        max_depth=int(rng.integers(1, 7)) if rng.random() < 0.3 else None,
+        branching_factor=int(rng.integers(1, 5)),
+        initial_branches=first,
+        initial_branches_max=first + int(rng.integers(0, 6)) if rng.random() < 0.4 else None,
+        budget_transfer=bool(rng.random() < 0.7),
+        allocation=str(rng.choice(ALLOCATIONS)),
+        score=str(rng.choice(["segment-mean", "path-mean", "path-sum"])),
+        temperature=float(rng.choice([0.05, 0.5, 2.0])),
+        fallback=str(rng.choice(FALLBACKS)),
+        fallback_point=str(rng.choice(POINTS)),
+    )
+    return TreeSettings(**(settings | changes))
+
+
+def random_stops(rng: np.random.Generator) -> StopRules:
+    if rng.random() < 0.6:
+        return StopRules()
+    return StopRules(
+        decode=lambda ids: " ".join(map(str, ids)),
+        answer=answer_rule(r"\b7\b") if rng.random() < 0.5 else None,
+        repetition_count=2 if rng.random() < 0.5 else None,
+        repetition_length=4,
+        repetition_first=bool(rng.random() < 0.5),
+    )
+
+
+def random_queries(rng: np.random.Generator, count: int, vocab: int) -> list[TreeQuery]:
+    numbers = rng.choice(10**6, count, replace=False)
+    return [TreeQuery(int(n), rng.integers(1, vocab, int(rng.integers(1, 6))).astype(np.int32)) for n in numbers]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_leaf_was_conditioned_on_what_is_recorded_in_front_of_it(part: int):
+    """2,500 random queries each of 4 parts, 10,000 in all, fallback and all stops included."""
+    rng = np.random.default_rng(part)
+    runs = fallbacks = 0
+    reasons: Counter[EndReason] = Counter()
+    while runs < 2500:
+        vocab = int(rng.choice([3, 12, 200]))
+        engine = RecordingEngine(
+            vocab, float(rng.choice([0.03, 0.2, 0.5])), seed=int(rng.integers(1000)), most_at_once=9
+        )
+        settings = random_settings(rng, width=int(rng.integers(1, 6)))
+        params = SamplingParams(64, EOS, seed=int(rng.integers(100)))
+        queries = random_queries(rng, 20, vocab)
+        trees = TreeSampler(engine, settings, random_stops(rng)).sample(queries, params, int(rng.integers(100)))
+        assert not engine.held
+        requests = {request.key: request for request in engine.requests}
+        assert len(requests) == len(engine.requests), "two nodes have one key"
+        for query, tree in zip(queries, trees, strict=True):
+            runs += 1
+            assert len(tree.leaves) == settings.width
+            for leaf in tree.leaves:
+                check_leaf(tree, leaf, query, requests, engine, settings)
+                fallbacks += tree.nodes[leaf].fallback
+                reasons[tree.nodes[leaf].end] += 1
+            for weighting in FallbackWeight:
+                assert abs(sum(tree.leaf_weights(weighting).values()) - 1) < 1e-12
+    assert fallbacks > 1000
+    assert {EndReason.EOS, EndReason.ANSWER, EndReason.REPETITION, EndReason.LENGTH, EndReason.DEPTH} == set(reasons)
+
+
+def check_leaf(tree: SampledTree, leaf: int, query: TreeQuery, requests, engine: RecordingEngine, settings) -> None:
+    """Walks down the recorded tokens of one leaf: at each node they are the engine's prompt, then its answer."""
+    tokens = tree.tokens(leaf)
+    begin = len(query.token_ids)
+    assert np.array_equal(tokens[:begin], query.token_ids)
+    for index in tree.lineage(leaf)[1:]:
+        node = tree.nodes[index]
+        request = requests[node.key]
+        result = engine.results[request.request_id]
+        assert np.array_equal(request.token_ids, tokens[:begin]), "the engine was given another prefix"
+        assert np.array_equal(result.token_ids, tokens[begin : begin + len(node.token_ids)])
+        assert np.array_equal(result.logprobs, node.logprobs)
+        assert 1 <= len(node.token_ids) <= (settings.segment_tokens or settings.max_response_tokens)
+        assert (node.end is None) == (index != leaf)
+        assert (EOS in node.token_ids) <= (node.end in (EndReason.EOS, EndReason.REPETITION))
+        begin += len(node.token_ids)
+    assert begin == len(tokens)
+    assert len(tokens) - len(query.token_ids) <= settings.max_response_tokens
+    assert settings.max_depth is None or tree.nodes[leaf].depth <= settings.max_depth
+
+
+def test_the_recorded_tokens_are_those_of_the_recorded_prefix():
+    """The engine's own function of (prefix, key), asked again for every token of some trees."""
+    rng = np.random.default_rng(7)
+    engine = RecordingEngine(9, 0.2, seed=3)
+    params = SamplingParams(64, EOS, seed=5)
+    for _ in range(20):
+        trees = TreeSampler(engine, random_settings(rng)).sample(random_queries(rng, 3, 9), params, 0)
+        for tree in trees:
+            for leaf in tree.leaves:
+                tokens, begin = tree.tokens(leaf), tree.nodes[0].length
+                for index in tree.lineage(leaf)[1:]:
+                    for at in range(begin, tree.nodes[index].length):
+                        assert engine.token_after(tokens[:at], tree.nodes[index].key) == tokens[at]
+                    begin = tree.nodes[index].length
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_tree_depends_neither_on_the_order_of_results_nor_on_the_other_queries(seed: int):
+    rng = np.random.default_rng(seed)
+    for _ in range(30):
+        settings, params = random_settings(rng), SamplingParams(64, EOS, seed=seed)
+        queries = random_queries(rng, 6, 30)
+        together = TreeSampler(RecordingEngine(30, 0.15, seed=1, most_at_once=1), settings).sample(queries, params, 4)
+        lockstep = TreeSampler(RecordingEngine(30, 0.15, seed=2, most_at_once=99, tokens_per_poll=1), settings).sample(
+            queries[::-1], params, 4
+        )[::-1]
+        alone = [
+            TreeSampler(RecordingEngine(30, 0.15, seed=9), settings).sample([query], params, 4)[0] for query in queries
+        ]
+        for trees in (lockstep, alone):
+            for a, b in zip(together, trees, strict=True):
+                assert_same_tree(a, b)
+
+
+def assert_same_tree(a: SampledTree, b: SampledTree) -> None:
+    assert [node.path for node in a.nodes] == [node.path for node in b.nodes]
+    for x, y in zip(a.nodes, b.nodes, strict=True):
+        assert np.array_equal(x.token_ids, y.token_ids)
+        assert (x.end, x.fallback, x.round, x.parent, x.children) == (y.end, y.fallback, y.round, y.parent, y.children)
+
+
+def slow_tree(query: TreeQuery, settings: TreeSettings, engine: RecordingEngine, params, iteration) -> set:
+    """The published rule with its barrier, level by level, one token at a time: {(path, tokens of the leaf)}."""
+    numbers = QueryNumbers(params, iteration, query.number)
+    tree = SampledTree(query.number, query.token_ids)
+    stops = StopRules()
+    first = settings.initial_branches
+    if settings.initial_branches_max is not None:
+        draw = numbers.generator(Decision.INITIAL_BRANCHES)
+        first = int(draw.integers(first, settings.initial_branches_max + 1))
+    forks = [(0, min(first, settings.width), False)]
+    finished = number = 0
+    while forks:
+        live = []
+        members = sum(count for _, count, _ in forks)
+        for parent, count, fallback in forks:
+            for _ in range(count):
+                path = (*tree.nodes[parent].path, len(tree.nodes[parent].children))
+                node = tree.add_child(parent, fallback, number, node_key(query.number, path))
+                prefix, tokens, logprobs = tree.tokens(parent).tolist(), [], []
+                room = settings.max_response_tokens - tree.response_length(parent)
+                while len(tokens) < min(room, settings.segment_tokens or room) and EOS not in tokens:
+                    logprobs.append(engine.logprob_after(prefix + tokens, tree.nodes[node].key))
+                    tokens.append(engine.token_after(prefix + tokens, tree.nodes[node].key))
+                tree.fill(node, tokens, np.array(logprobs, np.float32), 0)
+                ended = tokens[-1] == EOS
+                tree.nodes[node].end = stops.end_of(tree, node, ended, settings.max_response_tokens, settings.max_depth)
+                if tree.nodes[node].end is None:
+                    live.append(node)
+        live.sort(key=lambda index: tree.nodes[index].path)
+        done = members - len(live)
+        budget = min(
+            max(settings.width - finished - done, 0),
+            settings.branching_factor * (done * settings.budget_transfer + len(live)),
+        )
+        finished += done
+        if live:
+            budget = max(budget, len(live))
+            order = numbers.generator(Decision.REMAINDER, number).permutation(len(live))
+            counts = [budget // len(live)] * len(live)
+            for place in order[: budget % len(live)]:
+                counts[place] += 1
+            forks = [(node, count, False) for node, count in zip(live, counts, strict=True)]
+        else:
+            missing = settings.width - finished
+            draw = numbers.generator(Decision.FALLBACK, number)
+            nodes = fallback_nodes(tree, missing, settings, draw) if missing and settings.fallback != "none" else []
+            forks = [(node, 1, True) for node in nodes]
+        number += 1
+    return {(tree.nodes[leaf].path, tuple(tree.tokens(leaf).tolist()), tree.nodes[leaf].end) for leaf in tree.leaves}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_the_rule_with_its_barrier(seed: int):
+    rng = np.random.default_rng(50 + seed)
+    for _ in range(40):
+        settings = random_settings(rng, allocation="even", fallback=str(rng.choice(("none", *FALLBACKS))))
+        engine, params = RecordingEngine(20, 0.12, seed=seed), SamplingParams(64, EOS, seed=seed)
+        queries = random_queries(rng, 3, 20)
+        trees = TreeSampler(engine, settings).sample(queries, params, 1)
+        for query, tree in zip(queries, trees, strict=True):
+            leaves = {
+                (tree.nodes[leaf].path, tuple(tree.tokens(leaf).tolist()), tree.nodes[leaf].end) for leaf in tree.leaves
+            }
+            assert leaves == slow_tree(query, settings, engine, params, 1)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_path_forks_the_moment_it_ends_its_segment(lockstep: bool):
+    """One result a poll: a living path's first child follows it at once, and all its children if its round is known."""
+    settings = TreeSettings(16, 40, segment_tokens=2)
+    engine = RecordingEngine(100, 0.0, seed=1, most_at_once=1, tokens_per_poll=1 if lockstep else None)
+    tree = TreeSampler(engine, settings).sample([TreeQuery(0, np.array([5]))], SamplingParams(40, EOS), 0)[0]
+    by_key = {node.key: index for index, node in enumerate(tree.nodes)}
+    node_of = {request.request_id: by_key[request.key] for request in engine.requests}
+    reported: Counter[int] = Counter()
+    members = Counter(node.round for node in tree.nodes[1:])
+    for at, (name, request) in enumerate(engine.calls):
+        node = tree.nodes[node_of[request]]
+        if name != "finish":
+            continue
+        known = all(reported[number] == members[number] for number in range(node.round))
+        reported[node.round] += 1
+        if node.children:
+            following = [node_of[r] for n, r in engine.calls[at + 1 : at + 1 + len(node.children)] if n == "submit"]
+            assert node.children[0] in following
+            assert not known or sorted(following) == sorted(node.children)
+    parents = {request.request_id: request.parent for request in engine.requests}
+    assert all(parents[r] is not None for r, node in node_of.items() if tree.nodes[node].depth > 1)
+
+
+def test_independent_settings_give_independent_rollouts():
+    engine = RecordingEngine(100, 0.1, seed=1)
+    tree = TreeSampler(engine, TreeSettings.independent(9, 25)).sample(
+        [TreeQuery(3, np.array([5]))], SamplingParams(25, EOS), 0
+    )[0]
+    assert len(tree.nodes) == 10
+    assert all(node.parent == 0 for node in tree.nodes[1:])
+    assert set(tree.leaf_weights().values()) == {1 / 9}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_budgets(seed: int):
+    """What is certain never exceeds what comes out in the end, over all orders of finishing; no path is cut off."""
+    rng = np.random.default_rng(seed)
+    for _ in range(3000):
+        width = int(rng.integers(1, 40))
+        before = int(rng.integers(0, width))
+        members = int(rng.integers(1, width - before + 1))
+        factor, transfer = int(rng.integers(1, 6)), bool(rng.random() < 0.5)
+        finished = int(rng.integers(0, members))
+        budget = branch_budget(width, before, members, finished, factor, transfer)
+        alive = members - finished
+        assert alive <= budget <= width - before - finished
+        for known in range(finished + 1):
+            assert certain_branches(width, before, members, known, factor, transfer) <= budget // alive
+        order = rng.permutation(alive)
+        even = divide_evenly(budget, order)
+        assert even.sum() == budget
+        assert even.max() - even.min() <= 1
+        scores, temperature = rng.normal(size=alive) * 3, float(rng.choice([0.1, 1.0, 50.0]))
+        for prefer_low in (False, True):
+            by_logprob = divide_by_logprob(budget, scores, temperature, prefer_low, order)
+            assert by_logprob.sum() == budget
+            assert by_logprob.min() >= 1
+            sorted_scores = by_logprob[np.argsort(scores)]
+            assert (np.diff(sorted_scores if not prefer_low else sorted_scores[::-1]) >= 0).all()
+
+
+def test_text_rules():
+    assert boxed_answer(r"so \boxed{\frac{1}{2}} and \boxed {3") == r"\frac{1}{2}"
+    assert boxed_answer("boxed{3}") is None
+    assert most_repeated("abababa", 3) == 3
+    assert most_repeated("ab", 3) == 0
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        text = "".join(rng.choice(list("ab"), int(rng.integers(0, 30))))
+        length = int(rng.integers(1, 6))
+        slow = max((sum(text[j : j + length] == text[i : i + length] for j in range(len(text) - length + 1))
+                    for i in range(len(text) - length + 1)), default=0)  # fmt: skip
+        assert most_repeated(text, length) == slow
+
+
+def test_an_engine_that_does_not_do_what_it_is_asked_is_found_out():
+    class Losing(RecordingEngine):
+        def poll(self):
+            self._running.pop(next(iter(self._running)), None)
+            return super().poll()
+
+    with pytest.raises(RuntimeError, match="lost"):
+        TreeSampler(Losing(50, 0.1), TreeSettings(4, 20, segment_tokens=2)).sample(
+            [TreeQuery(0, np.array([1]))], SamplingParams(20, EOS), 0
+        )
