@@ -37,7 +37,8 @@ def test_equals_megatrons_own_router_in_float32(references, name, seed):
     stock.load_state_dict(weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_dta.parity.references.build_stock_model", lambda *_: stock)
-        patch.setattr(router.TopKRouter, "gating", router.TreeRouter.gating)  # Megatron's fails without its extensions
+        if not hasattr(router.moe_utils, "te_general_gemm"):  # then Megatron's own fails
+            patch.setattr(router.TopKRouter, "gating", router.TreeRouter.gating)
         with megatrons_losses(samples):
             expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
     errors = compare_outcomes(outcome, expected)
