@@ -127,7 +127,8 @@ class SlurmCluster:
         daemon = self.daemons.pop(node)
         daemon.kill()
         daemon.wait()
-        for line in subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines():
+        shown = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+        for line in shown.splitlines():
             pid, _, arguments = line.strip().partition(" ")
             environment = Path(f"/proc/{pid}/environ")
             try:
@@ -136,7 +137,7 @@ class SlurmCluster:
                 continue
             own = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode() in variables
             stepd = arguments.startswith("slurmstepd") and str(self.folder) in os.readlink(f"/proc/{pid}/cwd")
-            if own and f"SLURMD_NODENAME={node}".encode() in variables or stepd:
+            if (own and f"SLURMD_NODENAME={node}".encode() in variables) or stepd:
                 os.kill(int(pid), 9)
 
     def run(self, *command: str, check: bool = True) -> str:

@@ -30,13 +30,13 @@ MODEL = (
     "--distributed-timeout-minutes 0.5"
 )
 # A step lasts long enough to be interrupted.
-REWARD = '''import time
+REWARD = """import time
 
 
 def reward(prompt, response, token_ids):
     time.sleep(0.4)
     return float(len(set(token_ids)))
-'''
+"""
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 needs_slurm = pytest.mark.skipif(
@@ -45,7 +45,8 @@ needs_slurm = pytest.mark.skipif(
 
 
 def submit(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", str(SUBMIT), *arguments], env=environment, capture_output=True, text=True, timeout=60)
+    command = ["bash", str(SUBMIT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
 class Jobs:

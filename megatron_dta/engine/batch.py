@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dta.objectives.weights import TrainedCounts, loss_weights
+from megatron_dta.planning.routing_replay import stream_routing
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 from megatron_dta.planning.stage_program import PipelineShape
 from megatron_dta.planning.step_plan import StepPlan, plan_step
@@ -32,6 +33,7 @@ class TreeBatch:
         fields: float64 [P] for each of "advantages", "old_logprobs", "ref_logprobs", or None where the samples have
             none.
         num_sequences: sequences of the whole step, those of other ranks included.
+        routed_experts: int16 [stream tokens, L, K], see ``TrainingSample``; None if no sample has them.
     """
 
     plan: StepPlan
@@ -39,6 +41,7 @@ class TreeBatch:
     loss_weights: np.ndarray
     fields: dict[str, np.ndarray | None]
     num_sequences: int
+    routed_experts: np.ndarray | None = None
 
     def with_fields(self, **fields: Sequence[np.ndarray]) -> TreeBatch:
         """The same batch with fields replaced, each given as one array [T] per sequence."""
@@ -100,7 +103,16 @@ def prepare_batch(
     sequence_weights = np.array([sample.weight for sample in samples])
     weights = loss_weights(np.diff(plan.sequence_pairs), loss_aggregation, counts, sequence_weights)
     num_sequences = len(samples) if counts is None else counts.sequences
-    return TreeBatch(plan, masks, np.repeat(weights, np.diff(plan.sequence_pairs)), fields, num_sequences)
+    weights_of_pairs = np.repeat(weights, np.diff(plan.sequence_pairs))
+    return TreeBatch(plan, masks, weights_of_pairs, fields, num_sequences, _routing(samples, plan))
+
+
+def _routing(samples: Sequence[TrainingSample], plan: StepPlan) -> np.ndarray | None:
+    routing = [sample.routed_experts for sample in samples]
+    missing = [i for i, array in enumerate(routing) if array is None]
+    if 0 < len(missing) < len(samples):
+        raise ValueError(f"routed_experts is missing in sample {missing[0]}, though other samples have it")
+    return None if missing or not samples else stream_routing(plan.segments.tree, routing)
 
 
 def _trained(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -25,6 +25,8 @@ class TrainingSample:
         advantages: float [T], or None for objectives without them.
         old_logprobs: float [T], logprobs under the policy that sampled, or None: the current policy's own.
         ref_logprobs: float [T], logprobs under the reference model, or None.
+        routed_experts: int16 [T, L, K], experts that each token is to be routed to in each layer with experts, -1 for
+            the router's own choice; or None.
         weight: how much the sequence counts in the means of the loss.
         path: its nodes in the trees that were sampled, where they are known; the same ids in all samples of a batch.
     """
@@ -34,13 +36,14 @@ class TrainingSample:
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
     weight: float = 1.0
     path: KnownPath | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
             raise ValueError("a training sample needs at least one token")
-        for name in ("loss_mask", *FIELDS):
+        for name in ("loss_mask", *FIELDS, "routed_experts"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(f"{name} has {len(values)} entries for {len(self.token_ids)} tokens")

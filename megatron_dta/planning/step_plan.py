@@ -25,7 +25,7 @@ from megatron_dta.planning.modes import plan_forest
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
-from megatron_dta.planning.segments import SegmentPlan
+from megatron_dta.planning.segments import SegmentPlan, default_memory_tokens
 from megatron_dta.planning.stage_program import PassPlan, PipelineShape, plan_passes
 
 
@@ -48,6 +48,8 @@ class StepPlan:
         segment_rows, segment_edges, segment_pairs: int64 [segments + 1], runs of each segment (pairs in edge order).
         loss_batches: per segment, the sequences whose last row is in it, grouped for the loss.
         paths: each segment's ancestors in earlier segments.
+        memory_tokens: most tokens that may be in flight; 0 for no more than the plan itself has.
+        activation_tokens: most of them whose activations are kept, None for all.
     """
 
     segments: SegmentPlan
@@ -68,6 +70,8 @@ class StepPlan:
     segment_pairs: np.ndarray
     loss_batches: list[list[LossBatch]]
     paths: RootPaths
+    memory_tokens: int
+    activation_tokens: int | None
 
     def digest(self, plan: PassPlan) -> str:
         """Equal digests on two ranks mean the same ops on the same segments of the same sequences."""
@@ -170,4 +174,6 @@ def plan_step(
         segment_pairs=segment_pairs,
         loss_batches=make_loss_batches(sequence_pairs, completed_in, segments.num_segments),
         paths=root_paths(segments),
+        memory_tokens=0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(tree, segment_tokens),
+        activation_tokens=activation_tokens,
     )

@@ -26,6 +26,7 @@ from megatron_dta.model import Mesh
 from megatron_dta.objectives import Objective, estimate_advantages, sequence_weights
 from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning.partition import partition_samples
+from megatron_dta.planning.routing_replay import agree_on_routing, shaped_routing
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
@@ -85,9 +86,23 @@ class SamplePreparation:
         """The steps of one collection, in order."""
         samples = self._with_advantages(rollouts)
         return [
-            self._complete([samples[i] for i in chosen], [rollouts[i] for i in chosen])
+            self._complete(
+                self._with_routing([samples[i] for i in chosen], [rollouts[i] for i in chosen]),
+                [rollouts[i] for i in chosen],
+            )
             for chosen in split_groups(rollouts, self.num_steps)
         ]
+
+    def _with_routing(self, samples: list[TrainingSample], rollouts: list[Rollout]) -> list[TrainingSample]:
+        """The samples of one step with the experts that their tokens are to be routed to, where that is replayed."""
+        if not self.policy.replays_routing:
+            return samples
+        config = self.policy.config
+        shape = sum(config.moe_layer_freq), config.moe_router_topk, config.num_moe_experts
+        # Sources hand over rollouts with what the settings ask for: files are checked when they are read.
+        routing = [shaped_routing(rollout.routed_experts, len(rollout), *shape) for rollout in rollouts]
+        agreed = agree_on_routing([sample.token_ids for sample in samples], routing)
+        return [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
 
     def _with_advantages(self, rollouts: Sequence[Rollout]) -> list[TrainingSample]:
         advantages: Sequence[np.ndarray | None] = [None] * len(rollouts)
@@ -206,7 +221,7 @@ def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
         state: dict[str, Any] = {"statistics": step.statistics}
         state["lengths"] = [len(sample.token_ids) for sample in step.samples]
         state["weights"] = [sample.weight for sample in step.samples]
-        for name in ("token_ids", "loss_mask", *FIELDS):
+        for name in ("token_ids", "loss_mask", *FIELDS, "routed_experts"):
             arrays = [getattr(sample, name) for sample in step.samples]
             state[name] = None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
         packed.append(state)
@@ -221,8 +236,8 @@ def unpack_steps(packed: Sequence[dict[str, Any]]) -> list[StepSamples]:
         weights = state.get("weights", [1.0] * len(state["lengths"]))  # checkpoints of before have none
         arrays = {
             name: np.split(state[name].numpy(), cuts)
-            for name in ("token_ids", "loss_mask", *FIELDS)
-            if state[name] is not None
+            for name in ("token_ids", "loss_mask", *FIELDS, "routed_experts")
+            if state.get(name) is not None
         }
         samples = [
             TrainingSample(**dict(zip(arrays, values, strict=True)), weight=weight)

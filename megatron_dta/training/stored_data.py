@@ -110,7 +110,7 @@ def load_files(files: Sequence[str], config: TrainConfig, require: Sequence[str]
 def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:
     """The source that ``--rollouts`` asks for; everything is read and checked now."""
     recorded = objective.name != "sft" and config.objective.old_logprobs == "rollout"
-    require = (*objective.requires, "logprobs") if recorded else objective.requires
+    require = (*objective.requires, *["logprobs"] * recorded, *["routed_experts"] * config.model.moe_routing_replay)
     rollouts = load_files(config.data.rollouts or [], config, require)
     units = [_unit(rollout, index, objective) for index, rollout in enumerate(rollouts)]
     return StoredRollouts(rollouts, units, config.data.global_batch_size or 1, config.optimization.seed)
