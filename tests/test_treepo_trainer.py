@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.source import RolloutSource
+from megatron_dta.sampling.dynamic_sampling import DynamicSamplingSource
 from mesh_worker import run_on_ranks
 from test_mesh_trainer import _rows, train_on_rank
 
@@ -40,6 +43,7 @@ def folder(tmp_path_factory) -> Path:
         (f"{SAMPLED} --save {path}/broken --train-iters 2", None),
         (f"{SAMPLED} --save {path}/broken", None),
     ]
+    single.append((f"{SAMPLED} --over-sampling-batch-size 8 --save {path}/dynamic", None))
     run_on_ranks(train_on_rank, single, 1, path / "single")
     for name, flags in (
         ("dp", ""),
@@ -90,3 +94,27 @@ def test_turns_are_counted(folder: Path):
     assert all(row["environment_steps"] > 0 for row in rows[1:])
     assert all(row["environment_failures"] == 0 for row in rows[1:])
     assert np.isfinite([row["loss"] for row in rows[1:]]).all()
+
+
+def test_dynamic_sampling(folder: Path):
+    """Eight prompts are sampled, three are trained."""
+    for row in _rows(folder / "dynamic")[1:]:
+        assert row["rejected_groups"] + row["useful_groups"] == 8
+        assert row["left_out_decoded_tokens"] > 0
+        assert row["rollouts"] == 5  # a third of a collection's 15
+
+
+def test_what_dynamic_sampling_keeps():
+    def group(name: str, *rewards: float) -> list[Rollout]:
+        return [Rollout([1, 2], [False, True], reward, group_id=name) for reward in rewards]
+
+    class Fixed(RolloutSource):
+        def next_batch(self, step: int) -> list[Rollout]:
+            return group("a", 1, 1) + group("b", 0, 1) + group("c", 0, 0) + group("d", 1, 0) + group("e", 0, 1)
+
+    for groups, kept in ((1, "b"), (2, "bd"), (3, "bde"), (4, "abde"), (5, "abcde")):
+        source = DynamicSamplingSource(Fixed(), groups)
+        assert "".join(dict.fromkeys(rollout.group_id for rollout in source.next_batch(0))) == kept
+        assert source.statistics() == {
+            "rejected_groups": 2, "useful_groups": 3, "left_out_decoded_tokens": 2 * (5 - groups),
+        }  # fmt: skip
