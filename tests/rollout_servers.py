@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +18,19 @@ from aiohttp import web
 from safetensors.torch import load_file
 from torch import Tensor
 
-NUMBER = (int, float)
-VLLM_COMPLETION: dict[str, Any] = {
-    "model": str, "prompt": list, "echo": bool, "frequency_penalty": NUMBER, "logit_bias": dict, "logprobs": int,
-    "max_tokens": int, "n": int, "presence_penalty": NUMBER, "seed": int, "stop": list, "stream": bool,
-    "temperature": NUMBER, "top_p": NUMBER, "top_k": int, "min_p": NUMBER, "repetition_penalty": NUMBER,
-    "stop_token_ids": list, "ignore_eos": bool, "min_tokens": int, "skip_special_tokens": bool,
-    "allowed_token_ids": list, "add_special_tokens": bool, "request_id": str, "return_tokens_as_token_ids": bool,
-    "return_token_ids": bool, "return_weight_versions": bool, "cache_salt": str, "priority": int,
-}  # fmt: skip
-SGLANG_GENERATE: dict[str, Any] = {
-    "rid": str, "input_ids": list, "sampling_params": dict, "return_logprob": bool, "logprob_start_len": int,
-    "top_logprobs_num": int, "token_ids_logprob": list, "return_text_in_logprobs": bool, "stream": bool,
-}  # fmt: skip
-SGLANG_SAMPLING: dict[str, Any] = {
-    "max_new_tokens": int, "stop": list, "stop_token_ids": list, "temperature": NUMBER, "top_p": NUMBER,
-    "top_k": int, "min_p": NUMBER, "frequency_penalty": NUMBER, "presence_penalty": NUMBER,
-    "repetition_penalty": NUMBER, "min_new_tokens": int, "n": int, "ignore_eos": bool, "skip_special_tokens": bool,
-    "sampling_seed": int, "no_stop_trim": bool,
-}  # fmt: skip
-SGLANG_FROM_DISK: dict[str, Any] = {
-    "model_path": str, "load_format": str, "abort_all_requests": bool, "weight_version": str, "is_async": bool,
-    "torch_empty_cache": bool, "keep_pause": bool, "recapture_cuda_graph": bool, "token_step": int,
-    "flush_cache": bool, "manifest": dict,
-}  # fmt: skip
-
-
-class BadRequestError(Exception):
-    """What pydantic would refuse."""
-
-
-def check(body: Any, schema: dict[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise BadRequestError("Input should be a valid dictionary")
-    for name in required:
-        if name not in body:
-            raise BadRequestError(f"{name}: Field required")
-    for name, value in body.items():
-        if name not in schema:
-            raise BadRequestError(f"{name}: Extra inputs are not permitted")
-        if not isinstance(value, schema[name]) or (isinstance(value, bool) and schema[name] is not bool):
-            raise BadRequestError(f"{name}: Input should be a valid {schema[name]}, got {value!r}")
-        if schema[name] is list and not all(isinstance(item, int) for item in value):
-            raise BadRequestError(f"{name}: Input should be a list of integers")
-    return body
+from rollout_server_forms import (
+    NUMBER,
+    SGLANG_FROM_DISK,
+    SGLANG_GENERATE,
+    SGLANG_SAMPLING,
+    VLLM_COMPLETION,
+    BadRequestError,
+    check,
+    check_mode,
+    log_softmax,
+    nucleus_logprobs,
+    shared,
+)
 
 
 class RolloutServer:
@@ -73,9 +41,7 @@ class RolloutServer:
         faults: what goes wrong with the next requests to a path, in order: a status, "drop", "truncate", "hang",
             "garbage", "short" (one logprob too few), "long" (one token too many), "abort", "die" (now and for good).
         calls: paths of all requests, in order, and bodies of those to the generating path in ``bodies``.
-        versions: for every answered request, what ``weights`` were then.
-        violations: what a real server would have suffered from: weights changed under running requests, or old K/V
-            used with new weights.
+        violations: weights changed under running requests, old K/V used with new weights.
     """
 
     kind: str
@@ -264,11 +230,10 @@ class VllmServer(RolloutServer):
             return web.json_response({"detail": "Method Not Allowed"}, status=405)
         if path == self.generate_path:
             if self.paused:
-                return web.json_response(self.refusal("paused") | {}, status=503)
+                return web.json_response(self.refusal("paused"), status=503)
             return await self._complete(check(body, VLLM_COMPLETION, ("prompt",)))
         if path == "/pause":
-            if request.query.get("mode", "abort") not in ("abort", "wait", "keep"):
-                raise BadRequestError("mode: Input should be 'abort', 'wait' or 'keep'")
+            check_mode(request.query, ("abort", "wait", "keep"))
             self.paused = True
             return web.json_response({"status": "paused"})
         if path == "/resume":
@@ -372,8 +337,7 @@ class SglangServer(RolloutServer):
                 await asyncio.sleep(0.01)
             return await self._generate(check(body, SGLANG_GENERATE))
         if path == "/pause_generation":
-            if check(body, {"mode": str}).get("mode", "abort") not in ("abort", "retract", "in_place"):
-                raise BadRequestError("mode: Input should be 'abort', 'retract' or 'in_place'")
+            check_mode(check(body, {"mode": str}), ("abort", "retract", "in_place"))
             self.paused = True
             return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
         if path == "/continue_generation":
@@ -388,8 +352,7 @@ class SglangServer(RolloutServer):
                 content = {"success": False, "message": str(error), "num_paused_requests": 0}
                 return web.json_response(content, status=400)
             self.label = body.get("weight_version", self.label)
-            message = f"Succeeded to update model weights. Weight version updated to {self.label}."
-            return web.json_response({"success": True, "message": message, "num_paused_requests": 0})
+            return web.json_response({"success": True, "message": "Succeeded.", "num_paused_requests": 0})
         return web.json_response({"detail": "Not Found"}, status=404)
 
     async def _generate(self, body: dict[str, Any]) -> web.Response:
@@ -438,27 +401,3 @@ class SglangServer(RolloutServer):
 
 
 SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
-
-
-def log_softmax(row: np.ndarray) -> np.ndarray:
-    row = row - row.max()
-    return row - np.log(np.exp(row).sum())
-
-
-def nucleus_logprobs(row: np.ndarray, top_p: float) -> np.ndarray:
-    """Renormalized over the nucleus; -inf outside of it."""
-    order = np.argsort(-row, kind="stable")
-    before = np.cumsum(np.exp(row[order])) - np.exp(row[order])
-    keep = order[(before < top_p) | (np.arange(len(order)) == 0)] if top_p < 1 else order
-    kept = np.full(len(row), -np.inf)
-    kept[keep] = row[keep]
-    return kept - np.log(np.exp(kept).sum())
-
-
-def shared(left: list[int], right: tuple[int, ...]) -> int:
-    length = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length

@@ -22,7 +22,8 @@ from megatron_dta.sampling.engines.sglang import SglangProtocol
 from megatron_dta.sampling.engines.vllm import VllmProtocol
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
-from rollout_servers import SERVERS, RolloutServer, VllmServer, log_softmax
+from rollout_server_forms import log_softmax
+from rollout_servers import SERVERS, RolloutServer, VllmServer
 
 VOCABULARY, EOS = 23, 5
 PROTOCOLS = {"vllm": VllmProtocol, "sglang": SglangProtocol}

@@ -18,93 +18,20 @@ import torch
 from rich.console import Console
 
 from conftest import seed_all
-from conversion_cases import save_huggingface
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.errors import InputError
 from megatron_dta.rollouts import Rollout, write_rollouts
-from megatron_dta.rollouts.source import RolloutError
-from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
-from megatron_dta.sampling.engines.replay import ReplayEngine
-from megatron_dta.sampling.first_rank import pack_rollout, unpack_rollout
-from megatron_dta.sampling.keyed_random import Domain
-from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.sampling.producer import RolloutProducer
-from megatron_dta.training.hf_weights import hf_weights
 from megatron_dta.training.loop import Trainer
 from megatron_dta.training.setup import build_trainer
 from mesh_worker import run_on_ranks
-from rollout_servers import SERVERS, RolloutServer, log_softmax
-
-VOCABULARY = 37
-EOS = 3
-REWARD = """
-def reward(prompt, response, response_token_ids):
-    return float(len(set(response_token_ids)) % 5)
-"""
-
-
-class Runs:
-    """A model's folder, prompts, a reward, and servers to train with."""
-
-    def __init__(self, stack: ExitStack, folder: Path, rng: np.random.Generator) -> None:
-        self._stack, self.folder = stack, folder
-        save_huggingface(folder / "hf", "llama", 5)
-        (folder / "reward.py").write_text(REWARD)
-        prompts = [rng.integers(4, VOCABULARY, rng.integers(1, 6)).tolist() for _ in range(7)]
-        rows = [json.dumps({"prompt_token_ids": prompt}) for prompt in prompts]
-        (folder / "prompts.jsonl").write_text("\n".join(rows))
-        self.servers: list[RolloutServer] = []
-
-    def add_servers(self, kind: str, count: int, **options: object) -> list[RolloutServer]:
-        table = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY))
-        self.servers += [self._stack.enter_context(SERVERS[kind](table, **options)) for _ in range(count)]
-        return self.servers
-
-    def command(self, more: str, engine: str | None = None) -> str:
-        urls = " ".join(f"--rollout-server-url {server.url}" for server in self.servers)
-        engine = engine or self.servers[0].kind
-        command = (
-            f"--load-hf {self.folder / 'hf'} --lr 1e-2 --clip-grad 1 --tree-segment-tokens 16 "
-            f"--prompt-data {self.folder / 'prompts.jsonl'} --tokenizer-type NullTokenizer --eos-id {EOS} "
-            f"--reward-function {self.folder / 'reward.py'}:reward --rollout-batch-size 3 --n-samples-per-prompt 4 "
-            f"--rollout-max-response-len 8 --rollout-engine {engine} {urls if engine in SERVERS else ''} {more}"
-        )
-        if engine in SERVERS:
-            command += " --rollout-attempts 3 --rollout-timeout-seconds 20"
-        return command
-
-    def trainer(self, more: str, engine: str | None = None) -> tuple[Trainer, io.StringIO]:
-        output = io.StringIO()
-        command = self.command(more, engine)
-        return build_trainer(parse_arguments(command.split()), Console(file=output, width=400)), output
-
-    def run(self, more: str, engine: str | None = None) -> tuple[Trainer, str]:
-        trainer, output = self.trainer(more, engine)
-        try:
-            trainer.run()
-        finally:
-            trainer.metrics.close()
-        return trainer, output.getvalue()
+from rollout_runs import EOS, VOCABULARY, Runs, assert_same, metrics_of, weights_of
+from rollout_server_forms import log_softmax
 
 
 @pytest.fixture
 def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
     with ExitStack() as stack:
         yield Runs(stack, tmp_path, seed_all(len(request.node.name)))
-
-
-def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    weights = hf_weights(trainer.config, trainer.model)
-    return {name: values.detach().clone() for name, values in weights.iterate()}
-
-
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -408,53 +335,6 @@ def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> Non
     assert (runs.folder / "dies" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def recorded(rng: np.random.Generator, prompts: int, each: int) -> list[Rollout]:
-    rollouts = []
-    for prompt in range(prompts):
-        context = rng.integers(4, VOCABULARY, 2 + prompt)
-        for _ in range(each):
-            response = rng.integers(4, VOCABULARY, rng.integers(1, 9))
-            if rng.random() < 0.7:
-                response[-1] = EOS
-            tokens = np.concatenate([context, response]).astype(np.int32)
-            mask = np.arange(len(tokens)) >= len(context)
-            logprobs = np.where(mask, -rng.random(len(tokens)), 0)
-            rollouts.append(Rollout(tokens, mask, logprobs=logprobs, group_id=str(prompt), policy_version=9))
-    return [rollouts[i] for i in rng.permutation(len(rollouts))]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_replay_gives_each_recorded_response_once_in_order(seed: int) -> None:
-    rng = seed_all(seed)
-    rollouts = recorded(rng, 4, 5)
-    engine = ReplayEngine(rollouts)
-    params = SamplingParams(max_response_tokens=8, eos_id=EOS)
-    for visit in range(5):
-        engine.start(params, 0)
-        starts = [next(r for r in rollouts if r.group_id == str(prompt)) for prompt in range(4)]
-        contexts = [rollout.token_ids[: int(np.argmax(rollout.loss_mask))] for rollout in starts]
-        results = generate(engine, [GenerationRequest(i, c, 8, key=i) for i, c in enumerate(contexts)])
-        for prompt, result in enumerate(results):
-            own = [rollout for rollout in rollouts if rollout.group_id == str(prompt)]
-            expected = own[visit]
-            begin = len(contexts[prompt])
-            np.testing.assert_array_equal(result.token_ids, expected.token_ids[begin:])
-            np.testing.assert_array_equal(result.logprobs, expected.logprobs[begin:])
-            assert (result.finish_reason is FinishReason.STOP) == (expected.token_ids[-1] == EOS)
-            assert result.policy_version == 9
-    with pytest.raises(RolloutError, match="all 5 recorded continuations of the 2 tokens"):
-        engine.submit([GenerationRequest(0, contexts[0], 8, key=0)])
-    with pytest.raises(RolloutError, match="no rollout goes on after the 3 tokens"):
-        engine.submit([GenerationRequest(0, np.array([1, 1, 1], np.int32), 8, key=0)])
-    # A shorter cap cuts, a longer context of a recorded sequence goes on, an evaluation begins anew.
-    engine.start(SamplingParams(max_response_tokens=8, eos_id=EOS, domain=Domain.EVALUATION), 0)
-    longest = max(rollouts, key=len)
-    context = longest.token_ids[:-2]
-    (result,) = generate(engine, [GenerationRequest(7, context, 1, key=0)])
-    assert result.token_ids.tolist() == longest.token_ids[-2:-1].tolist()
-    assert result.finish_reason is FinishReason.LENGTH
-
-
 def test_training_replays_and_resumes_behind_what_it_has_used(runs: Runs) -> None:
     rng = seed_all(11)
     rows = (runs.folder / "prompts.jsonl").read_text().splitlines()
@@ -474,82 +354,3 @@ def test_training_replays_and_resumes_behind_what_it_has_used(runs: Runs) -> Non
     # 8 responses to each of 7 prompts are enough for 4 collections of 3 prompts and 4 samples; the fifth has none.
     with pytest.raises(InputError, match="after step 4: --rollout-replay: all 8 recorded continuations"):
         runs.run(f"--train-iters 6 --save {runs.folder / 'parts'} {replay}", "replay")
-
-
-def test_packed_rollouts_come_back_whole() -> None:
-    rng = seed_all(2)
-    for rollout in recorded(rng, 3, 2):
-        found = unpack_rollout(pack_rollout(rollout))
-        for name, value in vars(rollout).items():
-            if isinstance(value, np.ndarray):
-                np.testing.assert_array_equal(getattr(found, name), value)
-                assert getattr(found, name).dtype == value.dtype
-            else:
-                assert getattr(found, name) == value
-
-
-def one(version: int) -> list[Rollout]:
-    return [Rollout([1, 2], [False, True], policy_version=version)]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_producer_keeps_its_bound_whatever_the_speeds(seed: int) -> None:
-    rng = seed_all(seed)
-    steps = int(rng.integers(1, 4))
-    bound = int(rng.integers(0, 7))
-    total = 12
-    state = {"version": -1}
-    collected: list[int] = []
-    busy = threading.Lock()
-
-    def collect(number: int) -> list[Rollout]:
-        assert busy.acquire(blocking=False)
-        version = state["version"]
-        time.sleep(rng.random() * 0.01)
-        assert state["version"] == version  # weights change between collections only
-        collected.append(number)
-        busy.release()
-        return one(version)
-
-    producer = RolloutProducer(collect, lambda version, folder: state.update(version=version), steps, bound, total)
-    step, newest = 0, []
-    for number in range(total):
-        producer.offer(step, None)
-        found = None
-        while found is None:
-            found = producer.take(number, step, 0.02)
-        age = step - found[0].policy_version
-        assert 0 <= age <= bound
-        newest.append(age)
-        if number == 5:
-            while not producer.finish_begun(0.02):
-                pass
-            ahead = producer.ready()
-            assert len(ahead) == min(bound // steps, total - 6)
-        time.sleep(rng.random() * 0.01)
-        step += steps
-    producer.close()
-    assert collected == list(range(total))
-    if bound < steps:
-        assert newest == [0] * total
-
-
-def test_an_error_of_the_producer_reaches_who_takes_next() -> None:
-    def collect(number: int) -> list[Rollout]:
-        if number == 2:
-            raise RolloutError("no more")
-        return one(0)
-
-    producer = RolloutProducer(collect, lambda version, folder: None, 1, 4, 100)
-    producer.offer(0, None)
-    assert producer.run(lambda: 3).result(5) == 3
-    assert producer.take(0, 0, 5) is not None
-    assert producer.take(1, 1, 5) is not None  # sampled before the error
-    with pytest.raises(RolloutError, match="no more"):
-        producer.take(2, 2, 5)
-    with pytest.raises(RolloutError, match="no more"):
-        producer.take(2, 2, 5)
-    late = producer.run(lambda: 4)
-    with pytest.raises(RolloutError, match="no more"):
-        late.result(5)
-    producer.close()

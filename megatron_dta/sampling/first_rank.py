@@ -70,6 +70,7 @@ class FirstRankSource(RolloutSource):
         num_collections: int = 2**62,
     ) -> None:
         self._mesh = current_mesh()
+        self._inner = inner
         self._engine, self._writer, self._current_step = engine, writer, current_step
         self._producer: RolloutProducer | None = None
         if self._mesh.rank == 0:
@@ -91,10 +92,14 @@ class FirstRankSource(RolloutSource):
             names = ("servers", "retried_requests", "moved_requests", "decoded_tokens", "reused_tokens")
             found = self._engine.statistics()
             self._statistics |= {f"rollout_{name}": found[name] for name in names if name in found}
+        if self._inner is not None:
+            self._statistics |= self._inner.statistics()
         return rollouts
 
     def statistics(self) -> dict[str, float]:
-        """``rollout_staleness``: steps since the weights of the last collection; on the first rank also counts."""
+        """``rollout_staleness``: steps since the weights of the last collection; on the first rank also counts, and
+        what ``inner`` says of the collection that it has sampled last.
+        """
         return self._statistics
 
     def state_dict(self, wait: bool = True) -> dict[str, Any]:

@@ -28,14 +28,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, S
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from megatron_dta.errors import InputError
 from megatron_dta.rollouts.source import RolloutError
+from megatron_dta.sampling.engines.http_text import checked_urls, message_in, told
 
 API_KEY_VARIABLE = "ROLLOUT_SERVER_API_KEY"
 _TRANSIENT = frozenset((408, 429))
-_MESSAGE_LENGTH = 300
 
 Answer = TypeVar("Answer")
 
@@ -132,7 +131,7 @@ class HttpClient:
             ) from error
         self._aiohttp = aiohttp
         self.settings, self._health_path, self._report = settings or HttpSettings(), health_path, report
-        self.servers = [Server(url) for url in _checked_urls(urls)]
+        self.servers = [Server(url) for url in checked_urls(urls)]
         for server in self.servers:
             server.slots = asyncio.Semaphore(self.settings.max_requests)
         self.counts = Counts()
@@ -309,7 +308,7 @@ class HttpClient:
                         return True
                     server.problem = server.problem or f"GET {self._health_path} gives {reply.status}"
             except (self._aiohttp.ClientError, TimeoutError, OSError) as error:
-                server.problem = server.problem or f"GET {self._health_path}: {_told(error)}"
+                server.problem = server.problem or f"GET {self._health_path}: {told(error)}"
             return False
 
     async def _send(
@@ -322,20 +321,20 @@ class HttpClient:
                 status = reply.status
         except TimeoutError as error:
             if str(error):  # a connection that was not made
-                raise TransientFailureError(f"{method} {path}: {_told(error)}") from error
+                raise TransientFailureError(f"{method} {path}: {told(error)}") from error
             raise TimedOutError(f"{method} {path}: no reply within {self.settings.timeout_s:g} s") from error
         except (self._aiohttp.ClientError, OSError) as error:
-            raise TransientFailureError(f"{method} {path}: {_told(error)}") from error
+            raise TransientFailureError(f"{method} {path}: {told(error)}") from error
         if status >= 500 or status in _TRANSIENT:
-            raise TransientFailureError(f"{method} {path} gives {status}: {_message_in(content)}")
+            raise TransientFailureError(f"{method} {path} gives {status}: {message_in(content)}")
         if status != 200:
-            raise ServerError(f"{server}: {method} {path} is refused with {status}: {_message_in(content)}")
+            raise ServerError(f"{server}: {method} {path} is refused with {status}: {message_in(content)}")
         try:
             return json.loads(content)
         except ValueError as error:
             if any_form:
                 return content.decode(errors="replace")
-            raise TransientFailureError(f"{method} {path}: the reply is not JSON: {_message_in(content)}") from error
+            raise TransientFailureError(f"{method} {path}: the reply is not JSON: {message_in(content)}") from error
 
     async def pause(self, attempt: int) -> None:
         """Wait before what follows attempt number ``attempt``."""
@@ -362,45 +361,5 @@ class HttpClient:
         await self._session.close()
 
 
-def _checked_urls(urls: Sequence[str]) -> list[str]:
-    checked = [url.rstrip("/") for url in urls]
-    if not checked:
-        raise InputError("--rollout-server-url: give at least one")
-    for url in checked:
-        try:
-            parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0
-        except ValueError:
-            valid = False
-        if not valid:
-            raise InputError(f"--rollout-server-url {url}: must be like http://HOST:PORT")
-        if checked.count(url) > 1:
-            raise InputError(f"--rollout-server-url {url}: is given twice")
-    return checked
-
-
 async def _never(server: Server) -> bool:
     return False
-
-
-def _told(error: BaseException) -> str:
-    return _one_line(str(error)) or type(error).__name__
-
-
-def _message_in(content: bytes) -> str:
-    """What the servers say in their different forms of error replies, on one line."""
-    text = content.decode(errors="replace")
-    try:
-        found = json.loads(text)
-        for key in ("error", "message", "detail"):
-            while isinstance(found, dict) and key in found:
-                found = found[key]
-        text = found if isinstance(found, str) else json.dumps(found)
-    except ValueError:
-        pass
-    return _one_line(text) or "(nothing)"
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _MESSAGE_LENGTH else text[:_MESSAGE_LENGTH] + "..."
