@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.paths import decoded_tokens
 from megatron_dta.rollouts.source import RolloutSource
 from megatron_dta.sampling.dynamic_sampling import DynamicSamplingSource
+from megatron_dta.sampling.engines.build import build_engine
+from megatron_dta.sampling.method import build_sampling_source
+from megatron_dta.sampling.task import build_task
 from mesh_worker import run_on_ranks
 from test_mesh_trainer import _rows, train_on_rank
 
@@ -118,3 +125,24 @@ def test_what_dynamic_sampling_keeps():
         assert source.statistics() == {
             "rejected_groups": 2, "useful_groups": 3, "left_out_decoded_tokens": 2 * (5 - groups),
         }  # fmt: skip
+
+
+def test_the_engine_computes_no_prefix_twice_and_waits_for_nothing():
+    """Children share their parent's K and V: besides prompts, one token a request; passes are as many as tokens of the
+    longest response, since paths fork in the pass that ends their segment.
+    """
+    settings = f"{SAMPLED} --rollout-batch-size 6 --n-samples-per-prompt 8 --treepo-segment-length 3"
+    config = parse_arguments(settings.replace("--rollout-max-response-len 9", "--rollout-max-response-len 24").split())
+    task = build_task(config.sampling, 48)
+    model_config = replace(config.model, vocab_size=task.tokenizer.vocab_size)
+    engine = build_engine(config.sampling, build_model(model_config, initialize_parallel(3)))
+    rollouts = build_sampling_source(engine, task, config).next_batch(0)
+    statistics = engine.statistics()
+    prompts = {rollout.group_id: int(rollout.segment_ends[0]) for rollout in rollouts}
+    assert statistics["decoded_tokens"] == decoded_tokens(rollouts)
+    assert statistics["prefilled_tokens"] <= sum(prompts.values()) + statistics["requests"]
+    assert statistics["reused_tokens"] > 3 * statistics["prefilled_tokens"]
+    assert not any(rollout.fallback for rollout in rollouts)
+    longest = max(np.count_nonzero(rollout.loss_mask) for rollout in rollouts)
+    assert statistics["forwards"] <= longest + 1
+    assert engine.pages_in_use == 0
