@@ -267,7 +267,7 @@ def test_wrong_urls_are_named(urls: list[str], match: str) -> None:
 
 
 def test_the_fake_servers_are_strict() -> None:
-    """A test that could not fail: what is misspelt must be refused by them."""
+    """Or the tests of requests could not fail: what is misspelt is refused."""
     with ExitStack() as stack:
         setup = Setup(stack, "vllm", seed_all(1))
         setup.add_servers(1)
