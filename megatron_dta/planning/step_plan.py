@@ -27,6 +27,7 @@ from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.segments import SegmentPlan, default_memory_tokens
 from megatron_dta.planning.stage_program import PassPlan, PipelineShape, plan_passes
+from megatron_dta.tree import PrefixTree
 
 
 @dataclass(frozen=True)
@@ -131,16 +132,7 @@ def plan_step(
     pair_child = stream[mask].astype(np.int64)
     sequence_pairs = np.concatenate([[0], np.cumsum([sample.num_trained for sample in samples])]).astype(np.int64)
 
-    # Edges sorted by (row, child); pairs find theirs by the child, which has one incoming edge.
-    child = np.flatnonzero(np.bincount(pair_child, minlength=tree.num_tokens))
-    child = child[np.argsort(tree.parent[child], kind="stable")]
-    is_row = np.zeros(tree.num_tokens, dtype=bool)
-    is_row[tree.parent[child]] = True
-    row_stream = np.flatnonzero(is_row)
-    edge_row = (np.cumsum(is_row) - 1)[tree.parent[child]]
-    edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
-    edge_of_child[child] = np.arange(len(child))
-    pair_edge = edge_of_child[pair_child]
+    child, edge_row, row_stream, pair_edge = _edges(tree, pair_child)
     pair_rank = np.empty(len(pair_edge), dtype=np.int64)
     pair_rank[np.argsort(pair_edge, kind="stable")] = np.arange(len(pair_edge))
     pairs_per_edge = np.bincount(pair_edge, minlength=len(child)).astype(np.int64)
@@ -177,3 +169,20 @@ def plan_step(
         memory_tokens=0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(tree, segment_tokens),
         activation_tokens=activation_tokens,
     )
+
+
+def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Edges sorted by (row, child), of pairs that are named by their child token in the stream.
+
+    Returns:
+        (child [E] and row [E] of each edge, stream index of each row [R], edge of each pair [P]): a pair finds its edge
+        by the child, which has one incoming edge.
+    """
+    child = np.flatnonzero(np.bincount(pair_child, minlength=tree.num_tokens))
+    child = child[np.argsort(tree.parent[child], kind="stable")]
+    is_row = np.zeros(tree.num_tokens, dtype=bool)
+    is_row[tree.parent[child]] = True
+    edge_row = (np.cumsum(is_row) - 1)[tree.parent[child]]
+    edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
+    edge_of_child[child] = np.arange(len(child))
+    return child, edge_row, np.flatnonzero(is_row), edge_of_child[pair_child]
