@@ -27,6 +27,7 @@ from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.segments import SegmentPlan, default_memory_tokens
 from megatron_dta.planning.stage_program import PassPlan, PipelineShape, plan_passes
+from megatron_dta.tree.known_paths import KnownPath
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,8 @@ def plan_step(
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
     pipeline = pipeline or PipelineShape()
-    known = [sample.path for sample in samples]
-    segments = plan_forest(
-        sequences,
-        tree_mode,
-        segment_tokens,
-        memory_tokens,
-        pipeline.num_stages,
-        pipeline.max_in_flight_tokens,
-        None if None in known else known,
-    )
+    stages = (pipeline.num_stages, pipeline.max_in_flight_tokens)
+    segments = plan_forest(sequences, tree_mode, segment_tokens, memory_tokens, *stages, _known_paths(samples))
     tree = segments.tree
 
     # Pairs in sequence order, each named by its child token in the stream.
@@ -177,3 +170,9 @@ def plan_step(
         memory_tokens=0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(tree, segment_tokens),
         activation_tokens=activation_tokens,
     )
+
+
+def _known_paths(samples: Sequence[TrainingSample]) -> list[KnownPath] | None:
+    """The samples' nodes, where all of them have them."""
+    paths = [sample.path for sample in samples if sample.path is not None]
+    return paths if len(paths) == len(samples) else None
