@@ -155,7 +155,15 @@ class SlurmCluster:
     def wait_for_job(self, job: str, seconds: float) -> str:
         """The state in which a job ended."""
         ended = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
-        self._wait(lambda: self.state_of(job)[0] in ended, seconds, f"job {job}")
+
+        def has_ended() -> bool:
+            state, restarts = self.state_of(job)
+            if state == "PENDING" and restarts:
+                # Slurm lets a job that was put into the queue again wait for two minutes.
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+            return state in ended
+
+        self._wait(has_ended, seconds, f"job {job}")
         return self.state_of(job)[0]
 
     def stop(self) -> None:

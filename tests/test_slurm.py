@@ -119,12 +119,12 @@ def ended(tmp_path_factory) -> tuple[Jobs, dict[str, str]]:
         numbers = {
             "unbroken": jobs.train("unbroken"),
             "cancelled": jobs.train("cancelled"),
-            "limited": jobs.train("limited", "--time=1", "--signal=B:TERM@50"),
+            "limited": jobs.train("limited", "--time=1", "--signal=B:TERM@15"),
             "wrong": jobs.train("wrong", flags="--adam-beta2 1"),
         }
         jobs.wait_for_rows("cancelled", 4)
         cluster.run("scancel", "--batch", "--signal=TERM", numbers["cancelled"])
-        for name in ("unbroken", "cancelled", "limited", "wrong"):
+        for name in ("cancelled", "unbroken", "wrong", "limited"):
             cluster.wait_for_job(numbers[name], 240)
         numbers["broken"] = jobs.train("broken")
         jobs.wait_for_rows("broken", 4)

@@ -28,6 +28,7 @@ from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.segments import SegmentPlan, default_memory_tokens
 from megatron_dta.planning.stage_program import PassPlan, PipelineShape, plan_passes
 from megatron_dta.tree import PrefixTree
+from megatron_dta.tree.known_paths import KnownPath
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,8 @@ def plan_step(
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
     pipeline = pipeline or PipelineShape()
-    known = [sample.path for sample in samples]
-    segments = plan_forest(
-        sequences,
-        tree_mode,
-        segment_tokens,
-        memory_tokens,
-        pipeline.num_stages,
-        pipeline.max_in_flight_tokens,
-        None if None in known else known,
-    )
+    stages = (pipeline.num_stages, pipeline.max_in_flight_tokens)
+    segments = plan_forest(sequences, tree_mode, segment_tokens, memory_tokens, *stages, _known_paths(samples))
     tree = segments.tree
 
     # Pairs in sequence order, each named by its child token in the stream.
@@ -186,3 +179,9 @@ def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.nda
     edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
     edge_of_child[child] = np.arange(len(child))
     return child, edge_row, np.flatnonzero(is_row), edge_of_child[pair_child]
+
+
+def _known_paths(samples: Sequence[TrainingSample]) -> list[KnownPath] | None:
+    """The samples' nodes, where all of them have them."""
+    paths = [sample.path for sample in samples if sample.path is not None]
+    return paths if len(paths) == len(samples) else None
