@@ -62,8 +62,15 @@ class Rank:
         """Pull every weight towards the number of the step; whether the step was applied."""
         self.iteration += 1
         self.optimizer.zero_grad()
-        terms = [((parameter.float() - self.iteration) ** 2).sum() for parameter in self.model.parameters()]
-        loss = sum(terms) / self.mesh.data_size + poison * terms[0]
+        from megatron.core import parallel_state
+
+        expert_replicas = parallel_state.get_expert_data_parallel_world_size()
+        terms = [
+            ((parameter.float() - self.iteration) ** 2).sum()
+            / (self.mesh.data_size if getattr(parameter, "allreduce", True) else expert_replicas)
+            for parameter in self.model.parameters()
+        ]
+        loss = sum(terms) + poison * terms[0]
         loss.backward()
         return self.optimizer.step(1.0).applied
 

@@ -51,11 +51,13 @@ class RankResult:
     tensor_rank: int
     data_rank: int
     stage: int = 0
+    expert_tensor_rank: int = 0
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     logprobs: list[Any] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    expert_biases: dict[str, torch.Tensor] = field(default_factory=dict)
     grad_norm: float = 0.0
 
 
@@ -116,6 +118,8 @@ def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
             parallel.num_virtual_stages_per_pipeline_rank,
+            parallel.expert_model_parallel_size,
+            parallel.expert_tensor_size,
         )
         if sizes not in (None, wanted):
             destroy_parallel()
@@ -126,11 +130,18 @@ def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
 
 def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """The rank's parameters by their names in the whole model; a tied output weight is not there twice."""
-    found = {}
+    from megatron.core import parallel_state
+
+    found, expert_rank = {}, parallel_state.get_expert_model_parallel_rank()
     for part in model.parts:
         for name, parameter in part.named_parameters():
             if name.startswith("decoder.layers."):
                 head, layer, rest = name.removeprefix("decoder.").split(".", 2)
+                if ".local_experts." in rest:
+                    before, after = rest.split(".local_experts.")
+                    number, after = after.split(".", 1)
+                    own = part.config.num_moe_experts // part.config.expert_model_parallel_size
+                    rest = f"{before}.local_experts.{int(number) + expert_rank * own}.{after}"
                 name = f"decoder.{head}.{int(layer) + part.first_layer}.{rest}"
             if name == "output_layer.weight" and part.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
@@ -139,6 +150,8 @@ def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def _run_case(case: MeshCase) -> RankResult:
+    from megatron.core import parallel_state
+
     from megatron_dta.config import ObjectiveConfig, OptimizationConfig
     from megatron_dta.engine import TreeEngine, prepare_batch
     from megatron_dta.model import build_model, current_mesh, initialize_parallel
@@ -149,13 +162,17 @@ def _run_case(case: MeshCase) -> RankResult:
 
     device = initialize_parallel(5, case.parallel)
     mesh = current_mesh()
-    result = RankResult(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank)
+    expert_tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
+    result = RankResult(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, expert_tensor_rank)
     model = build_model(case.model, device, case.parallel)
     parameters = named_parameters(model)
     result.initial = {name: p.detach().clone() for name, p in parameters.items()}
+    experts = {name: weight for name, weight in case.weights.items() if ".local_experts." in name}
     shard = shard_weights(case.weights, case.model, mesh.tensor_rank, mesh.tensor_size)
+    shard |= shard_weights(experts, case.model, expert_tensor_rank, case.parallel.expert_tensor_size)
+    biases = {name: b for part in model.parts for name, b in part.named_buffers() if name.endswith("expert_bias")}
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in (parameters | biases).items():
             parameter.copy_(shard[name])
     optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3), case.parallel)
     engine = TreeEngine(optimizer.chunks, case.temperature, case.tree.logprob_chunk_tokens)
@@ -176,6 +193,7 @@ def _run_case(case: MeshCase) -> RankResult:
     if case.sabotage != "reduction":
         optimizer.reduce_gradients()
     result.gradients = {name: p.main_grad.clone() for name, p in parameters.items()}
+    result.expert_biases = {name: bias.clone() for name, bias in biases.items()}
     optimizer.optimizer.prepare_grads()
     result.grad_norm = float(optimizer.optimizer.get_grad_norm())
     return result

@@ -65,13 +65,10 @@ class RolloutServer:
         self.loaded: list[dict[str, Tensor]] = []
         self.violations: list[str] = []
         self.label = "default"
-        self.paused = False
-        self.running = self.most_running = 0
+        self.paused, self.running, self.most_running = False, 0, 0
         self._cache: list[tuple[int, ...]] = []
         self._cache_is_old = False
-        self._loop = asyncio.new_event_loop()
-        self._port = port
-        self._stopped = False
+        self._loop, self._port, self._stopped = asyncio.new_event_loop(), port, False
 
     def __enter__(self) -> RolloutServer:
         ready = threading.Event()

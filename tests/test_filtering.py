@@ -52,7 +52,7 @@ def test_uniform_groups_are_replaced_by_other_prompts() -> None:
     assert inner.asked == [6, 7]  # two rounds were enough
     assert names(rollouts) == ["6:1", "6:3", "7:0", "7:2"]
     assert {rollout.policy_version for rollout in rollouts} == {2}
-    assert source.statistics() == {"sampling_rounds": 2.0, "uniform_groups": 0.5}
+    assert source.statistics() == {"sampling_rounds": 2.0, "uniform_groups": 0.5, "left_out_decoded_tokens": 16.0}
     assert names(source.next_batch(2)) == names(rollouts)  # nothing is remembered
 
 

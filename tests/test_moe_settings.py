@@ -27,6 +27,7 @@ def test_layer_patterns(text: str, layers: str) -> None:
 
 
 BAD = [
+    (f"{MOE} --moe-routing-replay", "--moe-routing-replay has no effect without --rollouts"),
     (f"{SAMPLED} --moe-router-topk 3", "--moe-router-topk has no effect without --num-experts"),
     (f"{SAMPLED} --expert-tensor-parallel-size 1", "--expert-tensor-parallel-size has no effect without --num-experts"),
     (f"{SAMPLED} --swiglu --num-experts 8", "--num-experts needs --disable-bias-linear"),

@@ -272,6 +272,7 @@ def test_sampling_settings_that_do_not_fit_are_refused() -> None:
         ("--objective sft", "or --rejection-sampling to train on the best"),
         ("--overlong-buffer-len 99", "is more than --rollout-max-response-len 64"),
         ("--dynamic-sampling --n-samples-per-prompt 1", "a single rollout cannot differ"),
+        ("--dynamic-sampling --over-sampling-batch-size 32", "keep one of them"),
     ):
         with pytest.raises(InputError, match=message):
             parse_arguments(f"{MODEL.replace('32', '99')} --task arithmetic {flags}".split())

@@ -131,7 +131,8 @@ def test_a_trajectory_counts_its_reward_once() -> None:
         return Rollout([1, 2, 3], [False, True, True], reward=reward, trajectory_id=trajectory)
 
     turns = [rollout(1.0, "a")] * 3 + [rollout(0.0, "b"), rollout(0.0, None), rollout(None, None)]
-    assert rollout_statistics(turns) == {"rollouts": 6.0, "reward": 1 / 3, "response_tokens": 2.0}
+    expected = {"rollouts": 6.0, "reward": 1 / 3, "response_tokens": 2.0, "decoded_tokens": 12.0}
+    assert rollout_statistics(turns) == expected
     assert "reward" not in rollout_statistics(turns[-1:])
 
 

@@ -86,6 +86,7 @@ def test_every_flag_reaches_the_sampler():
         (TREE + "--environment-max-turns 3", "has no effect without --environment"),
         (TREE + "--environment a.B --treepo-answer-pattern boxed", "leave out --treepo-answer-pattern"),
         (TREE + "--treepo-preset fixed-1x1", "invalid choice"),
+        (TREE + "--over-sampling-batch-size 4", "--over-sampling-batch-size 4 is below --rollout-batch-size 16"),
         (TREE + "--treepo-drop-root", "has no effect without --advantage-estimator treepo"),
         (
             TREE + "--advantage-estimator rloo --disable-grpo-std-normalization",

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.paths import decoded_tokens
+from megatron_dta.rollouts.source import RolloutSource
+from megatron_dta.sampling.dynamic_sampling import DynamicSamplingSource
+from megatron_dta.sampling.engines.build import build_engine
+from megatron_dta.sampling.method import build_sampling_source
+from megatron_dta.sampling.task import build_task
 from mesh_worker import run_on_ranks
 from test_mesh_trainer import _rows, train_on_rank
 
@@ -40,6 +50,7 @@ def folder(tmp_path_factory) -> Path:
         (f"{SAMPLED} --save {path}/broken --train-iters 2", None),
         (f"{SAMPLED} --save {path}/broken", None),
     ]
+    single.append((f"{SAMPLED} --over-sampling-batch-size 8 --save {path}/dynamic", None))
     run_on_ranks(train_on_rank, single, 1, path / "single")
     for name, flags in (
         ("dp", ""),
@@ -90,3 +101,48 @@ def test_turns_are_counted(folder: Path):
     assert all(row["environment_steps"] > 0 for row in rows[1:])
     assert all(row["environment_failures"] == 0 for row in rows[1:])
     assert np.isfinite([row["loss"] for row in rows[1:]]).all()
+
+
+def test_dynamic_sampling(folder: Path):
+    """Eight prompts are sampled, three are trained."""
+    for row in _rows(folder / "dynamic")[1:]:
+        assert row["rejected_groups"] + row["useful_groups"] == 8
+        assert row["left_out_decoded_tokens"] > 0
+        assert row["rollouts"] == 5  # a third of a collection's 15
+
+
+def test_what_dynamic_sampling_keeps():
+    def group(name: str, *rewards: float) -> list[Rollout]:
+        return [Rollout([1, 2], [False, True], reward, group_id=name) for reward in rewards]
+
+    class Fixed(RolloutSource):
+        def next_batch(self, step: int) -> list[Rollout]:
+            return group("a", 1, 1) + group("b", 0, 1) + group("c", 0, 0) + group("d", 1, 0) + group("e", 0, 1)
+
+    for groups, kept in ((1, "b"), (2, "bd"), (3, "bde"), (4, "abde"), (5, "abcde")):
+        source = DynamicSamplingSource(Fixed(), groups)
+        assert "".join(dict.fromkeys(rollout.group_id for rollout in source.next_batch(0))) == kept
+        assert source.statistics() == {
+            "rejected_groups": 2, "useful_groups": 3, "left_out_decoded_tokens": 2 * (5 - groups),
+        }  # fmt: skip
+
+
+def test_the_engine_computes_no_prefix_twice_and_waits_for_nothing():
+    """Children share their parent's K and V: besides prompts, one token a request; passes are as many as tokens of the
+    longest response, since paths fork in the pass that ends their segment.
+    """
+    settings = f"{SAMPLED} --rollout-batch-size 6 --n-samples-per-prompt 8 --treepo-segment-length 3"
+    config = parse_arguments(settings.replace("--rollout-max-response-len 9", "--rollout-max-response-len 24").split())
+    task = build_task(config.sampling, 48)
+    model_config = replace(config.model, vocab_size=task.tokenizer.vocab_size)
+    engine = build_engine(config.sampling, build_model(model_config, initialize_parallel(3)))
+    rollouts = build_sampling_source(engine, task, config).next_batch(0)
+    statistics = engine.statistics()
+    prompts = {rollout.group_id: int(rollout.segment_ends[0]) for rollout in rollouts}
+    assert statistics["decoded_tokens"] == decoded_tokens(rollouts)
+    assert statistics["prefilled_tokens"] <= sum(prompts.values()) + statistics["requests"]
+    assert statistics["reused_tokens"] > 3 * statistics["prefilled_tokens"]
+    assert not any(rollout.fallback for rollout in rollouts)
+    longest = max(np.count_nonzero(rollout.loss_mask) for rollout in rollouts)
+    assert statistics["forwards"] <= longest + 1
+    assert engine.pages_in_use == 0

@@ -240,6 +240,13 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
             f"{flags} does not divide the {world_size} processes; start a multiple of {tensor * pipeline} "
             "(torchrun --nproc-per-node) or change the flags"
         )
+    experts, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    if world_size % (experts * expert_tensor * pipeline):
+        raise InputError(
+            f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} does not divide "
+            f"the {world_size // pipeline} processes of a pipeline stage; start a multiple of "
+            f"{experts * expert_tensor * pipeline} in all or change the flags"
+        )
 
 
 def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -279,7 +286,7 @@ def _check_no_effect(config: TrainConfig) -> None:
             "eval_prompt_data reward_function tokenizer_type tokenizer_model eos_id",
         ),
         "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
-        "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length"),
+        "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length moe_routing_replay"),
         "--eval-interval": (evaluated, "eval_iters eval_rollouts eval_prompt_data eval_temperature"),
         "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
         "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),

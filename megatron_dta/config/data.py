@@ -48,6 +48,11 @@ class SamplingConfig:
     tokenizer_model: str | None = option(None, "File of the tokenizer.")
     eos_id: int | None = option(None, "Token that ends a response (default: the tokenizer's).", minimum=0)
     rollout_batch_size: int = option(16, "Prompts sampled per collection of rollouts.", minimum=1)
+    over_sampling_batch_size: int | None = option(
+        None,
+        "Sample this many prompts instead, and train the first --rollout-batch-size of them whose rewards differ.",
+        minimum=1,
+    )
     n_samples_per_prompt: int = option(
         8, "Rollouts per prompt: the group in which advantages are normalized.", minimum=1
     )

@@ -123,8 +123,6 @@ def _check_layers(model: ModelConfig) -> None:
 def _check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
     tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     expert_tensor = parallel.expert_tensor_size
-    if experts > 1:
-        raise InputError(f"--expert-model-parallel-size {experts} is not supported yet; leave the flag out")
     if model.num_experts % experts:
         raise InputError(
             f"--expert-model-parallel-size {experts} does not divide --num-experts {model.num_experts}; lower it to a "

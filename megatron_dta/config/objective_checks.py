@@ -74,6 +74,10 @@ def _check_filters(config: TrainConfig, sampled: bool) -> None:
             f"--overlong-buffer-len {length} is more than --rollout-max-response-len "
             f"{sampling.rollout_max_response_len}; lower it"
         )
+    if filtering.dynamic_sampling and sampling.over_sampling_batch_size is not None:
+        raise InputError(
+            "--dynamic-sampling and --over-sampling-batch-size both replace prompts of one reward; keep one of them"
+        )
     if filtering.dynamic_sampling and sampling.n_samples_per_prompt == 1:
         raise InputError(
             "--dynamic-sampling would drop every group: a single rollout cannot differ; raise --n-samples-per-prompt"

@@ -15,6 +15,11 @@ def check_treepo(config: TrainConfig) -> None:
     if config.data.rollouts:
         return  # nothing is sampled, and its flags have no effect
     treepo, sampling, environment = config.treepo, config.sampling, config.environment
+    over = sampling.over_sampling_batch_size
+    if over is not None and over < sampling.rollout_batch_size:
+        raise InputError(
+            f"--over-sampling-batch-size {over} is below --rollout-batch-size {sampling.rollout_batch_size}; raise it"
+        )
     if environment.environment is not None:
         if sampling.reward_function is not None:
             raise InputError("--environment gives the rewards and conflicts with --reward-function; leave that out")
@@ -56,7 +61,7 @@ def treepo_conditions(config: TrainConfig, sampled: bool, policy_gradient: bool)
     settings = " ".join(setting.name for setting in fields(TreePOConfig) if setting.name != "rollout_method")
     ending = treepo.treepo_allocation_temperature_end is not None
     return {
-        "--prompt-data or --task (which sample)": (sampled, "rollout_method environment"),
+        "--prompt-data or --task (which sample)": (sampled, "rollout_method environment over_sampling_batch_size"),
         "--rollout-method treepo": (grown, settings),
         "--treepo-allocation low-logprob or high-logprob": (
             treepo.treepo_allocation != "even",

@@ -58,7 +58,7 @@ class BalanceLoss:
         self.loads_QLE = torch.full((len(last), len(layer_numbers), num_experts), torch.nan, dtype=dtype, device=device)
         self.experts_NLK = torch.zeros(tree.num_tokens, len(layer_numbers), topk, dtype=torch.int16, device=device)
         starts, ends = step.segments.segment_start, tree.subtree_end
-        self.reach = [int(ends[a:b].max()) for a, b in itertools.pairwise(starts.tolist())]
+        self.reach = [int(ends[a:b].max(initial=a)) for a, b in itertools.pairwise(starts.tolist())]
 
     def store(self, segment: int, routing: TokenRouting) -> None:
         """Take the experts of a segment's first forward, and the loads of the sequences that end in it."""

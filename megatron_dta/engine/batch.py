@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dta.objectives.weights import TrainedCounts, loss_weights
+from megatron_dta.planning.routing_replay import stream_routing
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 from megatron_dta.planning.stage_program import PipelineShape
 from megatron_dta.planning.step_plan import StepPlan, plan_step
@@ -34,6 +35,7 @@ class TreeBatch:
         owned: bool [P], pairs that count in the loss; None for all.
         sequences: int64 [Q], number of each sequence in the whole step.
         couples: int64 [K, 2], coupled sequences of the whole step by these numbers; None without.
+        routed_experts: int16 [stream tokens, L, K], see ``TrainingSample``; None if no sample has them.
     """
 
     plan: StepPlan
@@ -44,6 +46,7 @@ class TreeBatch:
     owned: np.ndarray | None = None
     sequences: np.ndarray | None = None
     couples: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
     @property
     def num_counted(self) -> int:
@@ -116,18 +119,28 @@ def prepare_batch(
         fields[name] = None if missing or not samples else _trained(arrays, masks)
     num_sequences = len(samples) if counts is None else counts.sequences
     numbers = np.arange(len(samples)) if sequences is None else np.asarray(sequences, np.int64)
+    owned = None
     if couples is not None:
         # A pair's loss is divided among the logprobs of both sequences: every token gets the same factor.
         loss_weights_P = np.full(plan.num_pairs, 1 / max(1, len(couples)))
-        return TreeBatch(plan, masks, loss_weights_P, fields, num_sequences, None, numbers, couples)
-    sequence_weights = np.array([sample.weight for sample in samples])
-    counted = np.array([sample.num_counted for sample in samples], np.int64)
-    weights = loss_weights(counted, loss_aggregation, counts, sequence_weights, loss_length)
-    owned = None
-    if any(sample.owned is not None for sample in samples):
-        owned = np.concatenate([sample.counted_mask[mask] for sample, mask in zip(samples, masks, strict=True)])
-    loss_weights_P = np.repeat(weights, np.diff(plan.sequence_pairs))
-    return TreeBatch(plan, masks, loss_weights_P, fields, num_sequences, owned, numbers)
+    else:
+        sequence_weights = np.array([sample.weight for sample in samples])
+        counted = np.array([sample.num_counted for sample in samples], np.int64)
+        weights = loss_weights(counted, loss_aggregation, counts, sequence_weights, loss_length)
+        loss_weights_P = np.repeat(weights, np.diff(plan.sequence_pairs))
+        if any(sample.owned is not None for sample in samples):
+            owned = np.concatenate([sample.counted_mask[mask] for sample, mask in zip(samples, masks, strict=True)])
+    return TreeBatch(
+        plan, masks, loss_weights_P, fields, num_sequences, owned, numbers, couples, _routing(samples, plan)
+    )
+
+
+def _routing(samples: Sequence[TrainingSample], plan: StepPlan) -> np.ndarray | None:
+    routing = [sample.routed_experts for sample in samples]
+    missing = [i for i, array in enumerate(routing) if array is None]
+    if 0 < len(missing) < len(samples):
+        raise ValueError(f"routed_experts is missing in sample {missing[0]}, though other samples have it")
+    return None if missing or not samples else stream_routing(plan.segments.tree, routing)
 
 
 def _trained(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.config import TreeConfig
-from megatron_dta.engine.batch import TreeBatch, prepare_batch
+from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.couples import with_pair_terms
+from megatron_dta.engine.expert_pass import mean_ffn_width, with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
-from megatron_dta.objectives import TokenLosses
 from megatron_dta.planning.cost_model import CostModel
-from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.lockstep import RankPlan, plan_in_step
 from megatron_dta.planning.stage_program import PipelineShape
+from megatron_dta.planning.step_plan import StepPlan
 from megatron_dta.planning.timeline import TimelineEvent
 
 # Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
@@ -78,7 +78,9 @@ class TreeEngine:
         logprob_chunk_tokens: int | None = None,
         pipeline_in_flight_tokens: int | None = None,
         tree_attention_impl: str = "auto",
+        routing_replay: bool = False,
     ) -> None:
+        self.replays_routing = routing_replay
         self.chunks = list(model.parts if isinstance(model, (TreeGPTModel, StagedModel)) else model)
         self.tree_models: list[TreeGPTModel] = [
             chunk if isinstance(chunk, TreeGPTModel) else chunk.module for chunk in self.chunks
@@ -92,6 +94,8 @@ class TreeEngine:
         most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
         self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
         self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
+        # The last step that other ranks were asked about, and what came of it: one plan serves all passes of a step.
+        self._stepped: tuple[StepPlan, StepPlan] | None = None
         head_size = self.config.kv_channels
         self.uses_kernels = choose_attention(tree_attention_impl, head_size, self.dtype, self.device)
 
@@ -101,7 +105,7 @@ class TreeEngine:
         return CostModel.from_shape(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
+            ffn_hidden_size=mean_ffn_width(config),
             num_attention_heads=config.num_attention_heads,
             num_query_groups=config.num_query_groups,
             kv_channels=config.kv_channels,
@@ -136,22 +140,19 @@ class TreeEngine:
             forbid_synchronization: on a GPU, raise where an op would wait for the device (a check of this engine).
             record_timeline: measure when each op runs; all ranks must agree in it.
         """
-        self._check_agreement(batch, training=True)
         pair_metrics: dict[str, float] = {}
         couple = getattr(objective, "couple", None)
         if couple is not None:
             batch, pair_metrics = with_pair_terms(batch, couple, self.compute_logprobs(batch), self.mesh)
+        batch = self._in_step(batch)
+        self._check_agreement(batch, training=True)
         run = StageRun(self, batch, objective, OpClock(self.mesh, self.device) if record_timeline else None)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
             run.walk()
-            if not run.program.ops and self._syncs_in_backward():
-                self._train_nothing()
-        result = _result(run, batch, self.mesh)
+        result = with_auxiliary_losses(_result(run, batch, self.mesh), run.experts, self.mesh)
         if pair_metrics:
             found = {name: result.loss.new_tensor(value) for name, value in pair_metrics.items()}
             result = replace(result, metrics=result.metrics | found)
-        if run.experts:
-            result = run.experts[0].complete(result, self.mesh)
         if run.clock is None:
             return result
         stages = self.mesh.gather_over_replica((self.mesh.tensor_rank, run.clock.events()))
@@ -167,17 +168,27 @@ class TreeEngine:
         part = self.chunks[0]
         return hasattr(part, "ddp_config") and part.ddp_config.overlap_grad_reduce
 
-    def _train_nothing(self) -> None:
-        """A backward with gradients of zero: a rank without sequences joins the reduction, in the same order."""
-        sample = TrainingSample(np.zeros(2, np.int32), np.array([False, True]))
-        batch = prepare_batch([sample], TreeConfig(), pipeline=self.pipeline(2))
-        StageRun(
-            self, batch, lambda logprobs, entropy, fields: TokenLosses(torch.zeros_like(logprobs) * logprobs, {})
-        ).walk()
+    def _in_step(self, batch: TreeBatch) -> TreeBatch:
+        """``batch`` with what this rank runs on empty segments, because other ranks wait for it.
+
+        Ranks that share experts run the same ops. A rank without any, where gradients are reduced in a backward, runs
+        one all the same, so that it joins the reduction in the same order.
+        """
+        step, alone = batch.plan, len(self.mesh.expert_data_ranks) == 1
+        least = int(self._syncs_in_backward())
+        if alone and step.segments.num_segments >= least:
+            return batch
+        if self._stepped is None or self._stepped[0] is not step:
+            ranks = self.mesh.gather_over_experts(RankPlan.of(step))
+            own = self.mesh.expert_data_ranks.index(self.mesh.data_rank)
+            shape = self.pipeline(step.segments.segment_tokens)
+            self._stepped = step, plan_in_step(step, ranks, own, shape, least)
+        return replace(batch, plan=self._stepped[1])
 
     @torch.no_grad()
     def compute_logprobs(self, batch: TreeBatch) -> list[np.ndarray]:
         """Logprobs of the trained tokens under the current weights, one array [T] per sequence, 0 elsewhere."""
+        batch = self._in_step(batch)
         self._check_agreement(batch, training=False)
         run = StageRun(self, batch, objective=None)
         run.walk()

@@ -10,6 +10,7 @@ over its sequences; an expert's load is the number of (sequence, token) pairs ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 
 from megatron_dta.engine.balance_loss import BalanceLoss
 from megatron_dta.engine.batch import TreeBatch
@@ -29,56 +31,50 @@ if TYPE_CHECKING:
 
 
 class ExpertPass:
-    """Routing of one walk over the ops, in one part of the model; made for models with experts only.
+    """Routing of one part of the model in one walk over the ops; does nothing for a part without experts.
 
     Args:
-        losses: sums of the auxiliary losses, for all parts that a rank has.
+        replays: route by the batch's ``routed_experts``.
     """
 
     def __init__(
-        self,
-        model: TreeGPTModel,
-        batch: TreeBatch,
-        plan: DevicePlan,
-        training: bool,
-        losses: dict[str, torch.Tensor],
+        self, part: TreeGPTModel, batch: TreeBatch, plan: DevicePlan, training: bool, replays: bool = False
     ) -> None:
-        self.config, self.plan, self.training, self.losses = model.config, plan, training, losses
+        self.config, self.plan = part.config, plan
+        layers = [layer.layer_number for layer in part.decoder.layers if hasattr(layer.mlp, "router")]
+        self.counts = training and bool(layers)
+        self.losses: dict[str, torch.Tensor] = {}
         self.multiplicity_N = self.z_weights_N = self.balance = None
-        if not training:
+        self.replay_NLK = None
+        if replays and batch.routed_experts is not None:
+            self.replay_NLK = torch.from_numpy(batch.routed_experts).to(plan.stream.device)
+        if not self.counts:
             return
-        device, dtype = plan.stream.device, accumulation_dtype(model.config.params_dtype)
-        tree, count = batch.plan.segments.tree, batch.num_sequences
+        device, dtype = plan.stream.device, accumulation_dtype(self.config.params_dtype)
+        tree, num_sequences = batch.plan.segments.tree, max(1, batch.num_sequences)
         if self.config.moe_router_enable_expert_bias:
             ones = np.ones(tree.num_sequences)
             self.multiplicity_N = torch.from_numpy(token_weights(tree, ones)).to(device, torch.float32)
         if self.config.moe_z_loss_coeff:
-            per_sequence = self.config.moe_z_loss_coeff / count / np.asarray(tree.sequence_lengths, dtype=np.float64)
-            self.z_weights_N = torch.from_numpy(token_weights(tree, per_sequence)).to(device, dtype)
-        layer_numbers = [layer.layer_number for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
-        # A pipeline stage may have no layer with experts.
-        if self.config.moe_aux_loss_coeff and layer_numbers:
+            lengths = np.asarray(tree.sequence_lengths, dtype=np.float64)
+            weights = token_weights(tree, self.config.moe_z_loss_coeff / num_sequences / lengths)
+            self.z_weights_N = torch.from_numpy(weights).to(device, dtype)
+        if self.config.moe_aux_loss_coeff:
             experts, topk = self.config.num_moe_experts, self.config.moe_router_topk
-            self.balance = BalanceLoss(
-                batch.plan,
-                plan,
-                layer_numbers,
-                experts,
-                topk,
-                self.config.moe_aux_loss_coeff * experts / (topk * max(1, count)),
-                dtype,
-                parallel_state.get_tensor_model_parallel_group() if self.config.sequence_parallel else None,
-            )
+            factor = self.config.moe_aux_loss_coeff * experts / (topk * num_sequences)
+            group = parallel_state.get_tensor_model_parallel_group() if self.config.sequence_parallel else None
+            self.balance = BalanceLoss(batch.plan, plan, layers, experts, topk, factor, dtype, group)
 
     def routing(self, segment: int) -> TokenRouting | None:
         """Routing of a segment's pass, first forward and recomputation alike."""
-        if not self.training:
+        if not self.counts and self.replay_NLK is None:
             return None
         own = slice(self.plan.start[segment], self.plan.start[segment + 1])
         return TokenRouting(
             multiplicity=None if self.multiplicity_N is None else self.multiplicity_N[own],
             z_weights=None if self.z_weights_N is None else self.z_weights_N[own],
             balance=None if self.balance is None else partial(self.balance.gradient, segment),
+            replay=None if self.replay_NLK is None else self.replay_NLK[own],
             losses=self.losses,
         )
 
@@ -87,22 +83,32 @@ class ExpertPass:
         if self.balance is not None and routing is not None:
             self.balance.store(segment, routing)
 
-    def complete(self, result: StepResult, mesh: Mesh) -> StepResult:
-        """``result`` with the step's auxiliary losses among its metrics, on every rank.
 
-        They come without their coefficients, as means over the layers with experts, as Megatron reports them.
-        """
-        coefficients = {
-            "seq_load_balancing_loss": self.config.moe_aux_loss_coeff,
-            "z_loss": self.config.moe_z_loss_coeff,
-        }
-        used = {name: coefficient for name, coefficient in coefficients.items() if coefficient}
-        if not used:
-            return result
-        layers = sum(self.config.moe_layer_freq)
-        of_ranks = mesh.gather_from_all({name: float(self.losses.get(name, 0)) for name in used})
-        losses = {
-            name: result.loss.new_tensor(sum(of_rank[name] for of_rank in of_ranks) / (coefficient * layers))
-            for name, coefficient in used.items()
-        }
-        return replace(result, metrics=result.metrics | losses)
+def mean_ffn_width(config: TransformerConfig) -> int:
+    """Width of the feed-forward layers that one token goes through, a mean over the layers."""
+    if config.num_moe_experts is None:
+        return config.ffn_hidden_size
+    experts = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
+    widths = [experts if has_experts else config.ffn_hidden_size for has_experts in config.moe_layer_freq]
+    return round(sum(widths) / len(widths))
+
+
+def with_auxiliary_losses(result: StepResult, passes: Sequence[ExpertPass], mesh: Mesh) -> StepResult:
+    """``result`` with the step's auxiliary losses among its metrics, on every rank.
+
+    They come without their coefficients, as means over the layers with experts, as Megatron reports them.
+    """
+    if not passes:
+        return result
+    config = passes[0].config
+    coefficients = {"seq_load_balancing_loss": config.moe_aux_loss_coeff, "z_loss": config.moe_z_loss_coeff}
+    used = {name: coefficient for name, coefficient in coefficients.items() if coefficient}
+    if not used:
+        return result
+    own = {name: sum(float(of_part.losses.get(name, 0)) for of_part in passes) for name in used}
+    of_ranks, layers = mesh.gather_from_all(own), sum(config.moe_layer_freq)
+    losses = {
+        name: result.loss.new_tensor(sum(of_rank[name] for of_rank in of_ranks) / (coefficient * layers))
+        for name, coefficient in used.items()
+    }
+    return replace(result, metrics=result.metrics | losses)

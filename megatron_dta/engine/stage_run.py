@@ -77,11 +77,11 @@ class StageRun:
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
 
     def _expert_passes(self, batch: TreeBatch) -> list[ExpertPass]:
-        """One for each part of a model with experts; they share the sums of the auxiliary losses."""
+        """One for each part of a model with experts."""
         if self.engine.config.num_moe_experts is None:
             return []
-        losses: dict[str, Tensor] = {}
-        return [ExpertPass(part, batch, self.plan, self.training, losses) for part in self.engine.tree_models]
+        replays = self.engine.replays_routing
+        return [ExpertPass(part, batch, self.plan, self.training, replays) for part in self.engine.tree_models]
 
     def _pool(self, chunk: int) -> KVPool:
         config = self.engine.config
@@ -219,5 +219,5 @@ class StageRun:
             query_index=plan.stream[own],
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
-            attention_plan=self.attention_plans[segment] if self.attention_plans else None,
+            attention_plan=self.attention_plans[segment] if self.attention_plans and self.lengths[segment] else None,
         )

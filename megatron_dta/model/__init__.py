@@ -3,7 +3,7 @@
 from dta_kernels.linear_logprobs import RowChunk
 from dta_kernels.tree_attention_plan import AttentionShape
 from dta_kernels.tree_attention_reference import accumulation_dtype
-from megatron_dta.model.attention_context import AttentionContext
+from megatron_dta.model.attention_context import AttentionContext, EmptyContext
 from megatron_dta.model.kv_pool import KVPool
 from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
 from megatron_dta.model.provider import build_model, build_stock_model
@@ -17,6 +17,7 @@ from megatron_dta.model.value_model import TreeValueModel
 __all__ = [
     "AttentionContext",
     "AttentionShape",
+    "EmptyContext",
     "KVPool",
     "Mesh",
     "Model",

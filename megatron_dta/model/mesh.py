@@ -27,6 +27,8 @@ from megatron_dta.config.checks import check_world_size
 # Groups for objects on the host, of all ranks and of the replica's; made by ``initialize_parallel``.
 _host_group: ProcessGroup | None = None
 _replica_group: ProcessGroup | None = None
+# Of this rank and its counterparts on the data-parallel ranks that share experts.
+_expert_group: ProcessGroup | None = None
 _thread = threading.local()
 
 
@@ -41,6 +43,8 @@ class Mesh:
         data_rank, data_size: place among the ranks that train other sequences.
         data_group, host_group: gloo groups of those ranks and of all; None where there is only one rank.
         replica_group: gloo group of the ranks that hold one replica of the model; None if the model is on one rank.
+        expert_data_ranks: data-parallel ranks that share experts, this one among them: they must run in step.
+        expert_group: gloo group of this rank's counterparts on them; None where it is alone.
     """
 
     rank: int
@@ -54,6 +58,8 @@ class Mesh:
     data_group: ProcessGroup | None
     host_group: ProcessGroup | None
     replica_group: ProcessGroup | None
+    expert_data_ranks: tuple[int, ...]
+    expert_group: ProcessGroup | None
 
     def gather_over_data(self, value: Any) -> list[Any]:
         """``value`` of every data-parallel rank, in their order, on every one of them."""
@@ -66,6 +72,10 @@ class Mesh:
     def gather_over_replica(self, value: Any) -> list[Any]:
         """``value`` of every process that holds a part of this replica of the model, on every one of them."""
         return _gather(value, self.tensor_size * self.pipeline_size, self.replica_group)
+
+    def gather_over_experts(self, value: Any) -> list[Any]:
+        """``value`` of every data-parallel rank that shares experts with this one, in their order."""
+        return _gather(value, len(self.expert_data_ranks), self.expert_group)
 
     def gather_over_stages(self, value: Any) -> list[list[Any]]:
         """``value`` of every stage of every replica, of the first rank of the stage's tensor group, on every process.
@@ -146,6 +156,7 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
     elif _sizes_of_mesh() != _sizes(parallel):
         raise ValueError(f"the mesh exists already, with {_sizes_of_mesh()}; destroy it first (destroy_parallel)")
     _make_host_groups(parallel.timeout)
+    _make_expert_group(parallel.timeout)
     # Stages draw different layers; the ranks of a tensor group draw the whole layer and keep their parts.
     torch.manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     # The inference tracker is a plain one without CUDA states: all there is to do where nothing is drawn from it.
@@ -155,8 +166,8 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
 
 def destroy_parallel() -> None:
     """Take the mesh down, so that ``initialize_parallel`` can make another; the process group stays."""
-    global _replica_group
-    _replica_group = None
+    global _replica_group, _expert_group
+    _replica_group = _expert_group = None
     parallel_state.destroy_model_parallel()
 
 
@@ -166,6 +177,8 @@ def _sizes(parallel: ParallelConfig) -> dict[str, int | None]:
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_size,
     }
 
 
@@ -174,6 +187,8 @@ def _sizes_of_mesh() -> dict[str, int | None]:
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 
@@ -205,6 +220,8 @@ def current_mesh() -> Mesh:
         data_group=parallel_state.get_data_parallel_group_gloo() if data_size > 1 else None,
         host_group=_host_group,
         replica_group=_replica_group,
+        expert_data_ranks=_expert_data_ranks(),
+        expert_group=_expert_group,
     )
 
 
@@ -228,6 +245,31 @@ def _make_host_groups(timeout: timedelta) -> None:
         _replica_group, _ = torch.distributed.new_subgroups_by_enumeration(
             [list(replica) for replica in replicas], timeout=timeout, backend="gloo"
         )
+
+
+def _expert_data_ranks() -> tuple[int, ...]:
+    """Of the ranks that tokens go to and come from in a layer with experts, the places in data parallelism."""
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    data_size = parallel_state.get_data_parallel_world_size()
+    ranks = torch.distributed.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
+    # Megatron counts tensor ranks first, then data ranks, then stages.
+    return tuple(sorted({rank // tensor_size % data_size for rank in ranks}))
+
+
+def _make_expert_group(timeout: timedelta) -> None:
+    global _expert_group
+    data_ranks = _expert_data_ranks()
+    if _expert_group is not None or len(data_ranks) == 1:
+        return
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    own = torch.distributed.get_rank()
+    here = own // tensor_size % parallel_state.get_data_parallel_world_size()
+    counterparts = tuple(own + (data_rank - here) * tensor_size for data_rank in data_ranks)
+    groups: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(groups, counterparts, group=_host_group)
+    _expert_group, _ = torch.distributed.new_subgroups_by_enumeration(
+        [list(group) for group in sorted(set(groups))], timeout=timeout, backend="gloo"
+    )
 
 
 def _initialize_process_group(backend: str, timeout: timedelta) -> None:

@@ -23,7 +23,7 @@ from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.model.expert_spec import expert_layer_spec, expert_settings
 from megatron_dta.model.rotary import set_attention_factor, set_frequencies
-from megatron_dta.model.router import TreeRouter
+from megatron_dta.model.router import TreeRouter, keep_balance_in_float32
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.tree_attention import TreeAttention
@@ -188,6 +188,7 @@ def build_model(
         part.true_vocab_size = model.vocab_size
         part.stage_layers, part.first_layer = tuple(layers), first_layer
         parts.append(part.to(device=device, dtype=model.params_dtype))
+        keep_balance_in_float32(part)
     return StagedModel(parts) if num_stages > 1 else parts[0]
 
 

@@ -75,11 +75,15 @@ class TreeRouter(TopKRouter):
             best_NK = balanced_scores(logits_NE, self.config).topk(self.topk, dim=-1)[1]
             routing.balanced[self.layer_number] = best_NK.to(torch.int16)
         if self.enable_expert_bias and routing.multiplicity is not None:
-            if self.local_tokens_per_expert.dtype != torch.float32:  # as of a bfloat16 model, which would lose counts
-                self.local_tokens_per_expert = self.local_tokens_per_expert.float()
             counts_N = self._rows(routing.multiplicity, len(logits_NE)).float()
             counts_NK = counts_N.unsqueeze(1).expand_as(chosen_NK)
             self.local_tokens_per_expert.index_add_(0, chosen_NK.flatten(), counts_NK.flatten())
+
+    def _maintain_float32_expert_bias(self) -> None:
+        """Biases and counts stay in float32, whatever the model is converted to: bfloat16 would lose counts."""
+        super()._maintain_float32_expert_bias()
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
 
     @property
     def expert_layer(self) -> int:
@@ -141,6 +145,13 @@ class RoutedLayer(TransformerLayer):
     def forward(self, *args: object, **kwargs: object) -> object:
         self.mlp.router.context = check_context(kwargs.get("packed_seq_params"))
         return super().forward(*args, **kwargs)
+
+
+def keep_balance_in_float32(model: torch.nn.Module) -> None:
+    """Undo a conversion of ``model`` to another dtype for the routers' biases and counts."""
+    for module in model.modules():
+        if isinstance(module, TreeRouter):
+            module._maintain_float32_expert_bias()
 
 
 def _scoring(logits_NE: Tensor) -> Tensor:

@@ -62,12 +62,14 @@ def choose_attention(impl: str, head_size: int, dtype: torch.dtype, device: torc
 def plan_segment_attention(
     segments: SegmentPlan, paths: RootPaths, shape: AttentionShape, device: torch.device
 ) -> list[TreeAttentionPlan]:
-    """Block tables of all segments of a step, uploaded in one copy."""
+    """Block tables of all segments of a step but those without tokens, which are last; uploaded in one copy."""
     return plan_tree_attention(_key_ends(segments, paths), shape, device)
 
 
 def _key_ends(segments: SegmentPlan, paths: RootPaths) -> Iterator[tuple[np.ndarray, int]]:
     subtree_end, start = segments.tree.subtree_end, segments.segment_start.tolist()
     for segment, (begin, end) in enumerate(pairwise(start)):
+        if begin == end:
+            return
         ancestor_end = subtree_end[paths.stream_indices(segment)]
         yield local_key_end(begin, end - begin, ancestor_end, subtree_end[begin:end]), end - begin

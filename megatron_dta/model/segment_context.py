@@ -47,6 +47,9 @@ class SegmentContext(AttentionContext):
     attention_plan: TreeAttentionPlan | None = None
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if query.shape[0] == 0:
+            # An empty segment: nothing is attended to, and every parameter still gets its gradient of zero.
+            return query + key.sum() + value.sum()
         return _SegmentAttention.apply(query, key, value, self, layer_number - 1 - self.first_layer, scale)
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:

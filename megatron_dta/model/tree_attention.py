@@ -54,5 +54,5 @@ class TreeAttention(MegatronModule):
         # Tokens that only fill up a pass for sequence parallelism attend to nothing and are seen by nobody.
         padded, n = query.shape[0], context.position_ids.shape[0]
         query, key, value = (tensor.squeeze(1)[:n] for tensor in (query, key, value))
-        out = context.attend(self.layer_number, query, key, value, self.softmax_scale).reshape(n, -1)
+        out = context.attend(self.layer_number, query, key, value, self.softmax_scale).flatten(1)
         return F.pad(out, (0, 0, 0, padded - n)).unsqueeze(1) if padded > n else out.unsqueeze(1)

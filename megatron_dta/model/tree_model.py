@@ -7,7 +7,8 @@ states, and the logprob head turns the rows that need it into logprobs, a chunk 
 
 Under tensor parallelism every rank returns all hidden states; a rank's logprob head holds a part of the vocabulary, so
 the gradients that its ranks send back are parts of a sum, which Megatron's mappings here add up. Under sequence
-parallelism a pass is filled up to a multiple of the ranks with tokens that the core attention leaves out.
+parallelism a pass is filled up to a multiple of the ranks with tokens that the core attention leaves out. So is a pass
+over no tokens: Megatron's layers need one.
 """
 
 from __future__ import annotations
@@ -47,8 +48,12 @@ class TreeGPTModel(GPTModel):
 
     def stage_shape(self, num_tokens: int) -> tuple[int, int, int]:
         """Shape of the hidden states of a pass over ``num_tokens`` tokens as they go from stage to stage."""
-        ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        return -(-num_tokens // ranks), 1, self.config.hidden_size
+        return max(1, -(-num_tokens // self._row_ranks)), 1, self.config.hidden_size
+
+    @property
+    def _row_ranks(self) -> int:
+        """Ranks that divide a pass's rows among them."""
+        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
 
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
         """Hidden states [n, hidden size] after the final norm.
@@ -83,14 +88,13 @@ class TreeGPTModel(GPTModel):
             return hidden_states
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
-            hidden_states = hidden_states[: check_context(packed_seq_params).position_ids.shape[0]]
         elif self.config.tensor_model_parallel_size > 1:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
-        return hidden_states.squeeze(1)
+        return hidden_states.squeeze(1)[: check_context(packed_seq_params).position_ids.shape[0]]
 
     def _filled_up(self, tokens: Tensor) -> Tensor:
-        """``tokens`` [..., n], under sequence parallelism with zeros up to a multiple of the ranks."""
-        missing = -tokens.shape[-1] % self.config.tensor_model_parallel_size if self.config.sequence_parallel else 0
+        """``tokens`` [..., n] with zeros up to a multiple of the ranks that divide the rows, and to one row each."""
+        missing = -tokens.shape[-1] % self._row_ranks if tokens.shape[-1] else self._row_ranks
         return F.pad(tokens, (0, missing)) if missing else tokens
 
     def output_weight(self) -> Tensor:

@@ -18,6 +18,7 @@ from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf_config import architecture
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.errors import InputError
+from megatron_dta.parity.huggingface_experts import expert_config, stack_experts
 
 
 def build_huggingface(
@@ -83,13 +84,13 @@ def _import_transformers() -> ModuleType:
 
 
 def huggingface_config(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Llama, Qwen2 or Qwen3 model (no QKV bias or QK-norm, bias, QK-norm), as transformers 4
-    writes it and 5 reads it.
+    """The config.json of a Llama, Qwen2 or Qwen3 model (no QKV bias or QK-norm, bias, QK-norm), or with experts of a
+    Mixtral or Qwen3-MoE model, as transformers 4 writes it and 5 reads it.
     """
     if model.qk_layernorm and model.add_qkv_bias:
         raise InputError("--qk-layernorm with --add-qkv-bias: no Hugging Face model has both; leave one out")
     family = "Qwen3" if model.qk_layernorm else "Qwen2" if model.add_qkv_bias else "Llama"
-    return dict(
+    config = dict(
         architectures=[f"{family}ForCausalLM"],
         model_type=family.lower(),
         vocab_size=model.vocab_size,
@@ -107,6 +108,7 @@ def huggingface_config(model: ModelConfig) -> dict[str, Any]:
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         attention_dropout=0.0,
     )
+    return config if model.num_experts is None else config | expert_config(model)
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -147,4 +149,6 @@ def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig, family: str |
     """
     family = family or huggingface_config(model)["architectures"][0]
     by_name = {parameter.name: parameter for parameter in parameters_of(family, ModelShape.of(model))}
-    return {new: piece for name, tensor in tensors.items() for new, piece in by_name[name].split(tensor).items()}
+    renamed = {new: piece for name, tensor in tensors.items() for new, piece in by_name[name].split(tensor).items()}
+    stacks = model.num_experts is not None and int(_import_transformers().__version__.split(".")[0]) >= 5
+    return stack_experts(renamed) if stacks else renamed

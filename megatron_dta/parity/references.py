@@ -7,6 +7,7 @@ one sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -38,7 +39,9 @@ def run_stock(
     loss that is returned, as in training.
     """
     device = next(iter(weights.values())).device
-    stock = build_stock_model(model, device, PlainRouter)
+    # Losses of a forward that is run again in the backward would not reach the loss in time.
+    kept = replace(model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
+    stock = build_stock_model(kept, device, PlainRouter)
     stock.load_state_dict(weights)
     routers = [module for module in stock.modules() if isinstance(module, PlainRouter)]
 

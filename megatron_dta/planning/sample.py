@@ -37,6 +37,8 @@ class TrainingSample:
         rollout_logprobs: float [T], logprobs that the sampler recorded, or None.
         old_values, returns: float [T], for the critic: its values before the collection's first step, and its targets.
         pair_gradient, pair_loss: float [T], what losses of pairs say of this sequence; the engine fills them in.
+        routed_experts: int16 [T, L, K], experts that each token is to be routed to in each layer with experts, -1 for
+            the router's own choice; or None.
         weight: how much the sequence counts in the means of the loss.
         owned: bool [T], the trained tokens that count in the loss; None for all. The others are computed (a value may
             be needed of them) and left out of loss, metrics and denominators.
@@ -54,13 +56,14 @@ class TrainingSample:
     pair_gradient: np.ndarray | None = None
     pair_loss: np.ndarray | None = None
     owned: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
     weight: float = 1.0
     path: KnownPath | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
             raise ValueError("a training sample needs at least one token")
-        for name in ("loss_mask", "owned", *FIELDS):
+        for name in ("loss_mask", "owned", *FIELDS, "routed_experts"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(f"{name} has {len(values)} entries for {len(self.token_ids)} tokens")

@@ -59,7 +59,7 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
     Args:
         plan: the segments.
         schedule: every segment's forward once, and its backward at most once. Weight gradients need no keys and values
-            of other segments, so those ops are passed over.
+            of other segments, so those ops are passed over. Segments without tokens need no slots and may be left out.
 
     Returns:
         (int64 [num_segments], first slot of each segment; number of slots).
@@ -69,14 +69,15 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
     """
     schedule = [op for op in schedule if op.kind is not OpKind.BACKWARD_WEIGHT]
     ends_with = _last_uses(plan, schedule)
-    slot_start = np.full(plan.num_segments, -1, dtype=np.int64)
+    slot_start = np.where(plan.lengths > 0, -1, 0).astype(np.int64)
     slots = _FreeSlots()
     lengths = plan.lengths.tolist()
     for (kind, segment), ended in zip(schedule, ends_with, strict=True):
         if kind is OpKind.FORWARD:
-            slot_start[segment] = slots.take(lengths[segment])
+            slot_start[segment] = slots.take(lengths[segment]) if lengths[segment] else 0
         for segment in ended:
-            slots.give_back(int(slot_start[segment]), lengths[segment])
+            if lengths[segment]:
+                slots.give_back(int(slot_start[segment]), lengths[segment])
     return slot_start, slots.num_slots
 
 
@@ -94,6 +95,8 @@ def _last_uses(plan: SegmentPlan, schedule: Sequence[Op]) -> list[list[int]]:
     for segment in range(plan.num_segments - 1, -1, -1):
         parent = parents[segment]
         if forward_at[segment] == never:
+            if plan.lengths[segment] == 0:
+                continue
             raise ValueError(f"the schedule lacks F({segment})")
         if parent >= 0 and forward_at[parent] > forward_at[segment]:
             raise ValueError(f"the schedule runs F({segment}) before F({parent}), its parent's")
@@ -105,7 +108,8 @@ def _last_uses(plan: SegmentPlan, schedule: Sequence[Op]) -> list[list[int]]:
             last_use[parent] = max(last_use[parent], last_use[segment])
     ended: list[list[int]] = [[] for _ in schedule]
     for segment, at in enumerate(last_use):
-        ended[at].append(segment)
+        if at != never:
+            ended[at].append(segment)
     return ended
 
 

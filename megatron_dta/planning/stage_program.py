@@ -93,7 +93,7 @@ def plan_passes(
     costs = PipelineCosts.of_segments(
         shape.cost_model,
         segments.lengths,
-        _attention_pairs(segments),
+        attention_pairs(segments),
         np.asarray(segment_edges),
         shape.layers,
         recomputed,
@@ -105,7 +105,7 @@ def plan_passes(
     return tuple(PassPlan(schedule, message_order(schedule, timeline), timeline) for schedule, timeline in timelines)
 
 
-def _attention_pairs(segments: SegmentPlan) -> np.ndarray:
+def attention_pairs(segments: SegmentPlan) -> np.ndarray:
     """(query, key) pairs of each segment, int64."""
     sums = np.concatenate([[0], np.cumsum(segments.tree.position.astype(np.int64) + 1)])
     return np.diff(sums[segments.segment_start])

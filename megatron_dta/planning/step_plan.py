@@ -25,8 +25,10 @@ from megatron_dta.planning.modes import plan_forest
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
-from megatron_dta.planning.segments import SegmentPlan
+from megatron_dta.planning.segments import SegmentPlan, default_memory_tokens
 from megatron_dta.planning.stage_program import PassPlan, PipelineShape, plan_passes
+from megatron_dta.tree import PrefixTree
+from megatron_dta.tree.known_paths import KnownPath
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class StepPlan:
         segment_rows, segment_edges, segment_pairs: int64 [segments + 1], runs of each segment (pairs in edge order).
         loss_batches: per segment, the sequences whose last row is in it, grouped for the loss.
         paths: each segment's ancestors in earlier segments.
+        memory_tokens: most tokens that may be in flight; 0 for no more than the plan itself has.
+        activation_tokens: most of them whose activations are kept, None for all.
     """
 
     segments: SegmentPlan
@@ -68,6 +72,8 @@ class StepPlan:
     segment_pairs: np.ndarray
     loss_batches: list[list[LossBatch]]
     paths: RootPaths
+    memory_tokens: int
+    activation_tokens: int | None
 
     def digest(self, plan: PassPlan) -> str:
         """Equal digests on two ranks mean the same ops on the same segments of the same sequences."""
@@ -109,16 +115,8 @@ def plan_step(
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
     pipeline = pipeline or PipelineShape()
-    known = [sample.path for sample in samples]
-    segments = plan_forest(
-        sequences,
-        tree_mode,
-        segment_tokens,
-        memory_tokens,
-        pipeline.num_stages,
-        pipeline.max_in_flight_tokens,
-        None if None in known else known,
-    )
+    stages = (pipeline.num_stages, pipeline.max_in_flight_tokens)
+    segments = plan_forest(sequences, tree_mode, segment_tokens, memory_tokens, *stages, _known_paths(samples))
     tree = segments.tree
 
     # Pairs in sequence order, each named by its child token in the stream.
@@ -127,16 +125,7 @@ def plan_step(
     pair_child = stream[mask].astype(np.int64)
     sequence_pairs = np.concatenate([[0], np.cumsum([sample.num_trained for sample in samples])]).astype(np.int64)
 
-    # Edges sorted by (row, child); pairs find theirs by the child, which has one incoming edge.
-    child = np.flatnonzero(np.bincount(pair_child, minlength=tree.num_tokens))
-    child = child[np.argsort(tree.parent[child], kind="stable")]
-    is_row = np.zeros(tree.num_tokens, dtype=bool)
-    is_row[tree.parent[child]] = True
-    row_stream = np.flatnonzero(is_row)
-    edge_row = (np.cumsum(is_row) - 1)[tree.parent[child]]
-    edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
-    edge_of_child[child] = np.arange(len(child))
-    pair_edge = edge_of_child[pair_child]
+    child, edge_row, row_stream, pair_edge = _edges(tree, pair_child)
     pair_rank = np.empty(len(pair_edge), dtype=np.int64)
     pair_rank[np.argsort(pair_edge, kind="stable")] = np.arange(len(pair_edge))
     pairs_per_edge = np.bincount(pair_edge, minlength=len(child)).astype(np.int64)
@@ -170,4 +159,29 @@ def plan_step(
         segment_pairs=segment_pairs,
         loss_batches=make_loss_batches(sequence_pairs, completed_in, segments.num_segments),
         paths=root_paths(segments),
+        memory_tokens=0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(tree, segment_tokens),
+        activation_tokens=activation_tokens,
     )
+
+
+def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Edges sorted by (row, child), of pairs that are named by their child token in the stream.
+
+    Returns:
+        (child [E] and row [E] of each edge, stream index of each row [R], edge of each pair [P]): a pair finds its edge
+        by the child, which has one incoming edge.
+    """
+    child = np.flatnonzero(np.bincount(pair_child, minlength=tree.num_tokens))
+    child = child[np.argsort(tree.parent[child], kind="stable")]
+    is_row = np.zeros(tree.num_tokens, dtype=bool)
+    is_row[tree.parent[child]] = True
+    edge_row = (np.cumsum(is_row) - 1)[tree.parent[child]]
+    edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
+    edge_of_child[child] = np.arange(len(child))
+    return child, edge_row, np.flatnonzero(is_row), edge_of_child[pair_child]
+
+
+def _known_paths(samples: Sequence[TrainingSample]) -> list[KnownPath] | None:
+    """The samples' nodes, where all of them have them."""
+    paths = [sample.path for sample in samples if sample.path is not None]
+    return paths if len(paths) == len(samples) else None

@@ -45,12 +45,14 @@ def cut_length(rollout: Rollout, max_length: int) -> Rollout | None:
 
 def _head(rollout: Rollout, end: int, loss_mask: np.ndarray) -> Rollout:
     """The first ``end`` tokens with every per-token field cut alike."""
+    routing = rollout.routed_experts
     return replace(
         rollout,
         token_ids=rollout.token_ids[:end],
         loss_mask=loss_mask,
         advantages=None if rollout.advantages is None else rollout.advantages[:end],
         logprobs=None if rollout.logprobs is None else rollout.logprobs[:end],
+        routed_experts=None if routing is None else routing[: len(routing) // len(rollout) * end],
         **_head_of_path(rollout, end),
     )
 

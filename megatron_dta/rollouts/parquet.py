@@ -6,7 +6,7 @@ Columns, with the types that are written; on reading any integer or float width 
     loss_mask      list<bool>       logprobs       list<float>     trajectory_id  string
     reward         double           policy_version int64           leaf_weight    double
     segment_ends   list<int32>      branches       list<int32>     fallback       bool
-    segment_rewards list<float>
+    segment_rewards list<float>     routed_experts list<int16>
 
 Pages carry checksums, so that a damaged file is refused instead of trained on.
 """
@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         pa.field("group_id", pa.string(), nullable=False),
         pa.field("trajectory_id", pa.string()),
         pa.field("policy_version", pa.int64()),
+        pa.field("routed_experts", pa.list_(pa.int16())),
         pa.field("segment_ends", pa.list_(pa.int32())),
         pa.field("branches", pa.list_(pa.int32())),
         pa.field("segment_rewards", pa.list_(pa.float32())),
@@ -80,6 +81,7 @@ _KINDS: dict[str, tuple[bool, Callable[[pa.DataType], bool], str]] = {
     "group_id": (False, _is_text, "string"),
     "trajectory_id": (False, _is_text, "string"),
     "policy_version": (False, types.is_integer, "integer"),
+    "routed_experts": (True, types.is_integer, "list of integers"),
     "segment_ends": (True, types.is_integer, "list of integers"),
     "branches": (True, types.is_integer, "list of integers"),
     "segment_rewards": (True, _is_number, "list of numbers"),

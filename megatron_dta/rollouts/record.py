@@ -18,6 +18,7 @@ import numpy as np
 from megatron_dta.errors import InputError
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_EXPERT = 2**15 - 1
 # Some samplers' log-softmax rounds to a hair above 0; more than that is not a logprob.
 LOGPROB_ROUNDING = 1e-6
 
@@ -45,6 +46,9 @@ class Rollout:
     """Shared by the samples cut from one trajectory, whose reward counts once. None: a trajectory of its own."""
     policy_version: int | None = None
     """Version of the weights that sampled it, counted from 0."""
+    routed_experts: np.ndarray | None = None
+    """int16 [T x L x K]: experts that the sampler's routers chose, token by token, within it layer by layer (those with
+    experts), K a layer; -1 where unknown. For --moe-routing-replay."""
     segment_ends: np.ndarray | None = None
     """int32 [D], rising: where each node of the sampled tree on this path ends, the prompt first; the last is T."""
     branches: np.ndarray | None = None
@@ -73,6 +77,8 @@ class Rollout:
             values["trajectory_id"] = _checked_text(self.trajectory_id, "trajectory_id")
         if self.policy_version is not None:
             values["policy_version"] = _checked_version(self.policy_version)
+        if self.routed_experts is not None:
+            values["routed_experts"] = _checked_routing(self.routed_experts, len(token_ids))
         values |= checked_tree_fields(self, len(token_ids))
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -270,6 +276,19 @@ def _checked_logprobs(value: Any, loss_mask: np.ndarray) -> np.ndarray:
         at = int(positive.argmax())
         raise field_error("logprobs", f"entry {at} is {array[at]}, but a logprob is never positive")
     return np.where(loss_mask, array, np.float32(0))
+
+
+def _checked_routing(value: Any, length: int) -> np.ndarray:
+    if isinstance(value, np.ndarray):
+        value = value.reshape(-1)
+    array = _to_array(value, "routed_experts", "iu", _INTEGERS, "an integer", np.int64)
+    if len(array) == 0 or len(array) % length:
+        raise field_error("routed_experts", f"has {len(array)} entries, no multiple of the {length} tokens")
+    bad = (array < -1) | (array > MAX_EXPERT)
+    if bad.any():
+        at = int(bad.argmax())
+        raise field_error("routed_experts", f"entry {at} is {array[at]}, neither an expert nor -1 for unknown")
+    return array.astype(np.int16, copy=False)
 
 
 def _checked_number(value: Any, name: str) -> float:

@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_dta.config import TrainConfig
 from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.paths import decoded_tokens
 from megatron_dta.rollouts.source import RolloutSource
 
 
@@ -57,7 +58,11 @@ class FilteringSource(RolloutSource):
                 "uniform_groups": len(others) / (len(useful) + len(others)),
             }
         chosen = useful[: self._num_groups]
-        chosen += others[: max(0, self._num_steps - len(chosen))]
+        filling = max(0, self._num_steps - len(chosen))
+        if self._settings.dynamic_sampling:
+            left_out = [rollout for group in useful[self._num_groups :] + others[filling:] for rollout in group]
+            self._statistics["left_out_decoded_tokens"] = float(decoded_tokens(left_out)) if left_out else 0.0
+        chosen += others[:filling]
         rollouts = [rollout for group in chosen for rollout in group]
         if self._renumber:
             rollouts = [replace(rollout, policy_version=step) for rollout in rollouts]
@@ -82,7 +87,9 @@ class FilteringSource(RolloutSource):
         self._inner.load_state_dict(state)
 
     def statistics(self) -> dict[str, float]:
-        """``sampling_rounds``, ``uniform_groups`` (fraction of the groups sampled), ``overlong_penalty`` (mean)."""
+        """``sampling_rounds``, ``uniform_groups`` (fraction of the groups sampled), ``left_out_decoded_tokens``,
+        ``overlong_penalty`` (mean).
+        """
         return self._inner.statistics() | self._statistics
 
     def close(self) -> None:

@@ -6,8 +6,11 @@ an environment, which are trees as well, through ``sampling.treepo``.
 
 from __future__ import annotations
 
-from megatron_dta.config import TrainConfig
+from dataclasses import replace
+
+from megatron_dta.config import FilterConfig, TrainConfig
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.sampling.dynamic_sampling import DynamicSamplingSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.filtering import FilteringSource
 from megatron_dta.sampling.source import SamplingEvaluation, SamplingSource
@@ -17,14 +20,16 @@ from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
 
 def build_sampling_source(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> RolloutSource:
     """What samples the rollouts of training."""
-    source: RolloutSource
-    if config.treepo.rollout_method == "treepo" or config.environment.environment is not None:
-        source = TreeSource(engine, task, config)
-    else:
-        source = SamplingSource(engine, task, config.sampling, config.optimization.seed)
     if config.filtering.dynamic_sampling or config.filtering.overlong_buffer_len is not None:
-        return FilteringSource(source, config, renumber=not engine.needs_checkpoint)
-    return source
+        inner = build_sampling_source(engine, task, replace(config, filtering=FilterConfig()))
+        return FilteringSource(inner, config, renumber=not engine.needs_checkpoint)
+    trained, sampled = config.sampling.rollout_batch_size, config.sampling.over_sampling_batch_size
+    if sampled is not None and sampled > trained:
+        sampling = replace(config.sampling, rollout_batch_size=sampled, over_sampling_batch_size=None)
+        return DynamicSamplingSource(build_sampling_source(engine, task, replace(config, sampling=sampling)), trained)
+    if config.treepo.rollout_method == "treepo" or config.environment.environment is not None:
+        return TreeSource(engine, task, config)
+    return SamplingSource(engine, task, config.sampling, config.optimization.seed)
 
 
 def build_sampling_evaluation(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> Evaluation:

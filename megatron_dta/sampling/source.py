@@ -18,7 +18,13 @@ from megatron_dta.config import SamplingConfig
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, RolloutEngine, generate
+from megatron_dta.sampling.engines.interface import (
+    GenerationRequest,
+    GenerationResult,
+    RolloutEngine,
+    generate,
+    phase,
+)
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts import Prompt, prompts_at
@@ -133,8 +139,8 @@ def _sample_and_score(
         GenerationRequest(place, prompts[sequence_prompt[place]].token_ids, params.max_response_tokens, key=place)
         for place in share.tolist()
     ]
-    engine.start(params, iteration)
-    results = generate(engine, requests)
+    with phase(engine, params, iteration):
+        results = generate(engine, requests)
     rewards = []
     # A user's reward may cost something, or be random: one rank of each replica asks for it.
     if mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:

@@ -6,6 +6,7 @@ the data-parallel ranks, clips, and updates; a step whose loss or gradient is no
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ _RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
+
+
+# A parameter's state has the same name whether its optimizer is the only one or one of several.
+_UNPREFIXED = {"chained_optim_avoid_prefix": True}
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ class TrainingOptimizer:
 
     def step(self, loss: float) -> StepOutcome:
         """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""
+        biases = [bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")]
+        before = [bias.clone() for bias in biases]
         self.reduce_gradients()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -96,6 +103,10 @@ class TrainingOptimizer:
             # Megatron's own step prepares and measures again, which changes nothing; it has no way to skip on a NaN.
             self.optimizer.step()
             self.schedule.step(1)
+        else:
+            # Megatron updates the biases of experts with the reduction of the gradients.
+            for bias, value in zip(biases, before, strict=True):
+                bias.copy_(value)
         return StepOutcome(applied=finite, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @property
@@ -110,62 +121,77 @@ class TrainingOptimizer:
         """
         state = {"opt_param_scheduler": self.schedule.state_dict()}
         if is_loading and self._is_distributed:
-            self._make_empty_state()
+            for optimizer in self._optimizers():
+                _make_empty_state(optimizer)
         if is_loading or len(self.optimizer.state):
-            metadata = {"metadata": _RESHARDABLE} if self._is_distributed else {}
+            metadata = {"metadata": _UNPREFIXED | (_RESHARDABLE if self._is_distributed else {})}
             state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, **metadata)
         return state
 
-    def _make_empty_state(self) -> None:
-        """Megatron's distributed optimizer reads the number of steps from Adam's state, also before there is one."""
-        adam = self._distributed().optimizer
-        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a loaded state. Hyperparameters stay those of the command line, only the progress is taken."""
-        hyperparameters = [
-            {name: value for name, value in group.items() if name not in ("params", "step")}
-            for group in self.optimizer.param_groups
-        ]
         if "optimizer" in state:
-            # From 0.19 on Megatron finds a group by its rates too, so the loaded ones take over the command line's. The
-            # bfloat16 optimizer keeps its groups one level deeper, beside the master weights.
-            loaded = state["optimizer"].get("optimizer", state["optimizer"])
-            for group in loaded["param_groups"]:
-                group.update(max_lr=self.settings.lr, min_lr=self.settings.min_lr)
-            if self._is_distributed:
-                self._load_distributed(dict(state["optimizer"]))
-            else:
-                self.optimizer.load_state_dict(state["optimizer"])
-        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            group.update(values)
+            parts = self._optimizers()
+            steps = _steps_in(state["optimizer"])
+            for index, optimizer in enumerate(parts):
+                loaded = state["optimizer"][index] if len(parts) > 1 else state["optimizer"]
+                # One optimizer's state beside those of the several that the checkpoint's mesh had.
+                own = {name: value for name, value in loaded.items() if not isinstance(name, int)}
+                (_load_distributed if self._is_distributed else _load)(optimizer, own, steps)
         # Megatron's schedule adds the loaded steps to its own.
         self.schedule.num_steps = 0
         self.schedule.load_state_dict(state["opt_param_scheduler"])
 
-    def _load_distributed(self, state: dict[str, Any]) -> None:
-        """Number of steps and hyperparameters first, then weights and moments, which the layout has by parameter.
+    def _optimizers(self) -> list[Any]:
+        """Megatron's optimizers: where ranks hold different experts, one for those and one for all else."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
-        With PyTorch's Adam Megatron asks the second part for the number of steps too, which it does not hold, and gives
-        all parameters one tensor as their number of steps, which each would then advance.
-        """
-        optimizer = self._distributed()
-        moments = state.pop("param_state")
-        del state["param_state_sharding_type"]
-        optimizer.load_state_dict(state)
-        of_parameters = list(optimizer.optimizer.state.values())
-        steps = [values.pop("step").clone() if "step" in values else None for values in of_parameters]
-        optimizer.load_parameter_state_from_fully_reshardable(moments)
-        for values, step in zip(of_parameters, steps, strict=True):
-            if step is not None:
-                values["step"] = step
 
-    def _distributed(self) -> Any:
-        """Megatron's one distributed optimizer; there are several only where there are experts."""
-        (optimizer,) = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return optimizer
+def _steps_in(state: Any) -> list[Any]:
+    """Numbers of steps taken, wherever Megatron's optimizers keep them in ``state``: all the same."""
+    if isinstance(state, list):
+        return [step for part in state for step in _steps_in(part)]
+    if not isinstance(state, dict):
+        return []
+    own = [state[name] for name in ("common_step", "step") if name in state]
+    return own + [step for part in state.values() for step in _steps_in(part)]
+
+
+def _make_empty_state(optimizer: Any) -> None:
+    """Megatron's distributed optimizer reads the number of steps from Adam's state, also before there is one."""
+    adam = optimizer.optimizer
+    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+
+def _load(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) -> None:
+    """Moments and master weights as loaded, the groups with their hyperparameters as they are."""
+    # The bfloat16 optimizer keeps Adam's state one level deeper, beside the master weights.
+    adam = loaded.get("optimizer", loaded)
+    adam["param_groups"] = copy.deepcopy(optimizer.optimizer.state_dict()["param_groups"])
+    if steps:
+        adam["state"]["common_step"] = steps[0]
+    optimizer.load_state_dict(loaded)
+
+
+def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) -> None:
+    """Number of steps first, then weights and moments, which the layout has by parameter.
+
+    With PyTorch's Adam Megatron asks the second part for the number of steps too, which it does not hold, and gives all
+    parameters one tensor as their number of steps, which each would then advance.
+    """
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["optimizer"]["param_groups"]:
+        if steps:
+            group["step"] = steps[0]
+    optimizer.load_state_dict(state)
+    of_parameters = list(optimizer.optimizer.state.values())
+    taken = [values.pop("step").clone() if "step" in values else None for values in of_parameters]
+    optimizer.load_parameter_state_from_fully_reshardable(loaded["param_state"])
+    for values, step in zip(of_parameters, taken, strict=True):
+        if step is not None:
+            values["step"] = step
 
 
 def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -> OptimizerConfig:

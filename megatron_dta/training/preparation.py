@@ -26,6 +26,7 @@ from megatron_dta.objectives import Objective, estimate_advantages, preference_p
 from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
 from megatron_dta.objectives.policy import reward_kl
 from megatron_dta.planning.ownership import first_owners
+from megatron_dta.planning.routing_replay import agree_on_routing, shaped_routing
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.rollouts import Rollout
 from megatron_dta.training.reference import Reference
@@ -81,7 +82,8 @@ class SamplePreparation:
         samples = self._samples(rollouts)
         steps, found = [], {}
         for chosen in split_groups(rollouts, num_steps):
-            step = StepSamples([samples[i] for i in chosen], rollout_statistics([rollouts[i] for i in chosen]))
+            own = [rollouts[i] for i in chosen]
+            step = StepSamples(self._with_routing([samples[i] for i in chosen], own), rollout_statistics(own))
             if selected:
                 step.statistics |= {"collected_rollouts": float(num_rollouts)}
                 if "reward" in statistics:
@@ -89,7 +91,7 @@ class SamplePreparation:
             if couples is not None:
                 place = {number: i for i, number in enumerate(chosen)}
                 step.couples = np.array([[place[a], place[b]] for a, b in couples if a in place]).reshape(-1, 2)
-            for name, arrays in self._passes(step, [rollouts[i] for i in chosen]).items():
+            for name, arrays in self._passes(step, own).items():
                 found.setdefault(name, [None] * len(rollouts))
                 for i, array in zip(chosen, arrays, strict=True):
                     found[name][i] = array
@@ -124,6 +126,17 @@ class SamplePreparation:
             # In the order of the collection, so before it is cut: a token is trained once in an epoch.
             samples = [replace(s, owned=mask) for s, mask in zip(samples, first_owners(samples), strict=True)]
         return samples
+
+    def _with_routing(self, samples: list[TrainingSample], rollouts: list[Rollout]) -> list[TrainingSample]:
+        """The samples of one step with the experts that their tokens are to be routed to, where that is replayed."""
+        if not self.policy.replays_routing:
+            return samples
+        config = self.policy.config
+        shape = sum(config.moe_layer_freq), config.moe_router_topk, config.num_moe_experts
+        # Sources hand over rollouts with what the settings ask for: files are checked when they are read.
+        routing = [shaped_routing(rollout.routed_experts, len(rollout), *shape) for rollout in rollouts]
+        agreed = agree_on_routing([sample.token_ids for sample in samples], routing)
+        return [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
 
     def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:
         """Old and reference logprobs and values of all samples of a step, on its one plan."""

@@ -24,7 +24,7 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
 from megatron_dta.tree.known_paths import KnownPath
 
-_ARRAYS = ("token_ids", "loss_mask", "owned", *FIELDS)
+_ARRAYS = ("token_ids", "loss_mask", "owned", *FIELDS, "routed_experts")
 
 
 @dataclass

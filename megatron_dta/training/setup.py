@@ -80,7 +80,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
 
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
-    engine = _engine(config, optimizer.chunks)
+    engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay)
     if task is not None:
         source, evaluations = build_sampled_data(
             config, model, task, progress, lambda line: console.print(line, soft_wrap=True, style="yellow")
@@ -206,13 +206,14 @@ def _build_reference(config: TrainConfig, policy: Model, device: torch.device, r
     return reference.requires_grad_(False).eval()
 
 
-def _engine(config: TrainConfig, model: Model | list[torch.nn.Module]) -> TreeEngine:
+def _engine(config: TrainConfig, model: Model | list[torch.nn.Module], routing_replay: bool = False) -> TreeEngine:
     return TreeEngine(
         model,
         config.sampling.temperature,
         config.tree.logprob_chunk_tokens,
         config.parallel.pipeline_in_flight_tokens,
         config.tree.tree_attention_impl,
+        routing_replay,
     )
 
 

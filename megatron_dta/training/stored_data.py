@@ -114,6 +114,8 @@ def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRol
         require = (*require, "logprobs")
     if config.filtering.rejection_sampling is not None:
         require = (*require, "reward")
+    if config.model.moe_routing_replay:
+        require = (*require, "routed_experts")
     rollouts = load_files(config.data.rollouts or [], config, require)
     by_group = config.filtering.rejection_sampling == "best"
     units = [_unit(rollout, index, objective, by_group) for index, rollout in enumerate(rollouts)]

@@ -3,7 +3,7 @@
 Each pass runs a mixture of prompt chunks and decoding rows through the model (``scheduler`` decides, ``decode_context``
 attends) and waits for the device once, for the sampled tokens. It works with whatever ``build_model`` gives: the ranks
 of a tensor group gather the logits and draw the same tokens, a pipeline's stages get them from the last one, and
-data-parallel replicas run engines of their own.
+data-parallel replicas run engines of their own, in step where they share experts (``passes``).
 
 K and V exist while requests run or are held, and are given back to the device afterwards, so that training has the
 memory. After an error the engine is empty and can be started again.
@@ -34,6 +34,7 @@ from megatron_dta.sampling.engines.pages import PagePool
 from megatron_dta.sampling.engines.scheduler import Pass, Scheduler, Sequence
 from megatron_dta.sampling.keyed_random import keyed_uniform
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.passes import DecodingPasses
 from megatron_dta.sampling.sampler import next_tokens, sampling_mode
 
 # Without a budget on a GPU: how much of the memory that is free when a phase starts may become K/V. Not all of it,
@@ -61,7 +62,7 @@ class InProcessEngine(RolloutEngine):
         buffer_size_gb: float | None = None,
         max_tokens: int = 4096,
     ) -> None:
-        self._model = model
+        self._model, self._passes = model, DecodingPasses(model)
         self._max_requests, self._block_size, self._max_tokens = max_requests, block_size, max_tokens
         self._buffer_size_gb = buffer_size_gb
         self._params: SamplingParams | None = None
@@ -136,6 +137,10 @@ class InProcessEngine(RolloutEngine):
         self._free_when_unused()
         self._policy_version = policy_version
 
+    def join(self) -> None:
+        with sampling_mode(self._model):
+            self._passes.join()
+
     def close(self) -> None:
         counts = self.statistics()
         self._running.clear()
@@ -154,7 +159,7 @@ class InProcessEngine(RolloutEngine):
         counts = np.array(plan.counts)
         context, order = append_context(cache, starts, counts, [sequence.table for sequence in plan.rows])
         pieces = [plan.rows[i].tokens[starts[i] : starts[i] + counts[i]] for i in order]
-        hidden = self._model(self._to_device(np.concatenate(pieces).astype(np.int64)).unsqueeze(0), context)
+        hidden = self._passes(self._to_device(np.concatenate(pieces).astype(np.int64)).unsqueeze(0), context)
         self._counts["forwards"] += 1
         last_token = np.cumsum(counts[order]) - 1
         place = dict(zip((plan.rows[i] for i in order), last_token.tolist(), strict=True))

@@ -18,7 +18,8 @@ An engine is not thread-safe. Under a mesh every rank of a replica makes the sam
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -139,6 +140,9 @@ class RolloutEngine(ABC):
         """Let a ``poll`` that waits raise soon, and every later one; the only method another thread may call."""
         return
 
+    def join(self) -> None:  # noqa: B027 (most engines have nobody to wait for)
+        """End a phase: return when the engines of all ranks that must run in step have come here."""
+
     @abstractmethod
     def close(self) -> None:
         """Give up all requests and memory. May be called twice."""
@@ -154,6 +158,19 @@ def generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> li
             raise RuntimeError(f"the engine gave {len(finished)} results for {len(requests)} requests")
         finished.update((result.request_id, result) for result in results)
     return [finished[request.request_id] for request in requests]
+
+
+@contextmanager
+def phase(engine: RolloutEngine, params: SamplingParams, iteration: int) -> Iterator[None]:
+    """``start`` before the block and ``join`` after it."""
+    engine.start(params, iteration)
+    try:
+        yield
+    except FloatingPointError:
+        # Weights that have diverged have done so on all ranks, and each is to say so.
+        engine.join()
+        raise
+    engine.join()
 
 
 def check_request(request: GenerationRequest) -> None:

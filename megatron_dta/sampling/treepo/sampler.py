@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, RolloutEngine
+from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, RolloutEngine, phase
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.environment import Environment, EnvironmentRunner, StepOutcome
 from megatron_dta.sampling.treepo.keys import QueryNumbers
@@ -77,13 +77,13 @@ class TreeSampler:
         if len(set(numbers)) < len(numbers):
             raise ValueError("two queries have the same number")
         self._begin(queries, params, iteration)
-        self._engine.start(params, iteration)
-        self._submit([(i, node) for i, growing in enumerate(self._growing) for node in growing.policy.start()])
-        while self._nodes:
-            results = self._engine.poll()
-            if not results:
-                raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
-            self._take(results)
+        with phase(self._engine, params, iteration):
+            self._submit([(i, node) for i, growing in enumerate(self._growing) for node in growing.policy.start()])
+            while self._nodes:
+                results = self._engine.poll()
+                if not results:
+                    raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
+                self._take(results)
         incomplete = [i for i, growing in enumerate(self._growing) if not growing.policy.complete]
         assert not incomplete, f"nothing runs, but the trees of {len(incomplete)} queries are not complete"
         return [growing.policy.tree.in_order() for growing in self._growing]

@@ -1,0 +1,170 @@
+"""A step's plan for a rank that must run in step with others: the same ops on every rank, some on empty segments.
+
+The ranks tell each other their segment trees, every one builds the same common tree (``common_tree``) and plans the
+passes over it. A node of the common tree is one of the rank's segments or an *empty segment*: one of no tokens behind
+the end of the stream, with no rows, edges, pairs or losses, whose forward and backward join whatever the ranks do
+together in every layer and change nothing. Nothing else in a plan knows of them.
+
+Which segments are recomputed is chosen on the common tree too: a second forward is one that all ranks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_dta.planning.common_tree import CommonTree, SegmentForest, build_common_tree
+from megatron_dta.planning.pipeline_costs import PipelineCosts
+from megatron_dta.planning.pipeline_planner import plan_pipeline
+from megatron_dta.planning.pipeline_schedule import (
+    PipelineOp,
+    PipelineSchedule,
+    forward_only_pipeline,
+)
+from megatron_dta.planning.pipeline_simulation import message_order, simulate
+from megatron_dta.planning.recompute import choose_kept_segments
+from megatron_dta.planning.root_paths import RootPaths
+from megatron_dta.planning.schedule import depth_first_schedule
+from megatron_dta.planning.stage_program import PassPlan, PipelineShape, attention_pairs
+from megatron_dta.planning.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank tells the others of its step.
+
+    Attributes:
+        forest: its segments.
+        pairs, edges: attention pairs and trained edges of each segment.
+        memory_tokens: most tokens that it may have in flight.
+    """
+
+    forest: SegmentForest
+    pairs: list[int]
+    edges: list[int]
+    memory_tokens: int
+
+    @classmethod
+    def of(cls, step: StepPlan) -> RankPlan:
+        """What to tell of ``step``."""
+        segments = step.segments
+        return cls(
+            SegmentForest(segments.segment_parent.tolist(), segments.lengths.tolist()),
+            attention_pairs(segments).tolist(),
+            np.diff(step.segment_edges).tolist(),
+            step.memory_tokens,
+        )
+
+
+def plan_in_step(
+    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, least_segments: int = 0
+) -> StepPlan:
+    """``step`` with empty segments, and passes that are the same on all ``ranks``, of which it is number ``own``.
+
+    Args:
+        least_segments: run this many segments even if no rank has any.
+    """
+    tree = build_common_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+    segment_of = tree.segment_of[own]
+    if tree.num_segments < least_segments:
+        tree, segment_of = _empty_tree(least_segments, len(ranks)), np.full(least_segments, -1, dtype=np.int32)
+    kept = choose_kept_segments(tree, step.activation_tokens)
+    num_own = step.segments.num_segments
+    num_forwards = max([least_segments, *(len(rank.edges) for rank in ranks)])
+    num_empty = max(int(np.count_nonzero(segment_of < 0)), num_forwards - num_own)
+    number = segment_of.astype(np.int64)
+    number[number < 0] = num_own + np.arange(np.count_nonzero(number < 0))
+    keep_activations = np.ones(num_own + num_empty, dtype=bool)
+    keep_activations[number] = kept
+    training = _training_pass(tree, ranks, ~kept, shape)
+    forward_only = _forward_pass(num_forwards, ranks, shape)
+    extended = _with_empty_segments(step, num_empty)
+    return replace(
+        extended, keep_activations=keep_activations, training=_renumbered(training, number), forward_only=forward_only
+    )
+
+
+def _empty_tree(num_segments: int, num_ranks: int) -> CommonTree:
+    return CommonTree(
+        np.full(num_segments, -1, dtype=np.int32),
+        np.full((num_ranks, num_segments), -1, dtype=np.int32),
+        np.zeros(num_segments, dtype=np.int64),
+    )
+
+
+def _training_pass(
+    tree: CommonTree, ranks: Sequence[RankPlan], recomputed: np.ndarray, shape: PipelineShape
+) -> PassPlan:
+    """Over the nodes of the common tree."""
+    if shape.num_stages == 1:
+        ops = [PipelineOp(kind, node) for kind, node in depth_first_schedule(tree)]
+        return PassPlan(PipelineSchedule(1, 1, [ops]), [])
+    pairs, edges = (
+        np.max([_at_nodes(getattr(rank, name), nodes) for rank, nodes in zip(ranks, tree.segment_of, strict=True)], 0)
+        for name in ("pairs", "edges")
+    )
+    costs = PipelineCosts.of_segments(shape.cost_model, tree.lengths, pairs, edges, shape.layers, recomputed)
+    schedule = plan_pipeline(
+        tree.segment_parent, tree.lengths, costs, shape.num_stages, shape.num_chunks, shape.max_in_flight_tokens
+    )
+    timeline = simulate(schedule, tree.segment_parent, costs)
+    return PassPlan(schedule, message_order(schedule, timeline))
+
+
+def _at_nodes(counts: Sequence[int], segment_of: np.ndarray) -> np.ndarray:
+    """Of a rank's segments at the nodes, 0 where it has none."""
+    return np.append(np.asarray(counts, dtype=np.int64), 0)[segment_of]
+
+
+def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineShape) -> PassPlan:
+    """The i-th segment of all ranks together, empty ones where a rank has no more."""
+    schedule = forward_only_pipeline(num_forwards, shape.num_stages, shape.num_chunks)
+    if shape.num_stages == 1:
+        return PassPlan(schedule, [])
+    tokens, pairs, edges = (
+        np.max([np.pad(np.asarray(counts, dtype=np.int64), (0, num_forwards - len(counts))) for counts in of_ranks], 0)
+        for of_ranks in (
+            [rank.forest.lengths for rank in ranks],
+            [rank.pairs for rank in ranks],
+            [rank.edges for rank in ranks],
+        )
+    )
+    costs = PipelineCosts.of_segments(shape.cost_model, tokens, pairs, edges, shape.layers)
+    timeline = simulate(schedule, np.full(num_forwards, -1, dtype=np.int32), costs)
+    return PassPlan(schedule, message_order(schedule, timeline))
+
+
+def _renumbered(plan: PassPlan, number: np.ndarray) -> PassPlan:
+    """The same pass over segments in place of nodes."""
+    ops = [[op._replace(segment=int(number[op.segment])) for op in stage] for stage in plan.schedule.ops]
+    messages = [message._replace(segment=int(number[message.segment])) for message in plan.messages]
+    return PassPlan(replace(plan.schedule, ops=ops), messages)
+
+
+def _with_empty_segments(step: StepPlan, count: int) -> StepPlan:
+    """``count`` segments without tokens behind the others, roots with nothing below them."""
+    segments, paths = step.segments, step.paths
+
+    def again(array: np.ndarray) -> np.ndarray:
+        return np.append(array, np.repeat(array[-1:], count))
+
+    return replace(
+        step,
+        segments=replace(
+            segments,
+            segment_start=again(segments.segment_start),
+            segment_parent=np.append(segments.segment_parent, np.full(count, -1, dtype=np.int32)),
+        ),
+        segment_rows=again(step.segment_rows),
+        segment_edges=again(step.segment_edges),
+        segment_pairs=again(step.segment_pairs),
+        loss_batches=step.loss_batches + [[] for _ in range(count)],
+        paths=RootPaths(
+            paths.run_begin,
+            paths.run_length,
+            again(paths.segment_runs),
+            np.append(paths.lengths, np.zeros(count, dtype=np.int64)),
+        ),
+    )

@@ -1,0 +1,28 @@
+# Settings of your site for the jobs in this folder: copy, change, and give it to submit.sh with --env.
+# It is read by bash on the first node of a job, before anything is started.
+# shellcheck shell=bash
+
+# --- What runs the programs: an environment on a shared file system ...
+# DTA_PYTHON=/shared/environments/megatron_dta/bin/python
+# ... or a container (pyxis/enroot must be installed); DTA_PYTHON is then the interpreter inside.
+# DTA_CONTAINER_IMAGE=/shared/images/megatron_dta.sqsh
+# DTA_CONTAINER_MOUNTS=/shared:/shared
+
+# --- How processes are started.
+# task      one Slurm task for each GPU (or each process on CPUs): a SIGTERM reaches the processes themselves. The default.
+# torchrun  one Slurm task for each node, which runs torchrun. torchrun kills its processes 30 seconds after a SIGTERM: choose
+#           it only where a checkpoint is written faster than that.
+# DTA_LAUNCHER=task
+# Processes on a node: the GPUs that the job got on it; set it on nodes without GPUs.
+# DTA_PROCESSES_PER_NODE=8
+
+# --- A job that fails for another reason than wrong input is put into the queue again, so many times.
+# DTA_MAX_RESTARTS=10
+
+# --- Rollout servers of train_with_servers: the command that starts one on the nodes of its group, and its port.
+# DTA_SERVER_COMMAND="vllm serve /shared/models/Qwen3-8B --port 8000 --tensor-parallel-size 8"
+# DTA_SERVER_PORT=8000
+
+# --- Whatever the network needs.
+# export NCCL_SOCKET_IFNAME=ib0
+# export TRITON_CACHE_DIR=/tmp/triton-$USER
