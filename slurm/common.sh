@@ -81,6 +81,16 @@ start_step() {
     step_process=$!
 }
 
+# Run a tool of the project on this node, and put the job into the queue again unless it ended well or its input was wrong.
+run_tool() {
+    local tool=$1
+    shift
+    srun --ntasks=1 --nodes=1 "${container[@]}" "$DTA_PYTHON" "$(dirname "$DTA_SLURM_DIR")/tools/$tool" "$@" &
+    step_process=$!
+    wait_for_step
+    finish
+}
+
 # Wait for the step. Slurm's warning (SIGTERM) is passed on to its processes, which save and end; sets step_status.
 wait_for_step() {
     warned=0
@@ -95,7 +105,7 @@ wait_for_step() {
 }
 
 pass_on_warning() {
-    scancel --signal=TERM "$SLURM_JOB_ID.0" || kill -TERM "$step_process"
+    scancel --signal=TERM "$SLURM_JOB_ID.${step:-0}" || kill -TERM "$step_process"
 }
 
 # End the job, or put it into the queue again; 2 is wrong input, which another start would not mend.
