@@ -62,7 +62,11 @@ start_step() {
     mkdir -p "$logs"
     # A process that ends takes the others with it a minute later: time to say why, and to end by themselves.
     options+=(--wait=60 "${container[@]}" "--nodes=$nodes")
+    local cpus=${SLURM_CPUS_ON_NODE:-1}
+    [ "$cpus" -ge "$DTA_PROCESSES_PER_NODE" ] || stop "the job has $cpus CPUs on a node for $DTA_PROCESSES_PER_NODE \
+processes; submit it with --exclusive, or with --ntasks-per-node $DTA_PROCESSES_PER_NODE --cpus-per-task N"
     if [ "$DTA_LAUNCHER" = task ]; then
+        options+=("--cpus-per-task=$((cpus / DTA_PROCESSES_PER_NODE))")
         # shellcheck disable=SC2016 # the variables are those of each task
         srun "${options[@]}" "--ntasks=$((nodes * DTA_PROCESSES_PER_NODE))" \
             "--ntasks-per-node=$DTA_PROCESSES_PER_NODE" --label \
@@ -71,7 +75,7 @@ start_step() {
             task "$logs" "$DTA_PYTHON" -m "$@" &
     else
         # shellcheck disable=SC2016
-        srun "${options[@]}" "--ntasks=$nodes" --ntasks-per-node=1 --label \
+        srun "${options[@]}" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cpus" --label \
             bash -c 'python=$1 processes=$2 logs=$3; shift 3
                 exec "$python" -m torch.distributed.run --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
                     --nproc-per-node "$processes" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
