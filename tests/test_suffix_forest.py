@@ -15,9 +15,9 @@ from megatron_dta.speculation import native
 from megatron_dta.speculation.suffix_forest import DraftParams, PythonSuffixForest, SuffixForest
 
 
-def native_forest(depth: int) -> SuffixForest:
+def native_forest(depth: int, early_depth: int | None = None) -> SuffixForest:
     try:
-        return native.NativeSuffixForest(depth)
+        return native.NativeSuffixForest(depth, early_depth)
     except native.NativeUnavailable as error:
         pytest.skip(f"no C implementation here: {error}")
 
@@ -28,15 +28,18 @@ FORESTS = {"native": native_forest, "python": PythonSuffixForest}
 class NaiveForest:
     """Counts by looking at all texts again: texts as (trees, begin, tokens, finished)."""
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
+    def __init__(self, depth: int, early_depth: int) -> None:
+        self.depth, self.early_depth = depth, early_depth
         self.texts: dict[int, list] = {}
 
     def runs(self, tree: int) -> list[tuple[int, ...]]:
         found = []
         for trees, begin, tokens, finished in self.texts.values():
             end = len(tokens) if finished else len(tokens) - self.depth + 1
-            found += [tuple(tokens[i : i + self.depth]) for i in range(begin, end)] * trees.count(tree)
+            early_end = 0 if finished else len(tokens) - self.early_depth + 1
+            own = [tuple(tokens[i : i + self.depth]) for i in range(begin, end)]
+            own += [tuple(tokens[i : i + self.early_depth]) for i in range(max(begin, end), early_end)]
+            found += own * trees.count(tree)
         return found
 
     def count(self, tree: int, pattern: tuple[int, ...]) -> int:
@@ -78,9 +81,9 @@ class NaiveForest:
 class Trio:
     """The same operations on the naive counter and on the forests under test."""
 
-    def __init__(self, depth: int, makers: list[str]) -> None:
-        self.naive = NaiveForest(depth)
-        self.forests = [FORESTS[name](depth) for name in makers]
+    def __init__(self, depth: int, early_depth: int, makers: list[str]) -> None:
+        self.naive = NaiveForest(depth, early_depth)
+        self.forests = [FORESTS[name](depth, early_depth) for name in makers]
         self.trees = [[forest.new_tree() for _ in range(3)] for forest in self.forests]
         self.numbers: list[dict[int, int]] = [{} for _ in self.forests]
         self.next = 0
@@ -131,17 +134,21 @@ class Trio:
                 found = drafts.tokens[row, :n].tolist(), drafts.probabilities[row, :n].tolist()
                 found += int(drafts.matches[row]), int(drafts.trees[row]), float(drafts.scores[row])
                 assert found == self.naive.draft(text, most, params), text
+                trees, _, tokens, _ = self.naive.texts[text]
+                match = tuple(tokens[len(tokens) - found[2] :])
+                support = self.naive.count(trees[found[3]], match) if n else 0
+                assert drafts.supports[row] == support
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("makers", [["native"], ["python"], ["native", "python"]])
 def test_forest_is_the_naive_counter(makers: list[str], data: st.DataObject) -> None:
     depth = data.draw(st.integers(2, 6))
-    trio = Trio(depth, makers)
+    trio = Trio(depth, data.draw(st.integers(1, depth)), makers)
     for _ in range(data.draw(st.integers(1, 14))):
         live = [text for text, entry in trio.naive.texts.items() if not entry[3]]
         action = data.draw(st.sampled_from(["open", "extend", "finish", "remove"]))
@@ -164,7 +171,7 @@ def test_forest_is_the_naive_counter(makers: list[str], data: st.DataObject) -> 
 def test_removal_undoes_insertion(name: str, seed: int) -> None:
     """Also of the newest text, whose tokens edges refer to; and an empty tree is as it was made."""
     rng = seed_all(seed)
-    forest = FORESTS[name](7)
+    forest = FORESTS[name](7, 3)
     trees = forest.new_tree(), forest.new_tree()
     params = DraftParams(width=9)
 
@@ -210,7 +217,7 @@ def test_order_of_texts_does_not_matter(seed: int) -> None:
     texts = [rng.integers(0, 3, n).astype(np.int32) for n in rng.integers(1, 60, 25)]
     results = []
     for name, order in (("native", range(25)), ("native", rng.permutation(25)), ("python", rng.permutation(25))):
-        forest = FORESTS[name](10)
+        forest = FORESTS[name](10, 4)
         tree, numbers = forest.new_tree(), {}
         for i in order:
             numbers[i] = forest.new_text((tree, 0))
@@ -237,7 +244,7 @@ def test_no_edge_is_deeper_than_the_depth() -> None:
 def test_memory_of_a_token(mean_length: int, vocabulary: int) -> None:
     """Worst case, text without repetition, in two trees: a leaf for each of a token's two suffixes."""
     rng = seed_all(3)
-    forest = native_forest(24)
+    forest = native_forest(24, 6)
     trees, total = (forest.new_tree(), forest.new_tree()), 0
     while total < 100_000:
         tokens = rng.integers(0, vocabulary, rng.poisson(mean_length) + 1).astype(np.int32)

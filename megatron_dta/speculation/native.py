@@ -34,7 +34,7 @@ COMPILE_SECONDS = 120
 
 _POINTER, _UINT, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_double
 _SIGNATURES = {
-    "sf_new": (_POINTER, [_INT]),
+    "sf_new": (_POINTER, [_INT, _INT]),
     "sf_delete": (None, [_POINTER]),
     "sf_new_tree": (_UINT, [_POINTER]),
     "sf_delete_tree": (_INT, [_POINTER, _UINT]),
@@ -42,7 +42,8 @@ _SIGNATURES = {
     "sf_extend": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _POINTER]),
     "sf_finish": (_INT, [_POINTER, _UINT]),
     "sf_remove": (_INT, [_POINTER, _UINT]),
-    "sf_draft": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _INT, _DOUBLE, _DOUBLE, _DOUBLE, *[_POINTER] * 6]),
+    "sf_draft": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _INT, *[_DOUBLE] * 3, *[_POINTER] * 7]),
+    "sf_tokens": (_POINTER, [_POINTER, _UINT, _POINTER]),
     "sf_count": (ctypes.c_int64, [_POINTER, _UINT, _INT, _POINTER]),
     "sf_size": (None, [_POINTER, _POINTER]),
 }
@@ -52,12 +53,10 @@ class NativeUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, no
     """The C implementation cannot be had here; the message says why."""
 
 
-def create_forest(depth: int) -> SuffixForest:
+def create_forest(depth: int, early_depth: int | None = None) -> SuffixForest:
     """The fastest forest that works on this machine."""
-    reason = _why_not_native()
-    if reason is None:
-        return NativeSuffixForest(depth)
-    return PythonSuffixForest(depth)
+    forest = NativeSuffixForest if _why_not_native() is None else PythonSuffixForest
+    return forest(depth, early_depth)
 
 
 @functools.cache
@@ -133,10 +132,10 @@ def _load(path: Path) -> ctypes.CDLL:
 class NativeSuffixForest(SuffixForest):
     """The forest in C. Not for use by two threads at once."""
 
-    def __init__(self, depth: int) -> None:
-        super().__init__(depth)
+    def __init__(self, depth: int, early_depth: int | None = None) -> None:
+        super().__init__(depth, early_depth)
         self._library = load_library()
-        self._forest = self._library.sf_new(depth)
+        self._forest = self._library.sf_new(self.depth, self.early_depth)
         if not self._forest:
             raise MemoryError("no memory for a suffix forest")
 
@@ -174,7 +173,8 @@ class NativeSuffixForest(SuffixForest):
     def draft(self, texts: np.ndarray, most: np.ndarray, params: DraftParams) -> Drafts:
         texts, most = np.ascontiguousarray(texts, np.uint32), np.ascontiguousarray(most, np.int32)
         drafts = Drafts.empty(len(texts), params.width)
-        outputs = (drafts.tokens, drafts.probabilities, drafts.lengths, drafts.matches, drafts.trees, drafts.scores)
+        outputs = (drafts.tokens, drafts.probabilities, drafts.lengths, drafts.matches, drafts.trees)
+        outputs += (drafts.supports, drafts.scores)
         status = self._library.sf_draft(
             self._forest,
             len(texts),
@@ -192,6 +192,13 @@ class NativeSuffixForest(SuffixForest):
     def count(self, tree: int, pattern: np.ndarray) -> int:
         pattern = np.ascontiguousarray(pattern, np.int32)
         return self._library.sf_count(self._forest, tree, len(pattern), pattern.ctypes.data)
+
+    def tokens(self, text: int) -> np.ndarray:
+        length = ctypes.c_int64()
+        address = self._library.sf_tokens(self._forest, text, ctypes.byref(length))
+        if not length.value:
+            return np.zeros(0, np.int32)
+        return np.ctypeslib.as_array((ctypes.c_int32 * length.value).from_address(address)).copy()
 
     @property
     def num_nodes(self) -> int:

@@ -31,13 +31,14 @@ typedef struct {
     uint32_t length, capacity;
     uint32_t references; /* edges that refer to it */
     uint32_t begin;      /* first suffix that is inserted */
-    uint32_t inserted;   /* suffixes [begin, inserted) are in the trees */
+    uint32_t inserted;   /* suffixes [begin, inserted) are in the trees with all their depth, */
+    uint32_t early;      /* and [inserted, early) cut at the early depth */
     uint32_t roots[2];
     uint8_t used, open;
 } Text;
 
 typedef struct {
-    uint32_t depth;
+    uint32_t depth, early_depth;
     Node *nodes;
     uint32_t num_nodes, node_capacity, free_node, live_nodes;
     uint32_t *slots; /* hash table of edges */
@@ -297,10 +298,11 @@ static int remove_suffix(Forest *f, uint32_t root, uint32_t text, uint32_t start
 
 /* ---- the interface ---- */
 
-void *sf_new(int32_t depth) {
+void *sf_new(int32_t depth, int32_t early_depth) {
     Forest *f = calloc(1, sizeof(Forest));
     if (!f) return NULL;
     f->depth = (uint32_t)depth;
+    f->early_depth = (uint32_t)early_depth;
     f->slot_mask = 1023;
     f->slots = calloc(1024, sizeof(uint32_t));
     f->num_nodes = f->num_texts = 1; /* 0 means none */
@@ -353,28 +355,45 @@ uint32_t sf_new_text(void *forest, uint32_t first_root, uint32_t second_root, ui
     }
     memset(&f->texts[text], 0, sizeof(Text));
     f->texts[text].used = f->texts[text].open = 1;
-    f->texts[text].begin = f->texts[text].inserted = begin;
+    f->texts[text].begin = f->texts[text].inserted = f->texts[text].early = begin;
     f->texts[text].roots[0] = first_root;
     f->texts[text].roots[1] = second_root;
     return text;
 }
 
-static int insert_until(Forest *f, uint32_t text, uint32_t end) {
-    Text *t = &f->texts[text];
-    while (t->inserted < end) {
-        if (reserve_nodes(f, 4) || reserve_edges(f, 4)) {
-            f->failed = 1;
-            return -1;
-        }
-        uint32_t left = t->length - t->inserted, length = left < f->depth ? left : f->depth;
-        for (int i = 0; i < 2; i++)
-            if (t->roots[i] != NONE) insert_suffix(f, t->roots[i], text, t->inserted, length);
-        t->inserted++;
+static int insert(Forest *f, uint32_t text, uint32_t start, uint32_t length) {
+    if (reserve_nodes(f, 4) || reserve_edges(f, 4)) {
+        f->failed = 1;
+        return -1;
     }
+    for (int i = 0; i < 2; i++)
+        if (f->texts[text].roots[i] != NONE) insert_suffix(f, f->texts[text].roots[i], text, start, length);
     return 0;
 }
 
-/* Append to n texts tokens[offsets[i] .. offsets[i + 1]); inserts the suffixes that now have all their depth. */
+static int take_out(Forest *f, uint32_t text, uint32_t start, uint32_t length) {
+    for (int i = 0; i < 2; i++)
+        if (f->texts[text].roots[i] != NONE && remove_suffix(f, f->texts[text].roots[i], text, start, length))
+            return -1;
+    return 0;
+}
+
+/* Inserts the suffixes before `end` for good, and those before `early_end` cut at the early depth. */
+static int insert_until(Forest *f, uint32_t text, int64_t end, int64_t early_end) {
+    Text *t = &f->texts[text];
+    for (; (int64_t)t->inserted < end; t->inserted++) {
+        uint32_t left = t->length - t->inserted, length = left < f->depth ? left : f->depth;
+        /* The early one is taken out last: its nodes are on the path of the other. */
+        if (insert(f, text, t->inserted, length)) return -1;
+        if (t->inserted < t->early && take_out(f, text, t->inserted, f->early_depth)) return -1;
+    }
+    if (t->early < t->inserted) t->early = t->inserted;
+    for (; (int64_t)t->early < early_end; t->early++)
+        if (insert(f, text, t->early, f->early_depth)) return -1;
+    return 0;
+}
+
+/* Append to n texts tokens[offsets[i] .. offsets[i + 1]); inserts the suffixes that now are long enough. */
 int32_t sf_extend(void *forest, int32_t n, const uint32_t *texts, const int32_t *tokens, const int64_t *offsets) {
     Forest *f = forest;
     for (int32_t i = 0; i < n; i++) {
@@ -392,7 +411,8 @@ int32_t sf_extend(void *forest, int32_t n, const uint32_t *texts, const int32_t 
         }
         memcpy(t->tokens + t->length, tokens + offsets[i], (size_t)more * 4);
         t->length += more;
-        if (t->length >= f->depth && insert_until(f, texts[i], t->length - f->depth + 1)) return -1;
+        int64_t length = t->length;
+        if (insert_until(f, texts[i], length - f->depth + 1, length - f->early_depth + 1)) return -1;
     }
     return 0;
 }
@@ -401,7 +421,7 @@ int32_t sf_extend(void *forest, int32_t n, const uint32_t *texts, const int32_t 
 int32_t sf_finish(void *forest, uint32_t text) {
     Forest *f = forest;
     Text *t = &f->texts[text];
-    if (f->failed || insert_until(f, text, t->length)) return -1;
+    if (f->failed || insert_until(f, text, t->length, 0)) return -1;
     t->open = 0;
     if (t->capacity > t->length && t->length) {
         int32_t *fitted = realloc(t->tokens, (size_t)t->length * 4);
@@ -417,11 +437,10 @@ int32_t sf_finish(void *forest, uint32_t text) {
 int32_t sf_remove(void *forest, uint32_t text) {
     Forest *f = forest;
     if (f->failed) return -1;
-    for (uint32_t start = f->texts[text].begin; start < f->texts[text].inserted; start++) {
-        uint32_t left = f->texts[text].length - start, length = left < f->depth ? left : f->depth;
-        for (int i = 0; i < 2; i++)
-            if (f->texts[text].roots[i] != NONE && remove_suffix(f, f->texts[text].roots[i], text, start, length))
-                return -1;
+    const Text *t = &f->texts[text];
+    for (uint32_t start = t->begin; start < t->early || start < t->inserted; start++) {
+        uint32_t left = t->length - start, length = left < f->depth ? left : f->depth;
+        if (take_out(f, text, start, start < t->inserted ? length : f->early_depth)) return -1;
     }
     f->texts[text].used = 0;
     free_text_if_unused(f, text);
@@ -430,7 +449,7 @@ int32_t sf_remove(void *forest, uint32_t text) {
 
 typedef struct {
     double score;
-    int32_t length, match, tree;
+    int32_t length, match, tree, support;
 } Draft;
 
 /* The greedy continuation from `consumed` tokens into the edge to `node`; returns its length. */
@@ -461,13 +480,13 @@ static int32_t walk(Forest *f, uint32_t node, uint32_t consumed, int32_t most, d
 /* Drafts for n texts from their own last tokens. Arrays of [n] and, row by row, [n, width]. */
 int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *most, int32_t width, double factor,
                  double offset, double least, int32_t *tokens, double *probabilities, int32_t *lengths,
-                 int32_t *matches, int32_t *trees, double *scores) {
+                 int32_t *matches, int32_t *trees, int32_t *supports, double *scores) {
     Forest *f = forest;
     int32_t walk_tokens[MAX_DEPTH];
     double walk_probabilities[MAX_DEPTH];
     if (f->failed) return -1;
     for (int32_t i = 0; i < n; i++) {
-        Draft best = {0.0, 0, 0, -1};
+        Draft best = {0.0, 0, 0, -1, 0};
         const Text *t = &f->texts[texts[i]];
         const int32_t *end = t->tokens + t->length;
         int32_t cap = most[i] < width ? most[i] : width;
@@ -495,7 +514,7 @@ int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *
                 double score;
                 int32_t length = walk(f, node, consumed, allowed, least, walk_tokens, walk_probabilities, &score);
                 if (length && (score > best.score || (score == best.score && best.tree == tree))) {
-                    best = (Draft){score, length, (int32_t)match, tree};
+                    best = (Draft){score, length, (int32_t)match, tree, (int32_t)f->nodes[node].count};
                     memcpy(tokens + (int64_t)i * width, walk_tokens, (size_t)length * 4);
                     memcpy(probabilities + (int64_t)i * width, walk_probabilities, (size_t)length * 8);
                 }
@@ -504,9 +523,17 @@ int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *
         lengths[i] = best.length;
         matches[i] = best.match;
         trees[i] = best.tree;
+        supports[i] = best.support;
         scores[i] = best.score;
     }
     return 0;
+}
+
+/* A text's tokens, valid until the forest changes, and how many they are. */
+const int32_t *sf_tokens(void *forest, uint32_t text, int64_t *length) {
+    Forest *f = forest;
+    *length = f->texts[text].length;
+    return f->texts[text].tokens;
 }
 
 /* How often `pattern` [n] stands in a tree; for tests. */

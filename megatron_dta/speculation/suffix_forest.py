@@ -8,9 +8,9 @@ trust in a long match against the counts of a short one (Oliaro et al., "SuffixD
 
 Choices that others make otherwise:
 
-- **A suffix is inserted once it has all its depth** (the last ones when the text ends), in one walk from the root.
-  There are no half-inserted suffixes to carry along, so removing a text is the same walks with the counts lowered, and
-  a running text is behind by ``depth`` - 1 tokens at most.
+- **A suffix is inserted by one walk from the root**, once when it has ``early_depth`` tokens, and again, in place of
+  the first, when it has all its depth (or the text ends). There is no front of growing suffixes to carry along,
+  removing a text is the same walks with the counts lowered, and a running text is behind by ``early_depth`` - 1 tokens.
 - **The structure is canonical**: a function of the suffixes in the tree, whatever their order. Equal counts go to the
   lower token id, equal scores to the longer match, then to the first tree. So all ranks draft alike, a restored drafter
   drafts as the saved one did, and a removal undoes its insertion exactly.
@@ -18,11 +18,11 @@ Choices that others make otherwise:
   have it, and one call serves the whole batch.
 
 Why not the library: ``arctic-inference`` has such a tree in C++, which vLLM uses. It is published as source only, and
-building it downloads PyTorch and gRPC's compiler first (two to three minutes on two cores, Python 3.11 and 3.12, against
-one second here); installing it registers a plugin that patches one version of vLLM, while vLLM pins another version of
-it. Among equal counts its tree takes whichever came in some order first, so a restored tree would draft otherwise. On
-the answers of math_qwen25_8x100 in one tree of depth 24 (one core, microseconds and bytes per token): insertion 1.2
-against 0.3, removal 0.9 against 0.15, a draft 9.1 against 3.5, memory 247 against 47.
+building it downloads PyTorch and gRPC's compiler first (two to three minutes on two cores with Python 3.11 or 3.12,
+against one second here); installing it registers a plugin that patches one version of vLLM, while vLLM pins another
+version of it. Among equal counts its tree takes whichever came in some order first, so a restored tree would draft
+otherwise. On the answers of math_qwen25_8x100 in one tree of depth 24 (one core, microseconds and bytes per token):
+insertion 1.2 against 0.3, removal 0.9 against 0.15, a draft 9.1 against 3.5, memory 247 against 47.
 
 ``create_forest`` takes the C implementation (``suffix_forest.c``, see ``native.py``) where a C compiler is found, and
 otherwise ``PythonSuffixForest`` here, the same algorithm on Python objects: some twenty times slower and eight times
@@ -71,6 +71,7 @@ class Drafts:
         lengths: int32 [n], 0 where nothing is drafted.
         matches: int32 [n], tokens of the context that were found.
         trees: int32 [n], 0 or 1: which of the text's trees; -1 without a draft.
+        supports: int32 [n], how often the match stands in that tree.
         scores: float64 [n], sums of the probabilities.
     """
 
@@ -79,23 +80,27 @@ class Drafts:
     lengths: np.ndarray
     matches: np.ndarray
     trees: np.ndarray
+    supports: np.ndarray
     scores: np.ndarray
 
     @classmethod
     def empty(cls, rows: int, width: int) -> Drafts:
         shape = (rows, width)
-        ints = (np.zeros(rows, np.int32) for _ in range(2))
+        lengths, matches, supports = (np.zeros(rows, np.int32) for _ in range(3))
         none = np.full(rows, -1, np.int32)
-        return cls(np.zeros(shape, np.int32), np.zeros(shape), *ints, none, np.zeros(rows))
+        return cls(np.zeros(shape, np.int32), np.zeros(shape), lengths, matches, none, supports, np.zeros(rows))
 
 
 class SuffixForest(ABC):
     """Trees and texts by number; both kinds of number are handed out by the forest and never 0."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, early_depth: int | None = None) -> None:
         if not 2 <= depth <= MAX_DEPTH:
             raise ValueError(f"the depth of a suffix tree must be in [2, {MAX_DEPTH}], got {depth}")
         self.depth = depth
+        self.early_depth = depth if early_depth is None else min(early_depth, depth)
+        if self.early_depth < 1:
+            raise ValueError(f"the early depth must be at least 1, got {early_depth}")
 
     @abstractmethod
     def new_tree(self) -> int: ...
@@ -128,6 +133,10 @@ class SuffixForest(ABC):
     def count(self, tree: int, pattern: np.ndarray) -> int:
         """How often a run of up to ``depth`` tokens (int32) stands in a tree."""
 
+    @abstractmethod
+    def tokens(self, text: int) -> np.ndarray:
+        """A copy of a text's tokens, int32."""
+
     @property
     @abstractmethod
     def num_nodes(self) -> int: ...
@@ -157,15 +166,16 @@ class _Node:
 class _Text:
     trees: tuple[int, int]
     begin: int
-    inserted: int
+    inserted: int  # suffixes [begin, inserted) are in the trees with all their depth,
+    early: int  # and [inserted, early) cut at the early depth
     tokens: list[int]
 
 
 class PythonSuffixForest(SuffixForest):
     """The forest on Python objects."""
 
-    def __init__(self, depth: int) -> None:
-        super().__init__(depth)
+    def __init__(self, depth: int, early_depth: int | None = None) -> None:
+        super().__init__(depth, early_depth)
         self._roots: dict[int, _Node] = {}
         self._texts: dict[int, _Text] = {}
         self._next_tree = self._next_text = 1
@@ -185,7 +195,7 @@ class PythonSuffixForest(SuffixForest):
 
     def new_text(self, trees: tuple[int, int], begin: int = 0) -> int:
         text, self._next_text = self._next_text, self._next_text + 1
-        self._texts[text] = _Text(trees, begin, begin, [])
+        self._texts[text] = _Text(trees, begin, begin, begin, [])
         return text
 
     def extend(self, texts: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
@@ -193,18 +203,17 @@ class PythonSuffixForest(SuffixForest):
         for number, first, end in zip(texts.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
             text = self._texts[number]
             text.tokens += new[first:end]
-            self._insert_until(text, len(text.tokens) - self.depth + 1)
+            length = len(text.tokens)
+            self._insert_until(text, length - self.depth + 1, length - self.early_depth + 1)
 
     def finish(self, text: int) -> None:
-        self._insert_until(self._texts[text], len(self._texts[text].tokens))
+        self._insert_until(self._texts[text], len(self._texts[text].tokens), 0)
 
     def remove(self, text: int) -> None:
-        removed = self._texts.pop(text)
-        for start in range(removed.begin, removed.inserted):
-            suffix = removed.tokens[start : start + self.depth]
-            for tree in removed.trees:
-                if tree != NO_TREE:
-                    self._remove_suffix(self._roots[tree], suffix)
+        removed = self._texts[text]
+        for start in range(removed.begin, max(removed.inserted, removed.early)):
+            self._take_out(removed, start, self.depth if start < removed.inserted else self.early_depth)
+        del self._texts[text]
 
     def draft(self, texts: np.ndarray, most: np.ndarray, params: DraftParams) -> Drafts:
         drafts = Drafts.empty(len(texts), params.width)
@@ -220,6 +229,9 @@ class PythonSuffixForest(SuffixForest):
         point = self._find(self._roots[tree], pattern.tolist())
         return point[0].count if point else 0
 
+    def tokens(self, text: int) -> np.ndarray:
+        return np.array(self._texts[text].tokens, np.int32)
+
     @property
     def num_nodes(self) -> int:
         return self._num_nodes
@@ -229,15 +241,29 @@ class PythonSuffixForest(SuffixForest):
         """An estimate: a node with its slots and dictionary, a text's list; small integers counted as shared."""
         return 420 * self._num_nodes + sum(88 + 8 * len(text.tokens) for text in self._texts.values())
 
-    def _insert_until(self, text: _Text, end: int) -> None:
-        for start in range(text.inserted, end):
-            for tree in text.trees:
-                if tree != NO_TREE:
-                    self._insert_suffix(self._roots[tree], text.tokens, start)
-        text.inserted = max(text.inserted, end)
+    def _insert_until(self, text: _Text, end: int, early_end: int) -> None:
+        while text.inserted < end:
+            self._insert(text, text.inserted, self.depth)
+            if text.inserted < text.early:
+                self._take_out(text, text.inserted, self.early_depth)
+            text.inserted += 1
+        text.early = max(text.early, text.inserted)
+        while text.early < early_end:
+            self._insert(text, text.early, self.early_depth)
+            text.early += 1
 
-    def _insert_suffix(self, root: _Node, tokens: list[int], start: int) -> None:
-        node, end = root, min(start + self.depth, len(tokens))
+    def _insert(self, text: _Text, start: int, depth: int) -> None:
+        for tree in text.trees:
+            if tree != NO_TREE:
+                self._insert_suffix(self._roots[tree], text.tokens, start, min(start + depth, len(text.tokens)))
+
+    def _take_out(self, text: _Text, start: int, depth: int) -> None:
+        for tree in text.trees:
+            if tree != NO_TREE:
+                self._remove_suffix(self._roots[tree], text.tokens[start : start + depth])
+
+    def _insert_suffix(self, root: _Node, tokens: list[int], start: int, end: int) -> None:
+        node = root
         root.count += 1
         while start < end:
             child = node.children.get(tokens[start])
@@ -330,6 +356,7 @@ class PythonSuffixForest(SuffixForest):
                 drafts.probabilities[row, : len(tokens)] = probabilities
                 drafts.lengths[row], drafts.matches[row] = len(tokens), match
                 drafts.trees[row], drafts.scores[row] = which, score
+                drafts.supports[row] = point[0].count
 
 
 def _common(node: _Node, tokens: list[int], start: int, end: int) -> int:

@@ -1,0 +1,208 @@
+"""How many drafted tokens are worth their cost: the gate, classes of lengths, and the optimal budget.
+
+**The gate.** Another drafted token costs c_tok. If it is accepted, its sample is one forward further: that saves the
+token it would have computed in that forward, and its share of the forward's own cost, c_base / S, where S samples share
+a forward. So a token is drafted only where its probability of being accepted, given the draft before it, is at least
+
+    c_tok / (c_tok + c_base / S)
+
+and where a forward is flat up to a knee, as many as are free below it, the most probable ones first. S is the live
+batch; or, better, the inverse of the probability that the sample is the last to end (``straggler.py``), since only the
+last one's forwards make the batch end later. Nothing may draft more than the gate allows, save for a rare, short
+exploration that keeps the estimates alive.
+
+**Length classes** (short, medium, long: terciles of recent lengths). A problem's class is that of most of its past
+samples, medium where it has none; while a sample runs, the class most frequent among past samples of the same first
+class that became at least as long.
+
+**The optimal budget** (after DAS, arXiv 2511.13841, corrected). Drafting p tokens for a sample of length l gains
+A(p) = k l (1 - exp(-a p / l)) forwards, so N forwards are enough with
+
+    p = -(l / a) ln(1 - (1 - N / l) / k),  feasible for N > l (1 - k),  0 for N >= l
+
+(the paper's closed form has k in the wrong place and inverts A only for k = 1). The cost c_base N + c_tok sum p is
+convex in N, and least where c_base = c_tok sum over l > N of 1 / (a (k - 1 + N / l)).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.straggler import candidate_lengths
+
+NEVER = 2.0
+"""Above every probability."""
+
+
+def optimal_budget(
+    lengths: np.ndarray, k: np.ndarray, alpha: np.ndarray, c_base: float, c_tok: float
+) -> tuple[float, np.ndarray]:
+    """The number of forwards N that costs least, and each sample's drafted tokens, float64 [n], for it.
+
+    Args:
+        lengths: [n], positive. k: [n] in [0, 1], the share of tokens that unlimited drafting has accepted. alpha: [n],
+            positive, how fast acceptance saturates. c_base, c_tok: seconds of a forward and of a drafted token.
+    """
+    lengths, k, alpha = (np.asarray(x, np.float64) for x in (lengths, k, alpha))
+    if not (len(lengths) and (lengths > 0).all() and ((k >= 0) & (k <= 1)).all() and (alpha > 0).all()):
+        raise ValueError("lengths and alpha must be positive, and k in [0, 1]")
+    low, high = float((lengths * (1 - k)).max()), float(lengths.max())
+    if c_tok > 0:
+        for _ in range(200):
+            middle = 0.5 * (low + high)
+            if not low < middle < high:
+                break
+            longer = lengths > middle
+            room = k[longer] - 1 + middle / lengths[longer]
+            if (room <= 0).any() or c_tok * np.sum(1 / (alpha[longer] * room)) > c_base:
+                low = middle
+            else:
+                high = middle
+    else:
+        high = np.nextafter(low, np.inf) if low < high else high
+    return high, drafted_tokens(lengths, k, alpha, high)
+
+
+def drafted_tokens(lengths: np.ndarray, k: np.ndarray, alpha: np.ndarray, forwards: float) -> np.ndarray:
+    """Drafted tokens, float64 [n], with which each sample is expected to end within ``forwards``; inf: impossible."""
+    share = np.maximum(0.0, 1 - forwards / lengths)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        left = 1 - np.where(share > 0, share / k, 0.0)
+        tokens = np.where(left > 0, -(lengths / alpha) * np.log(left), np.inf)
+    return np.where(share > 0, tokens, 0.0)
+
+
+def fit_acceptance(lengths: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> tuple[float, float]:
+    """(k, alpha) of finished samples by least squares of accepted / length; (0.5, 1) where nothing was drafted."""
+    use = drafted > 0
+    if not use.any():
+        return 0.5, 1.0
+    share, gained = drafted[use] / lengths[use], accepted[use] / lengths[use]
+    alphas = np.geomspace(0.05, 20, 60)
+    rising = 1 - np.exp(-alphas[:, None] * share)
+    k = np.clip((rising * gained).sum(1) / (rising**2).sum(1), 0.01, 0.99)
+    best = int(((k[:, None] * rising - gained) ** 2).sum(1).argmin())
+    return float(k[best]), float(alphas[best])
+
+
+def gate(
+    accept: np.ndarray, allowed: np.ndarray, cost: ForwardCost, live: int, sharers: np.ndarray | None = None
+) -> np.ndarray:
+    """How many tokens of each draft to verify, int64 [n].
+
+    Args:
+        accept: float64 [n, width], the probability that positions 0 .. j are accepted, never rising along a row.
+        allowed: int [n], tokens that there are, or may be drafted.
+        live: sequences in the forward, those without a draft included.
+        sharers: float [n], by how many samples a forward saved for each one is shared; default ``live``.
+    """
+    accept = np.where(np.arange(accept.shape[1]) < allowed[:, None], accept, -1.0)
+    share = np.full(len(accept), float(live)) if sharers is None else np.maximum(sharers, 1.0)
+    worth = cost.per_token + cost.base / share
+    above = cost.per_token / worth
+    free = max(0, int(cost.knee) - live)
+    if not free:
+        return (accept >= above[:, None]).sum(1)
+    # Up to the knee tokens cost nothing: the most probable ones first, those beyond it by the gate.
+    lengths = (accept >= np.minimum(above, NEVER)[:, None]).sum(1)
+    flat = np.flatnonzero(accept.reshape(-1) > 0)
+    if len(flat) > free:
+        # Ties by row and position, so that all ranks choose alike; a later position is never before an earlier one.
+        order = np.argsort(-accept.reshape(-1)[flat], kind="stable")
+        flat = flat[order[:free]]
+    within = np.bincount(flat // accept.shape[1], minlength=len(accept))
+    return np.maximum(lengths, within)
+
+
+class LengthClass(IntEnum):
+    SHORT = 0
+    MEDIUM = 1
+    LONG = 2
+
+
+class LengthHistory:
+    """Lengths of recent samples, by problem, and the classes that follow from them.
+
+    Bounds and counts change in ``end_step`` only, so they do not depend on the order in which samples end.
+    """
+
+    def __init__(self, max_samples: int = 4096) -> None:
+        self.max_samples = max_samples
+        self._bounds: tuple[float, float] | None = None
+        self._lengths = np.zeros(0, np.int64)
+        self._first = np.zeros(0, np.int64)  # the class each of them began with
+        self._problems: dict[str, list[int]] = {}
+        self._new: list[tuple[str, int, int]] = []
+
+    def first_class(self, problem: str) -> LengthClass:
+        """The class of most past samples of the problem; the longer one of equals."""
+        lengths = self._problems.get(problem)
+        if self._bounds is None or not lengths:
+            return LengthClass.MEDIUM
+        counts = np.bincount(self._classes(np.array(lengths)), minlength=3)
+        return LengthClass(2 - int(counts[::-1].argmax()))
+
+    def candidates(self, problem: str) -> np.ndarray:
+        """Equally likely lengths of a sample of the problem, see ``straggler.candidate_lengths``."""
+        return candidate_lengths(np.array(self._problems.get(problem, []), np.float64), self._lengths)
+
+    def classes(self, first: np.ndarray, so_far: np.ndarray) -> np.ndarray:
+        """int64 [n]: classes of running samples by the class they began with and their length so far."""
+        if self._bounds is None:
+            return first.astype(np.int64)
+        own = self._classes(so_far)
+        result = np.maximum(first, own)
+        for began in np.unique(first):
+            rows = np.flatnonzero(first == began)
+            alike = self._lengths[self._first == began]
+            if not len(alike):
+                continue
+            counts = np.stack([_longer(alike[self._classes(alike) == c], so_far[rows]) for c in range(3)])
+            predicted = 2 - counts[::-1].argmax(0)
+            result[rows] = np.where(counts.any(0), predicted, result[rows])
+        return np.maximum(result, own)
+
+    def add(self, problem: str, first: int, length: int) -> None:
+        self._new.append((problem, int(first), int(length)))
+
+    def end_step(self) -> None:
+        for problem, _, length in sorted(self._new):
+            self._problems.setdefault(problem, []).append(length)
+            del self._problems[problem][:-64]
+        new = np.array([(first, length) for _, first, length in sorted(self._new)], np.int64).reshape(-1, 2)
+        self._first = np.concatenate([self._first, new[:, 0]])[-self.max_samples :]
+        self._lengths = np.concatenate([self._lengths, new[:, 1]])[-self.max_samples :]
+        self._new.clear()
+        if len(self._lengths) >= 6:
+            low, high = np.quantile(self._lengths, [1 / 3, 2 / 3])
+            self._bounds = float(low), float(high)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        names = sorted(self._problems)
+        return {
+            "lengths": self._lengths.copy(),
+            "first": self._first.copy(),
+            "problems": np.array(names, dtype=np.str_),
+            "problem_counts": np.array([len(self._problems[name]) for name in names], np.int64),
+            "problem_lengths": np.array([n for name in names for n in self._problems[name]], np.int64),
+        }
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        self._lengths, self._first = np.array(state["lengths"], np.int64), np.array(state["first"], np.int64)
+        ends = np.cumsum(state["problem_counts"])
+        parts = np.split(np.asarray(state["problem_lengths"], np.int64), ends[:-1]) if len(ends) else []
+        self._problems = {str(n): part.tolist() for n, part in zip(state["problems"], parts, strict=True)}
+        self._new.clear()
+        self._bounds = None
+        self.end_step()
+
+    def _classes(self, lengths: np.ndarray) -> np.ndarray:
+        return np.searchsorted(np.array(self._bounds), lengths, side="left")
+
+
+def _longer(lengths: np.ndarray, than: np.ndarray) -> np.ndarray:
+    """How many of ``lengths`` are at least each of ``than``."""
+    return len(lengths) - np.searchsorted(np.sort(lengths), than, side="left")

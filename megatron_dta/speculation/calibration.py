@@ -1,0 +1,101 @@
+"""How probable it is that a drafted token is accepted, learned from the drafts that were verified.
+
+The tree's own ratios of counts are no probabilities: after one sighting the ratio is 1. So what was drafted and
+what became of it is counted in a table by the length of the match, the tree's probability, how often the match was
+seen, and the position in the draft. A cell with few counts leans on its table without positions, and that one on a
+formula which is only there for the first drafts of a run. An outcome is that the draft was right up to and including
+the position, so a rejection tells about all positions behind it too.
+
+Counts halve with every policy step, so the table follows the policy and the trees as they grow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+MATCH_EDGES = np.array([2, 3, 4, 6, 9, 13])
+PROBABILITY_EDGES = np.array([0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 0.999999])
+SUPPORT_EDGES = np.array([2, 4])
+POSITION_EDGES = np.array([1, 2, 3, 5, 8, 13, 20])
+LEAN = 3.0
+"""How many counts the coarser estimate weighs."""
+KEPT_PER_STEP = 0.5
+
+
+class AcceptanceTable:
+    """The counts. Cells are by (match, support, probability) and by those and the position."""
+
+    def __init__(self) -> None:
+        shape = (len(MATCH_EDGES) + 1, len(SUPPORT_EDGES) + 1, len(PROBABILITY_EDGES) + 1)
+        self._shape = (*shape, len(POSITION_EDGES) + 1)
+        self._drafted = np.zeros(self._shape)
+        self._accepted = np.zeros(self._shape)
+        self._prior = _prior(shape)
+        self._positions = np.searchsorted(POSITION_EDGES, np.arange(256), side="right")
+        self._estimates: np.ndarray | None = None
+
+    def probabilities(self, matches: np.ndarray, supports: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+        """float64 [n, width]: that positions 0 .. j are all accepted; never rising along a row.
+
+        Args:
+            matches, supports: int [n], tokens found, and how often they were.
+            probabilities: float64 [n, width], the tree's, see ``Drafts``.
+        """
+        if self._estimates is None:
+            coarse_drafted, coarse_accepted = self._drafted.sum(-1), self._accepted.sum(-1)
+            coarse = (coarse_accepted + LEAN * self._prior) / (coarse_drafted + LEAN)
+            self._estimates = ((self._accepted + LEAN * coarse[..., None]) / (self._drafted + LEAN)).reshape(-1)
+        estimates = self._estimates[self._cells(matches, supports, probabilities)]
+        return np.minimum.accumulate(estimates, axis=1)
+
+    def update(
+        self,
+        matches: np.ndarray,
+        supports: np.ndarray,
+        probabilities: np.ndarray,
+        drafted: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """Count n verified drafts: of ``drafted`` [n] tokens the first ``accepted`` [n] were right."""
+        width = int(drafted.max(initial=0))
+        if not width:
+            return
+        positions = np.arange(width)
+        was_drafted = positions < drafted[:, None]
+        cells = self._cells(matches, supports, probabilities[:, :width])
+        size = self._drafted.size
+        self._drafted += np.bincount(cells[was_drafted], minlength=size).reshape(self._shape)
+        was_accepted = positions < np.minimum(accepted, drafted)[:, None]
+        self._accepted += np.bincount(cells[was_accepted], minlength=size).reshape(self._shape)
+        self._estimates = None
+
+    def end_step(self) -> None:
+        self._drafted *= KEPT_PER_STEP
+        self._accepted *= KEPT_PER_STEP
+        self._estimates = None
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return {"drafted": self._drafted.copy(), "accepted": self._accepted.copy()}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        for name in ("drafted", "accepted"):
+            if np.shape(state[name]) != self._shape:
+                raise ValueError(f"{name} has shape {np.shape(state[name])}, not {self._shape}")
+        self._drafted = np.array(state["drafted"], np.float64)
+        self._accepted = np.array(state["accepted"], np.float64)
+        self._estimates = None
+
+    def _cells(self, matches: np.ndarray, supports: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+        rows = np.searchsorted(MATCH_EDGES, matches, side="right") * self._shape[1]
+        rows += np.searchsorted(SUPPORT_EDGES, supports, side="right")
+        cells = rows[:, None] * self._shape[2] + np.searchsorted(PROBABILITY_EDGES, probabilities, side="right")
+        return cells * self._shape[3] + self._positions[: probabilities.shape[1]]
+
+
+def _prior(shape: tuple[int, int, int]) -> np.ndarray:
+    """Before anything was verified: the tree's probability, believed more after longer and more frequent matches."""
+    matches = np.array([1, 2, 3, 5, 8, 12, 16])[:, None, None]
+    supports = np.array([1, 2, 4])[None, :, None]
+    probabilities = np.array([0.15, 0.28, 0.42, 0.58, 0.72, 0.87, 0.97, 1.0])[None, None, :]
+    trust = matches * supports / (matches * supports + 2.0)
+    return np.broadcast_to(0.9 * trust * probabilities, shape)

@@ -1,0 +1,190 @@
+"""The drafter: a suffix tree for each problem and one for all, over a window of recent samples.
+
+Samples of a problem resemble each other most, so each problem has a tree of its own: its past samples, those of the
+running step as they grow (its siblings and the sample itself), and the prompt. The tree of all problems has every
+sample but no prompts; it helps where problems share phrases or tools, and costs as much again. The draft of the better
+score is taken.
+
+Only tokens that were accepted are inserted. What leaves: at the end of a policy step all samples older than the window,
+then the oldest until the budget of tokens is met; a problem without samples loses its tree. Steps, not time, so all
+ranks and a resumed run agree.
+
+The state is the samples' tokens in plain arrays; loading inserts them again (about half a microsecond a token), and as
+trees are canonical the drafts are those of the saved one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_dta.speculation.native import create_forest
+from megatron_dta.speculation.suffix_forest import NO_TREE, DraftParams, Drafts
+
+
+@dataclass(frozen=True)
+class DrafterParams:
+    """Attributes:
+    depth: tokens of a match and its draft together.
+    early_depth: tokens of a running sample's suffix with which it is first drafted from.
+    window: policy steps for which a sample is kept.
+    max_tokens: most tokens of samples kept (each stands in the trees of its problem and of all).
+    all_problems: keep the tree of all problems.
+    draft: how drafts are made.
+    """
+
+    depth: int = 32
+    early_depth: int = 8
+    window: int = 16
+    max_tokens: int = 20_000_000
+    all_problems: bool = True
+    draft: DraftParams = field(default_factory=DraftParams)
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.max_tokens < 1:
+            raise ValueError(f"window and max_tokens must be at least 1: {self}")
+
+
+@dataclass
+class _Problem:
+    tree: int
+    samples: int = 0
+    prompts: dict[bytes, int] = field(default_factory=dict)  # hash of the prompt -> its text
+    prompt_tokens: int = 0
+
+
+@dataclass
+class _Sample:
+    problem: str
+    tokens: int
+    step: int | None = None  # None while it runs
+
+
+class Drafter:
+    """Samples are known by the number of their text in the forest."""
+
+    def __init__(self, params: DrafterParams) -> None:
+        self.params = params
+        self._forest = create_forest(params.depth, params.early_depth)
+        self._all = self._forest.new_tree() if params.all_problems else NO_TREE
+        self._problems: dict[str, _Problem] = {}
+        self._samples: dict[int, _Sample] = {}  # complete ones in the order in which they ended
+        self.stored_tokens = 0
+        """Tokens of samples and prompts in the trees."""
+
+    def open(self, problem: str, prompt: np.ndarray) -> int:
+        """A sample begins after ``prompt`` (int [T], T >= 1); returns its number."""
+        prompt = np.ascontiguousarray(prompt, np.int32)
+        self._add_prompt(problem, prompt)
+        return self._open_text(problem, prompt[-(self.params.depth - 1) :])
+
+    def extend(self, samples: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
+        """Sample ``samples[i]`` goes on with ``tokens[offsets[i] : offsets[i + 1]]``: accepted ones, or an answer."""
+        self._forest.extend(samples, tokens, offsets)
+        for sample, more in zip(samples.tolist(), np.diff(offsets).tolist(), strict=True):
+            self._samples[sample].tokens += more
+        self.stored_tokens += int(offsets[-1])
+
+    def draft(self, samples: np.ndarray, most: np.ndarray) -> Drafts:
+        """Continuations of running samples (int [n]) by up to ``most`` (int [n]) tokens."""
+        return self._forest.draft(samples, most, self.params.draft)
+
+    def finish(self, sample: int, step: int) -> None:
+        """The sample is complete; it stays until policy step ``step`` + window has ended."""
+        self._forest.finish(sample)
+        entry = self._samples.pop(sample)
+        entry.step = step
+        self._samples[sample] = entry
+
+    def discard(self, sample: int) -> None:
+        """Forget a sample, running or complete."""
+        entry = self._samples.pop(sample)
+        self._forest.remove(sample)
+        self.stored_tokens -= entry.tokens
+        problem = self._problems[entry.problem]
+        problem.samples -= 1
+        if not problem.samples:
+            for text in problem.prompts.values():
+                self._forest.remove(text)
+            self.stored_tokens -= problem.prompt_tokens
+            self._forest.delete_tree(problem.tree)
+            del self._problems[entry.problem]
+
+    def end_step(self, step: int) -> int:
+        """Evict what is too old or too much after policy step ``step``; returns how many samples went."""
+        complete = [(entry.step, order, text) for order, (text, entry) in enumerate(self._samples.items())]
+        gone = 0
+        for made, _, text in sorted(item for item in complete if item[0] is not None):
+            if made > step - self.params.window and self.stored_tokens <= self.params.max_tokens:
+                break
+            self.discard(text)
+            gone += 1
+        return gone
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._samples)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the trees and their texts."""
+        return self._forest.num_bytes
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The complete samples and the prompts of their problems; running ones are left out."""
+        complete = {text: entry for text, entry in self._samples.items() if entry.step is not None}
+        names = sorted({entry.problem for entry in complete.values()})
+        number = {name: i for i, name in enumerate(names)}
+        prompts = [(number[name], text) for name in names for text in self._problems[name].prompts.values()]
+        texts = [self._forest.tokens(text) for _, text in prompts] + [self._forest.tokens(text) for text in complete]
+        return {
+            "problems": np.array(names, dtype=np.str_),
+            "tokens": np.concatenate(texts) if texts else np.zeros(0, np.int32),
+            "lengths": np.array([len(text) for text in texts], np.int64),
+            "problem": np.array([p for p, _ in prompts] + [number[e.problem] for e in complete.values()], np.int64),
+            "num_prompts": np.array(len(prompts), np.int64),
+            "steps": np.array([entry.step for entry in complete.values()], np.int64),
+        }
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Replace everything by a saved state; ``ValueError`` where its arrays do not fit each other."""
+        num_prompts, lengths = int(state["num_prompts"]), np.asarray(state["lengths"], np.int64)
+        names, problem, steps = state["problems"].tolist(), state["problem"].tolist(), state["steps"].tolist()
+        tokens = np.ascontiguousarray(state["tokens"], np.int32)
+        if not (len(problem) == len(lengths) == num_prompts + len(steps) and lengths.sum() == len(tokens)):
+            raise ValueError("the drafter's state is damaged: its arrays have different lengths")
+        if problem and not 0 <= min(problem) <= max(problem) < len(names):
+            raise ValueError("the drafter's state is damaged: a sample's problem is not in its list")
+        self.__init__(self.params)
+        texts = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
+        for i, text in enumerate(texts):
+            if i < num_prompts:
+                self._add_prompt(names[problem[i]], text)
+            else:
+                self.finish(self._open_text(names[problem[i]], text), steps[i - num_prompts])
+
+    def _add_prompt(self, problem: str, prompt: np.ndarray) -> None:
+        entry = self._problems.get(problem)
+        if entry is None:
+            entry = self._problems[problem] = _Problem(self._forest.new_tree())
+        key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
+        if key not in entry.prompts:
+            # Not finished: the runs that go on into a sample are the sample's own.
+            entry.prompts[key] = self._new_text((entry.tree, NO_TREE), prompt)
+            entry.prompt_tokens += len(prompt)
+            self.stored_tokens += len(prompt)
+
+    def _open_text(self, problem: str, tokens: np.ndarray) -> int:
+        entry = self._problems[problem]
+        entry.samples += 1
+        text = self._new_text((entry.tree, self._all), tokens)
+        self._samples[text] = _Sample(problem, len(tokens))
+        self.stored_tokens += len(tokens)
+        return text
+
+    def _new_text(self, trees: tuple[int, int], tokens: np.ndarray) -> int:
+        text = self._forest.new_text(trees)
+        self._forest.extend(np.array([text], np.uint32), tokens, np.array([0, len(tokens)]))
+        return text

@@ -1,0 +1,190 @@
+"""Replays stored samples as if they were being sampled now: what would speculation have saved?
+
+For a drafter without randomness and exact verification, a draft is accepted as far as it agrees with what was sampled,
+and a stored sample is what was sampled. So a replay needs no model, and its forwards are those of the real run; only
+their seconds come from a cost model. All samples of a wave begin together, as they do when a policy step collects
+rollouts, and the batch shrinks as they end. Per problem, the first ``past`` samples are history: one policy step each,
+the last one the newest. Without a drift of the policy between them, that is the best that a history can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_dta.rollouts.framing import mask_runs
+from megatron_dta.rollouts.record import Rollout
+from megatron_dta.speculation.degenerate import degenerate_length
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.report import SpeculationReport
+from megatron_dta.speculation.speculator import Speculator
+
+
+@dataclass(frozen=True)
+class RecordedSample:
+    """A stored sample: what was given and what was generated, in turns.
+
+    Attributes:
+        problem: whose history it shares.
+        prompt: int32 [T], T >= 1.
+        generated: int32 [G], the generated tokens of all turns.
+        turn_ends: int64 [turns], where each turn ends in ``generated``.
+        answers: between two turns, the tokens that were not generated; one fewer than turns.
+        stopped: whether its end was cut off for degenerate text.
+    """
+
+    problem: str
+    prompt: np.ndarray
+    generated: np.ndarray
+    turn_ends: np.ndarray
+    answers: tuple[np.ndarray, ...]
+    stopped: bool = False
+
+
+def recorded_samples(rollouts: Sequence[Rollout], stop_degenerate: bool = False) -> list[RecordedSample]:
+    """What was generated is what the loss mask trains."""
+    samples = []
+    for rollout in rollouts:
+        runs = mask_runs(rollout.loss_mask)
+        ids = rollout.token_ids
+        generated = ids[rollout.loss_mask]
+        ends = np.cumsum(runs[:, 1] - runs[:, 0])
+        cut = degenerate_length(generated) if stop_degenerate else None
+        stopped = cut is not None and cut < len(generated)
+        if stopped:
+            turns = int(np.searchsorted(ends, cut)) + 1
+            runs, ends, generated = runs[:turns], np.append(ends[: turns - 1], cut), generated[:cut]
+        answers = tuple(ids[a:b] for a, b in zip(runs[:-1, 1], runs[1:, 0], strict=True))
+        samples.append(RecordedSample(rollout.group_id, ids[: runs[0, 0]], generated, ends, answers, stopped))
+    return samples
+
+
+def split_history(samples: Sequence[RecordedSample], past: int) -> tuple[list[list[RecordedSample]], list]:
+    """(history by step, oldest first; the samples to replay): per problem, ``past`` samples or all but the last one."""
+    problems: dict[str, list[RecordedSample]] = {}
+    for sample in samples:
+        problems.setdefault(sample.problem, []).append(sample)
+    history: list[list[RecordedSample]] = [[] for _ in range(past)]
+    now = []
+    for own in problems.values():
+        count = min(past, len(own) - 1)
+        for i, sample in enumerate(own[:count]):
+            history[past - count + i].append(sample)
+        now += own[count:]
+    return history, now
+
+
+def waves(samples: Sequence[RecordedSample], live_batch: int | None) -> list[list[RecordedSample]]:
+    """The samples in parts of about ``live_batch``, problems kept together where they fit; None: one part."""
+    if live_batch is None:
+        return [list(samples)]
+    parts: list[list[RecordedSample]] = []
+    count = max(1, round(len(samples) / live_batch))
+    begins = [0]
+    for i in range(1, count):
+        target = round(i * len(samples) / count)
+        near = [j for j in range(max(1, target - 16), min(len(samples), target + 17))]
+        cuts = [j for j in near if samples[j].problem != samples[j - 1].problem] or [target]
+        begins.append(min(cuts, key=lambda j: (abs(j - target), j)))
+    for begin, end in zip(begins, [*begins[1:], len(samples)], strict=True):
+        if end > begin:
+            parts.append(list(samples[begin:end]))
+    return parts
+
+
+def plain_lives(samples: Sequence[RecordedSample]) -> np.ndarray:
+    """int64 [forwards]: how many samples of a wave still run in each forward of decoding without speculation."""
+    lengths = np.sort([len(sample.generated) for sample in samples])
+    return len(lengths) - np.searchsorted(lengths, np.arange(lengths[-1]), side="right")
+
+
+def plain_makespan(samples: Sequence[RecordedSample], cost: ForwardCost) -> float:
+    """Seconds of decoding one wave without speculation."""
+    return float(cost.seconds(plain_lives(samples)).sum())
+
+
+def remember(speculator: Speculator, history: Sequence[Sequence[RecordedSample]]) -> None:
+    """Give a speculator the samples of past steps, which are numbered from 0."""
+    for step, samples in enumerate(history):
+        for key, sample in enumerate(samples):
+            slot = speculator.open(sample.problem, sample.prompt, key)
+            begin = 0
+            for turn, end in enumerate(sample.turn_ends.tolist()):
+                speculator.append(slot, sample.generated[begin:end])
+                if turn < len(sample.answers):
+                    speculator.append(slot, sample.answers[turn])
+                begin = end
+            speculator.finish(slot, len(sample.generated))
+        speculator.end_step(step)
+
+
+def replay_wave(speculator: Speculator, samples: Sequence[RecordedSample], step: int) -> SpeculationReport:
+    """Decode the samples of one wave with speculation; they are in the trees afterwards."""
+    slots = np.array([speculator.open(s.problem, s.prompt, key) for key, s in enumerate(samples)], np.int64)
+    stream = np.concatenate([sample.generated for sample in samples])
+    end = np.cumsum([len(sample.generated) for sample in samples])
+    position = end - [len(sample.generated) for sample in samples]
+    origin, turn = position.copy(), np.zeros(len(samples), np.int64)
+    turn_end = origin + [sample.turn_ends[0] for sample in samples]
+    live = np.arange(len(samples))
+    most = np.full(len(samples), np.iinfo(np.int32).max)
+    while len(live):
+        proposal = speculator.propose(slots[live], most[live])
+        accepted = _agreement(proposal.tokens, proposal.lengths, stream, position[live], turn_end[live])
+        new = np.minimum(accepted + 1, turn_end[live] - position[live])
+        offsets = np.concatenate([[0], np.cumsum(new)])
+        tokens = stream[np.repeat(position[live] - offsets[:-1], new) + np.arange(offsets[-1])]
+        count = len(live) + int(proposal.lengths.sum())
+        seconds = float(speculator.cost.seconds(count)) + speculator.cost.draft * len(proposal.asked)
+        speculator.record(proposal, accepted, tokens, offsets, seconds)
+        position[live] += new
+        at_end = live[position[live] == turn_end[live]]
+        for i in at_end.tolist():
+            sample = samples[i]
+            if position[i] == end[i]:
+                speculator.finish(slots[i])
+                speculator.report.stopped += sample.stopped
+            else:
+                speculator.append(slots[i], sample.answers[turn[i]])
+                turn[i] += 1
+                turn_end[i] = origin[i] + sample.turn_ends[turn[i]]
+        if len(at_end):
+            live = live[position[live] < end[live]]
+    return speculator.end_step(step)
+
+
+def _agreement(
+    drafts: np.ndarray, lengths: np.ndarray, stream: np.ndarray, position: np.ndarray, end: np.ndarray
+) -> np.ndarray:
+    """How many tokens of each draft are those that were sampled, int64 [n]."""
+    width = int(lengths.max(initial=0))
+    if not width:
+        return np.zeros(len(lengths), np.int64)
+    ahead = np.arange(width)
+    room = np.minimum(lengths, end - position)
+    at = np.minimum(position[:, None] + ahead, len(stream) - 1)
+    same = (stream[at] == drafts[:, :width]) & (ahead < room[:, None])
+    return np.logical_and.accumulate(same, axis=1).sum(1)
+
+
+def text_like_control(samples: Sequence[RecordedSample], seed: int) -> list[RecordedSample]:
+    """Samples of the same shape that cannot be drafted well: what follows a token is drawn anew from what ever
+    followed it in these samples, so each looks like text from token to token and no two agree for long."""
+    rng = np.random.default_rng(seed)
+    stream = np.concatenate([sample.generated for sample in samples])
+    order = np.argsort(stream[:-1], kind="stable")
+    values, begins, counts = np.unique(stream[:-1][order], return_index=True, return_counts=True)
+    followers = stream[1:][order]
+    lengths = np.array([len(sample.generated) for sample in samples])
+    drawn = np.zeros((len(samples), int(lengths.max())), stream.dtype)
+    token = stream[rng.integers(0, len(stream), len(samples))]
+    for i in range(drawn.shape[1]):
+        drawn[:, i] = token
+        entry = np.minimum(np.searchsorted(values, token), len(values) - 1)
+        known = values[entry] == token
+        pick = followers[begins[entry] + rng.integers(0, 2**31, len(samples)) % counts[entry]]
+        token = np.where(known, pick, stream[rng.integers(0, len(stream), len(samples))])
+    rows = zip(samples, drawn, lengths.tolist(), strict=True)
+    return [replace(sample, generated=row[:length].copy(), stopped=False) for sample, row, length in rows]

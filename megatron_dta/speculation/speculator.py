@@ -1,0 +1,271 @@
+"""Speculation for a batch of running samples: drafts, their budgets, and the accounting of what became of them.
+
+One object for an engine and for the replay of stored samples. The caller runs the forwards:
+
+    slots = [speculator.open(problem, prompt, key) ...]
+    while samples run:
+        proposal = speculator.propose(slots, most)        # tokens to verify in one forward, per sample
+        ... forward over each sample's next token and its draft; sample at every position ...
+        speculator.record(proposal, accepted, tokens, offsets, seconds)
+        speculator.finish(slot) for those that ended
+    speculator.end_step(step)
+
+Everything here is a function of the samples, their keys and the number of live sequences: no clock and no random
+state, so all ranks of a group propose the same. A sample whose drafts were not worth it is asked again only after a
+pause that doubles up to a bound, which keeps the CPU's part below about ``_QUERY_SHARE`` of a forward; a rare short
+draft against the gate's advice, chosen by a hash of (seed, key, position), keeps the estimates of acceptance alive.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.speculation.budgets import LengthClass, LengthHistory, fit_acceptance, gate, optimal_budget
+from megatron_dta.speculation.calibration import AcceptanceTable
+from megatron_dta.speculation.drafter import Drafter, DrafterParams
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.report import SpeculationReport
+from megatron_dta.speculation.straggler import CANDIDATES, last_probabilities
+from megatron_dta.speculation.suffix_forest import Drafts
+
+BUDGETS = ("straggler", "gate", "class", "optimal", "always")
+_QUERY_SHARE = 0.02
+_MAX_PAUSE = 64
+_EXPLORED_TOKENS = 4
+_REPLAN_FORWARDS = 16
+_MOST_SHARERS = 4
+"""A sample that surely is no straggler passes the gate as if so many times the live batch shared its forwards."""
+_CLASS_CAPS = np.array([0, 6, 255])
+"""Drafted tokens a forward of short, medium and long samples, with the budget "class"."""
+
+
+@dataclass(frozen=True)
+class BudgetParams:
+    """Attributes:
+    budget: what passes the gate. "straggler": the forwards of a sample are worth the more the likelier it is the last
+        one to end. "gate": all samples alike. "class": none for short samples, few for medium ones, and those of long
+        ones are shared by the long ones alone. "optimal": the optimal budget for the expected lengths, spread over
+        the expected forwards. "always": every draft as it comes, without the gate (for comparison).
+    exploration: share of drafts verified whatever the gate says, a few tokens each.
+    seed: of the exploration.
+    """
+
+    budget: str = "straggler"
+    exploration: float = 0.003
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.budget not in BUDGETS:
+            raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, not {self.budget!r}")
+        if not 0 <= self.exploration <= 1:
+            raise ValueError(f"exploration must be in [0, 1], got {self.exploration}")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts to verify in one forward: of row i the first ``lengths[i]`` of ``tokens[i]``, often none.
+
+    Attributes:
+        slots: int64 [n]. tokens: int32 [n, width]. lengths: int64 [n].
+        asked: int64 [q], rows for which a draft was looked for; drafts: theirs.
+    """
+
+    slots: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+    asked: np.ndarray
+    drafts: Drafts
+
+
+class Speculator:
+    """Drafter, budgets and report of one engine."""
+
+    def __init__(self, drafter: DrafterParams, budget: BudgetParams, cost: ForwardCost) -> None:
+        self.drafter, self.budget, self.cost = Drafter(drafter), budget, cost
+        self.table, self.history = AcceptanceTable(), LengthHistory()
+        self.report = SpeculationReport()
+        self._step, self._forwards, self._acceptance = 0, 0, (0.5, 1.0)
+        self._free: list[int] = []
+        self._problems: list[str] = []
+        # By slot: text, key, first class, generated tokens, steps, drafted, accepted, pause left, next pause, cap.
+        self._rows = np.zeros((0, 10), np.int64)
+        self._candidates, self._last = np.zeros((0, CANDIDATES)), np.zeros(0)
+
+    def open(self, problem: str, prompt: np.ndarray, key: int) -> int:
+        """A sample of ``problem`` begins after ``prompt``; ``key`` in [0, 2^63) is its identity. Returns its slot."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        text = self.drafter.open(problem, prompt)
+        first, width = self.history.first_class(problem), self.drafter.params.draft.width
+        self._rows[slot] = text, key, first, 0, 0, 0, 0, 0, 1, width
+        self._candidates[slot], self._last[slot] = self.history.candidates(problem), 0.0
+        self._problems[slot] = problem
+        self._forwards = 0  # plan anew
+        return slot
+
+    def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
+        """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
+        begin = time.perf_counter()
+        rows, live = self._rows[slots], len(slots)
+        width = self.drafter.params.draft.width
+        if self._forwards % _REPLAN_FORWARDS == 0:
+            self._plan(slots)
+            rows = self._rows[slots]
+        self._forwards += 1
+        self._rows[slots, 7] -= 1
+        caps = np.minimum(np.minimum(most, width), rows[:, 9])
+        explore = self._explored(rows[:, 1], rows[:, 3])
+        asked = np.flatnonzero(((rows[:, 7] <= 0) | explore) & (caps > 0))
+        tokens, lengths = np.zeros((live, width), np.int32), np.zeros(live, np.int64)
+        if not len(asked):
+            drafts = Drafts.empty(0, width)
+        else:
+            drafts = self.drafter.draft(rows[asked, 0], caps[asked])
+            tokens[asked] = drafts.tokens
+            lengths[asked] = self._lengths(drafts, slots[asked], explore[asked], live)
+            self._pause(slots[asked], lengths[asked] > 0, live)
+        self.report.queries += len(asked)
+        self.report.draft_seconds += time.perf_counter() - begin
+        return Proposal(slots, tokens, lengths, asked, drafts)
+
+    def record(
+        self, proposal: Proposal, accepted: np.ndarray, tokens: np.ndarray, offsets: np.ndarray, seconds: float
+    ) -> None:
+        """A forward is done: row i accepted the first ``accepted[i]`` tokens of its draft, and goes on with
+        ``tokens[offsets[i] : offsets[i + 1]]`` (int32), these and the one sampled behind them."""
+        begin = time.perf_counter()
+        asked, drafted = proposal.asked, proposal.lengths
+        self.table.update(
+            proposal.drafts.matches,
+            proposal.drafts.supports,
+            proposal.drafts.probabilities,
+            drafted[asked],
+            accepted[asked],
+        )
+        self._rows[proposal.slots, 3] += np.diff(offsets)
+        self._rows[proposal.slots, 4] += 1
+        self._rows[proposal.slots, 5] += drafted
+        self._rows[proposal.slots, 6] += accepted
+        self.drafter.extend(self._rows[proposal.slots, 0], tokens, offsets)
+        self.report.add_forward(len(drafted), len(drafted) + int(drafted.sum()), seconds)
+        self.report.draft_seconds += time.perf_counter() - begin
+
+    def append(self, slot: int, tokens: np.ndarray) -> None:
+        """Tokens that the sample did not generate, such as a tool's answer."""
+        self.drafter.extend(self._rows[slot : slot + 1, 0], np.ascontiguousarray(tokens, np.int32), _ends(len(tokens)))
+
+    def finish(self, slot: int, length: int | None = None) -> None:
+        """The sample ended; it stays in the trees, its slot is free. ``length``: generated tokens, where it was given
+        by ``append`` alone."""
+        text, _, first, generated, steps, drafted, accepted = self._rows[slot, :7].tolist()
+        generated = generated if length is None else length
+        self.drafter.finish(text, self._step)
+        self.history.add(self._problems[slot], first, generated)
+        self.report.add_sample(generated, steps, drafted, accepted, first)
+        self._free.append(slot)
+
+    def discard(self, slot: int) -> None:
+        """The sample is given up and forgotten."""
+        self.drafter.discard(int(self._rows[slot, 0]))
+        self._free.append(slot)
+
+    def end_step(self, step: int) -> SpeculationReport:
+        """Policy step ``step`` is over: evicts, lets estimates age, and returns the report, beginning a new one."""
+        report, self.report = self.report, SpeculationReport()
+        self._acceptance = fit_acceptance(*(np.array(x, np.float64) for x in _totals(report)))
+        self.history.end_step()
+        self.table.end_step()
+        self.drafter.end_step(step)
+        self._step, self._forwards = step + 1, 0
+        report.drafter_bytes, report.drafter_tokens = self.drafter.num_bytes, self.drafter.stored_tokens
+        return report
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Plain arrays; running samples are left out."""
+        parts = {"drafter": self.drafter, "table": self.table, "history": self.history}
+        state = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+        return {**state, "step": np.array(self._step, np.int64), "acceptance": np.array(self._acceptance)}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        for name, part in (("drafter", self.drafter), ("table", self.table), ("history", self.history)):
+            prefix = f"{name}."
+            part.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+        self._step, self._acceptance = int(state["step"]), tuple(np.asarray(state["acceptance"]).tolist())
+        self._rows, self._free, self._problems = self._rows[:0], [], []
+        self._candidates, self._last = self._candidates[:0], self._last[:0]
+
+    def _grow(self) -> None:
+        size = len(self._rows)
+        more = max(64, size)
+        self._rows = np.concatenate([self._rows, np.zeros((more, self._rows.shape[1]), np.int64)])
+        self._candidates = np.concatenate([self._candidates, np.zeros((more, CANDIDATES))])
+        self._last = np.concatenate([self._last, np.zeros(more)])
+        self._problems += [""] * more
+        self._free = list(range(size + more - 1, size - 1, -1))
+
+    def _lengths(self, drafts: Drafts, slots: np.ndarray, explore: np.ndarray, live: int) -> np.ndarray:
+        rows = self._rows[slots]
+        if self.budget.budget == "always":
+            return drafts.lengths.astype(np.int64)
+        accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities)
+        sharers = np.full(len(rows), float(live))
+        if self.budget.budget == "straggler":
+            with np.errstate(divide="ignore"):
+                sharers = np.minimum(1 / self._last[slots], _MOST_SHARERS * live)
+        elif self.budget.budget == "class":
+            is_long = self.history.classes(rows[:, 2], rows[:, 3]) == LengthClass.LONG
+            # Those that were not asked are taken to be like these.
+            sharers[is_long] = max(1.0, float(is_long.mean()) * live)
+        lengths = gate(accept, drafts.lengths, self.cost, live, sharers)
+        return np.where(explore, np.maximum(lengths, np.minimum(drafts.lengths, _EXPLORED_TOKENS)), lengths)
+
+    def _pause(self, slots: np.ndarray, useful: np.ndarray, live: int) -> None:
+        """Who was asked in vain pauses; at most so long that asking costs ``_QUERY_SHARE`` of a forward."""
+        share = self.cost.draft * live / (_QUERY_SHARE * float(self.cost.seconds(live)))
+        longest = int(np.clip(np.ceil(share), 1, _MAX_PAUSE))
+        pause = np.where(useful, 1, np.minimum(self._rows[slots, 8] * 2, longest))
+        self._rows[slots, 7] = np.where(useful, 0, np.minimum(self._rows[slots, 8], longest))
+        self._rows[slots, 8] = pause
+
+    def _explored(self, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Which samples draft against the gate's advice here: a hash of (seed, key, position)."""
+        if self.budget.budget == "always" or not self.budget.exploration:
+            return np.zeros(len(keys), bool)
+        mixed = _mix(_mix(keys.astype(np.uint64) ^ np.uint64(self.budget.seed)) ^ positions.astype(np.uint64))
+        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.budget.exploration
+
+    def _plan(self, slots: np.ndarray) -> None:
+        """What follows from the lengths: who may be the last, and the caps of the budgets that have some."""
+        rows, width, budget = self._rows[slots], self.drafter.params.draft.width, self.budget.budget
+        if budget == "straggler":
+            speed = (rows[:, 3] + 8.0) / (rows[:, 4] + 8.0)
+            self._last[slots] = last_probabilities(self._candidates[slots], rows[:, 3], speed)
+        elif budget == "class":
+            classes = self.history.classes(rows[:, 2], rows[:, 3])
+            self._rows[slots, 9] = np.minimum(_CLASS_CAPS[classes], width)
+        elif budget == "optimal":
+            expected = self._candidates[slots].mean(1)
+            left = np.maximum(expected, 1.25 * rows[:, 3] + 16) - rows[:, 3]
+            k, alpha = (np.full(len(slots), value) for value in self._acceptance)
+            forwards, tokens = optimal_budget(left, k, alpha, self.cost.base, self.cost.per_token)
+            self._rows[slots, 9] = np.where(expected > 0, np.clip(np.ceil(tokens / forwards), 0, width), width)
+
+
+def _totals(report: SpeculationReport) -> tuple[list[int], list[int], list[int]]:
+    return report.lengths, report.drafted, report.accepted
+
+
+def _ends(length: int) -> np.ndarray:
+    return np.array([0, length], np.int64)
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), uint64."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
