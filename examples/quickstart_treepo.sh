@@ -54,7 +54,7 @@ echo "== 3. TreePO on sampled trees: 960 steps"
 
 echo "== 4. the model trained on trees, sampled both ways on 256 held-out problems"
 "$python" tools/evaluate_sampling.py $model $task --load "$out/treepo" $shape --seed "$seed" \
-  --n-samples-per-eval-prompt 8 --eval-interval 1 --k 1 2 4 8 --output "$out/evaluation.json"
+  --n-samples-per-eval-prompt 8 --k 1 2 4 8 --output "$out/evaluation.json"
 
 "$python" examples/quickstart_treepo_report.py "$out"
 echo "training and pictures took $((SECONDS - started)) seconds"

@@ -62,7 +62,11 @@ start_step() {
     mkdir -p "$logs"
     # A process that ends takes the others with it a minute later: time to say why, and to end by themselves.
     options+=(--wait=60 "${container[@]}" "--nodes=$nodes")
+    local cpus=${SLURM_CPUS_ON_NODE:-1}
+    [ "$cpus" -ge "$DTA_PROCESSES_PER_NODE" ] || stop "the job has $cpus CPUs on a node for $DTA_PROCESSES_PER_NODE \
+processes; submit it with --exclusive, or with --ntasks-per-node $DTA_PROCESSES_PER_NODE --cpus-per-task N"
     if [ "$DTA_LAUNCHER" = task ]; then
+        options+=("--cpus-per-task=$((cpus / DTA_PROCESSES_PER_NODE))")
         # shellcheck disable=SC2016 # the variables are those of each task
         srun "${options[@]}" "--ntasks=$((nodes * DTA_PROCESSES_PER_NODE))" \
             "--ntasks-per-node=$DTA_PROCESSES_PER_NODE" --label \
@@ -71,7 +75,7 @@ start_step() {
             task "$logs" "$DTA_PYTHON" -m "$@" &
     else
         # shellcheck disable=SC2016
-        srun "${options[@]}" "--ntasks=$nodes" --ntasks-per-node=1 --label \
+        srun "${options[@]}" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cpus" --label \
             bash -c 'python=$1 processes=$2 logs=$3; shift 3
                 exec "$python" -m torch.distributed.run --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
                     --nproc-per-node "$processes" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
@@ -79,6 +83,16 @@ start_step() {
             task "$DTA_PYTHON" "$DTA_PROCESSES_PER_NODE" "$logs" "$@" &
     fi
     step_process=$!
+}
+
+# Run a tool of the project on this node, and put the job into the queue again unless it ended well or its input was wrong.
+run_tool() {
+    local tool=$1
+    shift
+    srun --ntasks=1 --nodes=1 "${container[@]}" "$DTA_PYTHON" "$(dirname "$DTA_SLURM_DIR")/tools/$tool" "$@" &
+    step_process=$!
+    wait_for_step
+    finish
 }
 
 # Wait for the step. Slurm's warning (SIGTERM) is passed on to its processes, which save and end; sets step_status.
@@ -95,7 +109,7 @@ wait_for_step() {
 }
 
 pass_on_warning() {
-    scancel --signal=TERM "$SLURM_JOB_ID.0" || kill -TERM "$step_process"
+    scancel --signal=TERM "$SLURM_JOB_ID.${step:-0}" || kill -TERM "$step_process"
 }
 
 # End the job, or put it into the queue again; 2 is wrong input, which another start would not mend.

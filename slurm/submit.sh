@@ -3,7 +3,7 @@
 #
 #   slurm/submit.sh [--dry-run] [--env FILE] JOB [sbatch options] -- [arguments of the job's program]
 #
-# JOB is train, train_with_servers, convert_hf_to_megatron, convert_megatron_to_hf, sample or sweep. Options before "--" go to sbatch and
+# JOB is train, train_with_servers, evaluate, sweep, convert_hf_to_megatron or convert_megatron_to_hf. Options before "--" go to sbatch and
 # overrule what the job script says (--nodes, --time, --partition, --account, --gpus-per-node, ...). FILE sets the
 # environment, see environment.example.sh; without it the settings of the calling shell are used.
 #

@@ -156,10 +156,18 @@ class SlurmCluster:
         """The state in which a job ended."""
         ended = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 
+        pending_since: float | None = None
+
         def has_ended() -> bool:
+            nonlocal pending_since
             state, restarts = self.state_of(job)
-            if state == "PENDING" and restarts:
-                # Slurm lets a job that was put into the queue again wait for two minutes.
+            if state != "PENDING" or not restarts:
+                pending_since = None
+            elif pending_since is None:
+                pending_since = time.monotonic()
+            elif time.monotonic() - pending_since > 4:
+                # Slurm lets a job that was put into the queue again wait for two minutes; a few seconds are enough for
+                # the nodes to forget the credentials of its last start.
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
             return state in ended
 

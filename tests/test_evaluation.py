@@ -61,7 +61,7 @@ def test_the_tool(tmp_path):
     run = [sys.executable, *train.split()]
     subprocess.run(run, check=True, capture_output=True, cwd=REPOSITORY, env=environment)
     judge = f"tools/evaluate_sampling.py {model} --load {tmp_path}/run --treepo-segment-length 1 --k 1 4 8 64 "
-    judge += f"--n-samples-per-eval-prompt 8 --eval-interval 1 --eval-iters 5 --output {tmp_path}/out.json"
+    judge += f"--n-samples-per-eval-prompt 8 --eval-iters 5 --output {tmp_path}/out.json"
     done = subprocess.run(
         [sys.executable, *judge.split()], capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False
     )

@@ -60,6 +60,7 @@ def test_the_sampled_tree_is_the_trie_of_its_sequences(seed: int):
         chosen = [rollouts[i] for i in rng.permutation(len(rollouts))[: int(rng.integers(1, len(rollouts) + 1))]]
         if rng.random() < 0.5:
             chosen = [cut for r in chosen if (cut := cut_length(r, int(rng.integers(3, 25)))) is not None] or rollouts
+            chosen += [short for r in chosen if (short := cut_length(r, max(2, len(r) - 2))) is not None]
         sequences = [r.token_ids for r in chosen]
         assert_same_forest(build_from_known_paths(sequences, known_paths(chosen)), build_prefix_tree(sequences))
         if (

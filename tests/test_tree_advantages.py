@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import replace
 
@@ -291,3 +292,35 @@ def test_fallback_weights():
         for node in tree.lineage(index)[:-1]:
             expected /= len(tree.nodes[node].children)
         assert abs(share[index] - expected) < 1e-15
+
+
+def test_rows_that_disagree_about_a_node_are_refused(tmp_path):
+    """Otherwise the trainer, which takes the stored tree for granted, would train other tokens than are stored."""
+    _, rollouts, _ = sampled(8)
+    path = tmp_path / "bad.jsonl"
+    wide = next(
+        i
+        for i, (one, other) in enumerate(itertools.pairwise(rollouts))
+        if one.group_id == other.group_id
+        and min(len(one.branches), len(other.branches)) > 2
+        and one.branches[:2].tolist() == other.branches[:2].tolist()
+    )
+    bad = list(rollouts)
+    tokens = rollouts[wide + 1].token_ids.copy()
+    tokens[rollouts[wide + 1].segment_ends[0]] += 1
+    bad[wide + 1] = replace(rollouts[wide + 1], token_ids=tokens)
+    write_rollouts(path, bad)
+    with pytest.raises(InputError, match=rf"row {wide + 2}: field 'branches': node 1 has other tokens than in row"):
+        load_rollouts(path)
+    # The same node with another end, though the path goes on behind it.
+    ends = rollouts[wide + 1].segment_ends.copy()
+    ends[1] -= 1
+    if ends[1] > ends[0]:
+        bad[wide + 1] = replace(rollouts[wide + 1], segment_ends=ends)
+        write_rollouts(path, bad)
+        with pytest.raises(InputError, match="node 1 has other tokens"):
+            load_rollouts(path)
+    # Cut rollouts name their last node's beginning: that is fine.
+    cut = [short for r in rollouts if (short := cut_length(r, int(r.segment_ends[0]) + 2)) is not None]
+    write_rollouts(path, [*rollouts, *(replace(r, trajectory_id=f"cut {i}") for i, r in enumerate(cut))])
+    assert len(load_rollouts(path)) == len(rollouts) + len(cut)

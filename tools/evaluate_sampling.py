@@ -3,7 +3,8 @@
     python tools/evaluate_sampling.py --load runs/first [the model's and the sampler's flags, --treepo-...]
         [--k 1 4 16] [--answer boxed|text|PATTERN] [--output FILE.json]
 
-Trees have --n-samples-per-eval-prompt leaves and the shape that the --treepo flags give. Independent rollouts are
+The first --eval-iters held-out prompts are answered (default: all). Trees have --n-samples-per-eval-prompt leaves and
+the shape that the --treepo flags give. Independent rollouts are
 sampled twice: as many as the trees have leaves, and as many as the trees' decoded tokens pay for (the same number for
 each prompt, rounded down, at least 1). Answers are voted on as text: the whole response, its last \\boxed{...}, or the
 last match of a regular expression (its first group, if it has one).
@@ -35,7 +36,8 @@ def main() -> None:
     if min(own.k) < 1:
         raise InputError(f"--k {min(own.k)}: must be at least 1")
     answer_of = _answer_rule(own.answer)
-    config = parse_arguments(["--rollout-method", "treepo", *others])
+    # The flags of evaluation need an interval; there is one evaluation here.
+    config = parse_arguments(["--rollout-method", "treepo", "--eval-interval", "1", *others])
     if config.checkpoint.load is None:
         raise InputError("--load is missing: the folder of the checkpoint to judge")
     if config.environment.environment is not None:

@@ -12,6 +12,7 @@ from megatron_dta.errors import InputError
 from megatron_dta.rollouts.framing import FRAMINGS, cut_length, cut_turns
 from megatron_dta.rollouts.jsonl import read_jsonl, write_jsonl
 from megatron_dta.rollouts.npz import read_npz
+from megatron_dta.rollouts.paths import NodeCheck
 from megatron_dta.rollouts.record import Rollout, check_required, check_vocabulary, row_error
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def load_rollouts(
     samples: list[Rollout] = []
     rows = untrained = 0
     rewards: dict[tuple[str, str], tuple[float, int]] = {}
+    nodes = NodeCheck()
     # The loop goes to the end of the file even when max_sequences is reached: a bad last row must stop the run now.
     for row, rollout, turns in _records(path):
         rows += 1
@@ -51,6 +53,7 @@ def load_rollouts(
                 check_vocabulary(rollout, vocab_size)
             check_required(rollout, require)
             _check_one_reward(rollout, row, rewards)
+            nodes.check(rollout, row)
         except InputError as error:
             raise row_error(path, row, error) from None
         if max_sequences is not None and len(samples) >= max_sequences:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.rollouts.record import Rollout
+from megatron_dta.rollouts.record import Rollout, field_error
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,41 @@ def tree_paths(rollouts: Sequence[Rollout]) -> TreePaths:
         paths.append(np.array(path, np.int64))
         spans.append(np.array([0, *ends], np.int64))
     return TreePaths(paths, spans, np.array(parent, np.int64), np.array(depth, np.int64))
+
+
+class NodeCheck:
+    """Refuses rollouts that name the same node and have other tokens in it: trained as a tree, they would be changed.
+
+    ``check`` is called with each rollout of a file in turn.
+    """
+
+    def __init__(self) -> None:
+        # (node above, or group; branch) -> number of the node, its tokens, whether it is the last one of its path, row.
+        self._nodes: dict[tuple, tuple[int, np.ndarray, bool, int]] = {}
+
+    def check(self, rollout: Rollout, row: int) -> None:
+        """``InputError`` where a node's tokens are not those of an earlier row; the longer ones are kept."""
+        if rollout.branches is None or rollout.segment_ends is None:
+            return
+        above: object = ("group", rollout.group_id)
+        begin = 0
+        for level, (branch, end) in enumerate(
+            zip(rollout.branches.tolist(), rollout.segment_ends.tolist(), strict=True)
+        ):
+            tokens, last = rollout.token_ids[begin:end], level + 1 == len(rollout.branches)
+            known = self._nodes.get((above, branch))
+            number = len(self._nodes) if known is None else known[0]
+            if known is not None:
+                common = min(len(tokens), len(known[1]))
+                # A path may be cut within its last node.
+                whole = (last or len(tokens) >= len(known[1])) and (known[2] or len(known[1]) >= len(tokens))
+                if not whole or not np.array_equal(tokens[:common], known[1][:common]):
+                    raise field_error(
+                        "branches", f"node {level} has other tokens than in row {known[3]}, which names the same node"
+                    )
+            if known is None or len(tokens) > len(known[1]) or (known[2] and not last):
+                self._nodes[above, branch] = (number, tokens, last, row)
+            above, begin = number, end
 
 
 def decoded_tokens(rollouts: Sequence[Rollout]) -> int:

@@ -94,9 +94,11 @@ def _told_apart(
     Each with the tokens shared with the one before (None for the first). Branches stay together where the node of one
     is the beginning of the others', and all do where a sequence ends within its node.
     """
-    if len(branches) == 1 or any(len(arrays[i]) < ends[i][level] for branch in branches for i in branch):
+    node_ends = [max(ends[i][level] for i in branch) for branch in branches]
+    within = (len(arrays[i]) < end for branch, end in zip(branches, node_ends, strict=True) for i in branch)
+    if len(branches) == 1 or any(within):
         return [(branches, None)]
-    slices = [arrays[branch[0]][depth : ends[branch[0]][level]] for branch in branches]
+    slices = [arrays[branch[0]][depth:end] for branch, end in zip(branches, node_ends, strict=True)]
     order, common = sort_sequences(slices)
     found: list[tuple[list[list[int]], int | None]] = []
     shortest = 0
@@ -113,7 +115,7 @@ def _within(
     members: list[int], arrays: list[np.ndarray], ends: list[list[int]], level: int, before: int
 ) -> list[tuple[list[int], int, int, int]]:
     """What is left to do, in order, for sequences that all run through one node: first those that end within it."""
-    end = ends[members[0]][level]
+    end = max(ends[i][level] for i in members)  # a path that was cut ends where its sequence does
     found = []
     for i in sorted((i for i in members if len(arrays[i]) < end), key=lambda i: len(arrays[i])):
         found.append(([i], len(arrays[i]), level, before))
