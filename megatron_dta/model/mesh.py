@@ -206,7 +206,7 @@ def alone() -> Iterator[None]:
 def current_mesh() -> Mesh:
     """The mesh that ``initialize_parallel`` has set up, or one process within ``alone``."""
     if getattr(_thread, "is_alone", False):
-        return Mesh(0, 1, 0, 1, 0, 1, 0, 1, None, None, None)
+        return Mesh(0, 1, 0, 1, 0, 1, 0, 1, None, None, None, (0,), None)
     data_size = parallel_state.get_data_parallel_world_size()
     return Mesh(
         rank=torch.distributed.get_rank(),
