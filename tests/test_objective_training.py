@@ -235,6 +235,15 @@ def test_the_alarm_tells_sampler_from_trainer(stored, tmp_path: Path, gap: float
     assert "sampler_mismatch_alarm" not in second
 
 
+def test_a_run_without_anything_to_train_ends(stored) -> None:
+    arguments, _ = stored
+    trainer, _ = make_trainer(
+        f"{arguments} --objective sft --rejection-sampling threshold --rejection-reward-threshold 99"
+    )
+    with pytest.raises(InputError, match="20 collections of rollouts in a row had nothing to train"):
+        trainer._step()
+
+
 # ------------------------------------------------------------------------------------------------------------- settings
 
 

@@ -80,10 +80,12 @@ class Critic:
         self.optimizer.load_state_dict(state)
 
 
-def build_critic_model(config: TrainConfig, policy: Model, device: torch.device) -> Model:
-    """A critic that starts where the settings say."""
+def build_critic_model(config: TrainConfig, policy: Model, device: torch.device, resumes: bool) -> Model:
+    """A critic that starts where the settings say; one that ``resumes`` is going to be loaded."""
     model = build_model(config.model, device, config.parallel, value_head=True)
     folder = config.critic.critic_load
+    if resumes:
+        return model
     if folder is None:
         _load_trunk(model, {str(i): part.state_dict() for i, part in enumerate(policy.parts)})
         return model

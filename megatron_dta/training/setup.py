@@ -68,7 +68,9 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         console.print(f"starting from the weights of {config.checkpoint.load_hf}", soft_wrap=True)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
     reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
-    critic = Critic(config, build_critic_model(config, model, device)) if objective.needs_critic else None
+    critic = None
+    if objective.needs_critic:
+        critic = Critic(config, build_critic_model(config, model, device, resumes))
     optimizer = TrainingOptimizer(model, config.optimization, config.parallel)
     progress, source_state = Progress(), {}
     if start is not None and resumes:
