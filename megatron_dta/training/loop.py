@@ -177,7 +177,7 @@ class Trainer:
             "segments": result.segments,
             "peak_in_flight_tokens": result.peak_in_flight_tokens,
             "recomputed_tokens": result.recomputed_tokens,
-            TIMING: self._timing(watch.seconds, tokens, unique, sampled),
+            TIMING: self._timing(watch.seconds, tokens, unique, sampled) | self.source.timing(),
         }
 
     def _is_timed(self, iteration: int) -> bool:
