@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -160,7 +161,7 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list, tup
     if not arguments.no_control:
         shape = text_like_control([sample for step in history for sample in step] + now, seed=0)
         begins = np.cumsum([0, *map(len, history)]).tolist()
-        control_history = [shape[a:b] for a, b in zip(begins[:-1], begins[1:], strict=True)]
+        control_history = [shape[a:b] for a, b in pairwise(begins)]
         control = waves(shape[begins[-1] :], arguments.live_batch)
         control_plain = sum(plain_makespan(part, cost) for part in control)
         results["control"] = run_figures(

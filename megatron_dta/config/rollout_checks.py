@@ -44,6 +44,11 @@ def check_rollout_engine(config: TrainConfig) -> None:
         raise InputError("--rollout-engine replay needs --rollout-replay FILE, the rollouts to answer from")
     if sampling.rollout_max_staleness:
         _check_staleness(config)
+    if config.speculation.rollout_stop_degenerate and config.treepo.rollout_method == "treepo":
+        raise InputError(
+            "--rollout-stop-degenerate ends whole responses, and --rollout-method treepo asks for segments; leave it "
+            "out, --treepo-repetition-count ends a path"
+        )
 
 
 def _check_staleness(config: TrainConfig) -> None:
@@ -79,7 +84,11 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         "--rollout-engine in-process": (
             engine == "in-process",
             "inference_dynamic_batching_block_size inference_dynamic_batching_buffer_size_gb "
-            "inference_dynamic_batching_max_tokens",
+            "inference_dynamic_batching_max_tokens rollout_speculation rollout_stop_degenerate",
+        ),
+        "--rollout-speculation das": (
+            config.speculation.rollout_speculation == "das",
+            "das_window das_max_tokens das_depth das_draft_tokens das_budget",
         ),
         "another --rollout-engine than replay": (engine != "replay", "inference_max_requests"),
     }

@@ -16,6 +16,7 @@ from megatron_dta.config.optimization import OptimizationConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.output import CheckpointConfig, LoggingConfig
 from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.speculation import SpeculationConfig
 from megatron_dta.config.tree import TreeConfig
 from megatron_dta.config.treepo import TreePOConfig
 
@@ -32,6 +33,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     treepo: TreePOConfig = field(default_factory=TreePOConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -45,6 +45,10 @@ class RolloutSource(ABC):
         """Metrics of the collection handed out last."""
         return {}
 
+    def timing(self) -> dict[str, float]:
+        """Further metrics of it that depend on the clock, so that two equal runs may differ in them."""
+        return {}
+
     def close(self) -> None:
         """End what runs beside training. May be called twice."""
         return

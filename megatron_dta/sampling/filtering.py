@@ -92,6 +92,10 @@ class FilteringSource(RolloutSource):
         """
         return self._inner.statistics() | self._statistics
 
+    def timing(self) -> dict[str, float]:
+        """The inner source's, of its last round."""
+        return self._inner.timing()
+
     def close(self) -> None:
         """Close the inner source."""
         self._inner.close()

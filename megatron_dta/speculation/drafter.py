@@ -74,10 +74,11 @@ class Drafter:
         self.stored_tokens = 0
         """Tokens of samples and prompts in the trees."""
 
-    def open(self, problem: str, prompt: np.ndarray) -> int:
-        """A sample begins after ``prompt`` (int [T], T >= 1); returns its number."""
+    def open(self, problem: str, prompt: np.ndarray, is_branch: bool = False) -> int:
+        """A sample begins after ``prompt`` (int [T], T >= 1), which a branch has from another one; its number."""
         prompt = np.ascontiguousarray(prompt, np.int32)
-        self._add_prompt(problem, prompt)
+        if not is_branch or problem not in self._problems:
+            self._add_prompt(problem, prompt)
         return self._open_text(problem, prompt[-(self.params.depth - 1) :])
 
     def extend(self, samples: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:

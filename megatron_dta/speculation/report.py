@@ -102,7 +102,7 @@ class SpeculationReport:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Flat numbers for the training log, under ``rollout/speculation/``."""
+        """Flat numbers for the training log; the names begin with ``speculation_``."""
         figures = self.figures()
         names = ("tokens_per_forward", "tokens_per_forward_longest_4", "forwards", "drafted_tokens", "accepted_tokens")
         names += ("wasted_tokens", "draft_queries", "draft_seconds", "drafter_bytes", "drafter_tokens")
@@ -115,7 +115,7 @@ class SpeculationReport:
         for decile, value in enumerate(figures["tokens_per_forward_by_decile"], 1):
             if value is not None:
                 values[f"tokens_per_forward_decile_{decile}"] = value
-        return {f"rollout/speculation/{name}": value for name, value in values.items()}
+        return {f"speculation_{name}": value for name, value in values.items()}
 
 
 def _ratio(a: float, b: float) -> float:

@@ -94,12 +94,15 @@ class Speculator:
         self._rows = np.zeros((0, 10), np.int64)
         self._candidates, self._last = np.zeros((0, CANDIDATES)), np.zeros(0)
 
-    def open(self, problem: str, prompt: np.ndarray, key: int) -> int:
-        """A sample of ``problem`` begins after ``prompt``; ``key`` in [0, 2^63) is its identity. Returns its slot."""
+    def open(self, problem: str, prompt: np.ndarray, key: int, is_branch: bool = False) -> int:
+        """A sample of ``problem`` begins after ``prompt``; ``key`` in [0, 2^63) is its identity. Returns its slot.
+
+        is_branch: the prompt goes on from another sample of the problem, so it is in the tree already.
+        """
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        text = self.drafter.open(problem, prompt)
+        text = self.drafter.open(problem, prompt, is_branch)
         first, width = self.history.first_class(problem), self.drafter.params.draft.width
         self._rows[slot] = text, key, first, 0, 0, 0, 0, 0, 1, width
         self._candidates[slot], self._last[slot] = self.history.candidates(problem), 0.0
@@ -175,14 +178,18 @@ class Speculator:
 
     def end_step(self, step: int) -> SpeculationReport:
         """Policy step ``step`` is over: evicts, lets estimates age, and returns the report, beginning a new one."""
-        report, self.report = self.report, SpeculationReport()
+        report, self.report = self.current_report(), SpeculationReport()
         self._acceptance = fit_acceptance(*(np.array(x, np.float64) for x in _totals(report)))
         self.history.end_step()
         self.table.end_step()
         self.drafter.end_step(step)
         self._step, self._forwards = step + 1, 0
-        report.drafter_bytes, report.drafter_tokens = self.drafter.num_bytes, self.drafter.stored_tokens
         return report
+
+    def current_report(self) -> SpeculationReport:
+        """What has been done since the last ``end_step``."""
+        self.report.drafter_bytes, self.report.drafter_tokens = self.drafter.num_bytes, self.drafter.stored_tokens
+        return self.report
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Plain arrays; running samples are left out."""

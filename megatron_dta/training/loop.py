@@ -169,7 +169,7 @@ class Trainer:
             "unique_tokens": unique,
             "token_reuse": tokens / unique,
             "segments": segments,
-            TIMING: self._timing(watch.seconds, tokens, unique, sampled),
+            TIMING: self._timing(watch.seconds, tokens, unique, sampled) | self.source.timing(),
         }
 
     def _next_step(self, watch: Stopwatch) -> tuple[StepSamples, int]:

@@ -63,14 +63,7 @@ class TrainingOptimizer:
         self._is_distributed = parallel.use_distributed_optimizer
         if self._is_distributed:
             cpu_compat.place_parameters_of_all_buckets()
-        data_parallel = DistributedDataParallelConfig(
-            # Exactness tests in float64 keep their gradients in it.
-            grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
-            bucket_size=parallel.ddp_bucket_size,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-        )
-        self.chunks = [DistributedDataParallel(model.config, data_parallel, part) for part in model.parts]
+        self.chunks = data_parallel_chunks(model, parallel)
         optimizer_config = _optimizer_config(settings, model.config.params_dtype)
         optimizer_config.use_distributed_optimizer = parallel.use_distributed_optimizer
         self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
@@ -192,6 +185,18 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
     for values, step in zip(of_parameters, taken, strict=True):
         if step is not None:
             values["step"] = step
+
+
+def data_parallel_chunks(model: Model, parallel: ParallelConfig) -> list[DistributedDataParallel]:
+    """The rank's parts of ``model`` with Megatron's gradient buffers, for the engine."""
+    settings = DistributedDataParallelConfig(
+        # Exactness tests in float64 keep their gradients in it.
+        grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        bucket_size=parallel.ddp_bucket_size,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+    )
+    return [DistributedDataParallel(model.config, settings, part) for part in model.parts]
 
 
 def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -> OptimizerConfig:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from megatron_dta.config import TrainConfig
 from megatron_dta.model import Model, current_mesh
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
-from megatron_dta.sampling.engines.build import build_engine, replay_engine, server_engine
+from megatron_dta.sampling.engines.build import build_drafting, build_engine, replay_engine, server_engine
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.first_rank import FirstRankEvaluation, FirstRankSource
 from megatron_dta.sampling.method import build_sampling_evaluation, build_sampling_source
+from megatron_dta.sampling.speculating_source import SpeculatingSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.training.loop import Progress
 from megatron_dta.training.rollout_weights import RolloutWeights
@@ -33,8 +34,11 @@ def build_sampled_data(
     """
     evaluated = config.logging.eval_interval is not None
     if config.sampling.rollout_engine == "in-process":
-        engine = build_engine(config.sampling, model)
+        drafting = build_drafting(config)
+        engine = build_engine(config.sampling, model, drafting, config.speculation.rollout_stop_degenerate)
         source = build_sampling_source(engine, task, config)
+        if drafting is not None:
+            source = SpeculatingSource(source, drafting)
         return source, [build_sampling_evaluation(engine, task, config)] if evaluated else []
     is_replay = config.sampling.rollout_engine == "replay"
     first = current_mesh().rank == 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from megatron_dta.config import SamplingConfig, TrainConfig
 from megatron_dta.model import Model
 from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.engines.drafting import Drafting, SuffixDrafting
 from megatron_dta.sampling.engines.http_client import HttpSettings
 from megatron_dta.sampling.engines.http_engine import HttpEngine
 from megatron_dta.sampling.engines.in_process import InProcessEngine
@@ -14,11 +15,32 @@ from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.replay import ReplayEngine
 from megatron_dta.sampling.engines.sglang import SglangProtocol
 from megatron_dta.sampling.engines.vllm import VllmProtocol
+from megatron_dta.speculation.drafter import DrafterParams
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.speculator import BudgetParams, Speculator
+from megatron_dta.speculation.suffix_forest import DraftParams
 
 _PROTOCOLS = {"vllm": VllmProtocol, "sglang": SglangProtocol}
 
 
-def build_engine(config: SamplingConfig, model: Model) -> RolloutEngine:
+def build_drafting(config: TrainConfig) -> SuffixDrafting | None:
+    """What ``--rollout-speculation`` names."""
+    settings = config.speculation
+    if settings.rollout_speculation == "none":
+        return None
+    drafter = DrafterParams(
+        depth=settings.das_depth,
+        window=settings.das_window,
+        max_tokens=settings.das_max_tokens,
+        draft=DraftParams(width=settings.das_draft_tokens),
+    )
+    budget = BudgetParams(settings.das_budget, seed=config.optimization.seed)
+    return SuffixDrafting(Speculator(drafter, budget, ForwardCost()))
+
+
+def build_engine(
+    config: SamplingConfig, model: Model, drafting: Drafting | None = None, stop_degenerate: bool = False
+) -> RolloutEngine:
     """The engine that samples from ``model`` in this process."""
     return InProcessEngine(
         model,
@@ -26,6 +48,8 @@ def build_engine(config: SamplingConfig, model: Model) -> RolloutEngine:
         config.inference_dynamic_batching_block_size,
         config.inference_dynamic_batching_buffer_size_gb,
         config.inference_dynamic_batching_max_tokens,
+        drafting,
+        stop_degenerate,
     )
 
 

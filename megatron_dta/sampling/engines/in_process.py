@@ -23,6 +23,7 @@ from megatron_dta.errors import InputError
 from megatron_dta.model import Model, current_mesh
 from megatron_dta.model.decode_context import append_context
 from megatron_dta.model.paged_cache import PagedCache
+from megatron_dta.sampling.engines.drafting import Drafting
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
     GenerationRequest,
@@ -36,10 +37,15 @@ from megatron_dta.sampling.keyed_random import keyed_uniform
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.passes import DecodingPasses
 from megatron_dta.sampling.sampler import next_tokens, sampling_mode
+from megatron_dta.speculation.degenerate import DegenerateDetector
 
 # Without a budget on a GPU: how much of the memory that is free when a phase starts may become K/V. Not all of it,
 # because activations, logits and the copy of a layer's pages when the pool grows need some.
 _SHARE_OF_FREE_MEMORY = 0.5
+
+
+_COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
+_COUNTS += ("stopped_degenerate",)
 
 
 class InProcessEngine(RolloutEngine):
@@ -52,6 +58,8 @@ class InProcessEngine(RolloutEngine):
         buffer_size_gb: memory of the cache in GiB on each rank; None for as much as is asked for (on a GPU: half of
             what is free).
         max_tokens: most tokens of one forward pass: longer prompts are computed in chunks.
+        drafting: proposes tokens that are verified several a pass; does not change the samples.
+        stop_degenerate: end requests that have fallen into a loop or noise as if their length were reached.
     """
 
     def __init__(
@@ -61,7 +69,10 @@ class InProcessEngine(RolloutEngine):
         block_size: int = 16,
         buffer_size_gb: float | None = None,
         max_tokens: int = 4096,
+        drafting: Drafting | None = None,
+        stop_degenerate: bool = False,
     ) -> None:
+        self._drafting, self._stop_degenerate = drafting, stop_degenerate
         self._model, self._passes = model, DecodingPasses(model)
         self._max_requests, self._block_size, self._max_tokens = max_requests, block_size, max_tokens
         self._buffer_size_gb = buffer_size_gb
@@ -69,8 +80,9 @@ class InProcessEngine(RolloutEngine):
         self._iteration = self._policy_version = self._arrivals = 0
         self._running: dict[int, Sequence] = {}
         self._held: dict[int, Sequence] = {}
+        self._detectors: dict[Sequence, DegenerateDetector] = {}
         self._cache: PagedCache | None = None
-        self._counts = dict.fromkeys(("decoded_tokens", "requests", "forwards", "seconds", "peak_pages"), 0.0)
+        self._counts = dict.fromkeys(_COUNTS, 0.0)
         self._scheduler = Scheduler(PagePool(block_size), max_requests, max_tokens)
 
     @property
@@ -99,6 +111,8 @@ class InProcessEngine(RolloutEngine):
         self._running.update(new)
         for sequence in new.values():
             self._scheduler.submit(sequence)
+            if self._drafting is not None:
+                self._drafting.submitted(sequence)
 
     def poll(self) -> list[GenerationResult]:
         began = time.perf_counter()
@@ -119,12 +133,16 @@ class InProcessEngine(RolloutEngine):
         for request_id in request_ids:
             if request_id not in self._held:
                 raise ValueError(f"request {request_id} is not held")
-            self._scheduler.release(self._held.pop(request_id))
+            sequence = self._held.pop(request_id)
+            self._scheduler.release(sequence)
+            if self._drafting is not None:
+                self._drafting.released(sequence)
         self._free_when_unused()
 
     def statistics(self) -> dict[str, float]:
         """Besides those of all engines: ``forwards`` (passes), ``preemptions``, ``recomputed_tokens`` (after those),
-        ``evictions`` (held requests that lost their K/V) and ``peak_pages``.
+        ``evictions`` (held requests that lost their K/V), ``peak_pages``, ``drafted_tokens`` and ``accepted_drafts``
+        (of the former), ``stopped_degenerate`` (requests).
         """
         counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
         return counts | {"peak_pages": float(max(counts["peak_pages"], self._scheduler.pool.peak_pages))}
@@ -136,6 +154,8 @@ class InProcessEngine(RolloutEngine):
             self._scheduler.release(sequence)
         self._free_when_unused()
         self._policy_version = policy_version
+        if self._drafting is not None:
+            self._drafting.weights_changed(policy_version)
 
     def join(self) -> None:
         with sampling_mode(self._model):
@@ -145,6 +165,9 @@ class InProcessEngine(RolloutEngine):
         counts = self.statistics()
         self._running.clear()
         self._held.clear()
+        self._detectors.clear()
+        if self._drafting is not None:
+            self._drafting.abandoned()
         self._cache = None
         self._scheduler = Scheduler(PagePool(self._block_size), self._max_requests, self._max_tokens)
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
@@ -153,44 +176,108 @@ class InProcessEngine(RolloutEngine):
 
     def _run(self, plan: Pass) -> list[Sequence]:
         """One forward pass and its tokens; the sequences that it ends."""
+        began = time.perf_counter()
+        drafts = self._drafts(plan)
         cache = self._allocated(self._scheduler.pool.num_pages)
         cache.copy([source for source, _ in plan.copies], [target for _, target in plan.copies])
         starts = np.array([sequence.computed for sequence in plan.rows])
-        counts = np.array(plan.counts)
+        counts = np.array(plan.counts) + [len(draft) for draft in drafts]
         context, order = append_context(cache, starts, counts, [sequence.table for sequence in plan.rows])
-        pieces = [plan.rows[i].tokens[starts[i] : starts[i] + counts[i]] for i in order]
+        pieces = []
+        for i in order:
+            pieces += [plan.rows[i].tokens[starts[i] : starts[i] + plan.counts[i]], drafts[i]]
         hidden = self._passes(self._to_device(np.concatenate(pieces).astype(np.int64)).unsqueeze(0), context)
         self._counts["forwards"] += 1
-        last_token = np.cumsum(counts[order]) - 1
-        place = dict(zip((plan.rows[i] for i in order), last_token.tolist(), strict=True))
+        end = np.cumsum(counts[order])
+        place = dict(zip((plan.rows[i] for i in order), end.tolist(), strict=True))
+        draft_of = dict(zip(plan.rows, drafts, strict=True))
         rows = self._scheduler.complete(plan)
         if not rows:
             return []
-        return self._sample(rows, hidden[self._to_device(np.array([place[sequence] for sequence in rows]))])
+        own_drafts = [draft_of[sequence] for sequence in rows]
+        last = [np.arange(place[row] - len(draft_of[row]) - 1, place[row]) for row in rows]
+        return self._sample(rows, own_drafts, hidden[self._to_device(np.concatenate(last))], began, int(counts.sum()))
 
-    def _sample(self, rows: list[Sequence], hidden_BC: Tensor) -> list[Sequence]:
-        """Append a token to each of ``rows``; those that are at their end."""
+    def _drafts(self, plan: Pass) -> list[np.ndarray]:
+        """Tokens to verify behind each row's own, int32; none behind those that get no token in this pass."""
+        drafts = [np.zeros(0, np.int32)] * len(plan.rows)
+        if self._drafting is None:
+            return drafts
+        ready = [i for i, row in enumerate(plan.rows) if row.computed + plan.counts[i] == row.known]
+        if not ready:
+            return drafts
+        rows = [plan.rows[i] for i in ready]
+        # The last token is sampled behind the draft, and no token may lie beyond the request.
+        most = np.array([len(row.tokens) - row.known - 1 for row in rows])
+        budget = self._max_tokens - sum(plan.counts)
+        for i, row, draft in zip(ready, rows, self._drafting.propose(rows, most), strict=True):
+            length = min(len(draft), budget)
+            if length:
+                length = self._scheduler.look_ahead(row, row.known + length) - row.known
+            drafts[i] = draft[:length]
+            budget -= length
+        return drafts
+
+    def _sample(
+        self, rows: list[Sequence], drafts: list[np.ndarray], hidden_NC: Tensor, began: float, num_tokens: int
+    ) -> list[Sequence]:
+        """Append to each of ``rows`` its next tokens, one and as many more as its draft was right; those at their end.
+
+        hidden_NC: of each row's last known token and its draft, row by row. began: when the pass of ``num_tokens`` did.
+        """
         params = self._params
-        keys = np.array([sequence.request.key for sequence in rows], dtype=np.int64)
-        positions = np.array([sequence.known for sequence in rows], dtype=np.int64)
+        widths = np.array([len(draft) + 1 for draft in drafts])
+        first = np.cumsum(widths) - widths
+        keys = np.repeat(np.array([sequence.request.key for sequence in rows], dtype=np.int64), widths)
+        known = np.array([sequence.known for sequence in rows], dtype=np.int64)
+        positions = np.repeat(known - first, widths) + np.arange(widths.sum())
         noise = keyed_uniform(params.seed, params.domain, self._iteration, keys, positions)
-        drawn = next_tokens(self._model, hidden_BC, self._to_device(noise), params)
+        drawn = next_tokens(self._model, hidden_NC, self._to_device(noise), params)
         # The only place that waits for the device; a float64 holds every token id.
         tokens, logprobs = torch.stack([part.double() for part in drawn]).cpu().numpy()
         if not np.isfinite(logprobs).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
-        self._counts["decoded_tokens"] += len(rows)
-        finished = []
-        for sequence, token, logprob in zip(rows, tokens.astype(np.int64).tolist(), logprobs.tolist(), strict=True):
-            sequence.append(token, logprob)
-            if token in params.eos_ids or sequence.known == len(sequence.tokens):
+        finished, appended = [], []
+        for sequence, draft, begin in zip(rows, drafts, first.tolist(), strict=True):
+            own = tokens[begin : begin + len(draft) + 1].astype(np.int32)
+            is_end = self._append(sequence, own, logprobs[begin : begin + len(own)], draft)
+            appended.append(own[: sequence.known - known[len(appended)]])
+            if len(draft):
+                self._counts["drafted_tokens"] += len(draft)
+                self._counts["accepted_drafts"] += len(appended[-1]) - 1
+                self._scheduler.settle(sequence, len(appended[-1]) - 1)
+            if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
+        self._counts["decoded_tokens"] += sum(map(len, appended))
+        if self._drafting is not None:
+            self._drafting.verified(widths - 1, appended, time.perf_counter() - began, num_tokens)
+            for sequence in finished:
+                self._drafting.finished(sequence)
         return finished
+
+    def _append(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray) -> bool:
+        """Take the sampled tokens up to the first at which the draft was wrong; whether the sequence is at its end."""
+        for i, token in enumerate(tokens.tolist()):
+            sequence.append(token, float(logprobs[i]))
+            if token in self._params.eos_ids or sequence.known == len(sequence.tokens):
+                return True
+            if self._stop_degenerate and self._degenerates(sequence, token):
+                return True
+            if i < len(draft) and token != draft[i]:
+                return False
+        return False
+
+    def _degenerates(self, sequence: Sequence, token: int) -> bool:
+        detector = self._detectors.setdefault(sequence, DegenerateDetector())
+        stops = detector.feed(np.array([token])) is not None
+        self._counts["stopped_degenerate"] += stops
+        return stops
 
     def _finish(self, sequence: Sequence) -> GenerationResult:
         request, response = sequence.request, sequence.response.copy()
         del self._running[request.request_id]
+        self._detectors.pop(sequence, None)
         if request.hold:
             self._held[request.request_id] = sequence
         self._counts["requests"] += 1

@@ -178,13 +178,26 @@ class Scheduler:
     def complete(self, plan: Pass) -> list[Sequence]:
         """The pass has run: its K and V are there. Returns the rows that get a token now."""
         for sequence, count in zip(plan.rows, plan.counts, strict=True):
-            first, last = sequence.computed // sequence.page_size, (sequence.computed + count) // sequence.page_size
-            sequence.computed += count
-            digests = sequence.digests()
-            for i in range(first, last):
-                self._not_coming(digests[i], sequence)
-                self.pool.register(digests[i], int(sequence.table[i]))
+            self._has_computed(sequence, count)
         return [sequence for sequence in plan.rows if sequence.computed == sequence.known]
+
+    def look_ahead(self, sequence: Sequence, end: int) -> int:
+        """Give a running sequence pages for positions before ``end``, as far as there are some that nobody needs now;
+        before which position it has pages."""
+        size = sequence.page_size
+        missing = -(-end // size) - sequence.num_pages
+        while missing > 0 and not self.pool.has_room(missing + len(self.running)):
+            missing -= 1
+        if missing > 0:
+            sequence.add_pages(self.pool.take(missing))
+        return min(end, sequence.num_pages * size)
+
+    def settle(self, sequence: Sequence, accepted: int) -> None:
+        """Of what was run beyond ``computed`` the first ``accepted`` tokens were right; pages for more are free."""
+        self._has_computed(sequence, accepted)
+        kept = -(-sequence.computed // sequence.page_size)
+        self.pool.give_back(sequence.table[kept : sequence.num_pages].tolist())
+        sequence.num_pages = kept
 
     def finish(self, sequence: Sequence) -> None:
         """``sequence`` needs no further token; it keeps its pages if it is to be held."""
@@ -200,6 +213,15 @@ class Scheduler:
         if sequence.waiting_children == 0 and sequence in self._held:
             del self._held[sequence]
             self._drop_pages(sequence)
+
+    def _has_computed(self, sequence: Sequence, count: int) -> None:
+        """K and V of the next ``count`` known tokens are there: others may share the pages that they fill."""
+        first, last = sequence.computed // sequence.page_size, (sequence.computed + count) // sequence.page_size
+        sequence.computed += count
+        digests = sequence.digests()
+        for i in range(first, last):
+            self._not_coming(digests[i], sequence)
+            self.pool.register(digests[i], int(sequence.table[i]))
 
     def _wait(self, sequence: Sequence) -> None:
         if sequence.parent is not None:

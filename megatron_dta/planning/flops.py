@@ -1,0 +1,47 @@
+"""Floating-point operations of a step's forward and backward, counted once: what no implementation can leave out.
+
+A product with a weight of n entries is 2 n operations a token in the forward and 4 n in the backward; attention is 4
+and 8 a visible pair for each channel of each query head. Whatever is computed a second time (recomputation, scores in
+the backward of attention) is not counted, and neither are logits of rows that nothing trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.planning.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What a step's forest computes: tokens, visible (query, key) pairs, and rows of logits."""
+
+    tokens: int
+    pairs: int
+    rows: int
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepCounts:
+        """Counts of a plan; shared tokens are counted as often as the plan's forest has them."""
+        tree = plan.segments.tree
+        return cls(tree.num_tokens, int(tree.position.astype(np.int64).sum()) + tree.num_tokens, len(plan.row_stream))
+
+    def flops(
+        self,
+        num_layers: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_query_groups: int,
+        kv_channels: int,
+        vocab_size: int,
+        swiglu: bool = True,
+    ) -> float:
+        """Operations of a dense decoder (Megatron's names), forward and backward."""
+        width, kv_width = num_attention_heads * kv_channels, num_query_groups * kv_channels
+        weights = hidden_size * (2 * width + 2 * kv_width) + (3 if swiglu else 2) * hidden_size * ffn_hidden_size
+        gemm = 6.0 * num_layers * weights * self.tokens
+        attention = 12.0 * num_layers * width * self.pairs
+        return gemm + attention + 6.0 * hidden_size * vocab_size * self.rows

@@ -1,0 +1,145 @@
+"""Speculation in the in-process engine: who proposes drafts, and what the engine does with them.
+
+A draft is a guess at a sequence's next tokens. The engine runs them behind the sequence's last known token in the same
+pass, samples at every position as it would have without them (the noise is keyed by the position) and keeps sampling
+while the draft was right. So drafts decide how many passes a sample takes and never which tokens it has, provided that
+a draft does not depend on the noise of the tokens it guesses: ``Drafting`` sees finished tokens only.
+
+What a rejected draft left behind is never seen: a sequence has K and V up to its ``computed`` positions, whatever
+stands behind them in its pages is written again before it is read, pages are registered for others only as far as they
+are computed, and those taken for the draft alone are given back.
+
+``SuffixDrafting`` proposes from suffix trees of recent samples (``megatron_dta.speculation``). A request's problem is
+that of its parent, so the branches of a tree share their drafts; a request without a parent is of the problem of those
+with the same context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Rows
+
+import numpy as np
+
+from megatron_dta.errors import InputError
+from megatron_dta.model import current_mesh
+from megatron_dta.sampling.engines.scheduler import Sequence
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.speculator import Proposal, Speculator
+
+_MEASURED = 512
+"""Passes whose seconds are kept for measuring what a pass costs."""
+
+
+class Drafting(ABC):
+    """Proposes drafts; the ranks of a replica must propose the same ones."""
+
+    @abstractmethod
+    def submitted(self, sequence: Sequence) -> None:
+        """A sequence will run."""
+
+    @abstractmethod
+    def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
+        """A draft of at most ``most[i]`` tokens (int32, may be empty) for each of the sequences of a pass."""
+
+    @abstractmethod
+    def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
+        """The pass of ``tokens`` tokens is over: of row i's draft ``drafted[i]`` tokens were run, and it went on with
+        ``appended[i]``."""
+
+    @abstractmethod
+    def finished(self, sequence: Sequence) -> None:
+        """A sequence is complete."""
+
+    @abstractmethod
+    def released(self, sequence: Sequence) -> None:
+        """A complete sequence that was held will be nobody's parent any more."""
+
+    @abstractmethod
+    def abandoned(self) -> None:
+        """All sequences that are not complete were given up."""
+
+    @abstractmethod
+    def weights_changed(self, policy_version: int) -> None:
+        """Nothing runs, and the weights are others now."""
+
+
+class SuffixDrafting(Drafting):
+    """Drafts of a ``Speculator``, whose model of a pass's cost is fitted to the passes that ran."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self.speculator = speculator
+        self._slots: dict[Sequence, int] = {}
+        self._problems: dict[Sequence, str] = {}
+        self._branches: set[Sequence] = set()  # those whose parent had the same problem
+        self._proposal: Proposal | None = None
+        self._measured: list[tuple[int, float]] = []
+
+    def submitted(self, sequence: Sequence) -> None:
+        problem = None if sequence.parent is None else self._problems.get(sequence.parent)
+        if problem is None:
+            problem = hashlib.blake2b(sequence.request.token_ids.tobytes(), digest_size=16).hexdigest()
+        else:
+            self._branches.add(sequence)
+        self._problems[sequence] = problem
+
+    def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
+        slots = np.array([self._slot(sequence) for sequence in rows], np.int64)
+        self._proposal = self.speculator.propose(slots, most)
+        return [row[:length] for row, length in zip(self._proposal.tokens, self._proposal.lengths, strict=True)]
+
+    def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
+        proposal, self._proposal = self._proposal, None
+        proposal.lengths[:] = drafted
+        counts = np.array([len(tokens) for tokens in appended], np.int64)
+        # Of each row's tokens one was not drafted: the last, also where it happens to be what a longer draft had.
+        accepted = np.minimum(counts - 1, drafted)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        self.speculator.record(proposal, accepted, np.concatenate(appended).astype(np.int32), offsets, seconds)
+        self._measured.append((tokens, seconds))
+        del self._measured[:-_MEASURED]
+
+    def finished(self, sequence: Sequence) -> None:
+        self.speculator.finish(self._slots.pop(sequence))
+        self._branches.discard(sequence)
+        if not sequence.request.hold:
+            del self._problems[sequence]
+
+    def abandoned(self) -> None:
+        for slot in self._slots.values():
+            self.speculator.discard(slot)
+        self._slots.clear()
+        self._problems.clear()
+        self._branches.clear()
+        self._proposal = None
+
+    def released(self, sequence: Sequence) -> None:
+        self._problems.pop(sequence, None)
+
+    def weights_changed(self, policy_version: int) -> None:
+        # The rollouts so far are of the weights before.
+        self.speculator.end_step(policy_version - 1)
+        # The ranks of a replica draft alike, so they go by what the first one has measured.
+        cost = current_mesh().gather_over_replica(self.measured_cost())[0]
+        if cost is not None:
+            self.speculator.cost = cost
+
+    def measured_cost(self) -> ForwardCost | None:
+        """The cost of a pass as measured, the median of each number of tokens; None where too little has run."""
+        tokens, seconds = np.array(self._measured).reshape(-1, 2).T
+        counts = [count for count in np.unique(tokens) if (tokens == count).sum() >= 3]
+        try:
+            medians = [np.median(seconds[tokens == count]) for count in counts]
+            return ForwardCost.fit(np.array(counts), np.array(medians), draft=self.speculator.cost.draft)
+        except InputError:
+            return None
+
+    def _slot(self, sequence: Sequence) -> int:
+        slot = self._slots.get(sequence)
+        if slot is None:
+            context = sequence.tokens[: sequence.known]
+            is_branch = sequence in self._branches
+            slot = self.speculator.open(self._problems[sequence], context, sequence.request.key, is_branch)
+            self._slots[sequence] = slot
+        return slot

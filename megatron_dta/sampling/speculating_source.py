@@ -1,0 +1,55 @@
+"""Rollouts of an engine that speculates: its metrics, and its trees in the checkpoint.
+
+The samples need none of this: a run resumed without trees samples the same, in more passes until they have grown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dta.rollouts.record import Rollout
+from megatron_dta.rollouts.source import RolloutSource
+from megatron_dta.sampling.engines.drafting import SuffixDrafting
+
+_STATE = "speculation"
+
+
+class SpeculatingSource(RolloutSource):
+    """``inner``, whose engine drafts by ``drafting``."""
+
+    def __init__(self, inner: RolloutSource, drafting: SuffixDrafting) -> None:
+        self._inner, self._drafting = inner, drafting
+
+    def next_batch(self, step: int) -> list[Rollout]:
+        return self._inner.next_batch(step)
+
+    def state_dict(self, wait: bool = True) -> dict[str, Any]:
+        arrays = self._drafting.speculator.state_dict()
+        state = {
+            name: value.tolist() if value.dtype.kind == "U" else torch.from_numpy(np.array(value))
+            for name, value in arrays.items()
+        }
+        return self._inner.state_dict(wait) | {_STATE: state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = state.get(_STATE)
+        self._inner.load_state_dict({name: value for name, value in state.items() if name != _STATE})
+        if own is not None:
+            arrays = {
+                name: value.numpy() if isinstance(value, torch.Tensor) else np.array(value, dtype=np.str_)
+                for name, value in own.items()
+            }
+            self._drafting.speculator.load_state_dict(arrays)
+
+    def statistics(self) -> dict[str, float]:
+        return self._inner.statistics()
+
+    def timing(self) -> dict[str, float]:
+        """How much was drafted follows from what a pass was measured to cost."""
+        return self._inner.timing() | self._drafting.speculator.current_report().metrics()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,77 @@
+"""The benchmark of a training step: its counts of operations, and that it runs, also on two processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.planning.flops import StepCounts
+from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.step_plan import plan_step
+from megatron_dta.rollouts import write_rollouts
+from test_trainer import make_rollouts
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = str(ROOT / "tools" / "benchmark_train.py")
+
+
+def run(*arguments: str, processes: int = 1) -> dict:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    done = subprocess.run([*launcher, TOOL, *arguments, "--json"], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_operations_are_those_of_every_product_written_out():
+    generator = seed_all(4)
+    trunk = generator.integers(0, 50, 9)
+    tails = [generator.integers(0, 50, n) for n in (5, 11, 1)]
+    masks = [np.arange(9 + len(tail)) >= 7 for tail in tails]
+    samples = [
+        TrainingSample(np.append(trunk, tail).astype(np.int32), mask) for tail, mask in zip(tails, masks, strict=True)
+    ]
+    counts = StepCounts.of(plan_step(samples, "dta", 6))
+    tokens = {tuple(sample.token_ids[: i + 1].tolist()) for sample in samples for i in range(len(sample.token_ids))}
+    assert counts.tokens == len(tokens)
+    assert counts.pairs == sum(len(prefix) for prefix in tokens)
+    rows = {tuple(each.token_ids[:i].tolist()) for each in samples for i in np.flatnonzero(each.loss_mask)}
+    assert counts.rows == len(rows)
+    hidden, ffn, heads, groups, size, vocabulary = 8, 20, 4, 2, 3, 50
+    forward = 0.0
+    for prefix in tokens:
+        products = [(hidden, heads * size), (hidden, groups * size), (hidden, groups * size), (heads * size, hidden)]
+        products += [(hidden, ffn), (hidden, ffn), (ffn, hidden)]
+        forward += 5 * (sum(2 * a * b for a, b in products) + 2 * 2 * heads * size * len(prefix))
+    forward += counts.rows * 2 * hidden * vocabulary
+    assert counts.flops(5, hidden, ffn, heads, groups, size, vocabulary) == pytest.approx(3 * forward)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_trees_beside_dense(tmp_path, processes):
+    write_rollouts(tmp_path / "rollouts.jsonl", make_rollouts(seed_all(3), 6, 4))
+    mesh = ("--pipeline-model-parallel-size", "2") if processes == 2 else ()
+    found = run(str(tmp_path / "rollouts.jsonl"), "--model", "tiny", "--steps", "1", *mesh, processes=processes)
+    dense, tree = found["rows"]
+    assert (dense["mode"], tree["mode"]) == ("dense", "dta")
+    assert dense["unique_tokens"] == dense["tokens"] == tree["tokens"] > tree["unique_tokens"]
+    assert tree["bound"] == pytest.approx(dense["tflop"] / tree["tflop"])
+    assert tree["share_of_bound"] == pytest.approx(dense["seconds"] / tree["seconds"] / tree["bound"])
+    assert found["settings"]["processes"] == processes
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
+    rollouts = make_rollouts(seed_all(3), 2, 2)
+    rollouts[0].token_ids[-1] = 200_000
+    write_rollouts(tmp_path / "rollouts.jsonl", rollouts)
+    command = [sys.executable, TOOL, str(tmp_path / "rollouts.jsonl"), "--num-layers", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "has token id 200000, but qwen3-1.7b has 151936" in done.stderr

@@ -1,0 +1,156 @@
+"""A training run with speculation is the run without it: rollouts, weights, metrics; on meshes, resumed, with trees."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.errors import InputError
+from megatron_dta.parity.shards import shard_weights
+from megatron_dta.speculation.degenerate import degenerate_length
+from mesh_worker import named_parameters, run_on_ranks
+from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
+from rollout_runs import Runs, weights_of
+from rollout_runs import assert_same as assert_same_weights
+from sampling_cases import SHAPES, make_model, sampling_config
+from test_speculation_exact import suffix_drafting
+
+GROUPED = SHAPES["grouped queries, QK-norm, untied"]
+TREES = "--rollout-method treepo --treepo-segment-length 3 --advantage-estimator treepo"
+
+
+def records(path: Path) -> tuple[list[dict], list[dict]]:
+    """(what does not depend on the clock, the rest) of each step."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "timing"} for row in rows], [row["timing"] for row in rows]
+
+
+@pytest.mark.parametrize("method", ["", TREES], ids=["independent", "treepo"])
+def test_the_same_run(method: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, seed_all(4))
+        results = {}
+        for speculation in ("none", "das"):
+            metrics = tmp_path / f"{speculation}.jsonl"
+            flags = f"--train-iters 4 --metrics-file {metrics} --rollout-speculation {speculation} {method} "
+            # A sampled logprob may round otherwise beside more tokens of its sequence.
+            flags += "--old-logprobs recompute"
+            trainer, _ = runs.run(flags, "in-process")
+            results[speculation] = (weights_of(trainer), *records(metrics))
+    plain, das = results["none"], results["das"]
+    assert_same_weights(plain[0], das[0])
+    assert plain[1] == das[1]
+    assert len(plain[1]) == 4
+    for without, with_it in zip(plain[2], das[2], strict=True):
+        assert not any(name.startswith("speculation_") for name in without)
+        assert with_it["speculation_tokens_per_forward"] >= 1
+        assert with_it["speculation_drafter_tokens"] > 0
+
+
+def test_trees_are_in_the_checkpoint(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, seed_all(5))
+        base = "--rollout-speculation das --save-interval 2 --old-logprobs recompute"
+        whole, _ = runs.run(f"{base} --train-iters 4 --save {tmp_path / 'whole'}", "in-process")
+        first, _ = runs.run(f"{base} --train-iters 2 --save {tmp_path / 'parts'}", "in-process")
+        stored = first.source.timing()["speculation_drafter_tokens"]
+        trainer, _ = runs.trainer(f"{base} --train-iters 4 --save {tmp_path / 'parts'}", "in-process")
+        try:
+            assert trainer.source.timing()["speculation_drafter_tokens"] == stored > 0
+            trainer.run()
+        finally:
+            trainer.metrics.close()
+        assert_same_weights(weights_of(whole), weights_of(trainer))
+        tokens = [t.source.timing()["speculation_drafter_tokens"] for t in (whole, trainer)]
+        assert tokens[0] == tokens[1] > stored
+    assert records(tmp_path / "whole" / "metrics.jsonl")[0] == records(tmp_path / "parts" / "metrics.jsonl")[0]
+
+
+@dataclass(frozen=True)
+class MeshJob:
+    model: ModelConfig
+    parallel: ParallelConfig
+    weights: dict[str, torch.Tensor]
+    drive: Drive
+
+
+def forest_on_rank(rank: int, jobs: dict[str, MeshJob]) -> dict[str, Any]:
+    from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+
+    found = {}
+    for name, job in jobs.items():
+        destroy_parallel()
+        model = build_model(job.model, initialize_parallel(5, job.parallel), job.parallel)
+        mesh = current_mesh()
+        shard = shard_weights(job.weights, job.model, mesh.tensor_rank, mesh.tensor_size)
+        with torch.no_grad():
+            for parameter_name, parameter in named_parameters(model).items():
+                parameter.copy_(shard[parameter_name])
+        engine = started(model, **SETTINGS["small pages"], drafting=suffix_drafting())
+        forest = run_forest(engine, job.drive)
+        engine.start(NEVER, 4)
+        engine.update_weights(1)
+        found[name] = (forest, run_long(engine), engine.statistics())
+    return found
+
+
+def test_meshes(tmp_path: Path) -> None:
+    """Tensor- and pipeline-parallel ranks draft alike, after each has measured its own passes too."""
+    whole = make_model(9, **GROUPED, num_layers=4)
+    weights = {name: p.detach().clone() for name, p in named_parameters(whole).items()}
+    drive = Drive(seed=12, prompts=3, depth=2)
+    expected, expected_long = run_forest(started(whole), drive), run_long(started(whole, NEVER))
+    meshes = {"tp2": dict(tensor_model_parallel_size=2), "pp2": dict(pipeline_model_parallel_size=2)}
+    config = sampling_config(**GROUPED, num_layers=4)
+    jobs = {name: MeshJob(config, ParallelConfig(**sizes), weights, drive) for name, sizes in meshes.items()}
+    ranks = run_on_ranks(forest_on_rank, jobs, 2, tmp_path / "mesh")
+    for name in meshes:
+        for rank in ranks:
+            found, found_long, statistics = rank[name]
+            assert_same(found, expected, 1e-12)
+            assert_same(found_long, expected_long, 1e-12)
+            assert statistics["accepted_drafts"] > 0
+        counts = [{k: v for k, v in rank[name][2].items() if k != "seconds"} for rank in ranks]
+        assert counts[0] == counts[1]
+
+
+def test_stop_of_degenerate_responses() -> None:
+    """A greedy model falls into a loop; it is stopped where a scan of the whole response would, drafts or not."""
+    from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+    from megatron_dta.sampling.params import SamplingParams
+
+    seed_all(1)
+    model = make_model(11, torch.float32, num_layers=2, max_position_embeddings=700)
+    params = SamplingParams(1, 10**6, temperature=0.0)
+    requests = [GenerationRequest(i, np.array([i, 2 * i], np.int32), 600, i) for i in range(4)]
+    plain = generate(started(model, params), requests)
+    ends = [degenerate_length(result.token_ids) for result in plain]
+    assert any(end is not None for end in ends)
+    for drafting in (None, suffix_drafting()):
+        engine = started(model, params, drafting=drafting, stop_degenerate=True)
+        found = generate(engine, requests)
+        for result, whole, end in zip(found, plain, ends, strict=True):
+            assert result.token_ids.tolist() == whole.token_ids[:end].tolist()
+            assert not result.ended
+        assert engine.statistics()["stopped_degenerate"] == sum(end is not None for end in ends)
+
+
+def test_flags_without_effect(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, np.random.default_rng(0))
+        for flags, words in (
+            ("--das-window 3", "--rollout-speculation das"),
+            (f"--rollout-stop-degenerate {TREES}", "--rollout-stop-degenerate"),
+            ("--rollout-speculation das --das-depth 1", "--das-depth"),
+        ):
+            with pytest.raises(InputError, match=words):
+                runs.trainer(f"--train-iters 1 {flags}", "in-process")

@@ -1,0 +1,244 @@
+"""Measures a training step (forward and backward, no optimizer) on a rollout file: trees beside dense.
+
+    python tools/benchmark_train.py FILE [--model qwen3-1.7b] [--tree-mode dense dta] [--bf16] [--json]
+    torchrun --nproc-per-node 4 tools/benchmark_train.py FILE --tensor-model-parallel-size 4 --sequence-parallel ...
+
+Weights are random; gradients are accumulated in float32. Every mode takes one step to warm up and then --steps timed
+ones, of which the median counts. Operations are counted once for every token of the mode's forest
+(megatron_dta/planning/flops.py); the share of the peak is against a measured product of 8192 x 8192 matrices. The
+speed-up of a mode over dense cannot be more than the ratio of their operations, the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmark_report import Report
+from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.config.checks import check_tensor_parallel, check_world_size
+from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.model import build_model, current_mesh, initialize_parallel
+from megatron_dta.objectives import make_objective
+from megatron_dta.objectives.weights import count_trained
+from megatron_dta.planning.flops import StepCounts
+from megatron_dta.planning.partition import partition_samples
+from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.training.optimizer import data_parallel_chunks
+
+_QWEN3 = dict(vocab_size=151936, kv_channels=128, num_query_groups=8, untie_embeddings_and_output_weights=True)
+# Megatron's names; "tiny" is for a look on a laptop.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _QWEN3
+    | dict(num_layers=2, hidden_size=64, ffn_hidden_size=192, num_attention_heads=8, kv_channels=8, vocab_size=None),
+    "qwen3-1.7b": _QWEN3
+    | dict(
+        num_layers=28,
+        hidden_size=2048,
+        ffn_hidden_size=6144,
+        num_attention_heads=16,
+        untie_embeddings_and_output_weights=False,
+    ),
+    "qwen3-8b": _QWEN3 | dict(num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32),
+    "qwen3-14b": _QWEN3 | dict(num_layers=40, hidden_size=5120, ffn_hidden_size=17408, num_attention_heads=40),
+    "qwen3-32b": _QWEN3 | dict(num_layers=64, hidden_size=5120, ffn_hidden_size=25600, num_attention_heads=64),
+    "llama3-70b": _QWEN3
+    | dict(num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, vocab_size=128256),
+}
+PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "sequence_parallel",
+    "overlap_grad_reduce",
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="rollouts: .jsonl, .parquet or .npz")
+    parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
+    parser.add_argument("--max-sequences", type=int, help="take only so many sequences")
+    parser.add_argument("--model", choices=list(SHAPES), default="qwen3-1.7b")
+    parser.add_argument("--num-layers", type=int, help="take only so many layers of the model")
+    parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
+    parser.add_argument("--tree-mode", nargs="+", choices=("dense", "packed", "dta"), default=["dense", "dta"])
+    parser.add_argument("--tree-segment-tokens", type=int, default=4096)
+    parser.add_argument("--tree-memory-tokens", type=int)
+    parser.add_argument("--tree-activation-tokens", type=int)
+    parser.add_argument("--logprob-chunk-tokens", type=int)
+    parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
+    for name in PARALLEL:
+        flag, default = f"--{name.replace('_', '-')}", getattr(ParallelConfig(), name)
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps; the median counts")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
+    arguments = parser.parse_args()
+    if arguments.steps < 1:
+        raise InputError(f"--steps must be at least 1, not {arguments.steps}")
+    return arguments
+
+
+def load_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
+    rollouts = load_rollouts(arguments.file, framing=arguments.framing, max_sequences=arguments.max_sequences)
+    return [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
+
+
+def model_config(arguments: argparse.Namespace, samples: list[TrainingSample]) -> ModelConfig:
+    shape = dict(SHAPES[arguments.model])
+    if arguments.num_layers is not None:
+        shape["num_layers"] = arguments.num_layers
+    needed = 1 + max(int(sample.token_ids.max()) for sample in samples)
+    shape["vocab_size"] = shape["vocab_size"] or needed
+    if needed > shape["vocab_size"]:
+        raise InputError(
+            f"{arguments.file}: has token id {needed - 1}, but {arguments.model} has {shape['vocab_size']}"
+        )
+    return ModelConfig(
+        **shape,
+        group_query_attention=True,
+        swiglu=True,
+        disable_bias_linear=True,
+        qk_layernorm=True,
+        max_position_embeddings=max(len(sample.token_ids) for sample in samples),
+        bf16=arguments.bf16,
+    )
+
+
+def gemm_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a product of large matrices, measured."""
+    size = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(12):
+        start = _now(device)
+        left @ right
+        seconds.append(_now(device) - start)
+    return 2 * size**3 / median(seconds[4:])
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Benchmark:
+    """A model with gradient buffers, and the steps that are timed on it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.samples = arguments, load_samples(arguments)
+        self.model_config = model_config(arguments, self.samples)
+        self.parallel = ParallelConfig(**{name: getattr(arguments, name) for name in PARALLEL})
+        check_tensor_parallel(self.model_config, self.parallel)
+        self.device = initialize_parallel(arguments.seed, self.parallel)
+        check_world_size(self.parallel, torch.distributed.get_world_size())
+        self.mesh = current_mesh()
+        model = build_model(self.model_config, self.device, self.parallel)
+        self.chunks = data_parallel_chunks(model, self.parallel)
+        self.engine = TreeEngine(
+            self.chunks,
+            logprob_chunk_tokens=arguments.logprob_chunk_tokens,
+            tree_attention_impl=arguments.tree_attention_impl,
+        )
+        self.objective = make_objective(ObjectiveConfig(objective="sft"))
+        self.peak = gemm_peak(self.device, self.model_config.params_dtype)
+
+    def measure(self, mode: str) -> dict[str, Any]:
+        """Plan and time a mode's step."""
+        longest = max(len(sample.token_ids) for sample in self.samples)
+        segment_tokens = self.arguments.tree_segment_tokens
+        tree = TreeConfig(
+            tree_mode=mode,
+            # A pack must hold the longest sequence.
+            tree_segment_tokens=max(segment_tokens, longest) if mode == "packed" else segment_tokens,
+            tree_memory_tokens=None if mode == "packed" else self.arguments.tree_memory_tokens,
+            tree_activation_tokens=self.arguments.tree_activation_tokens,
+        )
+        start = time.perf_counter()
+        batch = self._plan(tree)
+        plan_seconds = time.perf_counter() - start
+        seconds = []
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        for _ in range(1 + self.arguments.steps):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.mesh.wait_for_all()
+            start = _now(self.device)
+            result = self.engine.forward_backward(batch, self.objective)
+            seconds.append(_now(self.device) - start)
+        step = max(self.mesh.gather_from_all(median(seconds[1:])))
+        counts = [StepCounts.of(batch.plan)] if self.mesh.tensor_rank == self.mesh.pipeline_rank == 0 else []
+        replicas = [of_rank for part in self.mesh.gather_from_all(counts) for of_rank in part]
+        total = StepCounts(*(sum(getattr(each, field.name) for each in replicas) for field in fields(StepCounts)))
+        flops = total.flops(**self._shape())
+        memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
+        return {
+            "seconds": step,
+            "plan_seconds": plan_seconds,
+            "tokens_per_second": result.sequence_tokens / step,
+            "unique_tokens_per_second": result.computed_tokens / step,
+            "tokens": result.sequence_tokens,
+            "unique_tokens": result.computed_tokens,
+            "segments": result.segments,
+            "tflop": flops / 1e12,
+            "share_of_gemm_peak": flops / step / (self.peak * self.mesh.world_size),
+            "peak_memory_gib": memory,
+            "peak_in_flight_tokens": result.peak_in_flight_tokens,
+            "recomputed_tokens": result.recomputed_tokens,
+        }
+
+    def _plan(self, tree: TreeConfig) -> TreeBatch:
+        own = list(range(len(self.samples)))
+        if self.mesh.data_size > 1:
+            cost = self.engine.cost_model(tree.tree_segment_tokens)
+            own = partition_samples(self.samples, self.mesh.data_size, cost).sequences_of(self.mesh.data_rank).tolist()
+        counts = count_trained([sample.num_trained for sample in self.samples])
+        pipeline = self.engine.pipeline(tree.tree_segment_tokens)
+        return prepare_batch([self.samples[i] for i in own], tree, counts=counts, pipeline=pipeline)
+
+    def _shape(self) -> dict[str, Any]:
+        names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+        return {name: getattr(self.model_config, name) for name in (*names, "kv_channels", "vocab_size", "swiglu")}
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    benchmark = Benchmark(arguments)
+    is_first = benchmark.mesh.rank == 0
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    settings |= {"gemm_tflops": benchmark.peak / 1e12, "processes": benchmark.mesh.world_size}
+    report = Report("training step", settings, benchmark.device, arguments.output if is_first else None)
+    dense: dict[str, Any] | None = None
+    for mode in arguments.tree_mode:
+        row = {"mode": mode, **benchmark.measure(mode)}
+        if mode == "dense":
+            dense = row
+        elif dense is not None:
+            row["speed_up"] = dense["seconds"] / row["seconds"]
+            row["bound"] = dense["tflop"] / row["tflop"]
+            row["share_of_bound"] = row["speed_up"] / row["bound"]
+        if is_first:
+            report.add(row)
+    if arguments.json and is_first:
+        print(json.dumps(report.results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_entry_point(main))
