@@ -17,7 +17,7 @@ setup(
     packages=[*find_packages(include=["megatron_dta", "megatron_dta.*"]), "dta_kernels"],
     package_dir={"dta_kernels": "kernels/dta_kernels"},
     # Compiled where it is used; without a compiler its twin in Python serves.
-    package_data={"megatron_dta.speculation": ["suffix_forest.c"]},
+    package_data={"megatron_dta.speculation": ["suffix_forest.c", "suffix_nodes.h"]},
     install_requires=[
         # 0.16.1 is the newest for Python 3.11; 0.17 and later need Python 3.12.
         "megatron-core>=0.16.1,<0.20",

@@ -34,6 +34,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.plots.files import checked_path
 from megatron_dta.plots.speculation import plot_speculation
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.speculation.drafter import DrafterParams
@@ -94,6 +95,8 @@ def parse_arguments() -> argparse.Namespace:
         value = getattr(arguments, flag[2:].replace("-", "_"))
         if value is not None and value < least:
             raise InputError(f"{flag} must be at least {least}, not {value}")
+    if arguments.plot is not None:
+        checked_path(arguments.plot)
     for flag in ("--das-depth", "--das-draft-tokens"):
         if getattr(arguments, flag[2:].replace("-", "_")) > 255:
             raise InputError(f"{flag} must be at most 255")

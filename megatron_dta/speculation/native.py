@@ -1,6 +1,6 @@
 """The suffix forest in C: compiled when it is first needed, loaded with ``ctypes``.
 
-``suffix_forest.c`` includes nothing but the C library, so a compiler (``$CC``, else ``cc``, ``gcc`` or ``clang``; one
+``suffix_forest.c`` needs nothing but the C library, so a compiler (``$CC``, else ``cc``, ``gcc`` or ``clang``; one
 that Triton needs on a GPU too) makes it in about a second, without Python's headers and without anything to download.
 The result stays in ``$MEGATRON_DTA_CACHE``, by default ``megatron_dta`` in the user's cache folder, under a name that
 has the source's hash; several processes may make it at once, since it appears by renaming. Where that fails,
@@ -28,6 +28,7 @@ from megatron_dta.speculation.suffix_forest import DraftParams, Drafts, PythonSu
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("suffix_forest.c")
+HEADER = SOURCE.with_name("suffix_nodes.h")
 # Contraction to fused multiply-add would round scores otherwise than Python does.
 FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off")
 COMPILE_SECONDS = 120
@@ -72,7 +73,7 @@ def _why_not_native() -> str | None:
 @functools.cache
 def load_library() -> ctypes.CDLL:
     """The compiled C file; ``NativeUnavailable`` where there is no compiler or it fails."""
-    source = SOURCE.read_bytes()
+    source = SOURCE.read_bytes() + HEADER.read_bytes()
     key = hashlib.sha256(b"\0".join([source, " ".join(FLAGS).encode(), platform.machine().encode()])).hexdigest()[:16]
     name = f"suffix_forest-{key}.so"
     for folder in (_cache_folder(), None):

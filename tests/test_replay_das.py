@@ -1,0 +1,195 @@
+"""``tools/replay_das.py`` as a user runs it, and the replay against plain loops."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import REPOSITORY, rollout_file, seed_all
+from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.speculation.drafter import DrafterParams
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.replay import (
+    plain_makespan,
+    recorded_samples,
+    remember,
+    replay_wave,
+    split_history,
+    waves,
+)
+from megatron_dta.speculation.speculator import BudgetParams, Speculator
+from megatron_dta.speculation.suffix_forest import DraftParams
+
+TOOL = REPOSITORY / "tools" / "replay_das.py"
+
+
+def replay(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    env = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env=env)
+
+
+def replay_json(*arguments: object, **environment: str) -> dict:
+    done = replay(*arguments, "--json", **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def small_rollouts(seed: int, turns: bool = True) -> list[Rollout]:
+    """Problems with samples that share much, in one or several turns."""
+    rng = seed_all(seed)
+    rollouts = []
+    for problem in range(7):
+        prompt, text = rng.integers(0, 50, 6), rng.integers(0, 50, 80)
+        for _ in range(int(rng.integers(1, 6))):
+            own = np.where(rng.random(80) < 0.9, text, rng.integers(0, 50, 80))[: rng.integers(5, 80)]
+            tokens = np.concatenate([prompt, own]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= 6
+            if turns and len(tokens) > 20:
+                mask[12:15] = False
+            rollouts.append(Rollout(tokens, mask, reward=0.0, group_id=f"p{problem}"))
+    return rollouts
+
+
+@pytest.mark.parametrize("budget", ["straggler", "always"])
+def test_replay_by_loops(budget: str) -> None:
+    """Every sample's steps again, one by one from its drafts; live batches, tokens and seconds of each forward."""
+    rollouts = small_rollouts(1)
+    history, now = split_history(recorded_samples(rollouts), 2)
+    assert sum(map(len, history)) + len(now) == len(rollouts)
+    cost = ForwardCost(8e-3, 1e-4, 3.0, 1e-6)
+    drafter = DrafterParams(depth=12, early_depth=3, draft=DraftParams(width=7))
+    speculator = Speculator(drafter, BudgetParams(budget), cost)
+    remember(speculator, history)
+    steps: dict[int, int] = {}
+    texts: dict[int, list[int]] = {}
+    forwards, live_of = [], []
+    propose, record = speculator.propose, speculator.record
+
+    def spying_propose(slots, most):
+        proposal = propose(slots, most)
+        live_of.append(len(slots))
+        return proposal
+
+    def spying_record(proposal, accepted, tokens, offsets, seconds):
+        for i, slot in enumerate(proposal.slots.tolist()):
+            sample, done = now[slot_sample[slot]], len(texts.setdefault(slot, []))
+            turn_end = next(end for end in sample.turn_ends if end > done)
+            rest = sample.generated[done:turn_end].tolist()
+            draft = proposal.tokens[i, : proposal.lengths[i]].tolist()
+            right = 0
+            while right < min(len(draft), len(rest)) and draft[right] == rest[right]:
+                right += 1
+            assert accepted[i] == right
+            new = tokens[offsets[i] : offsets[i + 1]].tolist()
+            assert new == rest[: right + 1]
+            texts[slot] += new
+            steps[slot] = steps.get(slot, 0) + 1
+        count = len(proposal.slots) + int(proposal.lengths.sum())
+        assert seconds == pytest.approx(float(cost.seconds(count)) + 1e-6 * len(proposal.asked))
+        forwards.append(seconds)
+        record(proposal, accepted, tokens, offsets, seconds)
+
+    slot_sample: dict[int, int] = {}
+    open_ = speculator.open
+
+    def spying_open(problem, prompt, key):
+        slot = open_(problem, prompt, key)
+        slot_sample[slot] = key
+        return slot
+
+    speculator.propose, speculator.record, speculator.open = spying_propose, spying_record, spying_open
+    report = replay_wave(speculator, now, 2)
+    assert [texts[slot] for slot in slot_sample] == [sample.generated.tolist() for sample in now]
+    assert report.live == live_of
+    assert sorted(report.steps) == sorted(steps.values())
+    assert report.makespan == pytest.approx(sum(forwards))
+    assert report.tokens_per_forward > 1.3
+    seconds, longest = 0.0, max(len(sample.generated) for sample in now)
+    for forward in range(longest):
+        seconds += float(cost.seconds(sum(len(sample.generated) > forward for sample in now)))
+    assert plain_makespan(now, cost) == pytest.approx(seconds)
+
+
+def test_waves_hold_every_sample_once() -> None:
+    samples = recorded_samples(small_rollouts(2))
+    for live_batch in (None, 1, 4, 1000):
+        parts = waves(samples, live_batch)
+        assert [sample for part in parts for sample in part] == samples
+        if live_batch == 4:
+            assert 2 < np.mean([len(part) for part in parts]) < 8
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_small_file(tmp_path: Path, suffix: str) -> None:
+    """Keys and their meaning; without a compiler the same figures; a picture."""
+    path = tmp_path / f"rollouts.{suffix}"
+    write_rollouts(path, small_rollouts(3))
+    flags = ("--past", 2, "--live-batch", 5, "--plot", tmp_path / "das.png")
+    values = replay_json(path, *flags)
+    deciles = values["tokens_per_forward_by_decile"]
+    assert len(deciles) == 10
+    assert 1 < values["tokens_per_forward"] < 24
+    assert min(d for d in deciles if d) <= values["tokens_per_forward"] <= max(d for d in deciles if d)
+    warm = values["warm"]
+    assert values["makespan_saved"] == pytest.approx(1 - warm["makespan_seconds"] / warm["plain_makespan_seconds"])
+    assert warm["wasted_tokens"] == warm["drafted_tokens"] - warm["accepted_tokens"] > 0
+    assert values["makespan_saved"] > values["makespan_saved_cold"] > -0.02
+    assert (tmp_path / "das.png").stat().st_size > 1000
+    (tmp_path / "bin").mkdir()
+    slow = replay_json(path, *flags, PATH=str(tmp_path / "bin"), CC="", MEGATRON_DTA_CACHE=str(tmp_path))
+    for name in ("tokens_per_forward", "makespan_saved", "makespan_saved_cold", "makespan_saved_control"):
+        assert slow[name] == values[name]
+    assert slow["drafter_bytes_per_token"] > 2 * values["drafter_bytes_per_token"]
+
+
+def test_the_window_is_the_history_that_counts(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(path, small_rollouts(4, turns=False))
+    all_past, one = (replay_json(path, "--past", 4, "--das-window", w, "--no-control") for w in (9, 1))
+    assert one["warm"]["drafter_tokens"] < all_past["warm"]["drafter_tokens"]
+    assert all_past["makespan_saved_control"] is None
+
+
+def test_recorded_math() -> None:
+    """The figures that the method is expected to reach on the real set."""
+    path = rollout_file("math_qwen25_8x100.npz")
+    wide = replay_json(path, "--stop-degenerate", "--live-batch", 390)
+    narrow = replay_json(path, "--stop-degenerate", "--live-batch", 39, "--no-control")
+    assert wide["tokens_per_forward"] >= 4.6
+    assert wide["makespan_saved"] >= 0.40
+    assert narrow["makespan_saved"] >= 0.65
+    assert wide["makespan_saved_control"] > -0.02
+    for values in (wide, narrow):
+        assert values["makespan_saved_cold"] > 0.2
+        assert values["drafter_bytes_per_token"] < 300
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--past", "-1"], "--past"),
+        (["--live-batch", "0"], "--live-batch"),
+        (["--das-depth", "1"], "--das-depth"),
+        (["--c-base", "0"], "base > 0"),
+        (["--c-tok", "nan"], "base > 0"),
+        (["--das-budget", "most"], "--das-budget"),
+        (["--cost-points", "{tmp}/none.json"], "none.json"),
+        (["--cost-points", "{tmp}/points.json"], "three different"),
+        (["--plot", "{tmp}/das.txt"], "das.txt"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, flags: list[str], words: str) -> None:
+    write_rollouts(tmp_path / "rollouts.jsonl", small_rollouts(5))
+    (tmp_path / "points.json").write_text("[[1, 0.1], [2, 0.1]]")
+    done = replay(tmp_path / "rollouts.jsonl", *(flag.format(tmp=tmp_path) for flag in flags))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
