@@ -47,6 +47,7 @@ setup(
             "safetensors",
             "aiohttp",
             "pytest",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "import-linter",

@@ -3,8 +3,9 @@
 #
 #   bash tests/run.sh [pytest arguments]
 #
-# VENV   the environment to use or make (default: .venv in the repository)
-# PYTHON the interpreter to make it with (default: python3)
+# VENV    the environment to use or make (default: .venv in the repository)
+# PYTHON  the interpreter to make it with (default: python3)
+# WORKERS test files that run at once (default: one for each core, 4 at most)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
@@ -12,4 +13,4 @@ venv=${VENV:-.venv}
 bash examples/install.sh "$venv" test
 # Threads that spin while they wait slow each other down where cores are shared.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
-"$venv/bin/python" -m pytest -q "$@"
+"$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile "$@"
