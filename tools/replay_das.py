@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +41,7 @@ from megatron_dta.plots.speculation import plot_speculation
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.native import create_forest
 from megatron_dta.speculation.replay import (
     RecordedSample,
     plain_lives,
@@ -53,6 +56,9 @@ from megatron_dta.speculation.replay import (
 from megatron_dta.speculation.report import SpeculationReport
 from megatron_dta.speculation.speculator import BUDGETS, BudgetParams, Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
+
+SMALL_TOKENS = 20_000
+"""Below it, starting processes takes longer than what they save."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,6 +145,16 @@ def replay(
     return merged([replay_wave(speculator, part, len(history)) for part in parts])
 
 
+def run_all(jobs: Sequence[tuple]) -> list[SpeculationReport]:
+    """The replays, at once where there are processors for it."""
+    create_forest(2)  # compiled, and what is said of it said, before there are several processes
+    workers = min(len(jobs), os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count() or 1)
+    if workers == 1 or sum(len(sample.generated) for part in jobs[0][1] for sample in part) < SMALL_TOKENS:
+        return [replay(*job) for job in jobs]
+    with ProcessPoolExecutor(workers) as pool:
+        return [run.result() for run in [pool.submit(replay, *job) for job in jobs]]
+
+
 def run_figures(report: SpeculationReport, plain: float) -> dict[str, object]:
     return {"makespan_saved": 1 - report.makespan / plain, "plain_makespan_seconds": plain, **report.figures()}
 
@@ -155,21 +171,21 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list, tup
     history, now = split_history(recorded_samples(rollouts, arguments.stop_degenerate), arguments.past)
     parts = waves(now, arguments.live_batch)
     plain = sum(plain_makespan(part, cost) for part in parts)
-    runs = {
-        "warm": replay(history, parts, arguments, arguments.das_budget),
-        "cold": replay([[]], parts, arguments, arguments.das_budget),
-        "unlimited": replay(history, parts, arguments, "always"),
+    jobs = {
+        "warm": (history, parts, arguments, arguments.das_budget),
+        "cold": ([[]], parts, arguments, arguments.das_budget),
+        "unlimited": (history, parts, arguments, "always"),
     }
-    results = {name: run_figures(report, plain) for name, report in runs.items()}
+    plains = dict.fromkeys(jobs, plain)
     if not arguments.no_control:
         shape = text_like_control([sample for step in history for sample in step] + now, seed=0)
         begins = np.cumsum([0, *map(len, history)]).tolist()
         control_history = [shape[a:b] for a, b in pairwise(begins)]
         control = waves(shape[begins[-1] :], arguments.live_batch)
-        control_plain = sum(plain_makespan(part, cost) for part in control)
-        results["control"] = run_figures(
-            replay(control_history, control, arguments, arguments.das_budget), control_plain
-        )
+        jobs["control"] = (control_history, control, arguments, arguments.das_budget)
+        plains["control"] = sum(plain_makespan(part, cost) for part in control)
+    reports = dict(zip(jobs, run_all(list(jobs.values())), strict=True))
+    results = {name: run_figures(report, plains[name]) for name, report in reports.items()}
     full = split_history(recorded_samples(rollouts), arguments.past)[1]
     unstopped = sum(plain_makespan(part, cost) for part in waves(full, arguments.live_batch))
     warm, unlimited = results["warm"], results["unlimited"]
@@ -189,7 +205,7 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list, tup
     }
     lives = np.concatenate([plain_lives(part) for part in parts])
     values["seconds"] = time.perf_counter() - begin
-    return values, list(runs.items()), (cost.seconds(lives), lives)
+    return values, list(reports.items()), (cost.seconds(lives), lives)
 
 
 def print_table(values: dict[str, object], title: str) -> None:

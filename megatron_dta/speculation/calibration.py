@@ -33,6 +33,8 @@ class AcceptanceTable:
         self._prior = _prior(shape)
         self._positions = np.searchsorted(POSITION_EDGES, np.arange(256), side="right")
         self._estimates: np.ndarray | None = None
+        self.verified = 0
+        """Drafts that it has learned from."""
 
     def probabilities(self, matches: np.ndarray, supports: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         """float64 [n, width]: that positions 0 .. j are all accepted; never rising along a row.
@@ -60,6 +62,7 @@ class AcceptanceTable:
         width = int(drafted.max(initial=0))
         if not width:
             return
+        self.verified += int((drafted > 0).sum())
         positions = np.arange(width)
         was_drafted = positions < drafted[:, None]
         cells = self._cells(matches, supports, probabilities[:, :width])
@@ -75,7 +78,8 @@ class AcceptanceTable:
         self._estimates = None
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        return {"drafted": self._drafted.copy(), "accepted": self._accepted.copy()}
+        verified = np.array(self.verified, np.int64)
+        return {"drafted": self._drafted.copy(), "accepted": self._accepted.copy(), "verified": verified}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         for name in ("drafted", "accepted"):
@@ -83,6 +87,7 @@ class AcceptanceTable:
                 raise ValueError(f"{name} has shape {np.shape(state[name])}, not {self._shape}")
         self._drafted = np.array(state["drafted"], np.float64)
         self._accepted = np.array(state["accepted"], np.float64)
+        self.verified = int(state["verified"])
         self._estimates = None
 
     def _cells(self, matches: np.ndarray, supports: np.ndarray, probabilities: np.ndarray) -> np.ndarray:

@@ -32,9 +32,14 @@ from megatron_dta.speculation.straggler import CANDIDATES, last_probabilities
 from megatron_dta.speculation.suffix_forest import Drafts
 
 BUDGETS = ("straggler", "gate", "class", "optimal", "always")
-_QUERY_SHARE = 0.02
+_QUERY_SHARE = 0.005
+_EXPLORING_SHARE = 0.004
+_USUAL_GAIN = 0.1
+"""Of what a draft could gain at best, what a good one gains; where that is less than making it costs, none is made."""
 _MAX_PAUSE = 64
 _EXPLORED_TOKENS = 4
+_FIRST_DRAFTS = 64
+"""While the table knows little, a forward verifies so many drafts, and twice those that were verified before."""
 _REPLAN_FORWARDS = 16
 _MOST_SHARERS = 4
 """A sample that surely is no straggler passes the gate as if so many times the live batch shared its forwards."""
@@ -121,8 +126,9 @@ class Speculator:
         self._forwards += 1
         self._rows[slots, 7] -= 1
         caps = np.minimum(np.minimum(most, width), rows[:, 9])
-        explore = self._explored(rows[:, 1], rows[:, 3])
-        asked = np.flatnonzero(((rows[:, 7] <= 0) | explore) & (caps > 0))
+        explore = self._explored(rows[:, 1], rows[:, 3], live)
+        worthwhile = (rows[:, 7] <= 0) & self._can_pay(self._sharers(slots, live))
+        asked = np.flatnonzero((worthwhile | explore) & (caps > 0))
         tokens, lengths = np.zeros((live, width), np.int32), np.zeros(live, np.int64)
         if not len(asked):
             drafts = Drafts.empty(0, width)
@@ -215,10 +221,16 @@ class Speculator:
         self._free = list(range(size + more - 1, size - 1, -1))
 
     def _lengths(self, drafts: Drafts, slots: np.ndarray, explore: np.ndarray, live: int) -> np.ndarray:
-        rows = self._rows[slots]
         if self.budget.budget == "always":
             return drafts.lengths.astype(np.int64)
         accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities)
+        lengths = gate(accept, drafts.lengths, self.cost, live, self._sharers(slots, live))
+        lengths[np.cumsum(lengths > 0) > _FIRST_DRAFTS + 2 * self.table.verified] = 0
+        return np.where(explore, np.maximum(lengths, np.minimum(drafts.lengths, _EXPLORED_TOKENS)), lengths)
+
+    def _sharers(self, slots: np.ndarray, live: int) -> np.ndarray:
+        """float64 [n]: by how many samples a forward saved for each one is shared."""
+        rows = self._rows[slots]
         sharers = np.full(len(rows), float(live))
         if self.budget.budget == "straggler":
             with np.errstate(divide="ignore"):
@@ -227,8 +239,13 @@ class Speculator:
             is_long = self.history.classes(rows[:, 2], rows[:, 3]) == LengthClass.LONG
             # Those that were not asked are taken to be like these.
             sharers[is_long] = max(1.0, float(is_long.mean()) * live)
-        lengths = gate(accept, drafts.lengths, self.cost, live, sharers)
-        return np.where(explore, np.maximum(lengths, np.minimum(drafts.lengths, _EXPLORED_TOKENS)), lengths)
+        return sharers
+
+    def _can_pay(self, sharers: np.ndarray) -> np.ndarray:
+        """Whether a good draft gains more than making it costs."""
+        if self.budget.budget == "always":
+            return np.ones(len(sharers), bool)
+        return _USUAL_GAIN * self.drafter.params.draft.width * self.cost.base / sharers >= self.cost.draft
 
     def _pause(self, slots: np.ndarray, useful: np.ndarray, live: int) -> None:
         """Who was asked in vain pauses; at most so long that asking costs ``_QUERY_SHARE`` of a forward."""
@@ -238,12 +255,15 @@ class Speculator:
         self._rows[slots, 7] = np.where(useful, 0, np.minimum(self._rows[slots, 8], longest))
         self._rows[slots, 8] = pause
 
-    def _explored(self, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Which samples draft against the gate's advice here: a hash of (seed, key, position)."""
+    def _explored(self, keys: np.ndarray, positions: np.ndarray, live: int) -> np.ndarray:
+        """Which samples draft against the gate's advice here: a hash of (seed, key, position). So few that they cost
+        no more than ``_EXPLORING_SHARE`` of a forward."""
         if self.budget.budget == "always" or not self.budget.exploration:
             return np.zeros(len(keys), bool)
         mixed = _mix(_mix(keys.astype(np.uint64) ^ np.uint64(self.budget.seed)) ^ positions.astype(np.uint64))
-        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.budget.exploration
+        cost = max(self.cost.per_token, 1e-12) * _EXPLORED_TOKENS
+        share = min(self.budget.exploration, _EXPLORING_SHARE * float(self.cost.seconds(live)) / live / cost)
+        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share
 
     def _plan(self, slots: np.ndarray) -> None:
         """What follows from the lengths: who may be the last, and the caps of the budgets that have some."""

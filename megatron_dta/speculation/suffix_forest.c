@@ -77,13 +77,13 @@ uint32_t sf_new_text(void *forest, uint32_t first_root, uint32_t second_root, ui
     return text;
 }
 
-static int insert(Forest *f, uint32_t text, uint32_t start, uint32_t length) {
+static int insert(Forest *f, uint32_t text, uint32_t start, uint32_t length, uint32_t counted) {
     if (reserve_nodes(f, 4) || reserve_edges(f, 4)) {
         f->failed = 1;
         return -1;
     }
     for (int i = 0; i < 2; i++)
-        if (f->texts[text].roots[i] != NONE) insert_suffix(f, f->texts[text].roots[i], text, start, length);
+        if (f->texts[text].roots[i] != NONE) insert_suffix(f, f->texts[text].roots[i], text, start, length, counted);
     return 0;
 }
 
@@ -99,13 +99,11 @@ static int insert_until(Forest *f, uint32_t text, int64_t end, int64_t early_end
     Text *t = &f->texts[text];
     for (; (int64_t)t->inserted < end; t->inserted++) {
         uint32_t left = t->length - t->inserted, length = left < f->depth ? left : f->depth;
-        /* The early one is taken out last: its nodes are on the path of the other. */
-        if (insert(f, text, t->inserted, length)) return -1;
-        if (t->inserted < t->early && take_out(f, text, t->inserted, f->early_depth)) return -1;
+        if (insert(f, text, t->inserted, length, t->inserted < t->early ? f->early_depth : 0)) return -1;
     }
     if (t->early < t->inserted) t->early = t->inserted;
     for (; (int64_t)t->early < early_end; t->early++)
-        if (insert(f, text, t->early, f->early_depth)) return -1;
+        if (insert(f, text, t->early, f->early_depth, 0)) return -1;
     return 0;
 }
 

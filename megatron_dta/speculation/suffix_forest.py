@@ -8,9 +8,9 @@ trust in a long match against the counts of a short one (Oliaro et al., "SuffixD
 
 Choices that others make otherwise:
 
-- **A suffix is inserted by one walk from the root**, once when it has ``early_depth`` tokens, and again, in place of
-  the first, when it has all its depth (or the text ends). There is no front of growing suffixes to carry along,
-  removing a text is the same walks with the counts lowered, and a running text is behind by ``early_depth`` - 1 tokens.
+- **A suffix is inserted by one walk from the root** when it has ``early_depth`` tokens, and lengthened by another one
+  when it has all its depth (or the text ends). There is no front of growing suffixes to carry along, removing a text is
+  the same walks with the counts lowered, and a running text is behind by ``early_depth`` - 1 tokens.
 - **The structure is canonical**: a function of the suffixes in the tree, whatever their order. Equal counts go to the
   lower token id, equal scores to the longer match, then to the first tree. So all ranks draft alike, a restored drafter
   drafts as the saved one did, and a removal undoes its insertion exactly.
@@ -243,29 +243,31 @@ class PythonSuffixForest(SuffixForest):
 
     def _insert_until(self, text: _Text, end: int, early_end: int) -> None:
         while text.inserted < end:
-            self._insert(text, text.inserted, self.depth)
-            if text.inserted < text.early:
-                self._take_out(text, text.inserted, self.early_depth)
+            self._insert(text, text.inserted, self.depth, self.early_depth if text.inserted < text.early else 0)
             text.inserted += 1
         text.early = max(text.early, text.inserted)
         while text.early < early_end:
-            self._insert(text, text.early, self.early_depth)
+            self._insert(text, text.early, self.early_depth, 0)
             text.early += 1
 
-    def _insert(self, text: _Text, start: int, depth: int) -> None:
+    def _insert(self, text: _Text, start: int, depth: int, counted: int) -> None:
+        end = min(start + depth, len(text.tokens))
         for tree in text.trees:
             if tree != NO_TREE:
-                self._insert_suffix(self._roots[tree], text.tokens, start, min(start + depth, len(text.tokens)))
+                self._insert_suffix(self._roots[tree], text.tokens, start, end, start + counted)
 
     def _take_out(self, text: _Text, start: int, depth: int) -> None:
         for tree in text.trees:
             if tree != NO_TREE:
                 self._remove_suffix(self._roots[tree], text.tokens[start : start + depth])
 
-    def _insert_suffix(self, root: _Node, tokens: list[int], start: int, end: int) -> None:
-        node = root
-        root.count += 1
+    def _insert_suffix(self, root: _Node, tokens: list[int], start: int, end: int, counted: int) -> None:
+        """Inserts a suffix, or lengthens the one that ends at ``counted`` (``start``: there is none yet)."""
+        node, is_new, old_end = root, counted == start, None
+        root.count += is_new
         while start < end:
+            if start == counted and not is_new:
+                old_end = node
             child = node.children.get(tokens[start])
             if child is None:
                 child = node.children[tokens[start]] = _Node(tokens[start], node, 1, tokens, start, end - start)
@@ -275,13 +277,15 @@ class PythonSuffixForest(SuffixForest):
                 same = _common(child, tokens, start, end)
                 if same < child.length:
                     child = self._split(child, same)
-                child.count += 1
+                child.count += start >= counted
                 child.text, child.position = tokens, start
                 start += same
             best = node.best
             if best is not None and (-child.count, child.token) < (-best.count, best.token):
                 node.best = child
             node = child
+        if old_end is not None:
+            self._join_with_only_child(old_end, root)  # nothing ends there any more, maybe
 
     def _remove_suffix(self, root: _Node, suffix: list[int]) -> None:
         node, done = root, 0
@@ -297,10 +301,7 @@ class PythonSuffixForest(SuffixForest):
                 break
             done += child.length
             node = child
-        if node is not root and len(node.children) == 1:
-            (child,) = node.children.values()
-            if child.count == node.count:
-                self._join(node, child)
+        self._join_with_only_child(node, root)
 
     def _split(self, lower: _Node, length: int) -> _Node:
         parent = lower.parent
@@ -315,7 +316,13 @@ class PythonSuffixForest(SuffixForest):
         self._num_nodes += 1
         return upper
 
-    def _join(self, node: _Node, child: _Node) -> None:
+    def _join_with_only_child(self, node: _Node, root: _Node) -> None:
+        """Only where no suffix ends between them."""
+        if node is root or len(node.children) != 1:
+            return
+        (child,) = node.children.values()
+        if child.count != node.count:
+            return
         parent = node.parent
         child.position -= node.length
         child.length += node.length

@@ -230,11 +230,13 @@ static void join(Forest *f, uint32_t node, uint32_t root) {
 
 /* ---- one suffix ---- */
 
-static void insert_suffix(Forest *f, uint32_t root, uint32_t text, uint32_t start, uint32_t length) {
+/* Inserts a suffix, or lengthens the one that ends after its first `counted` tokens (0: there is none yet). */
+static void insert_suffix(Forest *f, uint32_t root, uint32_t text, uint32_t start, uint32_t length, uint32_t counted) {
     const int32_t *tokens = f->texts[text].tokens;
-    uint32_t node = root, done = 0;
-    f->nodes[root].count++;
+    uint32_t node = root, done = 0, end = NONE;
+    if (!counted) f->nodes[root].count++;
     while (done < length) {
+        if (counted && done == counted) end = node;
         uint32_t child = find_child(f, node, tokens[start + done]);
         if (child == NONE) {
             child = new_node(f);
@@ -247,19 +249,20 @@ static void insert_suffix(Forest *f, uint32_t root, uint32_t text, uint32_t star
             f->texts[text].references++;
             add_only_child(f, node, child);
             consider_best(f->nodes, node, child);
-            return;
+            break;
         }
         Node *c = &f->nodes[child];
         const int32_t *edge = f->texts[c->text].tokens + c->position, *own = tokens + start + done;
         uint32_t most = c->length < length - done ? c->length : length - done, same = 1;
         while (same < most && edge[same] == own[same]) same++;
         if (same < c->length) child = split(f, child, same);
-        f->nodes[child].count++;
+        if (done >= counted) f->nodes[child].count++;
         refer(f, &f->nodes[child], text, start + done);
-        consider_best(f->nodes, node, child);
+        if (done >= counted) consider_best(f->nodes, node, child);
         node = child;
         done += same;
     }
+    if (end != NONE) join(f, end, root); /* nothing ends there any more, maybe */
 }
 
 static int remove_suffix(Forest *f, uint32_t root, uint32_t text, uint32_t start, uint32_t length) {
