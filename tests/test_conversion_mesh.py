@@ -14,8 +14,8 @@ import torch
 from conftest import seed_all
 from conversion_cases import (
     architecture_in,
-    dense_config,
     save_huggingface,
+    settings_of,
     shape_of,
     stock_model,
     tensors_in,
@@ -23,7 +23,7 @@ from conversion_cases import (
     to_megatron,
 )
 from megatron_dta.arguments import parse_arguments
-from megatron_dta.config import ParallelConfig, TrainConfig
+from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
 from megatron_dta.conversion.live import HfWeights
 from megatron_dta.errors import InputError
 from megatron_dta.rollouts import write_rollouts
@@ -40,6 +40,14 @@ FOUR = {
     "tp2-sp-pp2": replace(TP2, pipeline_model_parallel_size=2, sequence_parallel=True),
 }
 MODELS = ("llama", "qwen2-tied", "qwen3-tied")
+EP2 = ParallelConfig(expert_model_parallel_size=2)
+SP2 = replace(EP2, tensor_model_parallel_size=2, sequence_parallel=True)
+EXPERTS = {
+    "ep2-pp2": replace(EP2, pipeline_model_parallel_size=2),
+    "ep2-etp2": SP2,
+    "ep2-tp2": replace(SP2, expert_tensor_parallel_size=1),
+    "ep4-tp2": replace(SP2, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
+}
 
 
 def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str, Any]]:
@@ -51,7 +59,7 @@ def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str
     for folder, parallel in jobs:
         destroy_parallel()
         device = initialize_parallel(3, parallel)
-        config = dense_config(folder / "hf")
+        config = ModelConfig(**settings_of(folder / "hf"))
         model = build_model(config, device, parallel)
         weights = HfWeights(
             list(getattr(model, "parts", [model])),
@@ -72,7 +80,7 @@ def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str
                 parameter.fill_(float("nan"))
         load_weights(folder / "megatron" / "release", config, model)
         same = all(torch.equal(a, b) for a, b in zip(loaded, model.parameters(), strict=True))
-        saved = folder / f"saved-{parallel.tensor_model_parallel_size}-{parallel.pipeline_model_parallel_size}"
+        saved = folder / f"saved-{len(found)}"
         save_weights(saved, TrainConfig(model=config, parallel=parallel), model)
         found.append({"same": same, "shards": shards, "first": first, "all": everywhere, "saved": saved})
     return found
@@ -94,8 +102,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def check_mesh(folders: dict[str, Path], parallels: list[ParallelConfig], world: int, folder: Path) -> None:
-    jobs = [(folders[case], parallel) for parallel in parallels for case in MODELS]
+def check_mesh(
+    folders: dict[str, Path], parallels: list[ParallelConfig], world: int, folder: Path, models: tuple = MODELS
+) -> None:
+    jobs = [(folders[case], parallel) for parallel in parallels for case in models]
     results = run_on_ranks(on_mesh, jobs, world, folder)
     for index, (source, _) in enumerate(jobs):
         ranks, expected = [result[index] for result in results], tensors_in(source / "hf")
@@ -121,6 +131,16 @@ def test_two_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", ["tp2-pp2"])
 def test_four_ranks(folders: dict[str, Path], tmp_path: Path, mesh: str) -> None:
     check_mesh(folders, [FOUR[mesh]], 4, tmp_path)
+
+
+def test_experts_on_four_ranks(tmp_path: Path) -> None:
+    """Divided among data-parallel ranks, tensor ranks and stages, in the model that is trained."""
+    folders = {}
+    for index, case in enumerate(("mixtral", "qwen3-moe-some")):
+        folders[case] = tmp_path / case
+        save_huggingface(folders[case] / "hf", case, 40 + index)
+        to_megatron(folders[case] / "hf", folders[case] / "megatron", tensor_size=1)
+    check_mesh(folders, list(EXPERTS.values()), 4, tmp_path / "run", tuple(folders))
 
 
 def experts_on_mesh(rank: int, folder: Path) -> dict[str, torch.Tensor]:
