@@ -140,7 +140,8 @@ def rows_without_timing(folder: Path) -> list[dict]:
 def saved_iteration(folder: Path) -> int:
     """The step of the checkpoint that counts, 0 if there is none yet; an error if the folder holds half of one."""
     for path in folder.glob("iter_*"):
-        if path.suffix != ".tmp" and not (path / "metadata.json").is_file():
+        # One that is being deleted has lost its name by the time that its metadata are looked for.
+        if path.suffix != ".tmp" and not (path / "metadata.json").is_file() and path.is_dir():
             raise SystemExit(f"{path} is no complete checkpoint")
     found = find_checkpoint(folder)
     return int(found.name.removeprefix("iter_")) if found is not None else 0
