@@ -35,6 +35,7 @@ BAD = [
     (f"{MOE} --moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity: not supported"),
     (f"{MOE} --moe-token-drop-policy probs", "--moe-token-drop-policy: not supported"),
     (f"{MOE} --moe-input-jitter-eps 0.1", "--moe-input-jitter-eps: not supported"),
+    (f"{SAMPLED} --num-experts 32769", "--num-experts 32769: must be at most 32768"),
     (f"{MOE} --moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
     (f"{MOE} --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"),
     (f"{MOE} --moe-router-num-groups 4", "--moe-router-group-topk need each other"),

@@ -254,7 +254,6 @@ def test_make_objective_passes_every_setting(options: dict) -> None:
     assert torch.equal(actual.loss, expected.loss)
     assert objective.requires == ("reward|advantages",)
     assert objective.needs_ref_logprobs == ("kl_loss_coef" in options)
-    assert objective.uses_entropy == ("entropy_coef" in options)
 
 
 def test_make_sft() -> None:

@@ -86,8 +86,9 @@ class ModelConfig:
         None, "Layers per recomputed unit (uniform) or recomputed (block).", minimum=1
     )
 
+    # Their numbers are kept in 16 bits, in rollouts and between a forward and its recomputation.
     num_experts: int | None = option(
-        None, "Routed experts of a mixture-of-experts layer (default: no such layers).", minimum=1
+        None, "Routed experts of a mixture-of-experts layer (default: no such layers).", minimum=1, maximum=1 << 15
     )
     moe_router_topk: int = option(2, "Experts that each token is routed to.", minimum=1)
     moe_ffn_hidden_size: int | None = option(

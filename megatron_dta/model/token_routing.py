@@ -16,9 +16,6 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-# Experts are stored in 16 bits and exchanged in 32, which every backend can.
-MAX_EXPERTS = 1 << 15
-
 
 class BalanceGradient(Protocol):
     """Gives the gradient of the step's balancing loss by the scores of this pass's tokens, when its backward runs."""

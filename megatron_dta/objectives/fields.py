@@ -86,8 +86,6 @@ class Objective:
     """What each rollout must have, as ``load_rollouts(require=...)`` takes it."""
     needs_ref_logprobs: bool = False
     """Whether ``LossFields.ref_logprobs`` must be given."""
-    uses_entropy: bool = False
-    """Whether the loss depends on the entropy; if not, no gradient goes there and it only appears in the metrics."""
     is_policy_gradient: bool = False
     """Whether the loss has advantages and a ratio to old logprobs."""
     needs_critic: bool = False

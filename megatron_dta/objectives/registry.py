@@ -61,7 +61,6 @@ def _make_policy(config: ObjectiveSettings) -> Objective:
         # Advantages that come with the rollouts say nothing of the rewards that a critic learns from.
         requires=("reward",) if needs_critic else ("reward|advantages",),
         needs_ref_logprobs=config.kl_loss_coef != 0 or config.kl_coef != 0,
-        uses_entropy=config.entropy_coef != 0,
         is_policy_gradient=True,
         needs_critic=needs_critic,
     )

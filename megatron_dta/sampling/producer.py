@@ -65,11 +65,6 @@ class RolloutProducer:
             self._offered = version, folder
             self._changed.notify_all()
 
-    @property
-    def loaded_version(self) -> int | None:
-        """Version of the weights that the sampler has; it needs no earlier ones any more."""
-        return self._loaded
-
     def take(self, number: int, step: int, timeout_s: float) -> list[Rollout] | None:
         """Collection ``number``, which optimizer step ``step`` (steps done before it) begins to train.
 

@@ -288,15 +288,9 @@ class HttpEngine(RolloutEngine):
         return context
 
     def _check(self, request: GenerationRequest, seen: set[int]) -> None:
-        check_request(request)
-        where = f"request {request.request_id}"
-        if request.request_id in self._running or request.request_id in self._held or request.request_id in seen:
-            raise ValueError(f"{where}: the id is in use")
+        check_request(request, self._running, self._held, seen, vocab_size=self._vocab_size)
         if request.parent is not None and request.parent not in self._held:
-            raise ValueError(f"{where}: its parent {request.parent} is not held")
-        smallest, largest = int(request.token_ids.min()), int(request.token_ids.max())
-        if smallest < 0 or (self._vocab_size is not None and largest >= self._vocab_size):
-            raise ValueError(f"{where}: token ids outside of the vocabulary of {self._vocab_size}")
+            raise ValueError(f"request {request.request_id}: its parent {request.parent} is not held")
 
     def _refuse_running(self) -> None:
         if self._running:

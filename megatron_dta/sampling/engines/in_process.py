@@ -291,13 +291,8 @@ class InProcessEngine(RolloutEngine):
         )
 
     def _check(self, request: GenerationRequest, new: dict[int, Sequence]) -> None:
-        check_request(request)
-        request_id, tokens = request.request_id, request.token_ids
-        where = f"request {request_id}"
-        if request_id in self._running or request_id in self._held or request_id in new:
-            raise ValueError(f"{where}: the id is in use")
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self._model.true_vocab_size:
-            raise ValueError(f"{where}: token ids outside of the model's vocabulary of {self._model.true_vocab_size}")
+        check_request(request, self._running, self._held, new, vocab_size=self._model.true_vocab_size)
+        tokens, where = request.token_ids, f"request {request.request_id}"
         length = len(tokens) + request.max_tokens
         if length > self._model.max_sequence_length:
             raise ValueError(

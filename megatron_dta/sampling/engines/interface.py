@@ -18,7 +18,7 @@ An engine is not thread-safe. Under a mesh every rank of a replica makes the sam
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -173,8 +173,13 @@ def phase(engine: RolloutEngine, params: SamplingParams, iteration: int) -> Iter
     engine.join()
 
 
-def check_request(request: GenerationRequest) -> None:
-    """Refuse what no engine can run; ``ValueError`` names the request and the field."""
+def check_request(request: GenerationRequest, *in_use: Container[int], vocab_size: int | None = None) -> None:
+    """Refuse what no engine can run; ``ValueError`` names the request and the field.
+
+    Args:
+        in_use: ids that another request has.
+        vocab_size: token ids are below it; None if that is not known.
+    """
     where = f"request {request.request_id}"
     token_ids = request.token_ids
     if not isinstance(token_ids, np.ndarray) or token_ids.ndim != 1 or not np.issubdtype(token_ids.dtype, np.integer):
@@ -185,3 +190,7 @@ def check_request(request: GenerationRequest) -> None:
         raise ValueError(f"{where}: max_tokens must be at least 1, got {request.max_tokens}")
     if not 0 <= request.key < 2**63:
         raise ValueError(f"{where}: key must be in [0, 2^63), got {request.key}")
+    if any(request.request_id in ids for ids in in_use):
+        raise ValueError(f"{where}: the id is in use")
+    if int(token_ids.min()) < 0 or (vocab_size is not None and int(token_ids.max()) >= vocab_size):
+        raise ValueError(f"{where}: token ids outside of the vocabulary of {vocab_size}")

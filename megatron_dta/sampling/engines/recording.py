@@ -179,12 +179,8 @@ class RecordingEngine(RolloutEngine):
         return result
 
     def _check(self, request: GenerationRequest, seen: set[int]) -> None:
-        check_request(request)
+        check_request(request, self._running, self.held, seen, vocab_size=self._vocab_size)
         where = f"request {request.request_id}"
-        if request.request_id in self._running or request.request_id in self.held or request.request_id in seen:
-            raise ValueError(f"{where}: the id is in use")
-        if int(request.token_ids.min()) < 0 or int(request.token_ids.max()) >= self._vocab_size:
-            raise ValueError(f"{where}: token ids outside of the vocabulary of {self._vocab_size}")
         if request.parent is not None:
             if request.parent not in self.held:
                 raise ValueError(f"{where}: its parent {request.parent} is not held")

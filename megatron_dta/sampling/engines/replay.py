@@ -78,9 +78,7 @@ class ReplayEngine(RolloutEngine):
             raise ValueError("the engine was not started")
         in_use = self._held | {result.request_id for result in self._finished}
         for request in requests:
-            check_request(request)
-            if request.request_id in in_use:
-                raise ValueError(f"request {request.request_id}: the id is in use")
+            check_request(request, in_use)
             if request.parent is not None and request.parent not in self._held:
                 raise ValueError(f"request {request.request_id}: its parent {request.parent} is not held")
             in_use.add(request.request_id)
