@@ -34,6 +34,7 @@ from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.training.optimizer import data_parallel_chunks
+from step_profile import profile_step
 
 _QWEN3 = dict(vocab_size=151936, kv_channels=128, num_query_groups=8, untie_embeddings_and_output_weights=True)
 # Megatron's names; "tiny" is for a look on a laptop.
@@ -84,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
         else:
             parser.add_argument(flag, type=int, default=default)
     parser.add_argument("--steps", type=int, default=3, help="timed steps; the median counts")
+    parser.add_argument("--profile", action="store_true", help="one more step that says which kernels take the time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
@@ -187,8 +189,12 @@ class Benchmark:
         replicas = [of_rank for part in self.mesh.gather_from_all(counts) for of_rank in part]
         total = StepCounts(*(sum(getattr(each, field.name) for each in replicas) for field in fields(StepCounts)))
         flops = total.flops(**self._shape())
-        memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
-        return {
+        is_cuda = self.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if is_cuda else None
+        profiled = {}
+        if self.arguments.profile and is_cuda:
+            profiled["profile"] = profile_step(lambda: self.engine.forward_backward(batch, self.objective))
+        return profiled | {
             "seconds": step,
             "plan_seconds": plan_seconds,
             "tokens_per_second": result.sequence_tokens / step,

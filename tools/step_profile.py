@@ -1,0 +1,48 @@
+"""Where the time of a training step goes on a GPU: the kernels that take most of it, and the time without any."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+
+def profile_step(step: Callable[[], Any], num_kernels: int = 25) -> dict[str, Any]:
+    """Run ``step`` once under PyTorch's profiler.
+
+    Returns:
+        ``span_ms``: from the start of the first kernel to the end of the last; ``idle_ms``: the part of it without a
+        kernel or copy; ``kernels``: those that take most, ``name``, ``ms`` and ``calls`` each; ``others_ms``: the rest.
+    """
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in recorded.events()
+        if event.device_type == DeviceType.CUDA
+    )
+    return summary(spans, num_kernels)
+
+
+def summary(spans: list[tuple[float, float, str]], num_kernels: int) -> dict[str, Any]:
+    """``spans``: begin and end in microseconds and the name of every kernel, in order of their begins."""
+    total: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    covered, idle = spans[0][0] if spans else 0.0, 0.0
+    for begin, end, name in spans:
+        total[name] += end - begin
+        calls[name] += 1
+        idle += max(0.0, begin - covered)
+        covered = max(covered, end)
+    most = sorted(total, key=lambda name: -total[name])
+    return {
+        "span_ms": (covered - spans[0][0]) / 1e3 if spans else 0.0,
+        "idle_ms": idle / 1e3,
+        "kernels": [{"name": name[:120], "ms": total[name] / 1e3, "calls": calls[name]} for name in most[:num_kernels]],
+        "others_ms": sum(total[name] for name in most[num_kernels:]) / 1e3,
+    }
