@@ -76,6 +76,12 @@ class ModelConfig:
         None, "Weights' dtype, derived from --bf16; torch.float64 for exactness tests.", command_line=False
     )
     transformer_impl: str = option("local", "Megatron's layer implementation.", choices=("local", "transformer_engine"))
+    fused_layer_impl: str = option(
+        "auto",
+        "Norms, QK-norm with rotary positions, SwiGLU: triton: one kernel each, and what they write is computed again "
+        "in the backward; reference: Megatron's modules; auto: triton on a CUDA GPU but for float64.",
+        choices=("auto", "triton", "reference"),
+    )
     recompute_granularity: str | None = option(
         None, "Recompute activations inside a segment's backward.", choices=("full", "selective")
     )

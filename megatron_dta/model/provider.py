@@ -28,6 +28,7 @@ from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.tree_attention import TreeAttention
 from megatron_dta.model.tree_model import TreeGPTModel
+from megatron_dta.model.triton_choice import choose_fused_layers
 from megatron_dta.model.value_model import TreeValueModel
 
 
@@ -119,13 +120,25 @@ def layer_spec(
     return spec
 
 
-def block_spec(model: ModelConfig, parallel: ParallelConfig, layers: range) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of one layer where all are the same, else of the given ``layers`` and the final norm."""
+def block_spec(
+    model: ModelConfig, parallel: ParallelConfig, layers: range, fused: bool = False
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec of one layer where all are the same, else of the given ``layers`` and the final norm.
+
+    With ``fused`` the layers are those of ``fused_layer``.
+    """
     if parallel.sequence_parallel:
-        return sequence_parallel_spec(model, layers)
-    if model.num_experts is None:
+        spec = sequence_parallel_spec(model, layers)
+    elif model.num_experts is None and not fused:
         return layer_spec(model)
-    return TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
+    else:
+        spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
+    if fused:
+        # Here and not above: Triton need not be installed where the reference runs.
+        from megatron_dta.model.fused_layer import fuse_layers
+
+        fuse_layers(spec, model)
+    return spec
 
 
 def sequence_parallel_spec(model: ModelConfig, layers: range) -> TransformerBlockSubmodules:
@@ -169,6 +182,7 @@ def build_model(
     num_stages, num_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     layers = stage_layers(model, parallel)
     config = transformer_config(model, parallel)
+    fused = choose_fused_layers(model.fused_layer_impl, model.params_dtype, device)
     part_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)
     if value_head:
         part_class, arguments = TreeValueModel, arguments | {"share_embeddings_and_output_weights": False}
@@ -178,13 +192,14 @@ def build_model(
         first_layer = sum(layers[:virtual_stage])
         part = part_class(
             config,
-            block_spec(model, parallel, range(first_layer, first_layer + layers[virtual_stage])),
+            block_spec(model, parallel, range(first_layer, first_layer + layers[virtual_stage]), fused),
             **arguments,
             pre_process=virtual_stage == 0,
             post_process=virtual_stage == len(layers) - 1,
             vp_stage=chunk if num_chunks > 1 else None,
         )
         set_frequencies(part, model)
+        part.has_fused_layers = fused
         part.true_vocab_size = model.vocab_size
         part.stage_layers, part.first_layer = tuple(layers), first_layer
         parts.append(part.to(device=device, dtype=model.params_dtype))

@@ -21,6 +21,7 @@ from torch import Tensor
 from dta_kernels.linear_logprobs import RowChunk, linear_logprobs
 from dta_kernels.parallel_linear_logprobs import parallel_linear_logprobs
 from megatron_dta.model.attention_context import AttentionContext, check_context
+from megatron_dta.model.rotary import rotary_tables
 
 
 class TreeGPTModel(GPTModel):
@@ -30,11 +31,13 @@ class TreeGPTModel(GPTModel):
         true_vocab_size: rows of the output weight that are tokens; rows beyond are padding and take no probability.
         stage_layers: layers of each virtual pipeline stage, in their order.
         first_layer: index in the whole model of the part's first layer; 0 if this is the whole.
+        has_fused_layers: whether its layers are those of ``fused_layer``.
     """
 
     true_vocab_size: int
     stage_layers: tuple[int, ...]
     first_layer: int
+    has_fused_layers: bool = False
 
     @property
     def parts(self) -> list[TreeGPTModel]:
@@ -79,6 +82,8 @@ class TreeGPTModel(GPTModel):
         context.max_seqlen_q = context.max_seqlen_kv = self.max_sequence_length
         outputs = list(super()._preprocess(*args, packed_seq_params=context, **kwargs))
         outputs[1] = outputs[1].index_select(0, self._filled_up(context.position_ids))
+        if self.has_fused_layers:
+            context.rotary_tables = rotary_tables(outputs[1], self.config)
         return tuple(outputs)
 
     def _postprocess(

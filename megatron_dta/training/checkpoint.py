@@ -56,6 +56,7 @@ _FREE_MODEL_SETTINGS = {
     "bf16",
     "fp16",
     "transformer_impl",
+    "fused_layer_impl",
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
