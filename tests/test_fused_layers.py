@@ -12,10 +12,12 @@ import torch
 from conftest import seed_all
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.errors import InputError
-from megatron_dta.model import KVPool, SegmentContext, build_model, initialize_parallel, rematerialize
+from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel, build_model, initialize_parallel, rematerialize
 from megatron_dta.model.activation_memory import activation_bytes_per_token
 from megatron_dta.model.triton_choice import choose_fused_layers
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
+from mesh_worker import MeshCase, run_cases, run_on_ranks
+from test_mesh import joined
 from test_tree_engine import (
     GRPO,
     LLAMA,
@@ -76,26 +78,30 @@ def test_a_step_equals_that_of_megatrons_modules(settings, mode, segment_tokens,
     assert errors.largest() < 5e-6, errors
 
 
-def _forward(model_settings: dict, tokens: int, keep: bool = False) -> tuple[torch.nn.Module, torch.Tensor, int]:
-    """A fused model, its output and the bytes of the storages that autograd keeps, but for parameters and the pool."""
-
-    device = initialize_parallel(7)
-    model = build_model(model_config(**model_settings, fused_layer_impl="triton"), device)
-    config = model.config
-    positions = torch.arange(tokens)
+def segment_context(model: TreeGPTModel, tokens: int, device: torch.device) -> SegmentContext:
+    """The context of a lone segment of one sequence, on the plain attention."""
+    config, positions = model.config, torch.arange(tokens, device=device)
     pool = KVPool(
         config.num_layers, tokens, config.num_query_groups, config.kv_channels, config.params_dtype, device, True
     )
     pool.open(slice(0, tokens))
-    context = SegmentContext(
+    return SegmentContext(
         position_ids=positions,
         pool=pool,
         slots=slice(0, tokens),
         ancestor_slots=positions[:0],
         query_index=positions,
         key_index=positions,
-        key_end=torch.full((tokens,), tokens),
+        key_end=torch.full((tokens,), tokens, device=device),
     )
+
+
+def _forward(model_settings: dict, tokens: int, keep: bool = False) -> tuple[torch.nn.Module, torch.Tensor, int]:
+    """A fused model, its output and the bytes of the storages that autograd keeps, but for parameters and the pool."""
+
+    device = initialize_parallel(7)
+    model = build_model(model_config(**model_settings, fused_layer_impl="triton"), device)
+    context = segment_context(model, tokens, device)
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,3 +184,29 @@ def test_triton_on_a_cpu_is_refused_but_for_the_interpreter():
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode != 0
     assert "--fused-layer-impl triton needs a CUDA GPU; use auto or reference" in run.stderr
+
+
+@interpreter
+def test_tensor_and_sequence_parallelism_equal_one_process(tmp_path):
+    pytest.importorskip("triton")
+    objective = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
+    samples = random_training_samples(branching_sequences(seed_all(29), count=6, longest=20), seed=29)
+    reference = model_config(torch.float32, **QWEN3, fused_layer_impl="reference")
+    weights = weights_of(reference, seed=3)
+    # Odd segments, which sequence parallelism must fill up.
+    cuts = {"dta": tree_config("dta", 21, None), "recomputed": tree_config("dta", 33, 0)}
+    partition = [list(range(len(samples)))]
+    meshes = {
+        "tp2": ParallelConfig(tensor_model_parallel_size=2),
+        "tp2-sp": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    }
+    fused = model_config(torch.float32, **QWEN3, fused_layer_impl="triton")
+    cases = {
+        f"{mesh} {cut}": MeshCase(fused, parallel, cuts[cut], samples, partition, weights, objective, TEMPERATURE)
+        for (mesh, parallel), cut in zip(meshes.items(), cuts, strict=True)
+    }
+    ranks = run_on_ranks(run_cases, cases, 2, tmp_path)
+    for name in cases:
+        expected, _ = run_tree(reference, weights, samples, GRPO, cuts[name.split()[1]], TEMPERATURE)
+        errors = compare_outcomes(joined([rank[name] for rank in ranks], reference, partition), expected)
+        assert errors.largest() < 5e-6, (name, errors)

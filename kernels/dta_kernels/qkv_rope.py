@@ -2,8 +2,10 @@
 
 Megatron's product leaves the heads of a group side by side: its queries, its key, its value. A program reads the heads
 of one group where they are, normalizes each (Qwen3's QK-norm) and turns pairs of channels (i, i + R / 2) by their
-angle; values stay where they are, as a view. The backward takes the gradients of all three and writes that of the
-mixed rows. Arithmetic is float32 throughout, with cosines and sines of float32, and results are rounded once.
+angle; values stay where they are, as a view. A head is read as three tiles: the two halves of what is turned and the
+rest, so that every access is to neighboring channels. The backward takes the gradients of queries, keys and values and
+writes that of the mixed rows. Arithmetic is float32 throughout, cosines and sines are float32, and results are rounded
+once.
 
 Weight gradients are added up in a fixed order, in float32: each program over its tokens, then the programs' sums.
 
@@ -33,134 +35,180 @@ class QKVLayout(NamedTuple):
 
 
 @triton.jit
-def _channels(HALF: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of every channel: the other one of its pair, the sign of that one's share, and the pair."""
-    d = tl.arange(0, BLOCK_D)
-    is_first = d < HALF
-    is_rotated = d < 2 * HALF
-    other = tl.where(is_first, d + HALF, tl.where(is_rotated, d - HALF, d))
-    sign = tl.where(is_first, -1.0, tl.where(is_rotated, 1.0, 0.0))
-    pair = tl.where(is_first, d, d - HALF)
-    return other, sign, pair
-
-
-@triton.jit
-def _turned_head(
-    source, weight_in, cos, sin, other, exists, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr
+def _turn_head(
+    source, target, weight_in, cos, sin, half_exists, rest_exists, eps, D: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """A head of some tokens, normalized and turned; ``source`` [tokens, 1] points to its first channel."""
-    d = tl.arange(0, BLOCK_D)
-    x = tl.load(source + d[None, :], mask=exists, other=0.0).to(tl.float32)
-    x_other = tl.load(source + other[None, :], mask=exists, other=0.0).to(tl.float32)
+    """Normalize and turn a head of some tokens; ``source`` and ``target`` [tokens, 1] point to its first channel."""
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    first = tl.load(source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+    if REST:
+        rest = tl.load(source + r[None, :], mask=rest_exists, other=0.0).to(tl.float32)
     if NORM:
-        rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
-        x = x * rstd[:, None] * tl.load(weight_in + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        x_other = x_other * rstd[:, None] * tl.load(weight_in + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    return x * cos + x_other * sin
+        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if REST:
+            total += tl.sum(rest * rest, 1)
+        rstd = (1.0 / tl.sqrt(total / D + eps))[:, None]
+        first = first * rstd * tl.load(weight_in + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        second = second * rstd * tl.load(weight_in + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        if REST:
+            rest = rest * rstd * tl.load(weight_in + r, mask=r < D, other=0.0).to(tl.float32)[None, :]
+    element = target.dtype.element_ty
+    tl.store(target + h[None, :], (first * cos - second * sin).to(element), mask=half_exists)
+    tl.store(target + HALF + h[None, :], (second * cos + first * sin).to(element), mask=half_exists)
+    if REST:
+        tl.store(target + r[None, :], rest.to(element), mask=rest_exists)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     mixed_in, cos_in, sin_in, q_weight_in, k_weight_in, q_out, k_out, num_rows, num_groups, eps, HEADS: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    other, sign, pair = _channels(HALF, BLOCK_D)
-    row_exists = row < num_rows
-    exists = row_exists[:, None] & (d < D)[None, :]
-    is_rotated = row_exists[:, None] & (d < 2 * HALF)[None, :]
-    table = row[:, None] * HALF + pair[None, :]
-    cos = tl.load(cos_in + table, mask=is_rotated, other=1.0)
-    sin = tl.load(sin_in + table, mask=is_rotated, other=0.0) * sign[None, :]
-    source = mixed_in + (row[:, None] * num_groups + group) * ((HEADS + 2) * D)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    half_exists = (row < num_rows) & (h < HALF)[None, :]
+    rest_exists = (row < num_rows) & (r < D)[None, :]
+    cos = tl.load(cos_in + row * HALF + h[None, :], mask=half_exists, other=0.0)
+    sin = tl.load(sin_in + row * HALF + h[None, :], mask=half_exists, other=0.0)
+    of_group = row * num_groups + group
+    source = mixed_in + of_group * ((HEADS + 2) * D)
     for head in range(HEADS):
-        q = _turned_head(source + head * D, q_weight_in, cos, sin, other, exists, eps, D, BLOCK_D, NORM)
-        target = q_out + ((row[:, None] * num_groups + group) * HEADS + head) * D + d[None, :]
-        tl.store(target, q.to(q_out.dtype.element_ty), mask=exists)
+        _turn_head(
+            source + head * D, q_out + (of_group * HEADS + head) * D, q_weight_in, cos, sin, half_exists, rest_exists,
+            eps, D, HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
+        )  # fmt: skip
     if KEYS:
-        k = _turned_head(source + HEADS * D, k_weight_in, cos, sin, other, exists, eps, D, BLOCK_D, NORM)
-        target = k_out + (row[:, None] * num_groups + group) * D + d[None, :]
-        tl.store(target, k.to(k_out.dtype.element_ty), mask=exists)
+        _turn_head(
+            source + HEADS * D, k_out + of_group * D, k_weight_in, cos, sin, half_exists, rest_exists, eps, D, HALF,
+            REST, BLOCK_HALF, BLOCK_REST, NORM,
+        )  # fmt: skip
 
 
 @triton.jit
-def _head_gradient(
-    grad_source, source, weight_in, cos, sin, other, exists, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr,
+def _turn_head_back(
+    grad_source, source, target, weight_in, cos, sin, half_exists, rest_exists, eps, D: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Gradient by a head of the mixed rows, and each token's share of the weight's."""
-    d = tl.arange(0, BLOCK_D)
-    grad = tl.load(grad_source + d[None, :], mask=exists, other=0.0).to(tl.float32)
-    grad_other = tl.load(grad_source + other[None, :], mask=exists, other=0.0).to(tl.float32)
+    """Write the gradient by a head of the mixed rows; returns each token's share of the weight's, in three parts."""
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    grad_first = tl.load(grad_source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+    grad_second = tl.load(grad_source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
     # Turned back by the same angle.
-    grad = grad * cos - grad_other * sin
-    grad_weight = grad
+    first = grad_first * cos + grad_second * sin
+    second = grad_second * cos - grad_first * sin
+    rest = tl.zeros_like(rest_exists).to(tl.float32)
+    if REST:
+        rest = tl.load(grad_source + r[None, :], mask=rest_exists, other=0.0).to(tl.float32)
+    share_first, share_second, share_rest = first, second, rest
     if NORM:
-        x = tl.load(source + d[None, :], mask=exists, other=0.0).to(tl.float32)
-        rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
-        hat = x * rstd[:, None]
-        grad_weight = grad * hat
-        grad = grad * tl.load(weight_in + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        grad = (grad - hat * (tl.sum(grad * hat, 1) / D)[:, None]) * rstd[:, None]
-    return grad, grad_weight
+        hat_first = tl.load(source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+        hat_second = tl.load(source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+        total = tl.sum(hat_first * hat_first, 1) + tl.sum(hat_second * hat_second, 1)
+        if REST:
+            hat_rest = tl.load(source + r[None, :], mask=rest_exists, other=0.0).to(tl.float32)
+            total += tl.sum(hat_rest * hat_rest, 1)
+        rstd = (1.0 / tl.sqrt(total / D + eps))[:, None]
+        hat_first, hat_second = hat_first * rstd, hat_second * rstd
+        share_first, share_second = first * hat_first, second * hat_second
+        first = first * tl.load(weight_in + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        second = second * tl.load(weight_in + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        moment = tl.sum(first * hat_first, 1) + tl.sum(second * hat_second, 1)
+        if REST:
+            hat_rest = hat_rest * rstd
+            share_rest = rest * hat_rest
+            rest = rest * tl.load(weight_in + r, mask=r < D, other=0.0).to(tl.float32)[None, :]
+            moment += tl.sum(rest * hat_rest, 1)
+        mean = (moment / D)[:, None]
+        first, second = (first - hat_first * mean) * rstd, (second - hat_second * mean) * rstd
+        if REST:
+            rest = (rest - hat_rest * mean) * rstd
+    element = target.dtype.element_ty
+    tl.store(target + h[None, :], first.to(element), mask=half_exists)
+    tl.store(target + HALF + h[None, :], second.to(element), mask=half_exists)
+    if REST:
+        tl.store(target + r[None, :], rest.to(element), mask=rest_exists)
+    return share_first, share_second, share_rest
+
+
+@triton.jit
+def _store_weight_gradient(
+    out, first, second, rest, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr
+):  # fmt: skip
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    tl.store(out + h, tl.sum(first, 0), mask=h < HALF)
+    tl.store(out + HALF + h, tl.sum(second, 0), mask=h < HALF)
+    tl.store(out + r, tl.sum(rest, 0), mask=r < D)
 
 
 @triton.jit(do_not_specialize=["num_rows", "tiles_per_program"])
 def _backward_kernel(
     grad_q_in, grad_k_in, grad_v_in, mixed_in, cos_in, sin_in, q_weight_in, k_weight_in, grad_mixed_out,
     grad_q_weight_out, grad_k_weight_out, num_rows, tiles_per_program, num_groups, eps, HEADS: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     group, program = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, BLOCK_D)
-    other, sign, pair = _channels(HALF, BLOCK_D)
-    grad_q_weight = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
-    grad_k_weight = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    q_first = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+    q_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+    q_rest = tl.zeros([ROWS, BLOCK_REST], dtype=tl.float32)
+    k_first = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+    k_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+    k_rest = tl.zeros([ROWS, BLOCK_REST], dtype=tl.float32)
     for tile in range(program * tiles_per_program, (program + 1) * tiles_per_program):
-        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        row_exists = row < num_rows
-        exists = row_exists[:, None] & (d < D)[None, :]
-        is_rotated = row_exists[:, None] & (d < 2 * HALF)[None, :]
-        table = row[:, None] * HALF + pair[None, :]
-        cos = tl.load(cos_in + table, mask=is_rotated, other=1.0)
-        sin = tl.load(sin_in + table, mask=is_rotated, other=0.0) * sign[None, :]
-        of_group = row[:, None] * num_groups + group
-        start = of_group * ((HEADS + 2) * D)
-        target = grad_mixed_out + start + d[None, :]
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        half_exists = (row < num_rows) & (h < HALF)[None, :]
+        rest_exists = (row < num_rows) & (r < D)[None, :]
+        cos = tl.load(cos_in + row * HALF + h[None, :], mask=half_exists, other=0.0)
+        sin = tl.load(sin_in + row * HALF + h[None, :], mask=half_exists, other=0.0)
+        of_group = row * num_groups + group
+        source = mixed_in + of_group * ((HEADS + 2) * D)
+        target = grad_mixed_out + of_group * ((HEADS + 2) * D)
         for head in range(HEADS):
-            grad_source = grad_q_in + (of_group * HEADS + head) * D
-            source = mixed_in + start + head * D
-            grad, share = _head_gradient(
-                grad_source, source, q_weight_in, cos, sin, other, exists, eps, D, BLOCK_D, NORM
-            )
-            tl.store(target + head * D, grad.to(grad_mixed_out.dtype.element_ty), mask=exists)
-            grad_q_weight += share
-        source = mixed_in + start + HEADS * D
-        grad, share = _head_gradient(
-            grad_k_in + of_group * D, source, k_weight_in, cos, sin, other, exists, eps, D, BLOCK_D, NORM
-        )
-        tl.store(target + HEADS * D, grad.to(grad_mixed_out.dtype.element_ty), mask=exists)
-        grad_k_weight += share
-        grad_v = tl.load(grad_v_in + of_group * D + d[None, :], mask=exists, other=0.0)
-        tl.store(target + (HEADS + 1) * D, grad_v.to(grad_mixed_out.dtype.element_ty), mask=exists)
+            first, second, rest = _turn_head_back(
+                grad_q_in + (of_group * HEADS + head) * D, source + head * D, target + head * D, q_weight_in, cos, sin,
+                half_exists, rest_exists, eps, D, HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
+            )  # fmt: skip
+            q_first += first
+            q_second += second
+            q_rest += rest
+        k1, k2, k3 = _turn_head_back(
+            grad_k_in + of_group * D, source + HEADS * D, target + HEADS * D, k_weight_in, cos, sin, half_exists,
+            rest_exists, eps, D, HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
+        )  # fmt: skip
+        k_first += k1
+        k_second += k2
+        k_rest += k3
+        grad_v, target = grad_v_in + of_group * D, target + (HEADS + 1) * D
+        value = tl.load(grad_v + h[None, :], mask=half_exists, other=0.0)
+        tl.store(target + h[None, :], value, mask=half_exists)
+        value = tl.load(grad_v + HALF + h[None, :], mask=half_exists, other=0.0)
+        tl.store(target + HALF + h[None, :], value, mask=half_exists)
+        if REST:
+            value = tl.load(grad_v + r[None, :], mask=rest_exists, other=0.0)
+            tl.store(target + r[None, :], value, mask=rest_exists)
     if NORM:
-        partial = (program * num_groups + group).to(tl.int64) * D + d
-        tl.store(grad_q_weight_out + partial, tl.sum(grad_q_weight, 0), mask=d < D)
-        tl.store(grad_k_weight_out + partial, tl.sum(grad_k_weight, 0), mask=d < D)
+        partial = (program * num_groups + group).to(tl.int64) * D
+        _store_weight_gradient(grad_q_weight_out + partial, q_first, q_second, q_rest, D, HALF, BLOCK_HALF, BLOCK_REST)
+        _store_weight_gradient(grad_k_weight_out + partial, k_first, k_second, k_rest, D, HALF, BLOCK_HALF, BLOCK_REST)
 
 
 def _settings(layout: QKVLayout, num_pairs: int, norm: bool) -> dict[str, int | bool]:
-    block = triton.next_power_of_2(layout.head_size)
+    rest = layout.head_size - 2 * num_pairs
+    block = triton.next_power_of_2(num_pairs)
     return {
         "HEADS": layout.heads_per_group,
+        "ROWS": max(1, min(16, 1024 // block)),
         "D": layout.head_size,
         "HALF": num_pairs,
+        "REST": rest,
+        "BLOCK_HALF": block,
+        "BLOCK_REST": triton.next_power_of_2(max(1, rest)),
         "NORM": norm,
-        "ROWS": max(1, min(16, 2048 // block)),
-        "BLOCK_D": block,
         "num_warps": 4,
     }
 
