@@ -34,27 +34,9 @@ from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.training.optimizer import data_parallel_chunks
+from model_shapes import SHAPES, benchmark_model
 from step_profile import profile_step
 
-_QWEN3 = dict(vocab_size=151936, kv_channels=128, num_query_groups=8, untie_embeddings_and_output_weights=True)
-# Megatron's names; "tiny" is for a look on a laptop.
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _QWEN3
-    | dict(num_layers=2, hidden_size=64, ffn_hidden_size=192, num_attention_heads=8, kv_channels=8, vocab_size=None),
-    "qwen3-1.7b": _QWEN3
-    | dict(
-        num_layers=28,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_attention_heads=16,
-        untie_embeddings_and_output_weights=False,
-    ),
-    "qwen3-8b": _QWEN3 | dict(num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32),
-    "qwen3-14b": _QWEN3 | dict(num_layers=40, hidden_size=5120, ffn_hidden_size=17408, num_attention_heads=40),
-    "qwen3-32b": _QWEN3 | dict(num_layers=64, hidden_size=5120, ffn_hidden_size=25600, num_attention_heads=64),
-    "llama3-70b": _QWEN3
-    | dict(num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, vocab_size=128256),
-}
 PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -101,24 +83,12 @@ def load_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
 
 
 def model_config(arguments: argparse.Namespace, samples: list[TrainingSample]) -> ModelConfig:
-    shape = dict(SHAPES[arguments.model])
-    if arguments.num_layers is not None:
-        shape["num_layers"] = arguments.num_layers
     needed = 1 + max(int(sample.token_ids.max()) for sample in samples)
-    shape["vocab_size"] = shape["vocab_size"] or needed
-    if needed > shape["vocab_size"]:
-        raise InputError(
-            f"{arguments.file}: has token id {needed - 1}, but {arguments.model} has {shape['vocab_size']}"
-        )
-    return ModelConfig(
-        **shape,
-        group_query_attention=True,
-        swiglu=True,
-        disable_bias_linear=True,
-        qk_layernorm=True,
-        max_position_embeddings=max(len(sample.token_ids) for sample in samples),
-        bf16=arguments.bf16,
-    )
+    vocab_size = SHAPES[arguments.model]["vocab_size"] or needed
+    if needed > vocab_size:
+        raise InputError(f"{arguments.file}: has token id {needed - 1}, but {arguments.model} has {vocab_size}")
+    longest = max(len(sample.token_ids) for sample in samples)
+    return benchmark_model(arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers)
 
 
 def gemm_peak(device: torch.device, dtype: torch.dtype) -> float:
