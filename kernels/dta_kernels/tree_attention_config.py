@@ -66,7 +66,7 @@ class TreeAttentionConfig:
     key_gradients: KernelConfig
     query_gradients_from_scores: KernelConfig
     query_gradients: KernelConfig
-    stored_scores_bytes: int = 512 << 20
+    stored_scores_bytes: int = 1 << 30
     library_queries: int = 0
     library_keys: int = 512
 
@@ -91,10 +91,10 @@ _HOPPER = {
         KernelConfig(128, 64, 8, 3),
     ),
     128: (
-        KernelConfig(128, 128, 8, 2, tma=True),
-        KernelConfig(64, 128, 8, 2),
-        KernelConfig(64, 128, 4, 3),
-        KernelConfig(128, 64, 8, 2),
+        KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
+        KernelConfig(64, 64, 4, 2, tma=True),
+        KernelConfig(64, 64, 4, 4, tma=True),
+        KernelConfig(128, 64, 8, 3, tma=True),
     ),
     256: (
         KernelConfig(128, 64, 8, 2, tma=True),
