@@ -40,7 +40,7 @@ class StepOutcome:
     """What an optimizer step did.
 
     Attributes:
-        applied: False if the step was skipped because the loss or the gradient was not finite.
+        applied: False if the step was skipped because the loss or the gradient was not finite, or an outlier.
         grad_norm: norm of the whole gradient before clipping.
         learning_rate: the rate that the step used, or would have.
     """
@@ -83,16 +83,19 @@ class TrainingOptimizer:
         """
         finalize_model_grads(self.chunks)
 
-    def step(self, loss: float) -> StepOutcome:
-        """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""
+    def step(self, loss: float, skip_above: float | None = None) -> StepOutcome:
+        """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss.
+
+        A gradient whose norm is above ``skip_above`` is not applied.
+        """
         biases = [bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")]
         before = [bias.clone() for bias in biases]
         self.reduce_gradients()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.learning_rate
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
+        applied = math.isfinite(loss) and math.isfinite(grad_norm) and (skip_above is None or grad_norm <= skip_above)
+        if applied:
             # Megatron's own step prepares and measures again, which changes nothing; it has no way to skip on a NaN.
             self.optimizer.step()
             self.schedule.step(1)
@@ -100,7 +103,7 @@ class TrainingOptimizer:
             # Megatron updates the biases of experts with the reduction of the gradients.
             for bias, value in zip(biases, before, strict=True):
                 bias.copy_(value)
-        return StepOutcome(applied=finite, grad_norm=grad_norm, learning_rate=learning_rate)
+        return StepOutcome(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @property
     def learning_rate(self) -> float:

@@ -37,6 +37,7 @@ from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.random_state import seed_random_states
 from megatron_dta.training.reference import Reference
+from megatron_dta.training.rollout_files import RolloutFiles
 from megatron_dta.training.sampled_data import build_sampled_data
 from megatron_dta.training.stored_data import StoredEvaluation, load_files, load_stored_rollouts
 
@@ -117,6 +118,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         progress=progress,
         console=console,
         critic=critic,
+        rollout_files=_rollout_files(config, task),
         resumed=start is not None and resumes,
         saved_iteration=progress.iteration if own else None,
     )
@@ -134,6 +136,14 @@ def _open_metrics(config: TrainConfig, iteration: int) -> MetricsLog:
     if current_mesh().rank != 0:
         return MetricsLog(None, LoggingConfig(), iteration)
     return MetricsLog(metrics_path(config), config.logging, iteration, settings_by_flag(config))
+
+
+def _rollout_files(config: TrainConfig, task: SamplingTask | None) -> RolloutFiles | None:
+    """The first process writes them; all have the same samples."""
+    folder, interval = config.checkpoint.save, config.logging.save_rollouts_interval
+    if folder is None or interval is None or current_mesh().rank != 0:
+        return None
+    return RolloutFiles(folder, interval, config.logging.save_rollouts_groups, task.tokenizer if task else None)
 
 
 def _make_folders(config: TrainConfig) -> None:
