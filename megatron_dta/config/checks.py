@@ -17,6 +17,7 @@ from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.config.rollout_checks import check_rollout_engine, rollout_conditions
 from megatron_dta.config.train import TrainConfig, settings_of
+from megatron_dta.config.tree_checks import check_tree
 from megatron_dta.config.treepo_checks import check_treepo, treepo_conditions
 from megatron_dta.errors import InputError
 
@@ -28,6 +29,7 @@ def check_config(config: TrainConfig) -> None:
     _check_data(config)
     check_objective(config)
     check_treepo(config)
+    check_tree(config)
     _check_schedule(config)
     _check_parallel(config)
     _check_hf(config)

@@ -92,9 +92,7 @@ class CostFile:
             return sum(seconds), seconds[0] / sum(seconds) if sum(seconds) else 0.5
 
         token, pair, edge, segment = (total(name) for name in ("token", "pair", "edge", "segment"))
-        return CostModel(
-            token[0], pair[0], edge[0], segment[0], segment_tokens, token[1], pair[1], edge[1], segment[1]
-        )
+        return CostModel(token[0], pair[0], edge[0], segment[0], segment_tokens, token[1], pair[1], edge[1], segment[1])
 
     def check(self, shape: CostShape) -> None:
         """Raise InputError unless the file holds for a model of ``shape``, naming the first difference."""
@@ -187,8 +185,7 @@ def _part(path: str | Path, values: Mapping[str, Any], name: str, kind: type) ->
             valid = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
         if not valid:
             wanted = {"bool": "true or false", "str": "a name", "int": "a whole number not below 0"}
-            raise InputError(
-                f"{path}: field {name}.{field.name} must be {wanted.get(expected, 'a number not below 0')}, not {value!r}"
-            )
+            kind_name = wanted.get(expected, "a number not below 0")
+            raise InputError(f"{path}: field {name}.{field.name} must be {kind_name}, not {value!r}")
         found[field.name] = value
     return kind(**found)

@@ -49,9 +49,7 @@ def least_activation_tokens(needed: np.ndarray) -> int:
     return int(needed.max(initial=0))
 
 
-def choose_kept_by_memory(
-    plan: SegmentPlan, budget_tokens: int, needed: np.ndarray, seconds: np.ndarray
-) -> np.ndarray:
+def choose_kept_by_memory(plan: SegmentPlan, budget_tokens: int, needed: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """The segments that keep their activations, by memory, in units of one token's activations.
 
     Args:
@@ -149,9 +147,7 @@ class _Search:
         worth = np.asarray(values, dtype=np.float64).tolist()
         # Most value below a segment when it is dropped, and below it when it is kept (negative: it does not fit).
         dropped = [np.zeros(len(budget)) for budget in budgets]
-        below_kept = [
-            np.where(budget - charge[s] >= self.reserve[s], 0.0, -np.inf) for s, budget in enumerate(budgets)
-        ]
+        below_kept = [np.where(budget - charge[s] >= self.reserve[s], 0.0, -np.inf) for s, budget in enumerate(budgets)]
         keeps: list[np.ndarray] = [np.zeros(0, dtype=bool)] * len(parents)
         for segment in range(len(parents) - 1, -1, -1):
             kept = below_kept[segment] + worth[segment]

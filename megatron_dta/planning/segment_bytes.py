@@ -125,6 +125,7 @@ def peak_bytes(
     kept: Sequence[bool],
     num_slots: Sequence[int],
     layers: Sequence[float],
+    has_input: Sequence[bool],
     each: SegmentBytes,
 ) -> float:
     """Most bytes that a rank's ops hold at once, the K/V slots included, which are there throughout.
@@ -133,14 +134,14 @@ def peak_bytes(
         ops: (kind, segment, chunk) in order; a backward in two ops ends with its second.
         lengths, path_tokens, kept: of each segment: its tokens, those of its root path with its own, and whether it
             keeps its activations.
-        num_slots, layers: of each chunk of the rank: K/V slots and layers.
+        num_slots, layers, has_input: of each chunk of the rank: K/V slots, layers, and whether a stage comes before it.
     """
     slots = sum(count * own * each.kv_per_token_and_layer for count, own in zip(num_slots, layers, strict=True))
     live = peak = 0.0
     splits = {(segment, chunk) for kind, segment, chunk in ops if kind is OpKind.BACKWARD_WEIGHT}
     for kind, segment, chunk in ops:
         activations = each.kept(layers[chunk]) * lengths[segment]
-        held = activations if kept[segment] else each.input_per_token * lengths[segment]
+        held = activations if kept[segment] else has_input[chunk] * each.input_per_token * lengths[segment]
         work = each.work(lengths[segment], path_tokens[segment])
         if kind is OpKind.FORWARD:
             live += held
