@@ -13,14 +13,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_dta.errors import InputError
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.rollouts.files import replacing
-from megatron_dta.sampling.tokenizer import Tokenizer
-from megatron_dta.training.samples import StepSamples
+
+if TYPE_CHECKING:
+    # Reports read these files and need no Megatron.
+    from megatron_dta.sampling.tokenizer import Tokenizer
+    from megatron_dta.training.samples import StepSamples
 
 FOLDER = "rollouts"
 TOKENS_SUFFIX = "_tokens.json"
