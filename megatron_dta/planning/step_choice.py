@@ -34,10 +34,11 @@ PIPELINE_SIZES = (4096, 2048, 1024, 512)
 DEFAULT_SEGMENT_TOKENS = 2048
 # Where memory is not limited in bytes, larger segments may have no more in flight than these by default.
 UNLIMITED_SEGMENT_TOKENS = 2048
-# A candidate must be so much faster than the best to be looked for; and after so many sizes in turn that are slower
-# than the best, smaller ones are not tried.
-WORTH = 1e-3
+# After so many sizes that are slower than the best, smaller ones are not tried; each is looked at with so many of the
+# segment planner's strategies, and the best planned with all. Some segment is at least so full.
 SLOWER_SIZES = 2
+LOOKED_AT = 2
+FULL = 0.9
 # In a pipeline: parts of the tokens in flight whose activations are kept, tried in turn.
 KEPT_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
@@ -86,28 +87,61 @@ def choose_step(
         return _for_pipeline(tree, loss_masks, shape, segment_tokens, memory_tokens, activation_tokens)
     sizes = [segment_tokens] if segment_tokens else list(_useful_sizes(SIZES, tree.num_tokens))
     best: StepChoice | None = None
-    missing, slower, work = np.inf, 0, 0.0
+    slower, work, overhead = 0, 0.0, shape.cost_model.seconds_per_segment
     for size in sizes:
-        count = -(-tree.num_tokens // size)
-        overhead = shape.cost_model.seconds_per_segment
-        if slower >= SLOWER_SIZES or (best and best.seconds <= (1 + WORTH) * (work + overhead * count)):
+        if slower >= SLOWER_SIZES or (best and best.seconds <= work + overhead * -(-tree.num_tokens // size)):
             break
-        found_here: float = np.inf
+        if size != sizes[-1] and _surely_too_large(tree, size, shape):
+            continue
+        of_size: list[float] = []
         for budget in _in_flight_budgets(tree, size, memory_tokens, segment_tokens is None, shape.memory is not None):
-            segments = plan_segments(tree, size, budget)
-            choice, work, short = judge(segments, loss_masks, shape, budget, activation_tokens)
-            missing = min(missing, short)
+            segments = plan_segments(tree, size, budget, LOOKED_AT)
+            choice, work, _ = judge(segments, loss_masks, shape, budget, activation_tokens)
             if choice is None:
                 continue
-            found_here = min(found_here, choice.seconds)
-            if best is None or choice.seconds < (1 - WORTH) * best.seconds:
-                best = choice
+            of_size.append(choice.seconds)
+            best = choice if best is None or choice.seconds < best.seconds else best
             if choice.kept.all():
                 break  # A smaller budget would only cut it worse.
-        slower += best is not None and np.isfinite(found_here) and found_here > best.seconds
-    if best is None:
-        raise _too_little(shape.memory, 0, missing, tree, sizes[-1], memory_tokens)
-    return best
+        slower += bool(of_size) and min(of_size) > best.seconds
+    return _settled(tree, loss_masks, shape, best, sizes[-1], memory_tokens, activation_tokens)
+
+
+def _settled(
+    tree: PrefixTree,
+    loss_masks: Sequence[np.ndarray] | None,
+    shape: PipelineShape,
+    found: StepChoice | None,
+    least_size: int,
+    memory_tokens: int | None,
+    activation_tokens: int | None,
+) -> StepChoice:
+    """The choice of a search that took quick looks, planned with care; the least of all if it found nothing."""
+    longest = int(tree.sequence_lengths.max(initial=0))
+    size, budgets = least_size, [memory_tokens or longest]
+    if found is not None:
+        size, budgets = found.segments.segment_tokens, [found.memory_tokens]
+        if shape.memory is not None and memory_tokens is None and found.memory_tokens == longest:
+            budgets.append((default_memory_tokens(tree, size) + 3 * longest) // 4)
+    missing = np.inf
+    for budget in budgets:
+        choice, _, short = judge(plan_segments(tree, size, budget), loss_masks, shape, budget, activation_tokens)
+        missing = min(missing, short)
+        if choice is not None and (found is None or choice.seconds < found.seconds):
+            found = choice
+    if found is None:
+        raise _too_little(shape.memory, 0, missing, tree, size, memory_tokens)
+    return found
+
+
+def _surely_too_large(tree: PrefixTree, size: int, shape: PipelineShape) -> bool:
+    """Whether not even one full segment at the end of the longest sequence fits."""
+    if shape.memory is None:
+        return False
+    layers, each = float(sum(shape.layers)), shape.memory.bytes
+    tokens, path = FULL * min(size, tree.num_tokens), int(tree.sequence_lengths.max(initial=0))
+    slots = path * layers * each.kv_per_token_and_layer
+    return slots + each.kept(layers) * tokens + each.work(tokens, path) > shape.memory.available(0)
 
 
 def judge(
@@ -163,7 +197,7 @@ def _in_flight_budgets(
     if not is_limited:
         return [default_memory_tokens(tree, min(size, UNLIMITED_SEGMENT_TOKENS) if chooses_size else size)]
     longest, default = int(tree.sequence_lengths.max(initial=0)), default_memory_tokens(tree, size)
-    return sorted({default, (default + 3 * longest) // 4, longest}, reverse=True)
+    return sorted({default, longest}, reverse=True)
 
 
 def _for_pipeline(
