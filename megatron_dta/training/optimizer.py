@@ -190,11 +190,17 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
             values["step"] = step
 
 
-def data_parallel_chunks(model: Model, parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """The rank's parts of ``model`` with Megatron's gradient buffers, for the engine."""
+def data_parallel_chunks(
+    model: Model, parallel: ParallelConfig, in_float32: bool = True
+) -> list[DistributedDataParallel]:
+    """The rank's parts of ``model`` with Megatron's gradient buffers, for the engine.
+
+    Args:
+        in_float32: gradients of 16-bit weights in float32; otherwise in the weights' dtype.
+    """
     settings = DistributedDataParallelConfig(
         # Exactness tests in float64 keep their gradients in it.
-        grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
+        grad_reduce_in_fp32=in_float32 and model.config.params_dtype != torch.float64,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         bucket_size=parallel.ddp_bucket_size,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
