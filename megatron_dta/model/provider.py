@@ -22,6 +22,7 @@ from megatron_dta.config.checks import check_dropout, check_rotary, check_tensor
 from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.model.expert_spec import expert_layer_spec, expert_settings
+from megatron_dta.model.main_grad import use_main_grad, with_main_grad_layers
 from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.router import TreeRouter, keep_balance_in_float32
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
@@ -78,6 +79,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        # Megatron's needs a CUDA extension of another package; main_grad.py does the same without.
         gradient_accumulation_fusion=False,
         cuda_graph_scope=[],
     )
@@ -130,7 +132,7 @@ def block_spec(
     if parallel.sequence_parallel:
         spec = sequence_parallel_spec(model, layers)
     elif model.num_experts is None and not fused:
-        return layer_spec(model)
+        spec = layer_spec(model)
     else:
         spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
     if fused:
@@ -138,7 +140,7 @@ def block_spec(
         from megatron_dta.model.fused_layer import fuse_layers
 
         fuse_layers(spec, model)
-    return spec
+    return spec if parallel.no_gradient_accumulation_fusion else with_main_grad_layers(spec)
 
 
 def sequence_parallel_spec(model: ModelConfig, layers: range) -> TransformerBlockSubmodules:
@@ -203,6 +205,8 @@ def build_model(
         part.true_vocab_size = model.vocab_size
         part.stage_layers, part.first_layer = tuple(layers), first_layer
         parts.append(part.to(device=device, dtype=model.params_dtype))
+        if not parallel.no_gradient_accumulation_fusion:
+            use_main_grad(part)
         keep_balance_in_float32(part)
     return StagedModel(parts) if num_stages > 1 else parts[0]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from dta_kernels.linear_logprobs import RowChunk, linear_logprobs
 from dta_kernels.parallel_linear_logprobs import parallel_linear_logprobs
 from megatron_dta.model.attention_context import AttentionContext, check_context
+from megatron_dta.model.main_grad import main_grad_of, output_rows
 from megatron_dta.model.rotary import rotary_tables
 
 
@@ -32,12 +33,14 @@ class TreeGPTModel(GPTModel):
         stage_layers: layers of each virtual pipeline stage, in their order.
         first_layer: index in the whole model of the part's first layer; 0 if this is the whole.
         has_fused_layers: whether its layers are those of ``fused_layer``.
+        adds_to_main_grad: whether weights with a gradient buffer get their gradients there, see ``main_grad``.
     """
 
     true_vocab_size: int
     stage_layers: tuple[int, ...]
     first_layer: int
     has_fused_layers: bool = False
+    adds_to_main_grad: bool = False
 
     @property
     def parts(self) -> list[TreeGPTModel]:
@@ -105,7 +108,11 @@ class TreeGPTModel(GPTModel):
     def output_weight(self) -> Tensor:
         """The rank's rows of the output weight [its part of the vocabulary, hidden size] without padding rows."""
         weight = self._padded_output_weight()
-        return weight[: max(0, self.true_vocab_size - self._first_token(weight))]
+        return weight[: self._true_rows(weight)]
+
+    def _true_rows(self, weight: Tensor) -> int:
+        """Rows of the rank's part of the output weight that are tokens."""
+        return max(0, min(len(weight), self.true_vocab_size - self._first_token(weight)))
 
     def _padded_output_weight(self) -> Tensor:
         shared = self.share_embeddings_and_output_weights
@@ -130,9 +137,16 @@ class TreeGPTModel(GPTModel):
         self, hidden: Tensor, edge_row: Tensor, target: Tensor, chunks: list[RowChunk], temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Logprob of every edge and entropy of every row of ``hidden``; see ``linear_logprobs``."""
-        weight = self.output_weight()
+        padded = self._padded_output_weight()
+        buffer = main_grad_of(padded) if self.adds_to_main_grad else None
+        if buffer is None:
+            weight = self.output_weight()
+        else:
+            is_embedding = self.share_embeddings_and_output_weights and self.pre_process
+            weight = output_rows(padded, self._true_rows(padded), is_embedding)
+            buffer = buffer[: weight.shape[0]]
+        edges = hidden, weight, edge_row, target, chunks, temperature
         if self.config.tensor_model_parallel_size == 1:
-            return linear_logprobs(hidden, weight, edge_row, target, chunks, temperature)
-        first_token = self._first_token(self._padded_output_weight())
+            return linear_logprobs(*edges, weight_grad_VC=buffer)
         group = parallel_state.get_tensor_model_parallel_group()
-        return parallel_linear_logprobs(hidden, weight, edge_row, target, chunks, temperature, first_token, group)
+        return parallel_linear_logprobs(*edges, self._first_token(padded), group, weight_grad_VC=buffer)
