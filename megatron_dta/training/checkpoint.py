@@ -3,6 +3,7 @@
     SAVE/latest_checkpointed_iteration.txt     number of the checkpoint that counts
     SAVE/iter_0000200/                         Megatron's torch_dist files: weights, optimizer, schedule, step, random
                                                states, data position, all settings
+    SAVE/best_checkpoint.json                  names the best one, with --keep-best-checkpoint
     SAVE/reference/                            weights of the KL reference model, where one is used
 
 A checkpoint is written under another name and renamed when complete, then the number file is replaced the same way.
@@ -29,6 +30,7 @@ from megatron_dta.config.options import flag_of
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
+from megatron_dta.training.best_checkpoint import BestCheckpoint
 from megatron_dta.training.checkpoint_files import TRACKER, iteration_folder, prune_checkpoints, replace_text
 from megatron_dta.training.checkpoint_writer import CheckpointWrite, on_first_rank, reason_of
 from megatron_dta.training.optimizer import TrainingOptimizer
@@ -83,13 +85,25 @@ class CheckpointSaver:
         self._critic = critic
         self._folder = Path(config.checkpoint.save or ".")
         self._pending: tuple[int, CheckpointWrite] | None = None
+        self._best: BestCheckpoint | None = None
+        self._next_best: BestCheckpoint | None = None
 
-    def save(self, iteration: int, progress: dict[str, Any]) -> None:
-        """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first."""
+    def set_best(self, best: BestCheckpoint | None) -> None:
+        """The best checkpoint from now on: named in the folder, and never deleted. It must count already."""
+        if best is not None and best != self._best:
+            on_first_rank(self._folder, lambda: best.write(self._folder))
+        self._best = best
+
+    def save(self, iteration: int, progress: dict[str, Any], best: BestCheckpoint | None = None) -> None:
+        """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first.
+
+        ``best`` is the best checkpoint once this one counts; maybe it is this one.
+        """
         self.finish()
         state = _complete_state(self._config, self._model, self._optimizer, iteration, progress, self._critic)
         background = self._config.checkpoint.async_save
         self._pending = iteration, CheckpointWrite(self._folder / iteration_folder(iteration), state, background)
+        self._next_best = best
         if not background:
             self.finish()
 
@@ -105,9 +119,11 @@ class CheckpointSaver:
         (iteration, write), self._pending = self._pending, None
         _let_count(write, iteration)
         self._report(f"saved {write.path}")
+        self.set_best(self._next_best)
         if self._config.checkpoint.keep_checkpoints is not None:
-            keep = self._config.checkpoint.keep_checkpoints
-            on_first_rank(write.path, lambda: prune_checkpoints(self._folder, keep))
+            keep, best = self._config.checkpoint.keep_checkpoints, self._best
+            number = None if best is None else best.iteration
+            on_first_rank(write.path, lambda: prune_checkpoints(self._folder, keep, number))
 
 
 def save_checkpoint(
