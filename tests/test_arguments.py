@@ -23,7 +23,6 @@ SAMPLED = f"{MODEL} --task arithmetic"
 # Accepted so that a command written for Megatron fails with a reason; nothing but the checks may read them.
 REFUSED = {
     "fp16",
-    "transformer_impl",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "moe_expert_capacity_factor",
@@ -187,6 +186,6 @@ def test_every_refused_flag_is_refused() -> None:
         for setting in fields(getattr(config, topic.name)):
             if setting.name not in REFUSED:
                 continue
-            value = {"transformer_impl": " transformer_engine", "fp16": "", "moe_pad_expert_input_to_capacity": ""}
+            value = {"fp16": "", "moe_pad_expert_input_to_capacity": ""}
             with pytest.raises(InputError, match=flag_of(setting)):
                 parse(f"{SAMPLED} {flag_of(setting)}{value.get(setting.name, ' 2')}")

@@ -71,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tree-memory-tokens", type=int)
     parser.add_argument("--tree-activation-tokens", type=int)
     parser.add_argument("--logprob-chunk-tokens", type=int)
+    parser.add_argument("--fused-layer-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
     for name in PARALLEL:
         flag, default = f"--{name.replace('_', '-')}", getattr(ParallelConfig(), name)
@@ -109,7 +110,9 @@ def model_config(arguments: argparse.Namespace, samples: list[TrainingSample]) -
     if needed > vocab_size:
         raise InputError(f"{arguments.file}: has token id {needed - 1}, but {arguments.model} has {vocab_size}")
     longest = max(len(sample.token_ids) for sample in samples)
-    return benchmark_model(arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers)
+    return benchmark_model(
+        arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers, arguments.fused_layer_impl
+    )
 
 
 def gemm_peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -28,7 +28,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def benchmark_model(
-    name: str, vocab_size: int | None, longest: int, bf16: bool, num_layers: int | None = None
+    name: str,
+    vocab_size: int | None,
+    longest: int,
+    bf16: bool,
+    num_layers: int | None = None,
+    fused_layer_impl: str = "auto",
 ) -> ModelConfig:
     """The model of ``SHAPES[name]`` for sequences of up to ``longest`` tokens; ``num_layers`` None for all of them."""
     shape = dict(SHAPES[name])
@@ -43,4 +48,5 @@ def benchmark_model(
         qk_layernorm=True,
         max_position_embeddings=longest,
         bf16=bf16,
+        fused_layer_impl=fused_layer_impl,
     )

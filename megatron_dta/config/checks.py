@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from importlib.util import find_spec
 
 from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.model import ModelConfig
@@ -74,9 +75,22 @@ def _check_model(config: TrainConfig) -> None:
         raise InputError("--bf16 and --fp16 conflict; keep --bf16")
     if model.fp16:
         raise InputError("--fp16 is not supported: it needs loss scaling; use --bf16")
-    if model.transformer_impl != "local":
-        raise InputError(f"--transformer-impl {model.transformer_impl} is not supported yet; use local")
+    check_transformer_impl(model)
     _check_recompute(config)
+
+
+def check_transformer_impl(model: ModelConfig) -> None:
+    """Refuse Transformer Engine where it is not installed, and for experts."""
+    if model.transformer_impl == "local":
+        return
+    flag = f"--transformer-impl {model.transformer_impl}"
+    if model.num_experts is not None:
+        raise InputError(f"{flag} has no experts here (--num-experts); use local")
+    if find_spec("transformer_engine") is None:
+        raise InputError(
+            f"{flag}: Transformer Engine is not installed; install it (pip install transformer_engine[pytorch]) or use "
+            "local"
+        )
 
 
 def check_rotary(model: ModelConfig) -> None:

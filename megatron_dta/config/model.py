@@ -75,7 +75,11 @@ class ModelConfig:
     params_dtype: torch.dtype | None = option(
         None, "Weights' dtype, derived from --bf16; torch.float64 for exactness tests.", command_line=False
     )
-    transformer_impl: str = option("local", "Megatron's layer implementation.", choices=("local", "transformer_engine"))
+    transformer_impl: str = option(
+        "local",
+        "Linear layers: Megatron's own, or Transformer Engine's where that is installed.",
+        choices=("local", "transformer_engine"),
+    )
     fused_layer_impl: str = option(
         "auto",
         "Norms, QK-norm with rotary positions, SwiGLU: triton: one kernel each, and what they write is computed again "

@@ -18,7 +18,12 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.checks import check_dropout, check_rotary, check_tensor_parallel
+from megatron_dta.config.checks import (
+    check_dropout,
+    check_rotary,
+    check_tensor_parallel,
+    check_transformer_impl,
+)
 from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.model.expert_spec import expert_layer_spec, expert_settings
@@ -27,6 +32,7 @@ from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.router import TreeRouter, keep_balance_in_float32
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.staged_model import Model, StagedModel
+from megatron_dta.model.transformer_engine_layers import use_transformer_engine
 from megatron_dta.model.tree_attention import TreeAttention
 from megatron_dta.model.tree_model import TreeGPTModel
 from megatron_dta.model.triton_choice import choose_fused_layers
@@ -38,6 +44,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     parallel = parallel or ParallelConfig()
     check_dropout(model)
     check_rotary(model)
+    check_transformer_impl(model)
     check_tensor_parallel(model, parallel)
     check_experts(model, parallel)
     has_cuda = torch.cuda.is_available()
@@ -131,10 +138,12 @@ def block_spec(
     """
     if parallel.sequence_parallel:
         spec = sequence_parallel_spec(model, layers)
-    elif model.num_experts is None and not fused:
+    elif model.num_experts is None and not fused and model.transformer_impl == "local":
         spec = layer_spec(model)
     else:
         spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
+    if model.transformer_impl == "transformer_engine":
+        use_transformer_engine(spec)
     if fused:
         # Here and not above: Triton need not be installed where the reference runs.
         from megatron_dta.model.fused_layer import fuse_layers
