@@ -55,8 +55,9 @@ def _turn_head(
         if REST:
             rest = rest * rstd * tl.load(weight_in + r, mask=r < D, other=0.0).to(tl.float32)[None, :]
     element = target.dtype.element_ty
-    tl.store(target + h[None, :], (first * cos - second * sin).to(element), mask=half_exists)
-    tl.store(target + HALF + h[None, :], (second * cos + first * sin).to(element), mask=half_exists)
+    # Spelled out, so that no compiler chooses which product is rounded: queries are computed again bit for bit.
+    tl.store(target + h[None, :], tl.fma(first, cos, -(second * sin)).to(element), mask=half_exists)
+    tl.store(target + HALF + h[None, :], tl.fma(second, cos, first * sin).to(element), mask=half_exists)
     if REST:
         tl.store(target + r[None, :], rest.to(element), mask=rest_exists)
 
