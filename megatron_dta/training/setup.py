@@ -181,7 +181,7 @@ def read_data(
     """Stored rollouts, held-out rollouts, and what is sampled: what of these the settings ask for."""
     if not config.data.rollouts:
         model = config.model
-        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size)
+        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size, config.reward)
         if config.logging.eval_interval and not task.eval_prompts:
             raise InputError("--eval-interval needs held-out prompts: give --eval-prompt-data")
         return None, [], task
