@@ -76,6 +76,16 @@ class ModelConfig:
         None, "Weights' dtype, derived from --bf16; torch.float64 for exactness tests.", command_line=False
     )
     transformer_impl: str = option("local", "Megatron's layer implementation.", choices=("local", "transformer_engine"))
+    fp8_format: str | None = option(
+        None,
+        "Products of the layers in FP8; needs --transformer-impl transformer_engine.",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str | None = option(
+        None,
+        "How FP8 values are scaled (default: Megatron's, delayed).",
+        choices=("delayed", "tensorwise", "mxfp8", "blockwise"),
+    )
     recompute_granularity: str | None = option(
         None, "Recompute activations inside a segment's backward.", choices=("full", "selective")
     )

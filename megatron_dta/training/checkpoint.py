@@ -58,6 +58,8 @@ _FREE_MODEL_SETTINGS = {
     "bf16",
     "fp16",
     "transformer_impl",
+    "fp8_format",
+    "fp8_recipe",
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",

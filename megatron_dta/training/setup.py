@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from megatron_dta.config import LoggingConfig, TrainConfig
+from megatron_dta.config.state_checks import check_state_support
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
@@ -47,6 +48,7 @@ from megatron_dta.training.stored_data import StoredEvaluation, load_files, load
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     """All parts of the run that ``config`` describes, its state loaded from where it starts."""
+    check_state_support(config.model, config.optimization)
     check_save_hf(config)
     _make_folders(config)
     objective = make_objective(config.objective)
