@@ -239,11 +239,11 @@ def _constant_bytes(
 ) -> float:
     """What all models on this rank take through a step."""
     ranks = current_mesh().data_size if config.parallel.use_distributed_optimizer else 1
-    total = constant_bytes(optimizer.chunks, optimizer_ranks=ranks)
+    total = constant_bytes(optimizer.chunks, config.optimization, ranks)
     if critic is not None:
-        total += constant_bytes(critic.optimizer.chunks, optimizer_ranks=ranks)
+        total += constant_bytes(critic.optimizer.chunks, config.optimization, ranks)
     if reference is not None and not config.objective.offload_reference:
-        total += constant_bytes(reference.parts, has_optimizer=False)
+        total += constant_bytes(reference.parts)
     return total
 
 
