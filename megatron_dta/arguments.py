@@ -20,13 +20,13 @@ from megatron_dta.config.checks import check_config
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.treepo import add_treepo_preset
 from megatron_dta.conversion.hf_arguments import add_hf_settings
-from megatron_dta.errors import InputError
+from megatron_dta.errors import InputError, one_line
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of argparse's usage text of some ninety flags."""
-        raise InputError(f"{message} (--help lists all flags)")
+        raise InputError(f"{one_line(message)} (--help lists all flags)")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """The words of a line of an argument file, as a shell would take them; # begins a comment."""

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.config.reward import RewardConfig
-from megatron_dta.errors import InputError
+from megatron_dta.errors import InputError, one_line
 
 BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
 RewardFunction = Callable[[Mapping[str, Any], str, list[int]], float]
@@ -105,12 +105,16 @@ def compute_reward(
         # A copy, so that a function that edits its record cannot change what the next response is judged by.
         value = function(dict(record), response, list(response_token_ids))
     except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-    except Exception as error:
+        raise InputError(f"{where}: {one_line(str(error))}") from error
+    # A function that calls sys.exit would else end the run with its status, maybe 0.
+    except (Exception, SystemExit) as error:
         raise InputError(f"{where}: raised {_describe(error)}") from error
     if not isinstance(value, numbers.Real | np.bool_):
         raise InputError(f"{where}: must return a number, got {type(value).__name__}")
-    reward = float(value)
+    try:
+        reward = float(value)
+    except OverflowError:
+        reward = math.inf
     if not math.isfinite(reward):
         raise InputError(f"{where}: must return a finite number, got {reward}")
     return reward
@@ -122,8 +126,12 @@ def _answer(prompt: Mapping[str, Any]) -> Any:
     return prompt["answer"]
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """Type, message and the innermost place of the error, on one line."""
+    try:
+        message = str(error)
+    except Exception:  # the user's own class may do anything
+        message = "no message"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return " ".join(f"{type(error).__name__}: {error}{place}".split())
+    return one_line(f"{type(error).__name__}: {message}{place}")
