@@ -14,7 +14,7 @@ import torch
 
 from conftest import REPOSITORY, seed_all
 from megatron_dta.arguments import parse_arguments
-from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.config import ModelConfig, ObjectiveConfig, OptimizationConfig, ParallelConfig, TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.cost_inputs import cost_shape
 from megatron_dta.errors import InputError
@@ -177,17 +177,19 @@ def test_costs_of_another_model_are_refused_by_the_engine() -> None:
 def test_bytes_that_stay_the_same(dtype: torch.dtype, each: int) -> None:
     model = build_model(tiny_model(dtype), initialize_parallel(1))
     count = sum(p.numel() for p in model.parameters())
-    assert constant_bytes(data_parallel_chunks(model, ParallelConfig())) == each * count
-    assert constant_bytes(data_parallel_chunks(model, ParallelConfig()), has_optimizer=False) == count * (
-        6 if dtype == torch.bfloat16 else 8
-    )
+    settings, without = OptimizationConfig(lr=1e-3, train_iters=1), 6 if dtype == torch.bfloat16 else 8
+    chunks = data_parallel_chunks(model, ParallelConfig())
+    assert constant_bytes(chunks, settings) == each * count
+    assert constant_bytes(chunks, settings, 4) == (without + (each - without) / 4) * count
+    assert constant_bytes(chunks) == without * count
+    offloaded = replace(settings, optimizer_cpu_offload=True, optimizer_offload_fraction=0.75, exp_avg_dtype="bf16")
+    states = each - without if dtype == torch.float32 else 4 + 2 + 4
+    assert constant_bytes(chunks, offloaded) == (without + states / 4) * count
     frozen = build_model(tiny_model(dtype), initialize_parallel(1)).requires_grad_(False)
-    assert constant_bytes([frozen], has_optimizer=False) == count * dtype.itemsize
+    assert constant_bytes([frozen]) == count * dtype.itemsize
     # What Adam really holds after a step.
     if dtype == torch.float32:
-        from megatron_dta.config import OptimizationConfig
-
-        optimizer = TrainingOptimizer(model, OptimizationConfig(lr=1e-3, train_iters=1))
+        optimizer = TrainingOptimizer(model, settings)
         optimizer.zero_grad()
         for parameter in model.parameters():
             parameter.main_grad.fill_(1.0)
@@ -223,11 +225,11 @@ def test_training_within_a_memory_limit(tmp_path: Path) -> None:
     costs = f"--cost-model {tmp_path}/costs.json"
     trainer, _ = make_trainer(f"{line} --tree-memory-gib 2")
     engine, parts = trainer.engine, trainer.optimizer.chunks
-    frozen = constant_bytes([trainer.model], has_optimizer=False) - sum(
-        p.main_grad.numel() * p.main_grad.element_size() for p in trainer.model.parameters()
-    )
+    frozen = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
     assert engine.memory.gib == 2
-    assert engine.memory.constant == (constant_bytes(parts) + frozen,), "the reference's weights count too"
+    assert engine.memory.constant == (constant_bytes(parts, trainer.config.optimization) + frozen,), (
+        "the reference's weights count too"
+    )
     shape = cost_shape(engine.config, engine.true_vocab_size, engine.dtype)
     content = CostFile("c", shape, 2, PassSeconds(1.0, edge=0.5), PassSeconds(2.0)).as_json()
     (tmp_path / "costs.json").write_text(json.dumps(content))

@@ -153,7 +153,7 @@ class Benchmark:
             costs=load_cost_file(arguments.cost_model) if arguments.cost_model else None,
         )
         if arguments.tree_memory_gib is not None:
-            self.engine.limit_memory(arguments.tree_memory_gib, constant_bytes(self.chunks, has_optimizer=False))
+            self.engine.limit_memory(arguments.tree_memory_gib, constant_bytes(self.chunks))
         self.objective = make_objective(ObjectiveConfig(objective="sft"))
         self.peak = gemm_peak(self.device, self.model_config.params_dtype)
 

@@ -59,6 +59,8 @@ _FREE_MODEL_SETTINGS = {
     "fp16",
     "transformer_impl",
     "fused_layer_impl",
+    "fp8_format",
+    "fp8_recipe",
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",

@@ -6,17 +6,20 @@ from collections.abc import Iterable
 
 import torch
 
-# Adam's two moments in float32, and master weights beside weights of another dtype.
-_MOMENTS, _MASTER = 8, 4
+from megatron_dta.config import OptimizationConfig
+
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
-def constant_bytes(parts: Iterable[torch.nn.Module], has_optimizer: bool = True, optimizer_ranks: int = 1) -> float:
-    """Bytes of the model's parts on this rank.
+def constant_bytes(
+    parts: Iterable[torch.nn.Module], settings: OptimizationConfig | None = None, optimizer_ranks: int = 1
+) -> float:
+    """Bytes of the model's parts on this rank's device.
 
     Args:
         parts: of one model, in Megatron's gradient buffers if it is trained.
-        has_optimizer: whether Adam's states belong to it.
-        optimizer_ranks: data-parallel ranks that divide them (``--use-distributed-optimizer``), else 1.
+        settings: of its optimizer; None for none.
+        optimizer_ranks: data-parallel ranks that divide its states (``--use-distributed-optimizer``), else 1.
     """
     total = 0.0
     for part in parts:
@@ -27,8 +30,17 @@ def constant_bytes(parts: Iterable[torch.nn.Module], has_optimizer: bool = True,
                 continue
             gradient = getattr(parameter, "main_grad", None)
             total += count * (parameter if gradient is None else gradient).element_size()
-            if has_optimizer:
-                own = parameter.dtype in (torch.float32, torch.float64)
-                state = 2 * parameter.element_size() if own else _MOMENTS + _MASTER
-                total += count * state / optimizer_ranks
+            if settings is not None:
+                total += count * state_bytes(settings, parameter.dtype) / optimizer_ranks
     return total
+
+
+def state_bytes(settings: OptimizationConfig, dtype: torch.dtype) -> float:
+    """Bytes of the optimizer's states on the device for each parameter of ``dtype``: moments and master weight."""
+    if dtype in (torch.float32, torch.float64):
+        each = 2 * dtype.itemsize  # These weights are their own master weights.
+    else:
+        each = sum(
+            _BYTES[name] for name in (settings.main_params_dtype, settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
+        )
+    return each * (1 - settings.optimizer_offload_fraction) if settings.optimizer_cpu_offload else each

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from megatron_dta.config import LoggingConfig, TrainConfig
+from megatron_dta.config.state_checks import check_state_support
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
@@ -47,6 +48,7 @@ from megatron_dta.training.stored_data import StoredEvaluation, load_files, load
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     """All parts of the run that ``config`` describes, its state loaded from where it starts."""
+    check_state_support(config.model, config.optimization)
     check_save_hf(config)
     _make_folders(config)
     objective = make_objective(config.objective)
@@ -181,7 +183,7 @@ def read_data(
     """Stored rollouts, held-out rollouts, and what is sampled: what of these the settings ask for."""
     if not config.data.rollouts:
         model = config.model
-        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size)
+        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size, config.reward)
         if config.logging.eval_interval and not task.eval_prompts:
             raise InputError("--eval-interval needs held-out prompts: give --eval-prompt-data")
         return None, [], task
@@ -237,11 +239,11 @@ def _constant_bytes(
 ) -> float:
     """What all models on this rank take through a step."""
     ranks = current_mesh().data_size if config.parallel.use_distributed_optimizer else 1
-    total = constant_bytes(optimizer.chunks, optimizer_ranks=ranks)
+    total = constant_bytes(optimizer.chunks, config.optimization, ranks)
     if critic is not None:
-        total += constant_bytes(critic.optimizer.chunks, optimizer_ranks=ranks)
+        total += constant_bytes(critic.optimizer.chunks, config.optimization, ranks)
     if reference is not None and not config.objective.offload_reference:
-        total += constant_bytes(reference.parts, has_optimizer=False)
+        total += constant_bytes(reference.parts)
     return total
 
 
