@@ -191,9 +191,10 @@ class Flags:
             dry_run(config, lambda text: None)
         except InputError as error:
             # A path in it may hold a line end, which the entry point escapes.
-            typed = [one_line(value) for value in line if not value.startswith("-") and not value.isdecimal()]
-            places = [value for value in typed if len(value) > 2]  # a file is its own place
-            told_well(one_line(str(error)), "--", str(self._folder), "config.json", "objective", "memory", *places)
+            message = one_line(str(error))
+            # A file that was typed is a place.
+            if not any(message.startswith(one_line(f"{Path(value)}: ")) for value in line):
+                told_well(message, "--", str(self._folder), "config.json", "objective", "memory")
             return "refused"
         except Exception as error:
             raise WrongError(f"{type(error).__name__}: {error} from {' '.join(line)}") from error
