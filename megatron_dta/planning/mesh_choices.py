@@ -13,6 +13,9 @@ from megatron_dta.planning.run_cluster import Cluster
 from megatron_dta.planning.run_memory import RunMesh
 from megatron_dta.planning.run_shape import RunShape
 
+# Longer pipelines are looked at only where they are asked for.
+MOST_STAGES = 32
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -125,7 +128,7 @@ def possible_choices(
     gpus = cluster.num_gpus
     expert_sizes = (experts or _powers(gpus)) if shape.num_experts else (1,)
     for t in tensor or _powers(min(cluster.gpus_per_node, gpus)):
-        for p in pipeline or _powers(gpus):
+        for p in pipeline or _powers(min(gpus, MOST_STAGES)):
             for v in chunks if p > 1 else (1,):
                 for e in expert_sizes:
                     for mesh in _meshes(shape, gpus, t, p, v, e):

@@ -18,8 +18,9 @@ import numpy as np
 from megatron_dta.planning.cost_file import CostFile
 from megatron_dta.planning.mesh_choices import Choice
 from megatron_dta.planning.pipeline_costs import PipelineCosts
-from megatron_dta.planning.pipeline_planner import plan_pipeline
-from megatron_dta.planning.pipeline_schedule import PipelineOp, PipelineSchedule
+from megatron_dta.planning.pipeline_list_schedule import Policy, list_schedule, pipeline_of
+from megatron_dta.planning.pipeline_planner import DEFAULT_FACTOR, plan_pipeline
+from megatron_dta.planning.pipeline_schedule import PipelineOp, PipelineSchedule, peak_in_flight, tree_1f1b
 from megatron_dta.planning.pipeline_segments import ideal_utilisation
 from megatron_dta.planning.pipeline_simulation import simulate
 from megatron_dta.planning.recompute import choose_kept_segments
@@ -49,11 +50,13 @@ from megatron_dta.planning.segment_plan import SegmentPlan
 from megatron_dta.planning.stage_program import PassPlan, stage_program
 
 # A stage of several has at most so many times the tokens in flight that one stage alone has.
-PIPELINE_FACTOR = 1.5
+PIPELINE_FACTOR = DEFAULT_FACTOR
 # Part of a GPU's memory that is planned for; fragments and what is not counted take the rest.
 USABLE = 0.94
-# For each of the best that are asked for, so many are planned at most.
-TRIED = 4
+# For each of the best that are asked for, so many more may turn out not to fit when they are planned.
+TRIED = 3
+# Pipelines of more ops are scheduled once, without a search.
+MAX_OPS = 30_000
 GRANULE = 256  # Numbers of tokens are multiples of it.
 
 
@@ -140,7 +143,7 @@ class Planner:
             model = mesh_costs(self.shape, mesh, self.cluster, measured)
             costs = PipelineCosts.of_segments(model, *counts, mesh.layers, again)
             send = send_seconds(self.shape, mesh, self.cluster, work.segment_tokens)
-            schedule = plan_pipeline(parents, segments.lengths, costs, mesh.pipeline, mesh.chunks, send_seconds=send)
+            schedule = _schedule(segments, costs, mesh, send)
             timeline = simulate(schedule, parents, costs, send)
             busiest, utilisation = int(np.argmax(timeline.busy)), timeline.utilisation
             wait = timeline.makespan / timeline.busy[busiest] if timeline.busy[busiest] else 1.0
@@ -150,6 +153,14 @@ class Planner:
         flights = {stage: _in_flight(segments, schedule, stage, mesh, kept, each) for stage in range(mesh.pipeline)}
         bubble = computing * (wait - 1)
         return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed, True)
+
+    def _state_bytes(self, choice: Choice) -> float:
+        """Weights, gradients and optimizer of the fullest rank."""
+        nothing = InFlight(0.0, 0.0, 0.0)
+        return max(
+            stage_memory(self.shape, choice.mesh, self.states, stage, nothing, self._bytes(choice)).total
+            for stage in _telling_stages(choice.mesh)
+        )
 
     def _states(self, choice: Choice) -> StateSettings:
         return replace(self.states, full_recompute_layers=1 if choice.full_recompute else None)
@@ -203,17 +214,47 @@ class Planner:
         """The best choices, planned and simulated, fastest first; and those that do not fit, the nearest first."""
         fits: list[Prediction] = []
         misses: list[Prediction] = []
+        hopeless: list[tuple[float, Choice]] = []
         memory = self.cluster.gpu_memory_gib
         for choice in choices:
+            # Where the states alone do not fit, the step need not be looked at.
+            missing = self._state_bytes(choice) / GIB - USABLE * memory
+            if missing > 0:
+                hopeless.append((missing, choice))
+                continue
             found = self.fitted(choice)
             (fits if found.misses(memory) <= 0 else misses).append(found)
+        if not fits and not misses:
+            misses = [self.fitted(choice) for _, choice in sorted(hopeless, key=lambda each: each[0])[:top]]
         best: list[Prediction] = []
-        for estimate in sorted(fits, key=_rank)[: TRIED * top]:
-            if len(best) == top:
+        already = len(misses)
+        seen: set[tuple[int, ...]] = set()
+        for estimate in sorted(fits, key=_rank):
+            mesh = estimate.choice.mesh
+            sizes = mesh.tensor, mesh.pipeline, mesh.experts, mesh.expert_tensor
+            if len(best) == top or len(misses) > TRIED * top + already:
                 break
+            if sizes in seen:
+                continue  # The settings of a mesh that looked best stand for it.
             planned = self.simulate(estimate.choice)
-            (best if planned.misses(memory) <= 0 else misses).append(planned)
+            if planned.misses(memory) > 0:
+                misses.append(planned)
+                continue
+            best.append(planned)
+            seen.add(sizes)
         return sorted(best, key=_rank), sorted(misses, key=lambda p: p.misses(memory))
+
+
+def _schedule(segments: SegmentPlan, costs: PipelineCosts, mesh: RunMesh, send: float) -> PipelineSchedule:
+    """The schedule that training would plan; for very many ops the first that its search looks at."""
+    parents, lengths = segments.segment_parent, segments.lengths
+    if len(parents) * len(mesh.layers) * 2 <= MAX_OPS:
+        return plan_pipeline(parents, lengths, costs, mesh.pipeline, mesh.chunks, send_seconds=send)
+    path = segments.peak_in_flight_tokens
+    static = peak_in_flight(tree_1f1b(parents, mesh.pipeline), lengths)
+    limits = [mesh.chunks * max(int(DEFAULT_FACTOR * path), int(peak)) for peak in static]
+    pipeline = pipeline_of(parents.tolist(), lengths.tolist(), costs, mesh.pipeline, mesh.chunks, limits, False, send)
+    return list_schedule(pipeline, Policy()).schedule
 
 
 def _telling_stages(mesh: RunMesh) -> list[int]:
