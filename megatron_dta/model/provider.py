@@ -20,8 +20,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.config.checks import check_dropout, check_rotary, check_tensor_parallel
 from megatron_dta.config.expert_checks import check_experts
+from megatron_dta.config.lora_checks import check_lora
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.model.expert_spec import expert_layer_spec, expert_settings
+from megatron_dta.model.lora import add_adapters
+from megatron_dta.model.mesh import initial_seed
 from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.router import TreeRouter, keep_balance_in_float32
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
@@ -38,6 +41,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     check_rotary(model)
     check_tensor_parallel(model, parallel)
     check_experts(model, parallel)
+    check_lora(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(
         num_layers=model.num_layers,
@@ -189,6 +193,8 @@ def build_model(
         part.stage_layers, part.first_layer = tuple(layers), first_layer
         parts.append(part.to(device=device, dtype=model.params_dtype))
         keep_balance_in_float32(part)
+        if model.lora_rank is not None:
+            add_adapters(part, model, initial_seed())
     return StagedModel(parts) if num_stages > 1 else parts[0]
 
 
