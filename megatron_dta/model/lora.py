@@ -74,11 +74,12 @@ class LoraAdapter(torch.nn.Module):
         self.lora_A = torch.nn.Parameter(first.to(device=weight.device, dtype=weight.dtype, copy=True).contiguous())
         self.lora_B = torch.nn.Parameter(torch.zeros(outputs, rank, device=weight.device, dtype=weight.dtype))
         divided, same = (self.lora_B, self.lora_A) if self._is_column else (self.lora_A, self.lora_B)
-        tensor_parallel.set_tensor_model_parallel_attributes(
-            divided, is_parallel=self._is_divided, dim=0 if self._is_column else 1, stride=1
-        )
         same.sequence_parallel = self._sequence_parallel
         for matrix in (divided, same):
+            # Megatron takes what is not marked as parallel for the same on all tensor ranks and counts it once in the
+            # gradient's norm; experts that are not divided may be other ones on each of them.
+            is_parallel = linear.is_expert or (self._is_divided and matrix is divided)
+            tensor_parallel.set_tensor_model_parallel_attributes(matrix, is_parallel, 0 if self._is_column else 1, 1)
             # Megatron reduces the gradients of experts over the ranks that have the same ones.
             matrix.allreduce = getattr(weight, "allreduce", True)
 
