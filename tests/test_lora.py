@@ -87,7 +87,8 @@ def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name,
     with without_adapters(adapted.parts):
         reference = TreeEngine(adapted).compute_logprobs(batch)
     for values, fresh, moved, off in zip(expected, new, trained, reference, strict=True):
-        assert (values == fresh).all() and (values == off).all()
+        assert (values == fresh).all()
+        assert (values == off).all()
         assert (values != moved).any()
 
 
@@ -113,7 +114,8 @@ def test_first_weights_depend_on_the_seed_and_the_place():
     one, again, other = first(3), first(3), first(4)
     bound = {name: values.shape[1] ** -0.5 for name, values in one.items()}
     for name, values in one.items():
-        assert torch.equal(values, again[name]) and not torch.equal(values, other[name])
+        assert torch.equal(values, again[name])
+        assert not torch.equal(values, other[name])
         assert 0.8 * bound[name] < values.abs().max() <= bound[name]
     assert len({tuple(values.flatten().tolist()[:5]) for values in one.values()}) == len(one) == 8
 

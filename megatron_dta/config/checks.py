@@ -10,7 +10,7 @@ import math
 import os
 
 from megatron_dta.config.expert_checks import check_experts
-from megatron_dta.config.lora_checks import check_lora
+from megatron_dta.config.lora_checks import check_lora, check_reference
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective_checks import POLICY_GRADIENT, check_objective, objective_conditions
 from megatron_dta.config.options import flag_of
@@ -218,6 +218,7 @@ def _check_parallel(config: TrainConfig) -> None:
         stage_layers(config.model, config.parallel)
     check_experts(config.model, config.parallel)
     check_lora(config.model, config.parallel)
+    check_reference(config.model, config.objective, config.checkpoint)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -192,3 +192,8 @@ class ModelConfig:
             raise ValueError("vocab_size is not known yet: it comes from --vocab-size or from the tokenizer")
         unit = self.make_vocab_size_divisible_by * tensor_size
         return -(-self.vocab_size // unit) * unit
+
+
+def without_lora(model: ModelConfig) -> ModelConfig:
+    """The same model without adapters."""
+    return replace(model, lora_rank=None, lora_alpha=None, lora_target_modules=None)

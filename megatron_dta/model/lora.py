@@ -1,9 +1,9 @@
 """LoRA adapters (arXiv 2106.09685) beside Megatron's linear layers, whose own weights are frozen.
 
-An adapter of a linear layer ``y = W x`` adds ``alpha / rank * B A x``, with A [rank, inputs] drawn and B [outputs, rank]
-zero at first, so that the first step's model is the base, bit for bit. It is a child of the module that has the linear
-layer (``linear_qkv_adapter`` beside ``linear_qkv``) and adds to its output by a forward hook: the layer itself, whatever
-its class, its name and its place in checkpoints stay as they are.
+An adapter of a linear layer ``y = W x`` adds ``alpha / rank * B A x``, with A [rank, inputs] drawn and B
+[outputs, rank] zero at first, so that the first step's model is the base, bit for bit. It is a child of the module that
+has the linear layer (``linear_qkv_adapter`` beside ``linear_qkv``) and adds to its output by a forward hook: the layer
+itself, whatever its class, its name and its place in checkpoints stay as they are.
 
 Tensor parallelism divides what the linear layer divides: B's rows of a column-parallel layer, A's columns of a
 row-parallel one. What the ranks exchange is A x, ``rank`` numbers a token. The undivided matrix is the same on every

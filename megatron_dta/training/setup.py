@@ -14,6 +14,8 @@ import torch
 from rich.console import Console
 
 from megatron_dta.config import LoggingConfig, TrainConfig
+from megatron_dta.config.lora_checks import reference_is_base
+from megatron_dta.config.model import without_lora
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
@@ -24,8 +26,10 @@ from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.checkpoint import (
     REFERENCE,
+    has_adapters,
     load_checkpoint,
     load_weights,
+    save_base,
     save_weights,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
@@ -67,7 +71,10 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         load_hf(config, model)
         console.print(f"starting from the weights of {config.checkpoint.load_hf}", soft_wrap=True)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
-    reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
+    has_base_reference = objective.needs_ref_logprobs and reference_is_base(config.model, config.checkpoint)
+    reference = None
+    if objective.needs_ref_logprobs and not has_base_reference:
+        reference = _build_reference(config, model, device, resumes)
     critic = None
     if objective.needs_critic:
         critic = Critic(config, build_critic_model(config, model, device, resumes))
@@ -79,6 +86,10 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         console.print(f"continuing {start} after step {iteration}", soft_wrap=True)
         for line in changed:
             console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
+
+    own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
+    if config.model.lora_rank is not None and config.checkpoint.save is not None and not own:
+        save_base(Path(config.checkpoint.save), config, model)
 
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
@@ -95,7 +106,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         objective,
         config.tree,
         engine,
-        Reference(_engine(config, reference), config.objective.offload_reference) if reference is not None else None,
+        _reference(config, optimizer.chunks if has_base_reference else reference, has_base_reference),
         config.sampling.num_steps_per_rollout,
         critic.engine if critic is not None else None,
         config.critic,
@@ -103,7 +114,6 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         # Servers and recordings are asked for exact logprobs where they are needed, and may give anything else.
         config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs,
     )
-    own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     return Trainer(
         config=config,
         model=model,
@@ -190,14 +200,17 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
 
 def _build_reference(config: TrainConfig, policy: Model, device: torch.device, resumes: bool) -> Model:
     """The frozen model that the KL divergence is measured from."""
-    reference = build_model(config.model, device, config.parallel)
     save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
     if config.checkpoint.ref_load is not None:
         path = find_checkpoint(config.checkpoint.ref_load)
         if path is None:
             raise InputError(f"--ref-load {config.checkpoint.ref_load}: holds no checkpoint")
-        load_weights(path, config.model, reference)
-    elif not resumes:
+        shape = config.model if has_adapters(path) else without_lora(config.model)
+        reference = build_model(shape, device, config.parallel)
+        load_weights(path, shape, reference)
+        return reference.requires_grad_(False).eval()
+    reference = build_model(config.model, device, config.parallel)
+    if not resumes:
         reference.load_state_dict(policy.state_dict())
         if save is not None:
             save_weights(save, config, reference)
@@ -206,6 +219,12 @@ def _build_reference(config: TrainConfig, policy: Model, device: torch.device, r
     else:
         raise InputError("the objective's reference: the run to continue kept no reference weights; give --ref-load")
     return reference.requires_grad_(False).eval()
+
+
+def _reference(config: TrainConfig, model: Model | list[torch.nn.Module] | None, is_base: bool) -> Reference | None:
+    if model is None:
+        return None
+    return Reference(_engine(config, model), config.objective.offload_reference, is_base)
 
 
 def _engine(config: TrainConfig, model: Model | list[torch.nn.Module], routing_replay: bool = False) -> TreeEngine:
