@@ -75,8 +75,10 @@ class Rank:
         return self.optimizer.step(1.0).applied
 
     def save(self, folder: Path) -> None:
-        from megatron_dta.training.checkpoint import save_checkpoint
+        from megatron_dta.training.checkpoint import save_base, save_checkpoint
 
+        if self.config.model.lora_rank is not None:
+            save_base(folder, self.config, self.model)
         save_checkpoint(folder, self.config, self.model, self.optimizer, self.iteration, {})
 
     def load(self, folder: Path) -> list[str]:
