@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig, TrainConfig
+from megatron_dta.config import CheckpointConfig, ModelConfig, OptimizationConfig, ParallelConfig, TrainConfig
 from megatron_dta.errors import InputError
 
 MODEL = ModelConfig(
@@ -77,8 +77,7 @@ class Rank:
     def save(self, folder: Path) -> None:
         from megatron_dta.training.checkpoint import save_base, save_checkpoint
 
-        if self.config.model.lora_rank is not None:
-            save_base(folder, self.config, self.model)
+        save_base(replace(self.config, checkpoint=CheckpointConfig(save=str(folder))), self.model)
         save_checkpoint(folder, self.config, self.model, self.optimizer, self.iteration, {})
 
     def load(self, folder: Path) -> list[str]:

@@ -37,20 +37,13 @@ def check_lora(model: ModelConfig, parallel: ParallelConfig) -> None:
         _check_experts(model, parallel, targets)
 
 
-def reference_is_base(model: ModelConfig, checkpoint: CheckpointConfig) -> bool:
-    """Whether the KL reference is the policy without its adapters."""
-    if checkpoint.ref_load is not None:
-        return False
-    return checkpoint.ref_model == "base" or (checkpoint.ref_model is None and model.lora_rank is not None)
-
-
 def check_reference(model: ModelConfig, objective: ObjectiveConfig, checkpoint: CheckpointConfig) -> None:
     """Refuse a reference model that there is not, or two."""
     if checkpoint.ref_load is not None and checkpoint.ref_model is not None:
         raise InputError(f"--ref-load conflicts with --ref-model {checkpoint.ref_model}; keep one of them")
     if checkpoint.ref_model == "base" and model.lora_rank is None:
         raise InputError("--ref-model base needs --lora-rank: without adapters all weights are trained")
-    if objective.offload_reference and reference_is_base(model, checkpoint):
+    if objective.offload_reference and checkpoint.reference_is_base(model.lora_rank is not None):
         raise InputError(
             "--offload-reference has no effect where the reference is the base of --lora-rank, which is no copy; leave "
             "it out, or give --ref-model initial"

@@ -45,6 +45,11 @@ class CheckpointConfig:
         choices=("initial", "base"),
     )
 
+    def reference_is_base(self, has_adapters: bool) -> bool:
+        """Whether the KL reference is the policy without its adapters."""
+        default = "base" if has_adapters else "initial"
+        return self.ref_load is None and (self.ref_model or default) == "base"
+
 
 @dataclass
 class LoggingConfig:

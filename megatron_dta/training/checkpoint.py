@@ -255,11 +255,13 @@ def save_weights(path: Path, config: TrainConfig, model: Model) -> None:
     CheckpointWrite(path, {"model": model.sharded_state_dict(), "megatron_dta": settings}).finish()
 
 
-def save_base(folder: Path, config: TrainConfig, model: Model) -> None:
-    """Write what is beside the adapters as the checkpoint ``base`` in ``folder``, which is one of a model without."""
-    plain = replace(config, model=without_lora(config.model))
-    settings = {"settings": json.dumps(settings_by_flag(plain))}
-    CheckpointWrite(folder / BASE, {"model": base_part(model.sharded_state_dict()), "megatron_dta": settings}).finish()
+def save_base(config: TrainConfig, model: Model) -> None:
+    """Write the weights beside adapters into ``base`` in ``--save``, as a checkpoint of a model without any."""
+    if config.model.lora_rank is None or config.checkpoint.save is None:
+        return
+    settings = {"settings": json.dumps(settings_by_flag(replace(config, model=without_lora(config.model))))}
+    state = {"model": base_part(model.sharded_state_dict()), "megatron_dta": settings}
+    CheckpointWrite(Path(config.checkpoint.save) / BASE, state).finish()
 
 
 def _check_same_model(

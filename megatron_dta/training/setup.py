@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from megatron_dta.config import LoggingConfig, TrainConfig
-from megatron_dta.config.lora_checks import reference_is_base
 from megatron_dta.config.model import without_lora
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
@@ -71,10 +70,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         load_hf(config, model)
         console.print(f"starting from the weights of {config.checkpoint.load_hf}", soft_wrap=True)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
-    has_base_reference = objective.needs_ref_logprobs and reference_is_base(config.model, config.checkpoint)
-    reference = None
-    if objective.needs_ref_logprobs and not has_base_reference:
-        reference = _build_reference(config, model, device, resumes)
+    reference = _build_reference(config, objective, model, device, resumes)
     critic = None
     if objective.needs_critic:
         critic = Critic(config, build_critic_model(config, model, device, resumes))
@@ -88,9 +84,8 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
             console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
 
     own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
-    if config.model.lora_rank is not None and config.checkpoint.save is not None and not own:
-        save_base(Path(config.checkpoint.save), config, model)
-
+    if not own:
+        save_base(config, model)
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay)
@@ -106,7 +101,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         objective,
         config.tree,
         engine,
-        _reference(config, optimizer.chunks if has_base_reference else reference, has_base_reference),
+        _reference(config, objective, reference, optimizer.chunks),
         config.sampling.num_steps_per_rollout,
         critic.engine if critic is not None else None,
         config.critic,
@@ -198,8 +193,12 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
     return None, False
 
 
-def _build_reference(config: TrainConfig, policy: Model, device: torch.device, resumes: bool) -> Model:
-    """The frozen model that the KL divergence is measured from."""
+def _build_reference(
+    config: TrainConfig, objective: Objective, policy: Model, device: torch.device, resumes: bool
+) -> Model | None:
+    """The frozen model that a KL divergence is measured from; None if none is, or if it is the policy's base."""
+    if not objective.needs_ref_logprobs or config.checkpoint.reference_is_base(config.model.lora_rank is not None):
+        return None
     save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
     if config.checkpoint.ref_load is not None:
         path = find_checkpoint(config.checkpoint.ref_load)
@@ -221,10 +220,15 @@ def _build_reference(config: TrainConfig, policy: Model, device: torch.device, r
     return reference.requires_grad_(False).eval()
 
 
-def _reference(config: TrainConfig, model: Model | list[torch.nn.Module] | None, is_base: bool) -> Reference | None:
-    if model is None:
+def _reference(
+    config: TrainConfig, objective: Objective, model: Model | None, policy: list[torch.nn.Module]
+) -> Reference | None:
+    """Passes of the reference ``model`` or, where that is None, of the policy's base."""
+    if not objective.needs_ref_logprobs:
         return None
-    return Reference(_engine(config, model), config.objective.offload_reference, is_base)
+    if model is None:
+        return Reference(_engine(config, policy), is_base=True)
+    return Reference(_engine(config, model), config.objective.offload_reference)
 
 
 def _engine(config: TrainConfig, model: Model | list[torch.nn.Module], routing_replay: bool = False) -> TreeEngine:
