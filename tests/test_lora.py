@@ -12,11 +12,13 @@ from lora_cases import is_adapter, lora_config, lora_weights
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.config import OptimizationConfig, ParallelConfig
 from megatron_dta.config.lora_checks import check_lora
+from megatron_dta.config.lora_sizes import adapter_parameters
 from megatron_dta.config.model import LORA_TARGETS
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.errors import InputError
 from megatron_dta.model import adapters_of, build_model, initialize_parallel, without_adapters
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.training.dry_run import dry_run
 from megatron_dta.training.optimizer import TrainingOptimizer
 from test_arguments import SAMPLED
 from test_tree_engine import GRPO, QWEN2, QWEN3, TEMPERATURE, branching_sequences, tree_config
@@ -153,6 +155,21 @@ def test_settings_that_do_not_fit_are_refused(flags, reason):
 def test_what_cannot_be_adapted_is_refused(model, parallel, reason):
     with pytest.raises(InputError, match=reason):
         check_lora(lora_config(**model), ParallelConfig(**parallel))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_number_of_parameters(references, name):
+    model, weights, *_ = references[name]
+    assert adapter_parameters(model) == sum(values.numel() for key, values in weights.items() if is_adapter(key))
+
+
+def test_a_dry_run_counts_what_is_trained():
+    lines: list[str] = []
+    flags = f"{SAMPLED} --kl-loss-coef 0.1 --dry-run"
+    dry_run(parse_arguments(f"{flags} --lora-rank 4".split()), lines.append)
+    text = " ".join(lines)
+    assert "further models" not in text
+    assert f"{2 * 4 * (64 + 192 + 128 + 2 * (64 + 256)):,} parameters, which alone are trained" in text
 
 
 def test_defaults():

@@ -111,8 +111,7 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
         hidden_RC, weight_VC, edge_row_E, column_E, is_own_E, largest_R, log_mass_R, entropy_R = ctx.saved_tensors
         dtype = entropy_R.dtype
         grad_hidden_RC = torch.zeros_like(hidden_RC)
-        # A frozen weight, under adapters, needs none.
-        grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype) if ctx.needs_input_grad[1] else None
+        grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype)
         for chunk in ctx.chunks if weight_VC.shape[0] else ():
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
             grad_edges = None if grad_logprobs_E is None else grad_logprobs_E[edges].to(dtype)
@@ -133,10 +132,8 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
                 )
                 grad_logits_BV = grad_logits_BV.div_(ctx.temperature).to(hidden_RC.dtype)
             grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
-            if grad_weight_VC is not None:
-                add_weight_gradient(grad_weight_VC, grad_logits_BV, hidden_RC[rows])
-        grad_weight_VC = None if grad_weight_VC is None else grad_weight_VC.to(weight_VC.dtype)
-        return grad_hidden_RC, grad_weight_VC, None, None, None, None, None, None, None
+            add_weight_gradient(grad_weight_VC, grad_logits_BV, hidden_RC[rows])
+        return grad_hidden_RC, grad_weight_VC.to(weight_VC.dtype), None, None, None, None, None, None, None
 
 
 def _own_columns(target_E: Tensor, first_token: int, num_columns: int) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.config.rollout_checks import check_rollout_engine, rollout_conditions
 from megatron_dta.config.train import TrainConfig, settings_of
+from megatron_dta.config.tree_checks import check_tree
 from megatron_dta.config.treepo_checks import check_treepo, treepo_conditions
 from megatron_dta.errors import InputError
 
@@ -29,6 +30,7 @@ def check_config(config: TrainConfig) -> None:
     _check_data(config)
     check_objective(config)
     check_treepo(config)
+    check_tree(config)
     _check_schedule(config)
     _check_parallel(config)
     _check_hf(config)
@@ -290,7 +292,10 @@ def _check_no_effect(config: TrainConfig) -> None:
         ),
         "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
         "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length moe_routing_replay"),
-        "--eval-interval": (evaluated, "eval_iters eval_rollouts eval_prompt_data eval_temperature"),
+        "--eval-interval": (
+            evaluated,
+            "keep_best_checkpoint eval_iters eval_rollouts eval_prompt_data eval_temperature",
+        ),
         "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
         "--lora-rank": (config.model.lora_rank is not None, "lora_alpha lora_target_modules"),
         "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),
@@ -298,7 +303,16 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--lr-warmup-iters": (config.optimization.lr_warmup_iters > 0, "lr_warmup_init"),
         "--load": (config.checkpoint.load is not None, "finetune"),
         "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
-        "--save": (config.checkpoint.save is not None, "save_interval async_save keep_checkpoints"),
+        "--save": (
+            config.checkpoint.save is not None,
+            "save_interval async_save keep_checkpoints keep_best_checkpoint save_rollouts_interval",
+        ),
+        "--keep-best-checkpoint": (config.checkpoint.keep_best_checkpoint is not None, "best_checkpoint_mode"),
+        "--grad-norm-outlier-factor": (
+            config.optimization.grad_norm_outlier_factor is not None,
+            "grad_norm_outlier_window grad_norm_outlier_action",
+        ),
+        "--save-rollouts-interval": (config.logging.save_rollouts_interval is not None, "save_rollouts_groups"),
         "--timeline-dir": (config.logging.timeline_dir is not None, "timeline_interval"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),

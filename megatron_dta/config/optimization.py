@@ -34,5 +34,15 @@ class OptimizationConfig:
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, maximum=1)
     adam_eps: float = option(1e-8, "Epsilon of Adam.", above=0)
     clip_grad: float = option(1.0, "Clip the gradient to this norm; 0 for no clipping.", minimum=0)
+    grad_norm_outlier_factor: float | None = option(
+        None,
+        "A gradient norm above so many times the median of the last steps is an outlier, such as 10 (default: none "
+        "is).",
+        above=1,
+    )
+    grad_norm_outlier_window: int = option(100, "Steps whose norms the median is taken of.", minimum=10)
+    grad_norm_outlier_action: str = option(
+        "warn", "Outliers are told and trained, or told and skipped.", choices=("warn", "skip")
+    )
     seed: int = option(1234, "Seed of the weights, the order of the data and the sampling.", minimum=0)
     deterministic_mode: bool = option(False, "Only deterministic CUDA kernels: GPU runs repeat bit for bit.")

@@ -3,6 +3,7 @@
     SAVE/latest_checkpointed_iteration.txt     number of the checkpoint that counts
     SAVE/iter_0000200/                         Megatron's torch_dist files: weights, optimizer, schedule, step, random
                                                states, data position, all settings
+    SAVE/best_checkpoint.json                  names the best one, with --keep-best-checkpoint
     SAVE/reference/                            weights of the KL reference model, where one is used
     SAVE/base/                                 frozen weights of a run with LoRA adapters, see ``frozen_base``
 
@@ -31,6 +32,7 @@ from megatron_dta.config.train import settings_by_flag
 from megatron_dta.conversion.adapters import BASE, base_of
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model, current_mesh
+from megatron_dta.training.best_checkpoint import BestCheckpoint
 from megatron_dta.training.checkpoint_files import TRACKER, iteration_folder, prune_checkpoints, replace_text
 from megatron_dta.training.checkpoint_writer import CheckpointWrite, on_first_rank, reason_of
 from megatron_dta.training.frozen_base import ADAPTERS_ONLY, adapter_part, base_part, load_part, trained_part
@@ -86,13 +88,25 @@ class CheckpointSaver:
         self._critic = critic
         self._folder = Path(config.checkpoint.save or ".")
         self._pending: tuple[int, CheckpointWrite] | None = None
+        self._best: BestCheckpoint | None = None
+        self._next_best: BestCheckpoint | None = None
 
-    def save(self, iteration: int, progress: dict[str, Any]) -> None:
-        """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first."""
+    def set_best(self, best: BestCheckpoint | None) -> None:
+        """The best checkpoint from now on: named in the folder, and never deleted. It must count already."""
+        if best is not None and best != self._best:
+            on_first_rank(self._folder, lambda: best.write(self._folder))
+        self._best = best
+
+    def save(self, iteration: int, progress: dict[str, Any], best: BestCheckpoint | None = None) -> None:
+        """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first.
+
+        ``best`` is the best checkpoint once this one counts; maybe it is this one.
+        """
         self.finish()
         state = _complete_state(self._config, self._model, self._optimizer, iteration, progress, self._critic)
         background = self._config.checkpoint.async_save
         self._pending = iteration, CheckpointWrite(self._folder / iteration_folder(iteration), state, background)
+        self._next_best = best
         if not background:
             self.finish()
 
@@ -108,9 +122,11 @@ class CheckpointSaver:
         (iteration, write), self._pending = self._pending, None
         _let_count(write, iteration)
         self._report(f"saved {write.path}")
+        self.set_best(self._next_best)
         if self._config.checkpoint.keep_checkpoints is not None:
-            keep = self._config.checkpoint.keep_checkpoints
-            on_first_rank(write.path, lambda: prune_checkpoints(self._folder, keep))
+            keep, best = self._config.checkpoint.keep_checkpoints, self._best
+            number = None if best is None else best.iteration
+            on_first_rank(write.path, lambda: prune_checkpoints(self._folder, keep, number))
 
 
 def save_checkpoint(
@@ -176,18 +192,12 @@ def load_checkpoint(
         InputError: the checkpoint is of another model, was not written by this project, or cannot be read.
     """
     common = read_common(path)
-    if "progress" not in common.get("megatron_dta", {}):
-        raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
-    saved = json.loads(common["megatron_dta"]["settings"])
-    _check_same_model(path, saved, config.model, with_dtype=True)
-    _check_same_optimizer(path, saved, config)
+    changed = check_continues(path, common, config, critic is not None)
     model_state = trained_part(model.sharded_state_dict(), config.model)
     wanted = {"model": model_state}
     if "optimizer" in common:
         wanted |= optimizer.sharded_state_dict(model_state, is_loading=True)
     if critic is not None:
-        if "critic" not in common:
-            raise InputError(f"{path}: has no critic to continue with; add --finetune to start from its weights")
         wanted["critic"] = critic.sharded_state_dict(is_loading="optimizer" in common["critic"])
     if config.model.lora_rank is not None:
         _load_base(base_of(path), model)
@@ -196,7 +206,6 @@ def load_checkpoint(
     optimizer.load_state_dict(state)
     if critic is not None:
         critic.load_state_dict(state["critic"])
-    changed = _changed_settings(saved, config)
     mesh, random_states = current_mesh(), state["rng_state"]
     if len(random_states) == mesh.world_size and not any(line.startswith(_MESH_FLAGS) for line in changed):
         restore_random_state(random_states[mesh.rank])
@@ -208,7 +217,19 @@ def load_checkpoint(
     return int(state["iteration"]), state["megatron_dta"]["progress"], changed
 
 
-def _changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
+def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has_critic: bool) -> list[str]:
+    """Refuse a checkpoint that the run cannot go on from; ``common`` is what ``read_common`` has read of it.
+
+    Returns:
+        a line for every setting that differs from the checkpoint's.
+    """
+    if "progress" not in common.get("megatron_dta", {}):
+        raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
+    saved = json.loads(common["megatron_dta"]["settings"])
+    _check_same_model(path, saved, config.model, with_dtype=True)
+    _check_same_optimizer(path, saved, config)
+    if has_critic and "critic" not in common:
+        raise InputError(f"{path}: has no critic to continue with; add --finetune to start from its weights")
     return [
         f"{flag}: {saved[flag]} before, {value} now"
         for flag, value in settings_by_flag(config).items()
@@ -221,22 +242,30 @@ def load_weights(path: Path, model_config: ModelConfig, model: Model) -> None:
 
     A model with adapters keeps its own where the checkpoint has none.
     """
-    own = read_common(path).get("megatron_dta")
-    saved = {} if own is None else json.loads(own["settings"])
-    is_adapted = saved.get("--lora-rank") is not None
-    if is_adapted and model_config.lora_rank is None:
-        raise InputError(
-            f"{path}: has LoRA adapters; give --lora-rank {saved['--lora-rank']}, or merge them with "
-            "tools/convert_megatron_to_hf.py"
-        )
-    _check_same_model(path, saved, model_config, with_dtype=False, with_adapters=is_adapted)
-    if model_config.lora_rank is not None and not is_adapted:
+    common = read_common(path)
+    check_weights(path, common, model_config)
+    if model_config.lora_rank is not None and not _has_adapters(common):
         _load_base(path, model)
-    elif own is not None and own.get(ADAPTERS_ONLY):
+    elif common.get("megatron_dta", {}).get(ADAPTERS_ONLY):
         _load_base(base_of(path), model)
         load_part(model, read_checkpoint(path, {"model": adapter_part(model.sharded_state_dict())})["model"])
     else:
         model.load_state_dict(read_checkpoint(path, {"model": model.sharded_state_dict()})["model"])
+
+
+def check_weights(path: Path, common: dict[str, Any], model_config: ModelConfig) -> None:
+    """Refuse weights of another model, where the checkpoint says of which."""
+    if "megatron_dta" not in common:
+        return
+    saved = json.loads(common["megatron_dta"]["settings"])
+    if _has_adapters(common) and model_config.lora_rank is None:
+        raise InputError(
+            f"{path}: has LoRA adapters; give --lora-rank {saved['--lora-rank']}, or merge them with "
+            "tools/convert_megatron_to_hf.py"
+        )
+    _check_same_model(path, saved, model_config, with_dtype=False, with_adapters=_has_adapters(common))
+    if common["megatron_dta"].get(ADAPTERS_ONLY):
+        base_of(path)
 
 
 def _load_base(path: Path, model: Model) -> None:
@@ -245,7 +274,11 @@ def _load_base(path: Path, model: Model) -> None:
 
 def has_adapters(path: Path) -> bool:
     """Whether a checkpoint's model has LoRA adapters."""
-    own = read_common(path).get("megatron_dta")
+    return _has_adapters(read_common(path))
+
+
+def _has_adapters(common: dict[str, Any]) -> bool:
+    own = common.get("megatron_dta")
     return own is not None and json.loads(own["settings"]).get("--lora-rank") is not None
 
 

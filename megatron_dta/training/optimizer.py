@@ -40,7 +40,7 @@ class StepOutcome:
     """What an optimizer step did.
 
     Attributes:
-        applied: False if the step was skipped because the loss or the gradient was not finite.
+        applied: False if the step was skipped because the loss or the gradient was not finite, or an outlier.
         grad_norm: norm of the whole gradient before clipping.
         learning_rate: the rate that the step used, or would have.
     """
@@ -83,16 +83,19 @@ class TrainingOptimizer:
         """
         finalize_model_grads(self.chunks)
 
-    def step(self, loss: float) -> StepOutcome:
-        """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""
+    def step(self, loss: float, skip_above: float | None = None) -> StepOutcome:
+        """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss.
+
+        A gradient whose norm is above ``skip_above`` is not applied.
+        """
         biases = [bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")]
         before = [bias.clone() for bias in biases]
         self.reduce_gradients()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.learning_rate
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
+        applied = math.isfinite(loss) and math.isfinite(grad_norm) and (skip_above is None or grad_norm <= skip_above)
+        if applied:
             # Megatron's own step prepares and measures again, which changes nothing; it has no way to skip on a NaN.
             self.optimizer.step()
             self.schedule.step(1)
@@ -100,7 +103,7 @@ class TrainingOptimizer:
             # Megatron updates the biases of experts with the reduction of the gradients.
             for bias, value in zip(biases, before, strict=True):
                 bias.copy_(value)
-        return StepOutcome(applied=finite, grad_norm=grad_norm, learning_rate=learning_rate)
+        return StepOutcome(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @property
     def learning_rate(self) -> float:
@@ -187,11 +190,17 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
             values["step"] = step
 
 
-def data_parallel_chunks(model: Model, parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """The rank's parts of ``model`` with Megatron's gradient buffers, for the engine."""
+def data_parallel_chunks(
+    model: Model, parallel: ParallelConfig, in_float32: bool = True
+) -> list[DistributedDataParallel]:
+    """The rank's parts of ``model`` with Megatron's gradient buffers, for the engine.
+
+    Args:
+        in_float32: gradients of 16-bit weights in float32; otherwise in the weights' dtype.
+    """
     settings = DistributedDataParallelConfig(
         # Exactness tests in float64 keep their gradients in it.
-        grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
+        grad_reduce_in_fp32=in_float32 and model.config.params_dtype != torch.float64,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         bucket_size=parallel.ddp_bucket_size,
         use_distributed_optimizer=parallel.use_distributed_optimizer,

@@ -20,6 +20,7 @@ from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import Objective, make_objective
+from megatron_dta.planning.cost_file import CostFile, load_cost_file
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.task import SamplingTask, build_task
@@ -32,6 +33,7 @@ from megatron_dta.training.checkpoint import (
     save_weights,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
+from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.critic import Critic, build_critic_model
 from megatron_dta.training.hf_weights import check_save_hf, load_hf
 from megatron_dta.training.loop import Progress, Trainer
@@ -40,7 +42,9 @@ from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.random_state import seed_random_states
 from megatron_dta.training.reference import Reference
+from megatron_dta.training.rollout_files import RolloutFiles
 from megatron_dta.training.sampled_data import build_sampled_data
+from megatron_dta.training.settings_file import write_settings
 from megatron_dta.training.stored_data import StoredEvaluation, load_files, load_stored_rollouts
 
 
@@ -49,12 +53,9 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     check_save_hf(config)
     _make_folders(config)
     objective = make_objective(config.objective)
-    stored, held_out, task = _read_data(config, objective)
-    if config.model.vocab_size is None:
-        config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
-    if config.objective.loss_aggregation == "sequence-sum" and config.objective.loss_length is None:
-        length = float(config.sampling.rollout_max_response_len)
-        config = replace(config, objective=replace(config.objective, loss_length=length))
+    costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
+    stored, held_out, task = read_data(config, objective)
+    config = with_known_sizes(config, task)
 
     device = initialize_parallel(config.optimization.seed, config.parallel)
     seed_random_states(config.optimization.seed)
@@ -63,12 +64,8 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = build_model(config.model, device, config.parallel)
     start, resumes = _starting_point(config)
-    if start is not None and not resumes:
-        load_weights(start, config.model, model)
-        console.print(f"starting from the weights of {start}", soft_wrap=True)
-    elif start is None and config.checkpoint.load_hf is not None:
-        load_hf(config, model)
-        console.print(f"starting from the weights of {config.checkpoint.load_hf}", soft_wrap=True)
+    if not resumes:
+        _load_first_weights(config, model, start, console)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
     reference = _build_reference(config, objective, model, device, resumes)
     critic = None
@@ -88,7 +85,9 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         save_base(config, model)
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
-    engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay)
+    engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
+    if config.tree.tree_memory_gib is not None:
+        engine.limit_memory(config.tree.tree_memory_gib, _constant_bytes(config, optimizer, reference, critic))
     if task is not None:
         source, evaluations = build_sampled_data(
             config, model, task, progress, lambda line: console.print(line, soft_wrap=True, style="yellow")
@@ -122,9 +121,21 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         progress=progress,
         console=console,
         critic=critic,
+        rollout_files=_rollout_files(config, task),
         resumed=start is not None and resumes,
         saved_iteration=progress.iteration if own else None,
     )
+
+
+def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, console: Console) -> None:
+    """The weights of a run that begins: of the checkpoint ``start``, of --load-hf, or random as they are."""
+    if start is not None:
+        load_weights(start, config.model, model)
+    elif config.checkpoint.load_hf is not None:
+        load_hf(config, model)
+    source = start or config.checkpoint.load_hf
+    if source is not None:
+        console.print(f"starting from the weights of {source}", soft_wrap=True)
 
 
 def metrics_path(config: TrainConfig) -> Path | None:
@@ -135,10 +146,20 @@ def metrics_path(config: TrainConfig) -> Path | None:
 
 
 def _open_metrics(config: TrainConfig, iteration: int) -> MetricsLog:
-    """The first process writes them; all have the same."""
+    """The first process writes them, and the settings beside them; all have the same."""
     if current_mesh().rank != 0:
         return MetricsLog(None, LoggingConfig(), iteration)
+    if config.checkpoint.save is not None:
+        write_settings(config.checkpoint.save, config)
     return MetricsLog(metrics_path(config), config.logging, iteration, settings_by_flag(config))
+
+
+def _rollout_files(config: TrainConfig, task: SamplingTask | None) -> RolloutFiles | None:
+    """The first process writes them; all have the same samples."""
+    folder, interval = config.checkpoint.save, config.logging.save_rollouts_interval
+    if folder is None or interval is None or current_mesh().rank != 0:
+        return None
+    return RolloutFiles(folder, interval, config.logging.save_rollouts_groups, task.tokenizer if task else None)
 
 
 def _make_folders(config: TrainConfig) -> None:
@@ -156,7 +177,17 @@ def _make_folders(config: TrainConfig) -> None:
                 raise InputError(f"{flag}: the folder {path} cannot be made ({error.strerror})") from error
 
 
-def _read_data(
+def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainConfig:
+    """The settings with what the tokenizer and other settings decide where they say nothing."""
+    if config.model.vocab_size is None:
+        config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
+    if config.objective.loss_aggregation == "sequence-sum" and config.objective.loss_length is None:
+        length = float(config.sampling.rollout_max_response_len)
+        config = replace(config, objective=replace(config.objective, loss_length=length))
+    return config
+
+
+def read_data(
     config: TrainConfig, objective: Objective
 ) -> tuple[RolloutSource | None, list[Rollout], SamplingTask | None]:
     """Stored rollouts, held-out rollouts, and what is sampled: what of these the settings ask for."""
@@ -231,7 +262,25 @@ def _reference(
     return Reference(_engine(config, model), config.objective.offload_reference)
 
 
-def _engine(config: TrainConfig, model: Model | list[torch.nn.Module], routing_replay: bool = False) -> TreeEngine:
+def _constant_bytes(
+    config: TrainConfig, optimizer: TrainingOptimizer, reference: Model | None, critic: Critic | None
+) -> float:
+    """What all models on this rank take through a step."""
+    ranks = current_mesh().data_size if config.parallel.use_distributed_optimizer else 1
+    total = constant_bytes(optimizer.chunks, optimizer_ranks=ranks)
+    if critic is not None:
+        total += constant_bytes(critic.optimizer.chunks, optimizer_ranks=ranks)
+    if reference is not None and not config.objective.offload_reference:
+        total += constant_bytes(reference.parts, has_optimizer=False)
+    return total
+
+
+def _engine(
+    config: TrainConfig,
+    model: Model | list[torch.nn.Module],
+    routing_replay: bool = False,
+    costs: CostFile | None = None,
+) -> TreeEngine:
     return TreeEngine(
         model,
         config.sampling.temperature,
@@ -239,6 +288,7 @@ def _engine(config: TrainConfig, model: Model | list[torch.nn.Module], routing_r
         config.parallel.pipeline_in_flight_tokens,
         config.tree.tree_attention_impl,
         routing_replay,
+        costs,
     )
 
 
