@@ -192,7 +192,7 @@ def _run_case(case: MeshCase) -> RankResult:
     result.metrics = {name: float(value) for name, value in step.metrics.items()}
     if case.sabotage != "reduction":
         optimizer.reduce_gradients()
-    result.gradients = {name: p.main_grad.clone() for name, p in parameters.items()}
+    result.gradients = {name: p.main_grad.clone() for name, p in parameters.items() if p.requires_grad}
     result.expert_biases = {name: bias.clone() for name, bias in biases.items()}
     optimizer.optimizer.prepare_grads()
     result.grad_norm = float(optimizer.optimizer.get_grad_norm())

@@ -29,6 +29,7 @@ REFUSED = {
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
     "moe_input_jitter_eps",
+    "lora_dropout",
 }
 # What the command line itself is made from.
 PARSED = {"hf_checkpoint", "treepo_preset"}

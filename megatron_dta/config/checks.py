@@ -11,6 +11,7 @@ import os
 from importlib.util import find_spec
 
 from megatron_dta.config.expert_checks import check_experts
+from megatron_dta.config.lora_checks import check_lora, check_reference
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective_checks import POLICY_GRADIENT, check_objective, objective_conditions
 from megatron_dta.config.options import flag_of
@@ -234,6 +235,8 @@ def _check_parallel(config: TrainConfig) -> None:
     if config.parallel.pipeline_model_parallel_size > 1:
         stage_layers(config.model, config.parallel)
     check_experts(config.model, config.parallel)
+    check_lora(config.model, config.parallel)
+    check_reference(config.model, config.objective, config.checkpoint)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
 
@@ -310,6 +313,7 @@ def _check_no_effect(config: TrainConfig) -> None:
             "keep_best_checkpoint eval_iters eval_rollouts eval_prompt_data eval_temperature",
         ),
         "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
+        "--lora-rank": (config.model.lora_rank is not None, "lora_alpha lora_target_modules"),
         "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),
         "another --lr-decay-style than constant": (decays, "min_lr lr_decay_iters"),
         "--lr-warmup-iters": (config.optimization.lr_warmup_iters > 0, "lr_warmup_init"),

@@ -103,7 +103,7 @@ def objective_conditions(config: TrainConfig, sampled: bool) -> dict[str, tuple[
         "another --objective than dpo": (objective.objective != "dpo", "loss_aggregation"),
         "--kl-loss-coef above 0": (policy and objective.kl_loss_coef > 0, "kl_loss_type"),
         "--kl-coef above 0": (policy and objective.kl_coef > 0, "kl_reward_type"),
-        "--kl-loss-coef or --kl-coef above 0, or --objective dpo": (reference, "ref_load offload_reference"),
+        "--kl-loss-coef or --kl-coef above 0, or --objective dpo": (reference, "ref_load ref_model offload_reference"),
         "--sampler-mismatch-alarm": (objective.sampler_mismatch_alarm is not None, "sampler_mismatch_stop"),
         "--use-tis": (objective.use_tis, "tis_mode tis_level tis_clip tis_clip_low"),
         "--loss-aggregation sequence-sum": (objective.loss_aggregation == "sequence-sum", "loss_length"),

@@ -45,9 +45,18 @@ class CheckpointConfig:
         "Folder to write the trained model to in Hugging Face's form after the last step; configuration and tokenizer "
         "are those of --load-hf or --hf-checkpoint.",
     )
-    ref_load: str | None = option(
-        None, "Checkpoint of the KL reference model (default: the weights this run started from)."
+    ref_load: str | None = option(None, "Checkpoint of the KL reference model, instead of what --ref-model says.")
+    ref_model: str | None = option(
+        None,
+        "The KL reference model: the weights this run started from (initial), or the frozen weights under the adapters "
+        "of --lora-rank, without a copy of them (base) (default: base with --lora-rank, else initial).",
+        choices=("initial", "base"),
     )
+
+    def reference_is_base(self, has_adapters: bool) -> bool:
+        """Whether the KL reference is the policy without its adapters."""
+        default = "base" if has_adapters else "initial"
+        return self.ref_load is None and (self.ref_model or default) == "base"
 
 
 @dataclass

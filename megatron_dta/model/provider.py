@@ -25,9 +25,12 @@ from megatron_dta.config.checks import (
     check_transformer_impl,
 )
 from megatron_dta.config.expert_checks import check_experts
+from megatron_dta.config.lora_checks import check_lora
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.model.expert_spec import expert_layer_spec, expert_settings
+from megatron_dta.model.lora import add_adapters
 from megatron_dta.model.main_grad import use_main_grad, with_main_grad_layers
+from megatron_dta.model.mesh import initial_seed
 from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.router import TreeRouter, keep_balance_in_float32
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
@@ -47,6 +50,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     check_transformer_impl(model)
     check_tensor_parallel(model, parallel)
     check_experts(model, parallel)
+    check_lora(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(
         num_layers=model.num_layers,
@@ -219,6 +223,8 @@ def build_model(
         if not parallel.no_gradient_accumulation_fusion:
             use_main_grad(part)
         keep_balance_in_float32(part)
+        if model.lora_rank is not None:
+            add_adapters(part, model, initial_seed())
     return StagedModel(parts) if num_stages > 1 else parts[0]
 
 

@@ -13,6 +13,7 @@ over no tokens: Megatron's layers need one.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -93,6 +94,9 @@ class TreeGPTModel(GPTModel):
         # The table always has its full length, so Megatron's cache of it hits for every segment.
         context.max_seqlen_q = context.max_seqlen_kv = self.max_sequence_length
         outputs = list(super()._preprocess(*args, packed_seq_params=context, **kwargs))
+        if torch.is_grad_enabled() and outputs[0] is not None and not outputs[0].requires_grad:
+            # Of frozen weights: recomputation gives gradients only to what begins with something that asks for them.
+            outputs[0].requires_grad_()
         outputs[1] = outputs[1].index_select(0, self._filled_up(context.position_ids))
         if self.has_fused_layers:
             context.rotary_tables = rotary_tables(outputs[1], self.config)

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from megatron_dta.config import TrainConfig
+from megatron_dta.config.lora_sizes import adapter_parameters
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.conversion.hf_config import architecture, read_hf_config
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
@@ -62,6 +64,8 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     shape, mesh = RunShape.of(config.model), _mesh(config)
     dtype = str(config.model.params_dtype).removeprefix("torch.")
     tell("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size:,}")
+    if config.model.lora_rank is not None:
+        tell("adapters", f"{adapter_parameters(config.model):,} parameters, which alone are trained")
     tell("mesh", _mesh_text(mesh))
     flight = None
     if task is not None:
@@ -275,13 +279,20 @@ def _memory(
         full_recompute_layers=model.recompute_num_layers if full else None,
     )
     flight = flight or InFlight(0.0, 0.0, 0.0)
+    adapters = adapter_parameters(model)
+    trained = adapters / shape.num_parameters if adapters else 1.0
+    is_base = config.checkpoint.reference_is_base(model.lora_rank is not None)
+    copies_reference = not is_base and not config.objective.offload_reference
     worst: tuple[int, RankMemory, float] | None = None
     for stage in range(mesh.pipeline):
-        of_stage = stage_memory(shape, mesh, states, stage, flight)
+        whole = stage_memory(shape, mesh, states, stage, flight)
+        # About: adapters are spread over the stages as the weights are.
+        gradients, optimizer = whole.gradients * trained, whole.optimizer * trained
+        of_stage = replace(whole, gradients=gradients, optimizer=optimizer)
         more = 0.0
         if objective.needs_critic:
-            more += of_stage.weights + of_stage.gradients + of_stage.optimizer
-        if objective.needs_ref_logprobs and not config.objective.offload_reference:
+            more += whole.weights + whole.gradients + whole.optimizer
+        if objective.needs_ref_logprobs and copies_reference:
             more += of_stage.weights
         if worst is None or of_stage.total + more > worst[1].total + worst[2]:
             worst = stage, of_stage, more

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from megatron_dta.config import LoggingConfig, TrainConfig
+from megatron_dta.config.model import without_lora
 from megatron_dta.config.state_checks import check_state_support
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
@@ -26,8 +27,10 @@ from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.checkpoint import (
     REFERENCE,
+    has_adapters,
     load_checkpoint,
     load_weights,
+    save_base,
     save_weights,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
@@ -63,14 +66,10 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = build_model(config.model, device, config.parallel)
     start, resumes = _starting_point(config)
-    if start is not None and not resumes:
-        load_weights(start, config.model, model)
-        console.print(f"starting from the weights of {start}", soft_wrap=True)
-    elif start is None and config.checkpoint.load_hf is not None:
-        load_hf(config, model)
-        console.print(f"starting from the weights of {config.checkpoint.load_hf}", soft_wrap=True)
+    if not resumes:
+        _load_first_weights(config, model, start, console)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
-    reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
+    reference = _build_reference(config, objective, model, device, resumes)
     critic = None
     if objective.needs_critic:
         critic = Critic(config, build_critic_model(config, model, device, resumes))
@@ -83,6 +82,9 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         for line in changed:
             console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
 
+    own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
+    if not own:
+        save_base(config, model)
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
@@ -100,7 +102,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         objective,
         config.tree,
         engine,
-        Reference(_engine(config, reference), config.objective.offload_reference) if reference is not None else None,
+        _reference(config, objective, reference, optimizer.chunks),
         config.sampling.num_steps_per_rollout,
         critic.engine if critic is not None else None,
         config.critic,
@@ -108,7 +110,6 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         # Servers and recordings are asked for exact logprobs where they are needed, and may give anything else.
         config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs,
     )
-    own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     return Trainer(
         config=config,
         model=model,
@@ -126,6 +127,17 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         resumed=start is not None and resumes,
         saved_iteration=progress.iteration if own else None,
     )
+
+
+def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, console: Console) -> None:
+    """The weights of a run that begins: of the checkpoint ``start``, of --load-hf, or random as they are."""
+    if start is not None:
+        load_weights(start, config.model, model)
+    elif config.checkpoint.load_hf is not None:
+        load_hf(config, model)
+    source = start or config.checkpoint.load_hf
+    if source is not None:
+        console.print(f"starting from the weights of {source}", soft_wrap=True)
 
 
 def metrics_path(config: TrainConfig) -> Path | None:
@@ -214,16 +226,23 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
     return None, False
 
 
-def _build_reference(config: TrainConfig, policy: Model, device: torch.device, resumes: bool) -> Model:
-    """The frozen model that the KL divergence is measured from."""
-    reference = build_model(config.model, device, config.parallel)
+def _build_reference(
+    config: TrainConfig, objective: Objective, policy: Model, device: torch.device, resumes: bool
+) -> Model | None:
+    """The frozen model that a KL divergence is measured from; None if none is, or if it is the policy's base."""
+    if not objective.needs_ref_logprobs or config.checkpoint.reference_is_base(config.model.lora_rank is not None):
+        return None
     save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
     if config.checkpoint.ref_load is not None:
         path = find_checkpoint(config.checkpoint.ref_load)
         if path is None:
             raise InputError(f"--ref-load {config.checkpoint.ref_load}: holds no checkpoint")
-        load_weights(path, config.model, reference)
-    elif not resumes:
+        shape = config.model if has_adapters(path) else without_lora(config.model)
+        reference = build_model(shape, device, config.parallel)
+        load_weights(path, shape, reference)
+        return reference.requires_grad_(False).eval()
+    reference = build_model(config.model, device, config.parallel)
+    if not resumes:
         reference.load_state_dict(policy.state_dict())
         if save is not None:
             save_weights(save, config, reference)
@@ -232,6 +251,17 @@ def _build_reference(config: TrainConfig, policy: Model, device: torch.device, r
     else:
         raise InputError("the objective's reference: the run to continue kept no reference weights; give --ref-load")
     return reference.requires_grad_(False).eval()
+
+
+def _reference(
+    config: TrainConfig, objective: Objective, model: Model | None, policy: list[torch.nn.Module]
+) -> Reference | None:
+    """Passes of the reference ``model`` or, where that is None, of the policy's base."""
+    if not objective.needs_ref_logprobs:
+        return None
+    if model is None:
+        return Reference(_engine(config, policy), is_base=True)
+    return Reference(_engine(config, model), config.objective.offload_reference)
 
 
 def _constant_bytes(
