@@ -5,6 +5,8 @@ Apart from ``tree_attention``, so that Gluon, which is experimental in Triton, i
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -71,14 +73,23 @@ def key_gradients_on_hopper(
 
 
 def _descriptor(x: Tensor, shape: list[int], block: list[int]) -> TensorDescriptor:
-    element = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(x, shape, [shape[1], 1], block, gl.NVMMASharedLayout.get_default_for(block, element))
+    return TensorDescriptor(x, shape, [shape[1], 1], block, _layout(*block, x.dtype))
 
 
 def _row_descriptor(x: Tensor, block: int) -> TensorDescriptor:
     """Of a float32 vector of any shape."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(x, [x.numel()], [1], [block], layout)
+    return TensorDescriptor(x, [x.numel()], [1], [block], _row_layout())
+
+
+# Making a layout takes the host as long as a launch.
+@lru_cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
+@lru_cache
+def _row_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 def _check(plan: TreeAttentionPlan, settings: KernelConfig, rows: int) -> None:

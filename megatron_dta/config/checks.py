@@ -17,6 +17,7 @@ from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.config.rollout_checks import check_rollout_engine, rollout_conditions
+from megatron_dta.config.state_checks import check_states
 from megatron_dta.config.train import TrainConfig, settings_of
 from megatron_dta.config.tree_checks import check_tree
 from megatron_dta.config.treepo_checks import check_treepo, treepo_conditions
@@ -33,6 +34,7 @@ def check_config(config: TrainConfig) -> None:
     check_tree(config)
     _check_schedule(config)
     _check_parallel(config)
+    check_states(config.model, config.optimization, config.parallel)
     _check_hf(config)
     check_rollout_engine(config)
     _check_no_effect(config)

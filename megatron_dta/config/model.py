@@ -86,6 +86,16 @@ class ModelConfig:
         "in the backward; reference: Megatron's modules; auto: triton on a CUDA GPU but for float64.",
         choices=("auto", "triton", "reference"),
     )
+    fp8_format: str | None = option(
+        None,
+        "Products of the layers in FP8; needs --transformer-impl transformer_engine.",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str | None = option(
+        None,
+        "How FP8 values are scaled (default: Megatron's, delayed).",
+        choices=("delayed", "tensorwise", "mxfp8", "blockwise"),
+    )
     recompute_granularity: str | None = option(
         None, "Recompute activations inside a segment's backward.", choices=("full", "selective")
     )

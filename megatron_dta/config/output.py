@@ -54,6 +54,11 @@ class CheckpointConfig:
 class LoggingConfig:
     """Metrics: one JSON object per step, TensorBoard, Weights & Biases, and the progress line."""
 
+    dry_run: bool = option(
+        False,
+        "Check flags, data, tokenizer, rewards, mesh, checkpoints and memory, print what the run would be, and end "
+        "without training or writing anything. The environment variable WORLD_SIZE says for how many processes.",
+    )
     log_interval: int = option(1, "Steps between progress lines.", minimum=1)
     metrics_file: str | None = option(None, "JSONL file of the metrics (default: metrics.jsonl in --save).")
     eval_interval: int | None = option(None, "Steps between evaluations on held-out data (default: none).", minimum=1)

@@ -69,6 +69,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         bf16=model.params_dtype == torch.bfloat16,
         # The stock attention, which the parity reference runs, would otherwise leave float64.
         attention_softmax_in_fp32=model.params_dtype != torch.float64,
+        fp8=model.fp8_format,
+        **({} if model.fp8_recipe is None else {"fp8_recipe": model.fp8_recipe}),
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
         recompute_num_layers=model.recompute_num_layers,

@@ -23,6 +23,9 @@ from dta_kernels.parallel_linear_logprobs import parallel_linear_logprobs
 from megatron_dta.model.attention_context import AttentionContext, check_context
 from megatron_dta.model.rotary import rotary_tables
 
+# Rows of a product in FP8 come in multiples of 16, with blocks of 32 that share a scale (MXFP8) of 32.
+_FP8_ROWS = 32
+
 
 class TreeGPTModel(GPTModel):
     """A GPTModel, or a pipeline stage's part of one, whose forward takes an ``AttentionContext``.
@@ -51,12 +54,18 @@ class TreeGPTModel(GPTModel):
 
     def stage_shape(self, num_tokens: int) -> tuple[int, int, int]:
         """Shape of the hidden states of a pass over ``num_tokens`` tokens as they go from stage to stage."""
-        return max(1, -(-num_tokens // self._row_ranks)), 1, self.config.hidden_size
+        rows = max(1, -(-num_tokens // self._row_unit)) * self._row_unit
+        return rows // self._row_ranks, 1, self.config.hidden_size
 
     @property
     def _row_ranks(self) -> int:
         """Ranks that divide a pass's rows among them."""
         return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+
+    @property
+    def _row_unit(self) -> int:
+        """A pass has a multiple of so many rows: as many on each rank, and in FP8 what its products need."""
+        return self._row_ranks * (_FP8_ROWS if self.config.fp8 else 1)
 
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
         """Hidden states [n, hidden size] after the final norm.
@@ -98,8 +107,8 @@ class TreeGPTModel(GPTModel):
         return hidden_states.squeeze(1)[: check_context(packed_seq_params).position_ids.shape[0]]
 
     def _filled_up(self, tokens: Tensor) -> Tensor:
-        """``tokens`` [..., n] with zeros up to a multiple of the ranks that divide the rows, and to one row each."""
-        missing = -tokens.shape[-1] % self._row_ranks if tokens.shape[-1] else self._row_ranks
+        """``tokens`` [..., n] with zeros up to a multiple of ``_row_unit``, of which there is one at least."""
+        missing = -tokens.shape[-1] % self._row_unit if tokens.shape[-1] else self._row_unit
         return F.pad(tokens, (0, missing)) if missing else tokens
 
     def output_weight(self) -> Tensor:

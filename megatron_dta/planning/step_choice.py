@@ -13,6 +13,7 @@ pipeline the candidates are judged by their schedules, and memory by what every 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,8 +40,9 @@ UNLIMITED_SEGMENT_TOKENS = 2048
 SLOWER_SIZES = 2
 LOOKED_AT = 2
 FULL = 0.9
+BETWEEN = (0.75, 0.5, 0.25, 0.125)
 # In a pipeline: parts of the tokens in flight whose activations are kept, tried in turn.
-KEPT_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+KEPT_SHARES = (1.0, 0.7, 0.4, 0.0)
 
 
 @dataclass(frozen=True)
@@ -118,17 +120,20 @@ def _settled(
 ) -> StepChoice:
     """The choice of a search that took quick looks, planned with care; the least of all if it found nothing."""
     longest = int(tree.sequence_lengths.max(initial=0))
-    size, budgets = least_size, [memory_tokens or longest]
+    size, budget = least_size, memory_tokens or longest
     if found is not None:
-        size, budgets = found.segments.segment_tokens, [found.memory_tokens]
-        if shape.memory is not None and memory_tokens is None and found.memory_tokens == longest:
-            budgets.append((default_memory_tokens(tree, size) + 3 * longest) // 4)
-    missing = np.inf
-    for budget in budgets:
-        choice, _, short = judge(plan_segments(tree, size, budget), loss_masks, shape, budget, activation_tokens)
-        missing = min(missing, short)
-        if choice is not None and (found is None or choice.seconds < found.seconds):
-            found = choice
+        size, budget = found.segments.segment_tokens, found.memory_tokens
+        if shape.memory is not None and memory_tokens is None and budget == longest:
+            # Something between the least and the usual budget may fit as well, and fill segments better.
+            room = default_memory_tokens(tree, size) - longest
+            for part in BETWEEN:
+                quick = plan_segments(tree, size, longest + int(part * room), LOOKED_AT)
+                choice, _, _ = judge(quick, loss_masks, shape, longest + int(part * room), activation_tokens)
+                if choice is not None and choice.seconds < found.seconds:
+                    found, budget = choice, choice.memory_tokens
+    choice, _, missing = judge(plan_segments(tree, size, budget), loss_masks, shape, budget, activation_tokens)
+    if choice is not None and (found is None or choice.seconds < found.seconds):
+        found = choice
     if found is None:
         raise _too_little(shape.memory, 0, missing, tree, size, memory_tokens)
     return found
@@ -265,9 +270,27 @@ def _attempts(
         tries.append((0.0, path))
     for share, limit in tries:
         kept = choose_kept_segments(segments, None if share == 1 else int(share * path))
+        least = [_least_bytes(segments, kept, shape, stage) for stage in range(shape.num_stages)]
+        if max(least[stage] - shape.memory.available(stage) for stage in range(shape.num_stages)) > 0:
+            yield StepChoice(segments, kept, memory_tokens, np.inf, None, tuple(least))
+            continue
         passes = plan_passes(segments, edges, ~kept, replace(shape, max_in_flight_tokens=limit))
         peaks = [stage_peak_bytes(segments, passes[0], kept, shape, stage) for stage in range(shape.num_stages)]
         yield StepChoice(segments, kept, memory_tokens, passes[0].timeline.makespan, passes, tuple(peaks))
+
+
+def _least_bytes(segments: SegmentPlan, kept: np.ndarray, shape: PipelineShape, stage: int) -> float:
+    """What a stage holds at least whatever the schedule: the heaviest root path, at its last backward."""
+    each, own = shape.memory.bytes, shape.layers[stage :: shape.num_stages]
+    unit = each.kept(max(own))
+    above = [0.0] * segments.num_segments
+    peak = 0.0
+    lengths, parents = segments.lengths.tolist(), segments.segment_parent.tolist()
+    for segment, parent in enumerate(parents):
+        if parent >= 0:
+            above[segment] = above[parent] + unit * lengths[parent] * kept[parent]
+        peak = max(peak, above[segment] + unit * lengths[segment] + each.work_per_token * lengths[segment])
+    return peak + segments.peak_in_flight_tokens * sum(own) * each.kv_per_token_and_layer + each.work_fixed
 
 
 def choose_kept_of(
@@ -298,12 +321,13 @@ def _too_little(
     memory_tokens: int | None,
 ) -> InputError:
     constant, needed = memory.constant[rank] / GIB, memory.gib + missing / GIB
+    enough = math.ceil(100 * needed + 1e-6) / 100
     longest = int(tree.sequence_lengths.max(initial=0))
     in_flight = f"with {memory_tokens} tokens in flight" if memory_tokens else f"of sequences of {longest} tokens"
     where = f" on pipeline rank {rank}" if len(memory.constant) > 1 else ""
     return InputError(
         f"--tree-memory-gib {memory.gib:g}: too little by {missing / GIB:.2f} GiB{where}; weights, gradients and "
         f"optimizer states take {constant:.2f} GiB, and a step {in_flight} in segments of {segment_tokens} takes "
-        f"{needed - constant:.2f} GiB at least, so give {needed + 0.005:.2f} or more, or divide the model over "
+        f"{needed - constant:.2f} GiB at least, so give {enough:.2f} or more, or divide the model over "
         "more ranks"
     )

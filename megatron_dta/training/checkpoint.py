@@ -59,6 +59,8 @@ _FREE_MODEL_SETTINGS = {
     "fp16",
     "transformer_impl",
     "fused_layer_impl",
+    "fp8_format",
+    "fp8_recipe",
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
@@ -187,25 +189,18 @@ def load_checkpoint(
         InputError: the checkpoint is of another model, was not written by this project, or cannot be read.
     """
     common = read_common(path)
-    if "progress" not in common.get("megatron_dta", {}):
-        raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
-    saved = json.loads(common["megatron_dta"]["settings"])
-    _check_same_model(path, saved, config.model, with_dtype=True)
-    _check_same_optimizer(path, saved, config)
+    changed = check_continues(path, common, config, critic is not None)
     model_state = model.sharded_state_dict()
     wanted = {"model": model_state}
     if "optimizer" in common:
         wanted |= optimizer.sharded_state_dict(model_state, is_loading=True)
     if critic is not None:
-        if "critic" not in common:
-            raise InputError(f"{path}: has no critic to continue with; add --finetune to start from its weights")
         wanted["critic"] = critic.sharded_state_dict(is_loading="optimizer" in common["critic"])
     state = read_checkpoint(path, wanted)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state)
     if critic is not None:
         critic.load_state_dict(state["critic"])
-    changed = _changed_settings(saved, config)
     mesh, random_states = current_mesh(), state["rng_state"]
     if len(random_states) == mesh.world_size and not any(line.startswith(_MESH_FLAGS) for line in changed):
         restore_random_state(random_states[mesh.rank])
@@ -217,7 +212,19 @@ def load_checkpoint(
     return int(state["iteration"]), state["megatron_dta"]["progress"], changed
 
 
-def _changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
+def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has_critic: bool) -> list[str]:
+    """Refuse a checkpoint that the run cannot go on from; ``common`` is what ``read_common`` has read of it.
+
+    Returns:
+        a line for every setting that differs from the checkpoint's.
+    """
+    if "progress" not in common.get("megatron_dta", {}):
+        raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
+    saved = json.loads(common["megatron_dta"]["settings"])
+    _check_same_model(path, saved, config.model, with_dtype=True)
+    _check_same_optimizer(path, saved, config)
+    if has_critic and "critic" not in common:
+        raise InputError(f"{path}: has no critic to continue with; add --finetune to start from its weights")
     return [
         f"{flag}: {saved[flag]} before, {value} now"
         for flag, value in settings_by_flag(config).items()
@@ -227,10 +234,14 @@ def _changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
 
 def load_weights(path: Path, model_config: ModelConfig, model: MegatronModule) -> None:
     """Take only the weights; they are converted to the model's dtype. Checkpoints of Megatron-LM will do."""
-    common = read_common(path)
+    check_weights(path, read_common(path), model_config)
+    model.load_state_dict(read_checkpoint(path, {"model": model.sharded_state_dict()})["model"])
+
+
+def check_weights(path: Path, common: dict[str, Any], model_config: ModelConfig) -> None:
+    """Refuse weights of another model, where the checkpoint says of which."""
     if "megatron_dta" in common:
         _check_same_model(path, json.loads(common["megatron_dta"]["settings"]), model_config, with_dtype=False)
-    model.load_state_dict(read_checkpoint(path, {"model": model.sharded_state_dict()})["model"])
 
 
 def save_weights(path: Path, config: TrainConfig, model: MegatronModule) -> None:

@@ -18,10 +18,12 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dta import cpu_compat
 from megatron_dta.config import OptimizationConfig, ParallelConfig
+from megatron_dta.config.state_checks import DTYPES
 from megatron_dta.model import Model
 
 # Megatron's layout of a distributed optimizer's state that loads on any mesh, gathered on the host.
@@ -63,9 +65,8 @@ class TrainingOptimizer:
         self._is_distributed = parallel.use_distributed_optimizer
         if self._is_distributed:
             cpu_compat.place_parameters_of_all_buckets()
-        self.chunks = data_parallel_chunks(model, parallel)
-        optimizer_config = _optimizer_config(settings, model.config.params_dtype)
-        optimizer_config.use_distributed_optimizer = parallel.use_distributed_optimizer
+        self.chunks = data_parallel_chunks(model, parallel, in_float32=settings.main_grads_dtype == "fp32")
+        optimizer_config = _optimizer_config(settings, model.config.params_dtype, self._is_distributed)
         self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
         self.schedule = _schedule(self.optimizer, settings)
 
@@ -121,7 +122,8 @@ class TrainingOptimizer:
                 _make_empty_state(optimizer)
         if is_loading or len(self.optimizer.state):
             metadata = {"metadata": _UNPREFIXED | (_RESHARDABLE if self._is_distributed else {})}
-            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, **metadata)
+            found = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, **metadata)
+            state["optimizer"] = _without_classes(found)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,12 +155,29 @@ def _steps_in(state: Any) -> list[Any]:
     return own + [step for part in state.values() for step in _steps_in(part)]
 
 
+def _without_classes(state: Any) -> Any:
+    """``state`` without the classes that Megatron's offloading optimizer notes in its groups.
+
+    They say nothing of the state, and a file with them cannot be read.
+    """
+    if isinstance(state, dict):
+        return {name: _without_classes(value) for name, value in state.items() if not isinstance(value, type)}
+    return [_without_classes(part) for part in state] if type(state) is list else state
+
+
 def _make_empty_state(optimizer: Any) -> None:
     """Megatron's distributed optimizer reads the number of steps from Adam's state, also before there is one."""
     adam = optimizer.optimizer
+    is_hybrid = isinstance(adam, HybridDeviceOptimizer)
     for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        # With states on the host, these and the master weights belong to the parameter's copy there.
+        inner = adam.param_to_inner_param[parameter] if is_hybrid else parameter
+        moments = {name: torch.zeros_like(inner) for name in ("exp_avg", "exp_avg_sq")}
         adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        if is_hybrid:
+            adam.state[parameter]["master_param"] = inner
+    if is_hybrid:
+        adam._sync_hdo_state_to_sub_optimizers()
 
 
 def _load(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) -> None:
@@ -208,8 +227,9 @@ def data_parallel_chunks(
     return [DistributedDataParallel(model.config, settings, part) for part in model.parts]
 
 
-def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -> OptimizerConfig:
-    return OptimizerConfig(
+def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype, is_distributed: bool) -> OptimizerConfig:
+    aware, offload = settings.use_precision_aware_optimizer, settings.optimizer_cpu_offload
+    config = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.lr,
         min_lr=settings.min_lr,
@@ -220,7 +240,25 @@ def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -
         clip_grad=settings.clip_grad,
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
+        use_precision_aware_optimizer=aware and not offload,
+        main_grads_dtype=DTYPES["fp32" if offload else settings.main_grads_dtype],
+        main_params_dtype=DTYPES[settings.main_params_dtype],
+        exp_avg_dtype=DTYPES[settings.exp_avg_dtype],
+        exp_avg_sq_dtype=DTYPES[settings.exp_avg_sq_dtype],
+        optimizer_cpu_offload=settings.optimizer_cpu_offload,
+        optimizer_offload_fraction=settings.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=settings.overlap_cpu_optimizer_d2h_h2d,
+        pin_cpu_grads=not settings.no_pin_cpu_grads,
+        pin_cpu_params=not settings.no_pin_cpu_params,
+        use_distributed_optimizer=is_distributed,
     )
+    if offload:
+        # Megatron asks for Transformer Engine's version here, and 0.16 fails where it is not installed,
+        # although offloaded states do not need it. What would follow from its answer is set as without it.
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
+        config.main_grads_dtype = DTYPES[settings.main_grads_dtype]
+    return config
 
 
 def _schedule(optimizer: Any, settings: OptimizationConfig) -> OptimizerParamScheduler:

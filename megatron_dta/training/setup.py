@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from megatron_dta.config import LoggingConfig, TrainConfig
+from megatron_dta.config.state_checks import check_state_support
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
@@ -47,16 +48,13 @@ from megatron_dta.training.stored_data import StoredEvaluation, load_files, load
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     """All parts of the run that ``config`` describes, its state loaded from where it starts."""
+    check_state_support(config.model, config.optimization)
     check_save_hf(config)
     _make_folders(config)
     objective = make_objective(config.objective)
     costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
-    stored, held_out, task = _read_data(config, objective)
-    if config.model.vocab_size is None:
-        config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
-    if config.objective.loss_aggregation == "sequence-sum" and config.objective.loss_length is None:
-        length = float(config.sampling.rollout_max_response_len)
-        config = replace(config, objective=replace(config.objective, loss_length=length))
+    stored, held_out, task = read_data(config, objective)
+    config = with_known_sizes(config, task)
 
     device = initialize_parallel(config.optimization.seed, config.parallel)
     seed_random_states(config.optimization.seed)
@@ -169,13 +167,23 @@ def _make_folders(config: TrainConfig) -> None:
                 raise InputError(f"{flag}: the folder {path} cannot be made ({error.strerror})") from error
 
 
-def _read_data(
+def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainConfig:
+    """The settings with what the tokenizer and other settings decide where they say nothing."""
+    if config.model.vocab_size is None:
+        config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
+    if config.objective.loss_aggregation == "sequence-sum" and config.objective.loss_length is None:
+        length = float(config.sampling.rollout_max_response_len)
+        config = replace(config, objective=replace(config.objective, loss_length=length))
+    return config
+
+
+def read_data(
     config: TrainConfig, objective: Objective
 ) -> tuple[RolloutSource | None, list[Rollout], SamplingTask | None]:
     """Stored rollouts, held-out rollouts, and what is sampled: what of these the settings ask for."""
     if not config.data.rollouts:
         model = config.model
-        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size)
+        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size, config.reward)
         if config.logging.eval_interval and not task.eval_prompts:
             raise InputError("--eval-interval needs held-out prompts: give --eval-prompt-data")
         return None, [], task
