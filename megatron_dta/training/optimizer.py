@@ -227,9 +227,7 @@ def data_parallel_chunks(
     return [DistributedDataParallel(model.config, settings, part) for part in model.parts]
 
 
-def _optimizer_config(
-    settings: OptimizationConfig, params_dtype: torch.dtype, is_distributed: bool
-) -> OptimizerConfig:
+def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype, is_distributed: bool) -> OptimizerConfig:
     aware, offload = settings.use_precision_aware_optimizer, settings.optimizer_cpu_offload
     config = OptimizerConfig(
         optimizer=settings.optimizer,
