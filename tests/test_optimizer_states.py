@@ -6,6 +6,7 @@ which is how that optimizer uses the two when everything is offloaded; its own c
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,10 +37,9 @@ MODEL = ModelConfig(
 RATES = OptimizationConfig(lr=3e-3, train_iters=9)
 OFFLOAD = replace(RATES, use_precision_aware_optimizer=True, optimizer_cpu_offload=True, no_pin_cpu_grads=True)
 SHARDED = ParallelConfig(use_distributed_optimizer=True)
-BASE = (
-    "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --vocab-size 37 --rollouts x.jsonl --global-batch-size 2 "
-).split()
-AWARE = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer".split()
+_MODEL = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --vocab-size 37"
+BASE = shlex.split(f"{_MODEL} --rollouts x.jsonl --global-batch-size 2")
+AWARE = ["--bf16", "--use-distributed-optimizer", "--use-precision-aware-optimizer"]
 
 
 class Run:

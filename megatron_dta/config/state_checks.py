@@ -1,7 +1,7 @@
 """Dtypes and places of optimizer states, and FP8: what Megatron can do of it is checked here, flag by flag.
 
-``check_states`` needs the settings alone. ``check_state_support`` asks the machine, for the processes that train: a login
-node has no GPU.
+``check_states`` needs the settings alone. ``check_state_support`` asks the machine, and is for the processes that
+train: a login node has no GPU.
 """
 
 from __future__ import annotations
