@@ -79,9 +79,7 @@ class PagedCase:
         query = draw(n, H, 2 * D)[:, :, :D] if strided else draw(n, H, D)
         slots_on_device = torch.from_numpy(np.concatenate(slots)).to(device)
         tables = torch.from_numpy(order[: int(widths.sum())].astype(np.int64)).to(device)
-        case = cls(
-            keys, values, query, new_key, new_value, slots_on_device, tables, starts, counts, begins, D**-0.5
-        )
+        case = cls(keys, values, query, new_key, new_value, slots_on_device, tables, starts, counts, begins, D**-0.5)
         return case
 
     @property

@@ -1,9 +1,10 @@
 """Triton kernels of attention over a paged K/V cache; the launcher is in ``paged_attention``.
 
-A tile is a run of new tokens of one sequence. A program computes one tile, one group of heads and one part of the keys,
-with the online softmax in base 2; a second kernel merges a tile's parts in their order. How the keys are divided follows
-from the tile's own number of keys alone, so a sequence's result does not depend on what else is in the batch. Shapes
-that change from pass to pass are read from memory: nothing is compiled again, and a captured launch serves every pass.
+A tile is a run of new tokens of one sequence. A program computes one tile, one group of heads and one part of the
+keys, with the online softmax in base 2; a second kernel merges a tile's parts in their order. How the keys are divided
+follows from the tile's own number of keys alone, so a sequence's result does not depend on what else is in the batch.
+Shapes that change from pass to pass are read from memory: nothing is compiled again, and a captured launch serves every
+pass.
 
 The pages' addresses are read from memory too: a captured launch stays right when the cache moves.
 
