@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.model import Model, StagedModel, TreeGPTModel
+from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention
 from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles, upload
 from megatron_dta.sampling.engines.scheduler import Pass
@@ -42,10 +42,10 @@ def bucket(count: int) -> int:
     return power // 4 * 3 if power >= 32 and count <= power // 4 * 3 else power
 
 
-def why_not_captured(model: Model) -> str | None:
-    """Why decoding with ``model`` cannot be captured; None if it can."""
-    config = model.config
-    if next(model.parameters()).device.type != "cuda":
+def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
+    """Why decoding with ``model`` and ``--tree-attention-impl`` cannot be captured; None if it can."""
+    config, parameter = model.config, next(model.parameters())
+    if parameter.device.type != "cuda":
         return "needs a CUDA GPU"
     if isinstance(model, StagedModel):
         return "cannot capture the messages between pipeline stages (--pipeline-model-parallel-size above 1)"
@@ -53,6 +53,8 @@ def why_not_captured(model: Model) -> str | None:
         return "cannot capture the sums over a tensor group (--tensor-model-parallel-size above 1)"
     if config.num_moe_experts is not None:
         return "cannot capture layers with experts, whose sizes the host has to know (--num-experts)"
+    if not choose_attention(attention_impl, config.kv_channels, parameter.dtype, parameter.device):
+        return "needs attention kernels, which --tree-attention-impl or the dtype rules out"
     return None
 
 
