@@ -8,6 +8,8 @@ decode    tokens per second of plain sampling. The same requests run with one to
           a decoding pass with the time it takes to read the weights and every cached position once.
 tree      trees (TreePO) against as many independent rollouts: trajectories and tokens per second, with lengths drawn
           from a lognormal distribution (--mean-length, --length-sigma, --max-length), which random weights do not have.
+das       decoding recorded samples with speculation and without, measured and as predicted: see ``das_parts``.
+das-noise how far rounding moves samples in bfloat16: speculation, and another batch size.
 tree-tokens   the tokens of the same comparison, without a model.
 """
 
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 
 from benchmark_report import Report
+from das_parts import add_das_arguments, add_noise_arguments, run_das, run_noise
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
@@ -128,6 +131,8 @@ def _measured_run(
 
 PARTS = {
     "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
+    "das": Part("speculation on recorded samples, measured and predicted", add_das_arguments, run_das),
+    "das-noise": Part("how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise),
     "tree": Part("trees against independent rollouts, with the engine", add_tree_arguments, run_tree),
     "tree-tokens": Part(
         "tokens of trees and of independent rollouts, without a model", add_tree_arguments, run_tree_tokens, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -109,12 +110,17 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
     return Setup(model, device, weight_bytes, token_bytes, bandwidth, "given" if given is not None else "copy")
 
 
-def build_engine(setup: Setup, arguments: argparse.Namespace, drafting: Drafting | None = None) -> InProcessEngine:
+def build_engine(
+    setup: Setup,
+    arguments: argparse.Namespace,
+    drafting: Drafting | None = None,
+    make: Callable[..., InProcessEngine] = InProcessEngine,
+) -> InProcessEngine:
     """An engine with the settings of the flags."""
     reason = why_not_captured(setup.model, arguments.attention_impl)
     if arguments.cuda_graphs and reason is not None:
         raise InputError(f"--cuda-graphs {reason}; leave it out")
-    return InProcessEngine(
+    return make(
         setup.model,
         arguments.batch,
         arguments.block_size,
