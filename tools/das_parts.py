@@ -39,8 +39,8 @@ from megatron_dta.speculation.speculator import BUDGETS, BudgetParams, Speculato
 from megatron_dta.speculation.suffix_forest import DraftParams
 from rollout_setup import Setup, build_engine, check_arguments, counts_since, synchronize
 
-_PASSES = 24
-"""Passes from which the cost of one is taken."""
+_PASSES, _WARM_PASSES = 40, 8
+"""Passes from which the cost of one is taken, and how many of them come before it is."""
 
 
 def add_das_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,8 +202,8 @@ def _drafted_cost(arguments: argparse.Namespace, setup: Setup, live: int) -> For
             continue
         drafting = FixedDrafting(width)
         _run_random(arguments, setup, build_engine(setup, arguments, drafting), rows, _PASSES + width)
-        seconds = [s for tokens, s in drafting.passes if tokens == rows * (width + 1)]
-        points.append((rows * (width + 1), median(seconds[3:])))
+        ends = drafting.ends[rows * (width + 1)][_WARM_PASSES - 1 :]
+        points.append((rows * (width + 1), (ends[-1] - ends[0]) / (len(ends) - 1)))
     return ForwardCost.fit(*np.array(points).T)
 
 

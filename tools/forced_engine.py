@@ -33,7 +33,7 @@ class ForcedEngine(InProcessEngine):
         self,
         rows: list[Sequence],
         sampled: list[tuple[np.ndarray, np.ndarray]],
-        drafts: list[np.ndarray],
+        drafts: list[np.ndarray] | None,
         began: float,
         num_tokens: int,
     ) -> list[Sequence]:
@@ -41,8 +41,6 @@ class ForcedEngine(InProcessEngine):
         for row, (own, logprobs) in zip(rows, sampled, strict=True):
             done = row.known - row.context_length
             forced.append((self._recorded[row.request.key][done : done + len(own)], logprobs))
-        if self._drafting is None:
-            drafts = [own[:-1] for own, _ in forced]
         return super()._take(rows, forced, drafts, began, num_tokens)
 
 
@@ -63,26 +61,22 @@ class _Silent(Drafting):
 
 
 class FixedDrafting(_Silent):
-    """As many drafted tokens in every pass, and the time from pass to pass.
+    """As many drafted tokens in every pass.
 
     Attributes:
         width: of each row's draft.
-        passes: (tokens, seconds since the pass before) of passes as large as the one before them.
+        ends: when each pass ended, by its number of tokens.
     """
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.passes: list[tuple[int, float]] = []
-        self._last: tuple[int, float] = (0, 0.0)
+        self.ends: dict[int, list[float]] = {}
 
     def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
         return [np.zeros(min(self.width, limit), np.int32) for limit in most.tolist()]
 
     def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
-        now = time.perf_counter()
-        if tokens == self._last[0]:
-            self.passes.append((tokens, now - self._last[1]))
-        self._last = (tokens, now)
+        self.ends.setdefault(tokens, []).append(time.perf_counter())
 
 
 class KnownDrafting(_Silent):

@@ -15,6 +15,7 @@ On a CPU the same passes run without a capture, for tests in Triton's interprete
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,8 @@ from torch import Tensor
 from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention
 from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles, upload
-from megatron_dta.sampling.engines.scheduler import Pass
+from megatron_dta.sampling.engines.scheduler import Pass, Sequence
+from megatron_dta.sampling.keyed_random import keyed_uniform
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.sampler import next_tokens
 
@@ -56,6 +58,19 @@ def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
     if not choose_attention(attention_impl, config.kv_channels, parameter.dtype, parameter.device):
         return "needs attention kernels, which --tree-attention-impl or the dtype rules out"
     return None
+
+
+def noise_of(
+    rows: Rows[Sequence], drafts: Rows[np.ndarray], params: SamplingParams, iteration: int, steps: int = 1
+) -> np.ndarray:
+    """Uniform numbers for each row's next position and those behind its draft, row by row, in passes that follow each
+    other position by position: float64 [steps, n]."""
+    widths = np.array([len(draft) + 1 for draft in drafts])
+    keys = np.repeat(np.array([sequence.request.key for sequence in rows], dtype=np.int64), widths)
+    known = np.array([sequence.known for sequence in rows], dtype=np.int64)
+    positions = np.repeat(known - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
+    positions = positions + np.arange(steps)[:, None]
+    return keyed_uniform(params.seed, params.domain, iteration, keys, positions)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from megatron_dta.model.decode_context import append_context
 from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.paged_context import paged_context
 from megatron_dta.sampling.engines.cache_size import head_shape, max_pages
-from megatron_dta.sampling.engines.decode_steps import Burst, DecodeSteps
-from megatron_dta.sampling.engines.drafting import Drafting
+from megatron_dta.sampling.engines.decode_steps import Burst, DecodeSteps, noise_of
+from megatron_dta.sampling.engines.drafting import Drafting, verified_singly
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
     GenerationRequest,
@@ -39,11 +39,13 @@ from megatron_dta.sampling.engines.interface import (
 )
 from megatron_dta.sampling.engines.pages import PagePool
 from megatron_dta.sampling.engines.scheduler import Pass, Scheduler, Sequence
-from megatron_dta.sampling.keyed_random import keyed_uniform
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.passes import DecodingPasses
 from megatron_dta.sampling.sampler import next_tokens, sampling_mode
 from megatron_dta.speculation.degenerate import DegenerateDetector
+
+# Where nothing is worth a draft now, something may be soon.
+_PASSES_BETWEEN_DRAFTS = 4
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
 _COUNTS += ("stopped_degenerate", "static_forwards")
@@ -64,7 +66,8 @@ class InProcessEngine(RolloutEngine):
         attention_impl: "triton" for the kernels that read pages in place, "reference" for PyTorch's attention, "auto"
             for the kernels wherever they run.
         static_passes: run decoding over tensors at fixed addresses, in CUDA graphs on a GPU; the caller has asked
-            ``decode_steps.why_not_captured``. Without drafts ``burst`` passes at most run before their tokens are read.
+            ``decode_steps.why_not_captured``.
+        burst: most passes that run before their tokens are read, with ``static_passes``.
     """
 
     def __init__(
@@ -216,7 +219,7 @@ class InProcessEngine(RolloutEngine):
             return []
         own_drafts = [draft_of[sequence] for sequence in rows]
         last = [np.arange(place[row] - len(draft_of[row]) - 1, place[row]) for row in rows]
-        noise = self._to_device(self._noise(rows, own_drafts)[0])
+        noise = self._to_device(noise_of(rows, own_drafts, self._params, self._iteration)[0])
         drawn = next_tokens(self._model, hidden[self._to_device(np.concatenate(last))], noise, self._params)
         # The only place that waits for the device; a float64 holds every token id.
         tokens, logprobs = torch.stack([part.double() for part in drawn]).cpu().numpy()
@@ -226,15 +229,16 @@ class InProcessEngine(RolloutEngine):
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Sequence]:
         """As ``_run`` for rows that all decode: one pass with drafts, or several without."""
-        rows, is_drafted = plan.rows, self._drafting is not None
-        steps = np.ones(len(rows), np.int64) if is_drafted else self._scheduler.steps_ahead(rows, self._burst)
+        rows, is_drafted = plan.rows, any(map(len, drafts))
+        most = self._burst if self._drafting is None else min(self._burst, _PASSES_BETWEEN_DRAFTS)
+        steps = self._scheduler.steps_ahead(rows, 1 if is_drafted else most)
         cache = self._cache_for(plan)
         pieces = []
         for row, draft in zip(rows, drafts, strict=True):
             pieces += [row.tokens[row.known - 1 : row.known], draft]
         counts = np.array([len(draft) + 1 for draft in drafts])
         starts = np.array([row.computed for row in rows])
-        noise = self._noise(rows, drafts, int(steps.max()))
+        noise = noise_of(rows, drafts, self._params, self._iteration, int(steps.max()))
         burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise)
         tokens, logprobs = self._steps.run(cache, burst, self._params)
         self._counts["forwards"] += len(noise)
@@ -246,7 +250,7 @@ class InProcessEngine(RolloutEngine):
             return self._take(rows, sampled, drafts, began, int(counts.sum()))
         columns = enumerate(steps.tolist())
         sampled = [(tokens[:count, i].astype(np.int32), logprobs[:count, i]) for i, count in columns]
-        return self._take(rows, sampled, [own[:-1] for own, _ in sampled], began, len(rows))
+        return self._take(rows, sampled, None, began, len(rows))
 
     def _drafts(self, plan: Pass) -> list[np.ndarray]:
         """Tokens to verify behind each row's own, int32; none behind those that get no token in this pass."""
@@ -268,31 +272,22 @@ class InProcessEngine(RolloutEngine):
             budget -= length
         return drafts
 
-    def _noise(self, rows: list[Sequence], drafts: list[np.ndarray], steps: int = 1) -> np.ndarray:
-        """Uniform numbers for each row's next position and those behind its draft, row by row, in passes that follow
-        each other position by position: float64 [steps, n]."""
-        widths = np.array([len(draft) + 1 for draft in drafts])
-        keys = np.repeat(np.array([sequence.request.key for sequence in rows], dtype=np.int64), widths)
-        known = np.array([sequence.known for sequence in rows], dtype=np.int64)
-        positions = np.repeat(known - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
-        positions = positions + np.arange(steps)[:, None]
-        return keyed_uniform(self._params.seed, self._params.domain, self._iteration, keys, positions)
-
     def _take(
         self,
         rows: list[Sequence],
         sampled: list[tuple[np.ndarray, np.ndarray]],
-        drafts: list[np.ndarray],
+        drafts: list[np.ndarray] | None,
         began: float,
         num_tokens: int,
     ) -> list[Sequence]:
         """Append to each of ``rows`` its next tokens, one and as many more as its draft was right; those at their end.
 
-        sampled: each row's tokens and logprobs, one more than its draft. Without drafting, later passes' inputs are
-            the draft. began: when the pass of ``num_tokens`` did.
+        sampled: each row's tokens and logprobs, one more than its draft. drafts: None for a burst, whose inputs were
+            right. began: when the pass of ``num_tokens`` did, or the burst of such passes.
         """
         finished, appended = [], []
-        for sequence, (own, logprobs), draft in zip(rows, sampled, drafts, strict=True):
+        inputs = [own[:-1] for own, _ in sampled] if drafts is None else drafts
+        for sequence, (own, logprobs), draft in zip(rows, sampled, inputs, strict=True):
             if not np.isfinite(logprobs).all():
                 raise FloatingPointError("the model's logits are not finite: its weights have diverged")
             known = sequence.known
@@ -304,13 +299,17 @@ class InProcessEngine(RolloutEngine):
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
         self._counts["decoded_tokens"] += sum(map(len, appended))
-        if self._drafting is not None:
+        if self._drafting is None:
+            return finished
+        seconds = time.perf_counter() - began
+        if drafts is None:
+            verified_singly(self._drafting, rows, appended, seconds)
+        else:
             self._counts["drafted_tokens"] += sum(map(len, drafts))
             self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
-            lengths = np.array([len(draft) for draft in drafts])
-            self._drafting.verified(lengths, appended, time.perf_counter() - began, num_tokens)
-            for sequence in finished:
-                self._drafting.finished(sequence)
+            self._drafting.verified(np.array([len(draft) for draft in drafts]), appended, seconds, num_tokens)
+        for sequence in finished:
+            self._drafting.finished(sequence)
         return finished
 
     def _append(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray) -> bool:
