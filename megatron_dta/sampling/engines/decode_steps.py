@@ -122,7 +122,7 @@ class DecodeSteps:
         weights = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
         if weights != self._weights:
             self._passes.clear()
-            self._weights = weights
+            self._weights, self._pool = weights, None
 
     def takes(self, plan: Pass, drafted: int) -> bool:
         """Whether ``plan`` is run here: all rows decode, with so many drafted tokens in all."""
