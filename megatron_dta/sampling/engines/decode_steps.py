@@ -55,6 +55,8 @@ def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
         return "cannot capture the sums over a tensor group (--tensor-model-parallel-size above 1)"
     if config.num_moe_experts is not None:
         return "cannot capture layers with experts, whose sizes the host has to know (--num-experts)"
+    if getattr(config, "fp8", None):
+        return "cannot capture products in FP8, whose scales change from pass to pass (--fp8-format)"
     if not choose_attention(attention_impl, config.kv_channels, parameter.dtype, parameter.device):
         return "needs attention kernels, which --tree-attention-impl or the dtype rules out"
     return None
