@@ -13,9 +13,12 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.config import SamplingConfig
 from megatron_dta.errors import InputError
 from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.paged_context import HeadShape
+from megatron_dta.sampling.engines.build import build_engine
 from megatron_dta.sampling.engines.decode_steps import bucket, why_not_captured
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from rollout_forest import NEVER, PARAMS, Drive, assert_same, run_forest, started
@@ -155,8 +158,22 @@ def test_buckets_hold_what_they_are_for():
     assert all(size <= 1.5 * count for count, size in enumerate(sizes, 1) if count > 16)
 
 
-def test_kernels_that_cannot_run_are_refused():
+def test_what_cannot_run_is_refused():
     model = make_model(4)
-    assert "CUDA" in why_not_captured(model)
     with pytest.raises(InputError, match="float64"):
         started(model, **KERNELS)
+    if torch.cuda.is_available():
+        pytest.skip("the rest is about a machine without a GPU")
+    assert "CUDA" in why_not_captured(model)
+    with pytest.raises(InputError, match="--rollout-cuda-graphs needs a CUDA GPU; leave it out"):
+        build_engine(SamplingConfig(rollout_cuda_graphs=True), model)
+    assert build_engine(SamplingConfig(), model).statistics()["forwards"] == 0
+
+
+def test_the_flag_is_on_off_or_left_out():
+    sampled = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --lr 1e-3 --train-iters 2 --task arithmetic"
+    found = [
+        parse_arguments([*sampled.split(), *more]).sampling.rollout_cuda_graphs
+        for more in ([], ["--rollout-cuda-graphs"], ["--no-rollout-cuda-graphs"])
+    ]
+    assert found == [None, True, False]

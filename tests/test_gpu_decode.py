@@ -31,7 +31,7 @@ CUDA = torch.device("cuda")
 GROUPED = SHAPES["grouped queries, QK-norm, untied"] | dict(kv_channels=16)
 GRAPHS = dict(static_passes=True)
 PLAIN = dict(attention_impl="reference")
-BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+BOUNDS = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -64,7 +64,7 @@ def test_graphs_and_kernels_give_the_plain_samples_in_float32(kind: str):
         settings["drafting"] = Adversary(kind, answers_of(reference), 1)
     for order, more in enumerate((dict(), dict(block_size=3, max_requests=5, max_tokens=11))):
         engine = started(model, **settings, **more)
-        assert_same(run_forest(engine, replace(drive, order=order)), reference, 1e-5)
+        assert_same(run_forest(engine, replace(drive, order=order)), reference, 2e-5)
         statistics = engine.statistics()
         assert engine.pages_in_use == 0
         assert (statistics["static_forwards"] > 0.3 * statistics["forwards"]) == (kind != "kernels")
@@ -75,7 +75,7 @@ def test_preempted_requests():
     reference = run_long(started(model, NEVER, **PLAIN))
     for settings in (dict(block_size=1, pages=65, max_tokens=8), dict(block_size=4, pages=30, max_requests=7)):
         engine = started(model, NEVER, **settings, **GRAPHS)
-        assert_same(run_long(engine), reference, 1e-5)
+        assert_same(run_long(engine), reference, 2e-5)
         assert engine.statistics()["preemptions"] > 0
 
 

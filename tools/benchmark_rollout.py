@@ -8,6 +8,7 @@ decode    tokens per second of plain sampling. The same requests run with one to
           a decoding pass with the time it takes to read the weights and every cached position once.
 tree      trees (TreePO) against as many independent rollouts: trajectories and tokens per second, with lengths drawn
           from a lognormal distribution (--mean-length, --length-sigma, --max-length), which random weights do not have.
+attention the decoding kernel alone, by settings; needs a GPU.
 das       decoding recorded samples with speculation and without, measured and as predicted: see ``das_parts``.
 das-noise how far rounding moves samples in bfloat16: speculation, and another batch size.
 tree-tokens   the tokens of the same comparison, without a model.
@@ -32,6 +33,7 @@ from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
+from paged_attention_part import add_attention_arguments, run_attention
 from rollout_setup import (
     Setup,
     add_arguments,
@@ -131,6 +133,7 @@ def _measured_run(
 
 PARTS = {
     "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
+    "attention": Part("the decoding kernel alone", add_attention_arguments, run_attention, False),
     "das": Part("speculation on recorded samples, measured and predicted", add_das_arguments, run_das),
     "das-noise": Part("how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise),
     "tree": Part("trees against independent rollouts, with the engine", add_tree_arguments, run_tree),
@@ -155,7 +158,8 @@ def main() -> None:
         raise InputError(f"--output {output}: its folder does not exist")
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "output")}
     if not PARTS[arguments.part].needs_model:
-        report = Report("rollouts, simulated", settings, torch.device("cpu"), output)
+        what, device = ("paged attention", "cuda") if arguments.part == "attention" else ("rollouts, simulated", "cpu")
+        report = Report(what, settings, torch.device(device if torch.cuda.is_available() else "cpu"), output)
         _run_part(arguments, None, report)
         return
     setup = build_setup(arguments)

@@ -42,7 +42,9 @@ def next_tokens(model: Model, hidden_BC: Tensor, noise_B: Tensor, params: Sampli
     for hidden, noise in zip(hidden_BC.split(rows), noise_B.split(rows), strict=True):
         logits = model.logits(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logprobs_BV = torch.log_softmax(logits / (params.temperature or 1.0), dim=-1)
+        if params.temperature not in (0, 1):
+            logits = logits / params.temperature
+        logprobs_BV = torch.log_softmax(logits, dim=-1)
         if params.temperature == 0:
             token = first_argmax(logprobs_BV)
         else:
