@@ -96,6 +96,8 @@ def _argparse_options(setting: Field, hint: Any) -> dict[str, Any]:
         return {"action": "store_true", "help": help_text}
     if get_origin(hint) in (types.UnionType, Union):
         (hint,) = (kind for kind in get_args(hint) if kind is not type(None))
+        if hint is bool:
+            return {"action": argparse.BooleanOptionalAction, "help": help_text}
     if required:
         help_text += " Required without --hf-checkpoint."
     elif setting.default is not None:

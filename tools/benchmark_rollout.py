@@ -8,6 +8,9 @@ decode    tokens per second of plain sampling. The same requests run with one to
           a decoding pass with the time it takes to read the weights and every cached position once.
 tree      trees (TreePO) against as many independent rollouts: trajectories and tokens per second, with lengths drawn
           from a lognormal distribution (--mean-length, --length-sigma, --max-length), which random weights do not have.
+attention the decoding kernel alone, by settings; needs a GPU.
+das       decoding recorded samples with speculation and without, measured and as predicted: see ``das_parts``.
+das-noise how far rounding moves samples in bfloat16: speculation, and another batch size.
 tree-tokens   the tokens of the same comparison, without a model.
 """
 
@@ -25,11 +28,22 @@ import numpy as np
 import torch
 
 from benchmark_report import Report
+from das_parts import add_das_arguments, add_noise_arguments, run_das, run_noise
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
-from rollout_setup import Setup, add_arguments, build_engine, build_setup, check_arguments, synchronize
+from paged_attention_part import add_attention_arguments, run_attention
+from rollout_setup import (
+    Setup,
+    add_arguments,
+    build_engine,
+    build_setup,
+    check_arguments,
+    counts_since,
+    synchronize,
+)
+from step_profile import profile_step
 from tree_rollout_parts import add_tree_arguments, run_tree, run_tree_tokens
 
 
@@ -49,6 +63,7 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response-tokens", type=int, default=128)
     parser.add_argument("--samples-per-prompt", type=int, default=1, help="samples share their prompt's K and V")
     parser.add_argument("--requests", type=int, help="requests in all (default: --batch)")
+    parser.add_argument("--profile", action="store_true", help="one more run that says which kernels take the time")
 
 
 def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
@@ -58,13 +73,14 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
     longest = arguments.prompt_tokens + arguments.response_tokens + 1
     if longest > arguments.max_position_embeddings:
         raise InputError(f"--max-position-embeddings {arguments.max_position_embeddings} is less than {longest}")
-    _measured_run(arguments, setup, count, 2)
-    one, many, forwards, peak = [], [], 0.0, 0.0
+    engine = build_engine(setup, arguments)
+    _measured_run(arguments, engine, setup, count, arguments.burst + 2)
+    one, many, forwards, peak = [], [], {}, 0.0
     for _ in range(arguments.runs):
-        one.append(_measured_run(arguments, setup, count, 1)[0])
-        seconds, statistics = _measured_run(arguments, setup, count, arguments.response_tokens + 1)
+        one.append(_measured_run(arguments, engine, setup, count, 1)[0])
+        seconds, statistics = _measured_run(arguments, engine, setup, count, arguments.response_tokens + 1)
         many.append(seconds)
-        forwards, peak = statistics["forwards"], statistics["peak_pages"]
+        forwards, peak = statistics, engine.statistics()["peak_pages"]
     decode_seconds = max(median(many) - median(one), 1e-9)
     decoded = count * arguments.response_tokens
     # With more requests than rows, passes are not all full; the mean number of rows counts.
@@ -73,28 +89,35 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
     prompts = -(-min(count, arguments.batch) // arguments.samples_per_prompt)
     cached = prompts * arguments.prompt_tokens + min(count, arguments.batch) * arguments.response_tokens / 2
     prompt_tokens = -(-count // arguments.samples_per_prompt) * arguments.prompt_tokens
+    profiled = {}
+    if arguments.profile and setup.device.type == "cuda":
+        run = arguments.burst + 1
+        profiled["profile"] = profile_step(lambda: _measured_run(arguments, engine, setup, count, run), 40)
     return [
         {
             "part": "decode",
             "requests": count,
             "decode_tokens_per_second": decoded / decode_seconds,
             "decode_pass_ms": 1e3 * pass_seconds,
+            "bound_pass_ms": 1e3 * setup.bound_seconds(cached),
             "share_of_memory_bound": setup.bound_seconds(cached) / pass_seconds,
             "prompt_tokens_per_second": prompt_tokens / median(one),
             "all_tokens_per_second": (decoded + count) / median(many),
-            "forwards": int(forwards),
+            "forwards": int(forwards["forwards"]),
+            "static_forwards": int(forwards["static_forwards"]),
             "cache_gib": peak * arguments.block_size * setup.token_bytes / 2**30,
             "seconds_of_runs": many,
+            **profiled,
         }
     ]
 
 
 def _measured_run(
-    arguments: argparse.Namespace, setup: Setup, count: int, max_tokens: int
+    arguments: argparse.Namespace, engine: InProcessEngine, setup: Setup, count: int, max_tokens: int
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of sampling ``max_tokens`` for every request on a new engine, and the engine's counts."""
+    """Seconds of sampling ``max_tokens`` for every request, and what the engine's counters have gained."""
     rng = np.random.default_rng(arguments.seed)
-    engine: InProcessEngine = build_engine(setup, arguments)
+    before = engine.statistics()
     engine.start(SamplingParams(max_tokens, eos_id=-1, seed=arguments.seed), 0)
     prompts = rng.integers(
         0, setup.model.true_vocab_size, (-(-count // arguments.samples_per_prompt), arguments.prompt_tokens)
@@ -104,11 +127,15 @@ def _measured_run(
     ]
     synchronize(setup.device)
     generate(engine, requests)
-    return engine.statistics()["seconds"], engine.statistics()
+    counts = counts_since(before, engine)
+    return counts["seconds"], counts
 
 
 PARTS = {
     "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
+    "attention": Part("the decoding kernel alone", add_attention_arguments, run_attention, False),
+    "das": Part("speculation on recorded samples, measured and predicted", add_das_arguments, run_das),
+    "das-noise": Part("how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise),
     "tree": Part("trees against independent rollouts, with the engine", add_tree_arguments, run_tree),
     "tree-tokens": Part(
         "tokens of trees and of independent rollouts, without a model", add_tree_arguments, run_tree_tokens, False
@@ -131,7 +158,8 @@ def main() -> None:
         raise InputError(f"--output {output}: its folder does not exist")
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "output")}
     if not PARTS[arguments.part].needs_model:
-        report = Report("rollouts, simulated", settings, torch.device("cpu"), output)
+        what, device = ("paged attention", "cuda") if arguments.part == "attention" else ("rollouts, simulated", "cpu")
+        report = Report(what, settings, torch.device(device if torch.cuda.is_available() else "cpu"), output)
         _run_part(arguments, None, report)
         return
     setup = build_setup(arguments)

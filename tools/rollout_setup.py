@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,6 +13,8 @@ import torch
 from megatron_dta.config import ModelConfig
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model, build_model, initialize_parallel
+from megatron_dta.sampling.engines.decode_steps import why_not_captured
+from megatron_dta.sampling.engines.drafting import Drafting
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 
 # Qwen3's shapes; "tiny" is for a look on a laptop.
@@ -59,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, default=16, help="--inference-dynamic-batching-block-size")
     parser.add_argument("--buffer-size-gb", type=float, help="--inference-dynamic-batching-buffer-size-gb")
     parser.add_argument("--max-tokens", type=int, default=4096, help="--inference-dynamic-batching-max-tokens")
+    parser.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, help="--rollout-cuda-graphs (default: where possible)"
+    )
+    parser.add_argument("--burst", type=int, default=8, help="passes that run before the host looks at their tokens")
+    parser.add_argument("--attention-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--max-position-embeddings", type=int, default=8192)
     parser.add_argument("--memory-bandwidth-gbs", type=float, help="of the data sheet; default: measured by copying")
     parser.add_argument("--runs", type=int, default=3, help="timed runs; medians are reported")
@@ -69,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(arguments: argparse.Namespace, *names: str) -> None:
     """Refuse counts below 1."""
-    for name in ("batch", "block_size", "max_tokens", "max_position_embeddings", "runs", *names):
+    for name in ("batch", "block_size", "max_tokens", "burst", "max_position_embeddings", "runs", *names):
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
 
@@ -102,11 +110,32 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
     return Setup(model, device, weight_bytes, token_bytes, bandwidth, "given" if given is not None else "copy")
 
 
-def build_engine(setup: Setup, arguments: argparse.Namespace) -> InProcessEngine:
+def build_engine(
+    setup: Setup,
+    arguments: argparse.Namespace,
+    drafting: Drafting | None = None,
+    make: Callable[..., InProcessEngine] = InProcessEngine,
+) -> InProcessEngine:
     """An engine with the settings of the flags."""
-    return InProcessEngine(
-        setup.model, arguments.batch, arguments.block_size, arguments.buffer_size_gb, arguments.max_tokens
+    reason = why_not_captured(setup.model, arguments.attention_impl)
+    if arguments.cuda_graphs and reason is not None:
+        raise InputError(f"--cuda-graphs {reason}; leave it out")
+    return make(
+        setup.model,
+        arguments.batch,
+        arguments.block_size,
+        arguments.buffer_size_gb,
+        arguments.max_tokens,
+        drafting,
+        attention_impl=arguments.attention_impl,
+        static_passes=arguments.cuda_graphs is not False and reason is None,
+        burst=arguments.burst,
     )
+
+
+def counts_since(before: dict[str, float], engine: InProcessEngine) -> dict[str, float]:
+    """What an engine's counters have gained since they were ``before``."""
+    return {name: count - before[name] for name, count in engine.statistics().items()}
 
 
 def measured_bandwidth(device: torch.device) -> float:

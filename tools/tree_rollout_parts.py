@@ -17,7 +17,7 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.tree import SampledTree
-from rollout_setup import Setup, build_engine, check_arguments, synchronize
+from rollout_setup import Setup, build_engine, check_arguments, counts_since, synchronize
 from simulated_lengths import LengthDistribution, SimulatedLengths
 
 
@@ -50,12 +50,14 @@ def run_tree(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]
     seconds: dict[str, list[float]] = {"tree": [], "independent": []}
     counts: dict[str, dict[str, float]] = {}
     trees: dict[str, list[SampledTree]] = {}
+    # One engine for all runs: what it captures once is no part of what is measured.
+    engine = build_engine(setup, arguments)
     for run in range(arguments.runs + 1):
         for method, settings in _settings(arguments).items():
-            engine = build_engine(setup, arguments)
             synchronize(setup.device)
+            before = engine.statistics()
             trees[method] = _sample(arguments, settings, engine)
-            counts[method] = engine.statistics()
+            counts[method] = counts_since(before, engine)
             if run:  # the first one warms up
                 seconds[method].append(counts[method]["seconds"])
             engine.close()

@@ -300,7 +300,7 @@ def _check_no_effect(config: TrainConfig) -> None:
             sampled,
             "eval_temperature rollout_batch_size n_samples_per_prompt rollout_top_p rollout_max_response_len "
             "n_samples_per_eval_prompt rollout_engine inference_max_requests inference_dynamic_batching_block_size "
-            "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_tokens",
+            "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_tokens rollout_cuda_graphs",
         ),
         "--prompt-data": (
             config.sampling.prompt_data is not None,

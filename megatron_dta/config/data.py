@@ -118,4 +118,9 @@ class SamplingConfig:
     inference_dynamic_batching_max_tokens: int = option(
         4096, "Most tokens of a forward pass of the sampler; longer prompts are computed in chunks.", minimum=1
     )
+    rollout_cuda_graphs: bool | None = option(
+        None,
+        "Decode in CUDA graphs, which does not change the samples (default: where that is possible: on one GPU per "
+        "replica, dense models).",
+    )
     n_samples_per_eval_prompt: int = option(1, "Rollouts per held-out prompt.", minimum=1)

@@ -98,7 +98,7 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         "--rollout-engine in-process": (
             engine == "in-process",
             "inference_dynamic_batching_block_size inference_dynamic_batching_buffer_size_gb "
-            "inference_dynamic_batching_max_tokens rollout_speculation rollout_stop_degenerate",
+            "inference_dynamic_batching_max_tokens rollout_cuda_graphs rollout_speculation rollout_stop_degenerate",
         ),
         "--rollout-speculation das": (
             config.speculation.rollout_speculation == "das",

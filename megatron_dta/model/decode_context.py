@@ -5,8 +5,8 @@ products run over all tokens of the pass together, attention over groups of sequ
 differentiated: training runs ``segment_context``.
 
 Attention gathers each group's pages and calls PyTorch's ``scaled_dot_product_attention`` with a mask by length. The
-query heads that share a key head become queries of that head, so K and V are never repeated. A kernel that reads pages
-in place would replace ``DecodeContext.attend`` alone: it has page tables, starts and counts at hand.
+query heads that share a key head become queries of that head, so K and V are never repeated. On a GPU
+``paged_context`` takes its place, whose kernels read the pages where they are.
 
 Legend: n new tokens of the pass, B sequences (rows) of a group, R longest run of new tokens in it, W widest page table,
 S positions of a page, T cached positions of its longest row, G key/value heads on this rank, J query heads of each,

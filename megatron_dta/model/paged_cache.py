@@ -22,6 +22,9 @@ class PagedCache:
         keys, values: by 1-based layer number, [P, S, G, D] in the model's dtype.
         page_size: S.
         num_pages: P.
+        addresses: int64 [layers, 2] on the device, where each layer's pages of keys and of values begin, for kernels
+            that read them there; other numbers after ``grow``.
+        layer_rows: the row of ``addresses`` by layer number.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class PagedCache:
         self.keys = {number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers}
         self.values = {number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers}
         self.page_size, self.num_pages, self.device = page_size, 0, torch.device(device)
+        self.layer_rows = {number: row for row, number in enumerate(layer_numbers)}
+        self.addresses = torch.zeros(len(self.layer_rows), 2, dtype=torch.int64, device=self.device)
 
     @staticmethod
     def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
@@ -53,6 +58,8 @@ class PagedCache:
                     larger = tensor.new_zeros(num_pages, *tensor.shape[1:])
                     larger[: tensor.shape[0]] = tensor
                     of_layers[number] = larger
+            pairs = [[self.keys[number].data_ptr(), self.values[number].data_ptr()] for number in self.layer_rows]
+            self.addresses = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(self.device)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, all at once: a source may be another copy's target."""

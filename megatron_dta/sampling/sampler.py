@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dta.model.staged_model import Model
@@ -30,6 +31,8 @@ from megatron_dta.sampling.params import SamplingParams
 
 # Bound of the memory of one pass: logits whose softmax exists at once.
 _LOGIT_ELEMENTS = 2**24
+
+_DRAW_BLOCK = 128
 
 
 def next_tokens(model: Model, hidden_BC: Tensor, noise_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -39,7 +42,9 @@ def next_tokens(model: Model, hidden_BC: Tensor, noise_B: Tensor, params: Sampli
     for hidden, noise in zip(hidden_BC.split(rows), noise_B.split(rows), strict=True):
         logits = model.logits(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logprobs_BV = torch.log_softmax(logits / (params.temperature or 1.0), dim=-1)
+        if params.temperature not in (0, 1):
+            logits = logits / params.temperature
+        logprobs_BV = torch.log_softmax(logits, dim=-1)
         if params.temperature == 0:
             token = first_argmax(logprobs_BV)
         else:
@@ -77,12 +82,24 @@ def draw(weights_BV: Tensor, noise_B: Tensor) -> Tensor:
 
     Weights are float64 and need not sum to 1. An index of weight 0 is never drawn: ``noise`` is at most 1 - 2^-52, so
     noise x total stays below the total, and the first sum above it belongs to a positive weight.
+
+    First a block of indices is found and then the index in it: a sum over a whole row in order would leave a GPU idle.
     """
-    sums_BV = torch.cumsum(weights_BV, dim=-1)
-    threshold_B = noise_B * sums_BV[:, -1]
-    drawn_B = torch.searchsorted(sums_BV, threshold_B.unsqueeze(-1), right=True).squeeze(-1)
+    num_rows, size = weights_BV.shape
+    missing = -size % _DRAW_BLOCK
+    padded_BV = F.pad(weights_BV, (0, missing)) if missing else weights_BV
+    sums_BKW = padded_BV.view(num_rows, -1, _DRAW_BLOCK).cumsum(dim=-1)
+    sums_BK = sums_BKW[:, :, -1].cumsum(dim=-1)
+    threshold_B1 = noise_B.unsqueeze(-1) * sums_BK[:, -1:]
     # Only a row of NaN passes its end; the caller reports it, which an index error inside a kernel would not.
-    return drawn_B.clamp_max(weights_BV.shape[1] - 1)
+    block_B1 = torch.searchsorted(sums_BK, threshold_B1, right=True).clamp_max(sums_BK.shape[1] - 1)
+    before_B1 = F.pad(sums_BK, (1, 0)).gather(1, block_B1)
+    sums_BW = sums_BKW.gather(1, block_B1.unsqueeze(-1).expand(-1, -1, _DRAW_BLOCK)).squeeze(1)
+    # Rounding must not carry the rest past the block.
+    below_B1 = torch.nextafter(sums_BW[:, -1:], torch.zeros_like(threshold_B1))
+    rest_B1 = torch.minimum(threshold_B1 - before_B1, below_B1)
+    drawn_B1 = block_B1 * _DRAW_BLOCK + torch.searchsorted(sums_BW, rest_B1, right=True)
+    return drawn_B1.squeeze(-1).clamp_max(size - 1)
 
 
 @contextmanager

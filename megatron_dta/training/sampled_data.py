@@ -30,12 +30,13 @@ def build_sampled_data(
 
     Args:
         progress: of the run; read while it advances.
-        report: gets a line when a server is lost.
+        report: gets a line when a server is lost, and when a GPU decodes without CUDA graphs.
     """
     evaluated = config.logging.eval_interval is not None
     if config.sampling.rollout_engine == "in-process":
         drafting = build_drafting(config)
-        engine = build_engine(config.sampling, model, drafting, config.speculation.rollout_stop_degenerate)
+        stop, impl = config.speculation.rollout_stop_degenerate, config.tree.tree_attention_impl
+        engine = build_engine(config.sampling, model, drafting, stop, impl, report)
         source = build_sampling_source(engine, task, config)
         if drafting is not None:
             source = SpeculatingSource(source, drafting)

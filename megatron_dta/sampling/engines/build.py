@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_dta.config import SamplingConfig, TrainConfig
+from megatron_dta.errors import InputError
 from megatron_dta.model import Model
 from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.engines.decode_steps import why_not_captured
 from megatron_dta.sampling.engines.drafting import Drafting, SuffixDrafting
 from megatron_dta.sampling.engines.http_client import HttpSettings
 from megatron_dta.sampling.engines.http_engine import HttpEngine
@@ -39,9 +41,27 @@ def build_drafting(config: TrainConfig) -> SuffixDrafting | None:
 
 
 def build_engine(
-    config: SamplingConfig, model: Model, drafting: Drafting | None = None, stop_degenerate: bool = False
+    config: SamplingConfig,
+    model: Model,
+    drafting: Drafting | None = None,
+    stop_degenerate: bool = False,
+    attention_impl: str = "auto",
+    report: Callable[[str], None] | None = None,
 ) -> RolloutEngine:
-    """The engine that samples from ``model`` in this process."""
+    """The engine that samples from ``model`` in this process.
+
+    Args:
+        attention_impl: see ``TreeConfig``.
+        report: gets a line when a GPU decodes without CUDA graphs.
+
+    Raises:
+        InputError: CUDA graphs are asked for where they cannot be.
+    """
+    reason = why_not_captured(model, attention_impl) if config.rollout_cuda_graphs is not False else None
+    if reason is not None and config.rollout_cuda_graphs:
+        raise InputError(f"--rollout-cuda-graphs {reason}; leave it out")
+    if reason is not None and report is not None and next(model.parameters()).is_cuda:
+        report(f"decoding without CUDA graphs: it {reason}")
     return InProcessEngine(
         model,
         config.inference_max_requests,
@@ -50,6 +70,8 @@ def build_engine(
         config.inference_dynamic_batching_max_tokens,
         drafting,
         stop_degenerate,
+        attention_impl,
+        static_passes=config.rollout_cuda_graphs is not False and reason is None,
     )
 
 

@@ -65,6 +65,19 @@ class Drafting(ABC):
         """Nothing runs, and the weights are others now."""
 
 
+def verified_singly(drafting: Drafting, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
+    """Tell ``drafting`` of passes without drafts that ran one after the other: row i got a token in each of the first
+    ``len(appended[i])``. It proposed nothing for the first, and is not asked for drafts of the others."""
+    passes = max(map(len, appended))
+    for i in range(passes):
+        alive = [row for row, tokens in zip(rows, appended, strict=True) if len(tokens) > i]
+        none = np.zeros(len(alive), np.int64)
+        if i:
+            drafting.propose(alive, none)
+        new = [tokens[i : i + 1] for tokens in appended if len(tokens) > i]
+        drafting.verified(none, new, seconds / passes, len(rows))
+
+
 class SuffixDrafting(Drafting):
     """Drafts of a ``Speculator``, whose model of a pass's cost is fitted to the passes that ran."""
 

@@ -5,6 +5,9 @@ attends) and waits for the device once, for the sampled tokens. It works with wh
 of a tensor group gather the logits and draw the same tokens, a pipeline's stages get them from the last one, and
 data-parallel replicas run engines of their own, in step where they share experts (``passes``).
 
+On a GPU attention reads the pages in place (``model.paged_context``), and passes that only decode are CUDA graphs, of
+which several run before the host looks at their tokens (``decode_steps``).
+
 K and V exist while requests run or are held, and are given back to the device afterwards, so that training has the
 memory. After an error the engine is empty and can be started again.
 """
@@ -20,10 +23,13 @@ import torch
 from torch import Tensor
 
 from megatron_dta.errors import InputError
-from megatron_dta.model import Model, current_mesh
+from megatron_dta.model import Model, choose_attention
 from megatron_dta.model.decode_context import append_context
 from megatron_dta.model.paged_cache import PagedCache
-from megatron_dta.sampling.engines.drafting import Drafting
+from megatron_dta.model.paged_context import paged_context
+from megatron_dta.sampling.engines.cache_size import head_shape, max_pages
+from megatron_dta.sampling.engines.decode_steps import Burst, DecodeSteps, noise_of
+from megatron_dta.sampling.engines.drafting import Drafting, verified_singly
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
     GenerationRequest,
@@ -33,19 +39,16 @@ from megatron_dta.sampling.engines.interface import (
 )
 from megatron_dta.sampling.engines.pages import PagePool
 from megatron_dta.sampling.engines.scheduler import Pass, Scheduler, Sequence
-from megatron_dta.sampling.keyed_random import keyed_uniform
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.passes import DecodingPasses
 from megatron_dta.sampling.sampler import next_tokens, sampling_mode
 from megatron_dta.speculation.degenerate import DegenerateDetector
 
-# Without a budget on a GPU: how much of the memory that is free when a phase starts may become K/V. Not all of it,
-# because activations, logits and the copy of a layer's pages when the pool grows need some.
-_SHARE_OF_FREE_MEMORY = 0.5
-
+# Where nothing is worth a draft now, something may be soon.
+_PASSES_BETWEEN_DRAFTS = 4
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
-_COUNTS += ("stopped_degenerate",)
+_COUNTS += ("stopped_degenerate", "static_forwards")
 
 
 class InProcessEngine(RolloutEngine):
@@ -60,6 +63,11 @@ class InProcessEngine(RolloutEngine):
         max_tokens: most tokens of one forward pass: longer prompts are computed in chunks.
         drafting: proposes tokens that are verified several a pass; does not change the samples.
         stop_degenerate: end requests that have fallen into a loop or noise as if their length were reached.
+        attention_impl: "triton" for the kernels that read pages in place, "reference" for PyTorch's attention, "auto"
+            for the kernels wherever they run.
+        static_passes: run decoding over tensors at fixed addresses, in CUDA graphs on a GPU; the caller has asked
+            ``decode_steps.why_not_captured``.
+        burst: most passes that run before their tokens are read, with ``static_passes``.
     """
 
     def __init__(
@@ -71,9 +79,17 @@ class InProcessEngine(RolloutEngine):
         max_tokens: int = 4096,
         drafting: Drafting | None = None,
         stop_degenerate: bool = False,
+        attention_impl: str = "auto",
+        static_passes: bool = False,
+        burst: int = 8,
     ) -> None:
-        self._drafting, self._stop_degenerate = drafting, stop_degenerate
+        self._drafting, self._stop_degenerate, self._burst = drafting, stop_degenerate, burst
         self._model, self._passes = model, DecodingPasses(model)
+        self._shape, device = head_shape(model), next(model.parameters()).device
+        self._is_paged = choose_attention(attention_impl, self._shape.head_size, self._shape.dtype, device)
+        self._steps: DecodeSteps | None = None
+        if static_passes and self._is_paged:
+            self._steps = DecodeSteps(model, self._shape, block_size, max_requests)
         self._max_requests, self._block_size, self._max_tokens = max_requests, block_size, max_tokens
         self._buffer_size_gb = buffer_size_gb
         self._params: SamplingParams | None = None
@@ -94,7 +110,9 @@ class InProcessEngine(RolloutEngine):
         self._refuse_while_running("start")
         self.release(list(self._held))
         self._params, self._iteration = params, iteration
-        self._scheduler.pool.max_pages = self._max_pages()
+        self._scheduler.pool.max_pages = max_pages(self._model, self._shape, self._block_size, self._buffer_size_gb)
+        if self._steps is not None:
+            self._steps.start()
 
     def submit(self, requests: Requests[GenerationRequest]) -> None:
         if self._params is None:
@@ -140,9 +158,9 @@ class InProcessEngine(RolloutEngine):
         self._free_when_unused()
 
     def statistics(self) -> dict[str, float]:
-        """Besides those of all engines: ``forwards`` (passes), ``preemptions``, ``recomputed_tokens`` (after those),
-        ``evictions`` (held requests that lost their K/V), ``peak_pages``, ``drafted_tokens`` and ``accepted_drafts``
-        (of the former), ``stopped_degenerate`` (requests).
+        """Besides those of all engines: ``forwards`` (passes), ``static_forwards`` (of them in graphs),
+        ``preemptions``, ``recomputed_tokens`` (after those), ``evictions`` (held requests that lost their K/V),
+        ``peak_pages``, ``drafted_tokens`` and ``accepted_drafts`` (of the former), ``stopped_degenerate`` (requests).
         """
         counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
         return counts | {"peak_pages": float(max(counts["peak_pages"], self._scheduler.pool.peak_pages))}
@@ -178,11 +196,16 @@ class InProcessEngine(RolloutEngine):
         """One forward pass and its tokens; the sequences that it ends."""
         began = time.perf_counter()
         drafts = self._drafts(plan)
-        cache = self._allocated(self._scheduler.pool.num_pages)
-        cache.copy([source for source, _ in plan.copies], [target for _, target in plan.copies])
+        if self._steps is not None and self._steps.takes(plan, sum(map(len, drafts))):
+            return self._run_static(plan, drafts, began)
+        cache = self._cache_for(plan)
         starts = np.array([sequence.computed for sequence in plan.rows])
         counts = np.array(plan.counts) + [len(draft) for draft in drafts]
-        context, order = append_context(cache, starts, counts, [sequence.table for sequence in plan.rows])
+        tables = [sequence.table for sequence in plan.rows]
+        if self._is_paged:
+            context, order = paged_context(cache, starts, counts, tables, self._shape)
+        else:
+            context, order = append_context(cache, starts, counts, tables)
         pieces = []
         for i in order:
             pieces += [plan.rows[i].tokens[starts[i] : starts[i] + plan.counts[i]], drafts[i]]
@@ -196,7 +219,38 @@ class InProcessEngine(RolloutEngine):
             return []
         own_drafts = [draft_of[sequence] for sequence in rows]
         last = [np.arange(place[row] - len(draft_of[row]) - 1, place[row]) for row in rows]
-        return self._sample(rows, own_drafts, hidden[self._to_device(np.concatenate(last))], began, int(counts.sum()))
+        noise = self._to_device(noise_of(rows, own_drafts, self._params, self._iteration)[0])
+        drawn = next_tokens(self._model, hidden[self._to_device(np.concatenate(last))], noise, self._params)
+        # The only place that waits for the device; a float64 holds every token id.
+        tokens, logprobs = torch.stack([part.double() for part in drawn]).cpu().numpy()
+        ends = np.cumsum([len(draft) + 1 for draft in own_drafts])[:-1]
+        sampled = list(zip(np.split(tokens.astype(np.int32), ends), np.split(logprobs, ends), strict=True))
+        return self._take(rows, sampled, own_drafts, began, int(counts.sum()))
+
+    def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Sequence]:
+        """As ``_run`` for rows that all decode: one pass with drafts, or several without."""
+        rows, is_drafted = plan.rows, any(map(len, drafts))
+        most = self._burst if self._drafting is None else min(self._burst, _PASSES_BETWEEN_DRAFTS)
+        steps = self._scheduler.steps_ahead(rows, 1 if is_drafted else most)
+        cache = self._cache_for(plan)
+        pieces = []
+        for row, draft in zip(rows, drafts, strict=True):
+            pieces += [row.tokens[row.known - 1 : row.known], draft]
+        counts = np.array([len(draft) + 1 for draft in drafts])
+        starts = np.array([row.computed for row in rows])
+        noise = noise_of(rows, drafts, self._params, self._iteration, int(steps.max()))
+        burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise)
+        tokens, logprobs = self._steps.run(cache, burst, self._params)
+        self._counts["forwards"] += len(noise)
+        self._counts["static_forwards"] += len(noise)
+        self._scheduler.complete(plan)
+        if is_drafted:
+            ends = np.cumsum(counts)[:-1]
+            sampled = list(zip(np.split(tokens[0], ends), np.split(logprobs[0], ends), strict=True))
+            return self._take(rows, sampled, drafts, began, int(counts.sum()))
+        columns = enumerate(steps.tolist())
+        sampled = [(tokens[:count, i].astype(np.int32), logprobs[:count, i]) for i, count in columns]
+        return self._take(rows, sampled, None, began, len(rows))
 
     def _drafts(self, plan: Pass) -> list[np.ndarray]:
         """Tokens to verify behind each row's own, int32; none behind those that get no token in this pass."""
@@ -218,48 +272,50 @@ class InProcessEngine(RolloutEngine):
             budget -= length
         return drafts
 
-    def _sample(
-        self, rows: list[Sequence], drafts: list[np.ndarray], hidden_NC: Tensor, began: float, num_tokens: int
+    def _take(
+        self,
+        rows: list[Sequence],
+        sampled: list[tuple[np.ndarray, np.ndarray]],
+        drafts: list[np.ndarray] | None,
+        began: float,
+        num_tokens: int,
     ) -> list[Sequence]:
         """Append to each of ``rows`` its next tokens, one and as many more as its draft was right; those at their end.
 
-        hidden_NC: of each row's last known token and its draft, row by row. began: when the pass of ``num_tokens`` did.
+        sampled: each row's tokens and logprobs, one more than its draft. drafts: None for a burst, whose inputs were
+            right. began: when the pass of ``num_tokens`` did, or the burst of such passes.
         """
-        params = self._params
-        widths = np.array([len(draft) + 1 for draft in drafts])
-        first = np.cumsum(widths) - widths
-        keys = np.repeat(np.array([sequence.request.key for sequence in rows], dtype=np.int64), widths)
-        known = np.array([sequence.known for sequence in rows], dtype=np.int64)
-        positions = np.repeat(known - first, widths) + np.arange(widths.sum())
-        noise = keyed_uniform(params.seed, params.domain, self._iteration, keys, positions)
-        drawn = next_tokens(self._model, hidden_NC, self._to_device(noise), params)
-        # The only place that waits for the device; a float64 holds every token id.
-        tokens, logprobs = torch.stack([part.double() for part in drawn]).cpu().numpy()
-        if not np.isfinite(logprobs).all():
-            raise FloatingPointError("the model's logits are not finite: its weights have diverged")
         finished, appended = [], []
-        for sequence, draft, begin in zip(rows, drafts, first.tolist(), strict=True):
-            own = tokens[begin : begin + len(draft) + 1].astype(np.int32)
-            is_end = self._append(sequence, own, logprobs[begin : begin + len(own)], draft)
-            appended.append(own[: sequence.known - known[len(appended)]])
+        inputs = [own[:-1] for own, _ in sampled] if drafts is None else drafts
+        for sequence, (own, logprobs), draft in zip(rows, sampled, inputs, strict=True):
+            if not np.isfinite(logprobs).all():
+                raise FloatingPointError("the model's logits are not finite: its weights have diverged")
+            known = sequence.known
+            is_end = self._append(sequence, own, logprobs, draft)
+            appended.append(own[: sequence.known - known])
             if len(draft):
-                self._counts["drafted_tokens"] += len(draft)
-                self._counts["accepted_drafts"] += len(appended[-1]) - 1
                 self._scheduler.settle(sequence, len(appended[-1]) - 1)
             if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
         self._counts["decoded_tokens"] += sum(map(len, appended))
-        if self._drafting is not None:
-            self._drafting.verified(widths - 1, appended, time.perf_counter() - began, num_tokens)
-            for sequence in finished:
-                self._drafting.finished(sequence)
+        if self._drafting is None:
+            return finished
+        seconds = time.perf_counter() - began
+        if drafts is None:
+            verified_singly(self._drafting, rows, appended, seconds)
+        else:
+            self._counts["drafted_tokens"] += sum(map(len, drafts))
+            self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
+            self._drafting.verified(np.array([len(draft) for draft in drafts]), appended, seconds, num_tokens)
+        for sequence in finished:
+            self._drafting.finished(sequence)
         return finished
 
     def _append(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray) -> bool:
         """Take the sampled tokens up to the first at which the draft was wrong; whether the sequence is at its end."""
-        for i, token in enumerate(tokens.tolist()):
-            sequence.append(token, float(logprobs[i]))
+        for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+            sequence.append(token, logprob)
             if token in self._params.eos_ids or sequence.known == len(sequence.tokens):
                 return True
             if self._stop_degenerate and self._degenerates(sequence, token):
@@ -300,10 +356,10 @@ class InProcessEngine(RolloutEngine):
                 f"--max-position-embeddings {self._model.max_sequence_length}; raise it or lower "
                 "--rollout-max-response-len"
             )
-        max_pages = self._scheduler.pool.max_pages
-        if max_pages is not None and -(-length // self._block_size) > max_pages:
+        most = self._scheduler.pool.max_pages
+        if most is not None and -(-length // self._block_size) > most:
             raise InputError(
-                f"--inference-dynamic-batching-buffer-size-gb: {max_pages} pages of {self._block_size} positions "
+                f"--inference-dynamic-batching-buffer-size-gb: {most} pages of {self._block_size} positions "
                 f"cannot hold one sequence of {length} tokens; raise it"
             )
         if request.parent is not None and request.parent not in self._held:
@@ -318,35 +374,19 @@ class InProcessEngine(RolloutEngine):
             self._scheduler.pool.clear()
             self._cache = None
 
+    def _cache_for(self, plan: Pass) -> PagedCache:
+        """The cache with room for all pages that are held, and the plan's copies in it."""
+        cache = self._allocated(self._scheduler.pool.num_pages)
+        cache.copy([source for source, _ in plan.copies], [target for _, target in plan.copies])
+        return cache
+
     def _allocated(self, num_pages: int) -> PagedCache:
         if self._cache is None:
-            parameter = next(self._model.parameters())
-            heads, head_size = self._kv_shape()
+            shape, device = self._shape, next(self._model.parameters()).device
             layers = self._model.layer_numbers
-            self._cache = PagedCache(layers, self._block_size, heads, head_size, parameter.dtype, parameter.device)
+            self._cache = PagedCache(layers, self._block_size, shape.num_groups, shape.head_size, shape.dtype, device)
         self._cache.grow(num_pages)
         return self._cache
-
-    def _kv_shape(self) -> tuple[int, int]:
-        config = self._model.config
-        return config.num_query_groups // config.tensor_model_parallel_size, config.kv_channels
-
-    def _max_pages(self) -> int | None:
-        """The budget in pages: the least of the replica's ranks, which must schedule alike."""
-        parameter = next(self._model.parameters())
-        budget = None if self._buffer_size_gb is None else int(self._buffer_size_gb * 2**30)
-        if budget is None and parameter.is_cuda:
-            unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            budget = int(_SHARE_OF_FREE_MEMORY * (torch.cuda.mem_get_info()[0] + unused))
-        if budget is None:
-            return None
-        page_bytes = PagedCache.page_bytes(
-            len(self._model.layer_numbers), self._block_size, *self._kv_shape(), parameter.dtype
-        )
-        # A stage of an uneven pipeline may have no layer at all.
-        own = budget // page_bytes if page_bytes else None
-        pages = min(pages for pages in current_mesh().gather_over_replica(own) if pages is not None)
-        return max(pages, 0)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         device = next(self._model.parameters()).device

@@ -192,6 +192,16 @@ class Scheduler:
             sequence.add_pages(self.pool.take(missing))
         return min(end, sequence.num_pages * size)
 
+    def steps_ahead(self, sequences: list[Sequence], most: int) -> np.ndarray:
+        """How many tokens each of these running sequences can get one after the other, int64: as many as it may have,
+        ``most``, and as far as there are pages, which it is given."""
+        steps = np.ones(len(sequences), np.int64)
+        for i, sequence in enumerate(sequences):
+            wanted = min(most, len(sequence.tokens) - sequence.known)
+            if wanted > 1:
+                steps[i] = self.look_ahead(sequence, sequence.computed + wanted) - sequence.computed
+        return steps
+
     def settle(self, sequence: Sequence, accepted: int) -> None:
         """Of what was run beyond ``computed`` the first ``accepted`` tokens were right; pages for more are free."""
         self._has_computed(sequence, accepted)
