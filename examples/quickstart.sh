@@ -6,7 +6,7 @@
 # Makes a virtual environment, installs, and then in two to three minutes on 2 cores:
 #   1. supervised warm-up: a few steps on solved problems, so that the model knows what an answer looks like
 #   2. GRPO: 8 samples a problem, trained as prefix trees, judged on problems that no step ever saw
-#   3. pictures: the reward and a prefix tree of rollouts
+#   3. pictures: the reward, a prefix tree of rollouts, and a page with everything (report.html)
 #
 # VENV   the environment to use or make (default: .venv-quickstart in the repository)
 # PYTHON the interpreter to make it with (default: python3)
@@ -48,12 +48,15 @@ echo "== 2. GRPO from the warmed-up weights: 800 steps of 64 problems x 8 sample
 "$python" -m megatron_dta.train $model $tree $task --seed "$seed" \
   --load "$out/warmup" --finetune \
   --train-iters 800 --lr 6e-4 --lr-warmup-iters 10 --lr-decay-style linear --weight-decay 0 --adam-beta2 0.95 \
-  --save "$out/grpo" --eval-interval 100 --log-interval 100
+  --save "$out/grpo" --eval-interval 100 --log-interval 100 \
+  --save-rollouts-interval 200 --keep-best-checkpoint eval_reward
 
 echo "== 3. rollouts of the trained model as a prefix tree"
 "$python" tools/sample_rollouts.py $model $task --seed "$seed" \
   --load "$out/grpo" --collection 800 --output "$out/rollouts.jsonl"
 "$python" tools/inspect_tree.py "$out/rollouts.jsonl" $tree --plot "$out/tree.png"
+
+"$python" tools/report_run.py "$out/grpo" --output "$out/report.html"
 
 "$python" examples/quickstart_report.py "$out"
 echo "training and pictures took $((SECONDS - started)) seconds"

@@ -39,6 +39,7 @@ def main() -> int:
     reuse = sum(r["tokens"] for r in grpo if "tokens" in r) / sum(r["unique_tokens"] for r in grpo if "tokens" in r)
     print(f"every token that the trees computed stood for {reuse:.1f} tokens of rollouts")
     for what, path in (
+        ("page with everything", "report.html"),
         ("reward plot", "reward.png"),
         ("tree picture", "tree.png"),
         ("rollouts in the picture", "rollouts.jsonl"),

@@ -62,6 +62,9 @@ def made_up_run(folder: Path, rng: np.random.Generator) -> tuple[list[dict], lis
             rollouts.append(
                 Rollout(tokens, mask, reward=float(i % 2), advantages=advantage, group_id=f"{group}<script>&\x00")
             )
+    # One answer that came many times, with figures as long as they get: its label must fit.
+    alike = Rollout(tokens, mask, reward=-123.4567, advantages=advantage * -0.01234567, group_id="c")
+    rollouts += [alike] * 60
     events = []
     for stage in range(3):
         at = stage * 0.1
@@ -123,6 +126,7 @@ def test_a_browser_shows_the_data(tmp_path: Path) -> None:
         assert abs(np.corrcoef(np.array(gap["sampler_logprob_gap"])[:, 1], logs)[0, 1] + 1) < 1e-4
 
         trees = [build_prefix_tree([r.token_ids for r in rollouts[i : i + 6]]) for i in (0, 6)]
+        trees.append(build_prefix_tree([rollouts[-1].token_ids]))
         for index, tree in enumerate(trees):
             nodes = f"document.querySelectorAll('svg.tree')[{index}].querySelectorAll('rect.node')"
             assert shown.evaluate(f"{nodes}.length") == tree.num_nodes
@@ -130,12 +134,14 @@ def test_a_browser_shows_the_data(tmp_path: Path) -> None:
             assert all(box["x"] >= 0 and box["x"] + box["width"] <= 1130 and box["width"] > 0 for box in boxes)
             fills = json.loads(shown.evaluate(f"JSON.stringify([...{nodes}].map(n => getComputedStyle(n).fill))"))
             colors = [tuple(int(part) for part in fill[4:-1].split(",")) for fill in fills]
-            figures = node_figures(tree, rollouts[6 * index : 6 * index + 6])
+            figures = node_figures(tree, rollouts[6 * index : 6 * index + tree.num_sequences])
             for (red, _, blue), figure in zip(colors, figures, strict=True):
                 if figure.advantage is None:
                     assert red == blue
                 elif abs(figure.advantage) > 0.1:
                     assert (blue > red) == (figure.advantage > 0)
+        texts = f"JSON.stringify([...document.querySelectorAll('svg.tree text')].map({BOX}))"
+        assert all(box["x"] + box["width"] <= 1130 for box in json.loads(shown.evaluate(texts)))
         leaves = json.loads(
             shown.evaluate("JSON.stringify([...document.querySelectorAll('svg.tree .leaf')].map(t => t.textContent))")
         )

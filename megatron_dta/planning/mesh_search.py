@@ -55,8 +55,8 @@ PIPELINE_FACTOR = DEFAULT_FACTOR
 USABLE = 0.94
 # For each of the best that are asked for, so many more may turn out not to fit when they are planned.
 TRIED = 3
-# Pipelines of more ops are scheduled once, without a search.
-MAX_OPS = 30_000
+# Pipelines of more ops are scheduled once, without a search: when many are looked at, and for the best of them.
+LOOKED_AT_OPS, CAREFUL_OPS = 30_000, 200_000
 GRANULE = 256  # Numbers of tokens are multiples of it.
 
 
@@ -125,8 +125,13 @@ class Planner:
         flights = dict.fromkeys(_telling_stages(mesh), flight)
         return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed, False)
 
-    def simulate(self, choice: Choice) -> Prediction:
-        """Segments, schedule and memory as training would have them."""
+    def simulate(self, choice: Choice, max_ops: int | None = None) -> Prediction:
+        """Segments, schedule and memory as training would have them.
+
+        Args:
+            max_ops: a pipeline of more ops is scheduled once, without the search for a better schedule that training
+                would do; None for no limit.
+        """
         mesh = choice.mesh
         work = self.step.plan(mesh.data, choice.segment_tokens, choice.memory_tokens, mesh.pipeline)
         segments, counts = work.planned
@@ -143,7 +148,7 @@ class Planner:
             model = mesh_costs(self.shape, mesh, self.cluster, measured)
             costs = PipelineCosts.of_segments(model, *counts, mesh.layers, again)
             send = send_seconds(self.shape, mesh, self.cluster, work.segment_tokens)
-            schedule = _schedule(segments, costs, mesh, send)
+            schedule = _schedule(segments, costs, mesh, send, max_ops)
             timeline = simulate(schedule, parents, costs, send)
             busiest, utilisation = int(np.argmax(timeline.busy)), timeline.utilisation
             wait = timeline.makespan / timeline.busy[busiest] if timeline.busy[busiest] else 1.0
@@ -236,19 +241,25 @@ class Planner:
                 break
             if sizes in seen:
                 continue  # The settings of a mesh that looked best stand for it.
-            planned = self.simulate(estimate.choice)
+            planned = self.simulate(estimate.choice, LOOKED_AT_OPS)
             if planned.misses(memory) > 0:
                 misses.append(planned)
                 continue
             best.append(planned)
             seen.add(sizes)
+        if best:
+            first = min(best, key=_rank)
+            careful = self.simulate(first.choice, CAREFUL_OPS)
+            best[best.index(first)] = careful if careful.misses(memory) <= 0 else first
         return sorted(best, key=_rank), sorted(misses, key=lambda p: p.misses(memory))
 
 
-def _schedule(segments: SegmentPlan, costs: PipelineCosts, mesh: RunMesh, send: float) -> PipelineSchedule:
-    """The schedule that training would plan; for very many ops the first that its search looks at."""
+def _schedule(
+    segments: SegmentPlan, costs: PipelineCosts, mesh: RunMesh, send: float, max_ops: int | None
+) -> PipelineSchedule:
+    """The schedule that training would plan; for more ops than ``max_ops`` the first that its search looks at."""
     parents, lengths = segments.segment_parent, segments.lengths
-    if len(parents) * len(mesh.layers) * 2 <= MAX_OPS:
+    if max_ops is None or len(parents) * len(mesh.layers) * 2 <= max_ops:
         return plan_pipeline(parents, lengths, costs, mesh.pipeline, mesh.chunks, send_seconds=send)
     path = segments.peak_in_flight_tokens
     static = peak_in_flight(tree_1f1b(parents, mesh.pipeline), lengths)

@@ -17,7 +17,7 @@ from megatron_dta.report.markup import Markup, number, svg, tag
 from megatron_dta.rollouts import Rollout
 from megatron_dta.tree import PrefixTree, build_prefix_tree
 
-WIDTH, ROW, LEFT, RIGHT = 1130, 24, 8, 210
+WIDTH, ROW, LEFT, RIGHT = 1130, 24, 8, 320
 BAR = 16
 MOST_ROLLOUTS = 64
 MOST_TOOLTIP = 600
