@@ -1,13 +1,15 @@
 """The command line of training, generated from the dataclasses in ``megatron_dta.config``.
 
 Every dataclass is one group of flags and every field one flag: its name with dashes, its type, its choices, its default
-and its help. Flags are Megatron's where Megatron has them. What does not parse or does not fit together is an
+and its help. Flags are Megatron's where Megatron has them. ``@FILE`` stands for the arguments in a file, several a line
+and with comments; what comes later on the command line prevails. What does not parse or does not fit together is an
 ``InputError`` that names the flag and the fix.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
@@ -18,17 +20,31 @@ from megatron_dta.config.checks import check_config
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.treepo import add_treepo_preset
 from megatron_dta.conversion.hf_arguments import add_hf_settings
-from megatron_dta.errors import InputError
+from megatron_dta.errors import InputError, one_line
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of argparse's usage text of some ninety flags."""
-        raise InputError(f"{message} (--help lists all flags)")
+        raise InputError(f"{one_line(message)} (--help lists all flags)")
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """The words of a line of an argument file, as a shell would take them; # begins a comment."""
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as error:
+            raise InputError(f"an argument file has a line that cannot be read ({error}): {arg_line}") from None
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
     """The checked settings that ``argv`` (``sys.argv[1:]`` if None) asks for; raises ``InputError``."""
+    config = parse_settings(argv)
+    check_config(config)
+    return config
+
+
+def parse_settings(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The settings of ``argv``, whether or not they are a whole run."""
     given = add_treepo_preset(add_hf_settings(vars(build_parser().parse_args(argv))))
     topics = {}
     for topic, dataclass_type in _topics().items():
@@ -40,16 +56,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
                 "folder that holds a config.json (--help lists all flags)"
             )
         topics[topic] = dataclass_type(**{name: given[name] for name in names if name in given})
-    config = TrainConfig(**topics)
-    check_config(config)
-    return config
+    return TrainConfig(**topics)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """One argument group for each topic of ``TrainConfig``. What it parses holds only the flags that were given."""
     parser = _Parser(
         prog="python -m megatron_dta.train",
-        description="Exact RL training on prefix trees.",
+        description="Exact RL training on prefix trees. An argument @FILE stands for the arguments in that file.",
+        fromfile_prefix_chars="@",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

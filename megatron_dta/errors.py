@@ -16,6 +16,11 @@ class InputError(ValueError):
     """The user's input cannot be used; the message names the place and the fix."""
 
 
+def one_line(text: str) -> str:
+    """``text`` on one line, with what cannot be printed as escapes: a path or a flag may hold anything."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+
+
 def run_entry_point(main: Callable[[], int | None]) -> None:
     """Run ``main`` and exit with its status; an ``InputError`` becomes one line on standard error and status 2.
 
@@ -24,7 +29,7 @@ def run_entry_point(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except InputError as error:
-        rank = os.environ.get("RANK", "0")
-        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+        rank, message = os.environ.get("RANK", "0"), one_line(str(error))
+        print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
         status = 2
     sys.exit(status or 0)

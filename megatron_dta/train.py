@@ -30,14 +30,21 @@ def main() -> None:
         # Kernels then start in the order in which they were given, which Megatron needs to hide its communication.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
+    # All processes compute the same metrics; the first one reports them.
+    is_first = os.environ.get("RANK", "0") == "0"
+    console = Console(highlight=False, quiet=not is_first)
+    if config.logging.dry_run:
+        from megatron_dta.training.dry_run import dry_run
+
+        if is_first:
+            dry_run(config, lambda line: console.print(line, soft_wrap=True, markup=False))
+        return
+
     import torch
 
     from megatron_dta.training.plot import plot_reward
     from megatron_dta.training.setup import build_trainer, metrics_path
 
-    # All processes compute the same metrics; the first one reports them.
-    is_first = os.environ.get("RANK", "0") == "0"
-    console = Console(highlight=False, quiet=not is_first)
     trainer = build_trainer(config, console)
     try:
         trainer.run()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig, TrainConfig
+from megatron_dta.config import CheckpointConfig, ModelConfig, OptimizationConfig, ParallelConfig, TrainConfig
 from megatron_dta.errors import InputError
 
 MODEL = ModelConfig(
@@ -75,8 +75,9 @@ class Rank:
         return self.optimizer.step(1.0).applied
 
     def save(self, folder: Path) -> None:
-        from megatron_dta.training.checkpoint import save_checkpoint
+        from megatron_dta.training.checkpoint import save_base, save_checkpoint
 
+        save_base(replace(self.config, checkpoint=CheckpointConfig(save=str(folder))), self.model)
         save_checkpoint(folder, self.config, self.model, self.optimizer, self.iteration, {})
 
     def load(self, folder: Path) -> list[str]:

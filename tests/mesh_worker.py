@@ -192,7 +192,7 @@ def _run_case(case: MeshCase) -> RankResult:
     result.metrics = {name: float(value) for name, value in step.metrics.items()}
     if case.sabotage != "reduction":
         optimizer.reduce_gradients()
-    result.gradients = {name: p.main_grad.clone() for name, p in parameters.items()}
+    result.gradients = {name: p.main_grad.clone() for name, p in parameters.items() if p.requires_grad}
     result.expert_biases = {name: bias.clone() for name, bias in biases.items()}
     optimizer.optimizer.prepare_grads()
     result.grad_norm = float(optimizer.optimizer.get_grad_norm())
@@ -207,6 +207,7 @@ def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, in
     from megatron_dta.engine import TreeEngine, prepare_batch
     from megatron_dta.model import build_model, initialize_parallel
     from megatron_dta.objectives import make_objective
+    from megatron_dta.training.optimizer import data_parallel_chunks
 
     counts: dict[str, int] = {}
 
@@ -218,7 +219,8 @@ def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, in
             return function(*args, **(kwargs or {}))
 
     device = initialize_parallel(5, case.parallel)
-    engine = TreeEngine(build_model(case.model, device, case.parallel), case.temperature, 5)
+    chunks = data_parallel_chunks(build_model(case.model, device, case.parallel), case.parallel)
+    engine = TreeEngine(chunks, case.temperature, 5)
     batch = prepare_batch(case.samples, case.tree)
     with Counting():
         engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
@@ -227,11 +229,15 @@ def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, in
 
 
 def _sabotaged(name: str) -> Any:
-    """Leave a part of the communication out."""
+    """Leave a part of the communication out, or of the gradients."""
     from unittest import mock
 
     from megatron.core import tensor_parallel
 
+    from megatron_dta.model import main_grad
+
+    if name == "weight gradients":
+        return mock.patch.object(main_grad, "add_weight_gradient")
     function = {"hidden": "copy_to_tensor_model_parallel_region"}.get(name, "")
     if not function:
         return mock.patch.dict({}, {})

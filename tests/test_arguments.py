@@ -23,13 +23,13 @@ SAMPLED = f"{MODEL} --task arithmetic"
 # Accepted so that a command written for Megatron fails with a reason; nothing but the checks may read them.
 REFUSED = {
     "fp16",
-    "transformer_impl",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
     "moe_input_jitter_eps",
+    "lora_dropout",
 }
 # What the command line itself is made from.
 PARSED = {"hf_checkpoint", "treepo_preset"}
@@ -187,6 +187,6 @@ def test_every_refused_flag_is_refused() -> None:
         for setting in fields(getattr(config, topic.name)):
             if setting.name not in REFUSED:
                 continue
-            value = {"transformer_impl": " transformer_engine", "fp16": "", "moe_pad_expert_input_to_capacity": ""}
+            value = {"fp16": "", "moe_pad_expert_input_to_capacity": ""}
             with pytest.raises(InputError, match=flag_of(setting)):
                 parse(f"{SAMPLED} {flag_of(setting)}{value.get(setting.name, ' 2')}")

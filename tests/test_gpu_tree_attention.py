@@ -63,7 +63,7 @@ def test_random_forests(dtype, head_size, ratio):
 def test_every_way_through_the_backward_pass(stored_scores_bytes, library, tma):
     generator = seed_all(3)
     case = Case.random(big_segment(generator, 2111), AttentionShape(8, 2, 128, torch.bfloat16), DEVICE)
-    table = default_config(128, torch.bfloat16, DEVICE)
+    table = default_config(128, torch.bfloat16, DEVICE, gluon=False)
     kernels = {
         name: replace(getattr(table, name), tma=tma)
         for name in ("forward", "key_gradients", "query_gradients_from_scores", "query_gradients")
@@ -88,11 +88,12 @@ def test_every_way_through_the_backward_pass(stored_scores_bytes, library, tma):
 @pytest.mark.parametrize("ratio", [1, 4, 8])
 def test_the_hopper_kernels(head_size, keys, ratio):
     generator = seed_all(keys + ratio)
-    table = default_config(head_size, torch.bfloat16, DEVICE)
+    table = default_config(head_size, torch.bfloat16, DEVICE, gluon=False)
     config = replace(
         table,
         forward=KernelConfig(128, keys, 4, 2, tma=True, hopper=True),
         key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
+        query_gradients_from_scores=KernelConfig(64, 128, 4, 2, tma=True),
         stored_scores_bytes=int(generator.choice([1 << 20, 512 << 20])),
     )
     for size in (1, 40, 130, 900, 2500):

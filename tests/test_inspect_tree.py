@@ -12,9 +12,9 @@ import pytest
 from matplotlib.image import imread
 
 from conftest import REPOSITORY, rollout_file, seed_all
-from megatron_dta.config import TreeConfig
 from megatron_dta.errors import InputError
 from megatron_dta.planning.segments import plan_segments
+from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.plots import leaf_spans, node_pieces, plot_tree
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree
@@ -164,7 +164,7 @@ def test_the_table_names_every_figure_and_json_is_only_on_demand(tmp_path: Path)
 def test_the_default_segment_is_that_of_training(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(7)))
     figures = inspect_json(path)
-    assert figures["fill"] == figures["unique_tokens"] / (figures["segments"] * TreeConfig.tree_segment_tokens)
+    assert figures["fill"] == figures["unique_tokens"] / (figures["segments"] * DEFAULT_SEGMENT_TOKENS)
 
 
 @pytest.mark.parametrize(

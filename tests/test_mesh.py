@@ -41,6 +41,7 @@ TP = ParallelConfig(tensor_model_parallel_size=2)
 SP = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 DP = ParallelConfig()
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 900}
+BY_AUTOGRAD = {"no_gradient_accumulation_fusion": True}
 # (mode, tokens of a segment, in-flight tokens kept): odd segments that sequence parallelism must fill up.
 CUTS = {
     "dense": ("dense", 9, None),
@@ -68,6 +69,8 @@ def _named_meshes(world_size: int, count: int) -> dict[str, tuple[ParallelConfig
             "tp2-sp": (SP, whole),
             "dp2": (DP, _partition(count, [5, 0])),
             "dp2-overlap": (replace(DP, **OVERLAP), _partition(count, [9, 0])),
+            "tp2-sp-autograd": (replace(SP, **BY_AUTOGRAD), whole),
+            "dp2-overlap-autograd": (replace(DP, **OVERLAP, **BY_AUTOGRAD), _partition(count, [9, 0])),
         }
     return {
         "dp4-idle": (DP, _partition(count, [2, 0, 9, 0])),
@@ -88,6 +91,7 @@ def _combinations() -> list[tuple[int, str, str, str]]:
             found += [(world_size, mesh, name, cut) for name in ("qwen2", "recompute") for cut in ("dta", "packed")]
     found += [(2, mesh, "gpt", cut) for mesh in ("tp2", "tp2-sp") for cut in ("dense", "dta-recomputed")]
     found += [(2, "dp2-overlap", name, "dta-mixed") for name in ("qwen3", "qwen2", "recompute")]
+    found += [(2, f"{mesh}-autograd", "qwen3", "dta-mixed") for mesh in ("tp2-sp", "dp2-overlap")]
     found += [(4, "dp4-idle-overlap", name, cut) for name in ("qwen3", "qwen2") for cut in ("dta", "dense-recomputed")]
     found += [(4, mesh, "qwen3", "dta") for mesh in ("tp2-dp2-idle", "tp2-sp-dp2-idle-overlap")]
     return found
@@ -153,6 +157,9 @@ def _special_cases(references: _References, meshes: dict) -> dict[str, MeshCase]
         "untrained root": untrained_root,
         "without reduction, tp2-sp": references.case(*meshes["tp2-sp"], "qwen3", "dta", sabotage="reduction"),
         "without reduction, dp2": references.case(*meshes["dp2"], "qwen3", "dta", sabotage="reduction"),
+        "without weight gradients, tp2-sp": references.case(
+            *meshes["tp2-sp"], "qwen3", "dta", sabotage="weight gradients"
+        ),
         "without hidden gradients": references.case(*meshes["tp2"], "qwen3", "dta", sabotage="hidden"),
     }
     even = _with_even_vocabulary(references)
@@ -268,10 +275,19 @@ def test_a_sibling_changes_no_bit_under_sequence_parallelism(results, segment_to
 
 
 @pytest.mark.parametrize(
-    "left_out", ["without reduction, tp2-sp", "without reduction, dp2", "without hidden gradients"]
+    "left_out",
+    [
+        "without reduction, tp2-sp",
+        "without reduction, dp2",
+        "without weight gradients, tp2-sp",
+        "without hidden gradients",
+    ],
 )
 def test_lost_communication_would_be_seen(references, results, left_out):
-    """The control of the tests above: each part of the communication left out breaks what they measure."""
+    """The control of the tests above: each part of the communication left out breaks what they measure.
+
+    So do weight gradients that do not reach their buffers.
+    """
     ranks, expected = results[2][left_out], references.outcomes["qwen3"]
     partition = _named_meshes(2, len(references.samples))["dp2" if "dp2" in left_out else "tp2"][1]
     try:
@@ -296,7 +312,11 @@ def _with_even_vocabulary(references: _References) -> ModelConfig:
     return replace(references.models["qwen2"], vocab_size=VOCABULARY + 1)
 
 
-@pytest.mark.parametrize("parallel", [TP, SP], ids=["tp2", "tp2-sp"])
+@pytest.mark.parametrize(
+    "parallel",
+    [TP, SP, replace(TP, **BY_AUTOGRAD), replace(SP, **BY_AUTOGRAD)],
+    ids=["tp2", "tp2-sp", "tp2-autograd", "tp2-sp-autograd"],
+)
 def test_a_segment_communicates_as_megatron_does(references, tmp_path, parallel):
     """Forward and backward of the embedding, of two layers and of the hidden states before the logprobs.
 

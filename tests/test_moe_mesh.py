@@ -49,6 +49,7 @@ def _meshes(count: int) -> dict[str, tuple[int, ParallelConfig, list[list[int]]]
         "ep2": (2, EP, _partition(count, [4, 0])),
         "ep2-idle": (2, EP, _partition(count, [0, count])),
         "ep2-overlap": (2, replace(EP, **OVERLAP), _partition(count, [9, 0])),
+        "etp1-tp2": (2, ParallelConfig(expert_tensor_parallel_size=1, **SP), _partition(count, [count])),
         "ep2-over-tp2": (2, replace(EP, expert_tensor_parallel_size=1, **SP), _partition(count, [count])),
         "ep2-tp2": (4, replace(EP, expert_tensor_parallel_size=1, **SP), _partition(count, [3, 0])),
         "ep2-etp2": (4, replace(EP, **SP), _partition(count, [3, 0])),
@@ -67,6 +68,7 @@ def _combinations() -> list[tuple[str, str, str]]:
     found = [("ep2", "qwen3", cut) for cut in CUTS]
     found += [("ep2", name, "dta-mixed") for name in ("qwen3-balanced", "deepseek", "recompute")]
     found += [("ep2-idle", name, "dta") for name in ("qwen3", "deepseek")]
+    found += [("etp1-tp2", "qwen3-balanced", "dta-mixed")]
     found += [("ep2-overlap", "qwen3", "dta"), ("ep2-over-tp2", "deepseek", "dta")]
     found += [(mesh, "qwen3-balanced", "dta-mixed") for mesh in ("ep2-tp2", "ep2-etp2", "ep2-dp4")]
     found += [("ep4", "deepseek", "dta-mixed"), ("ep2-over-tp2", "qwen3", "dta")]

@@ -93,7 +93,7 @@ def test_bad_reward_flags(user_file: Path, tmp_path: Path):
     syntax = tmp_path / "syntax.py"
     syntax.write_text("def f(:\n")
     for spec, message in (
-        ("best", "must be exact_match, math_verify or FILE.py:NAME"),
+        ("best", "must be exact_match, math_verify, code_tests, remote or FILE.py:NAME"),
         (str(user_file), "must be exact_match"),
         (f"{user_file}:no-name", "must be exact_match"),
         (f"{tmp_path}/none.py:f", "no such file"),

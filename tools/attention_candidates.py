@@ -64,8 +64,8 @@ def library_candidates(base: TreeAttentionConfig) -> Iterator[TreeAttentionConfi
     """A library's kernel for the rectangle of ancestors that many queries see, in several granularities."""
     # Only Triton's kernels take a library's result.
     triton = {
-        "forward": KernelConfig(128, 128, 8, 2, tma=base.forward.tma),
-        "key_gradients": KernelConfig(64, 128, 8, 2),
+        "forward": KernelConfig(128, 128, 8, 3, tma=base.forward.tma),
+        "key_gradients": KernelConfig(64, 64, 4, 2, tma=base.forward.tma),
     }
     for name, kernel in triton.items():
         if getattr(base, name).hopper:
@@ -83,7 +83,7 @@ def query_gradient_candidates(
         for descriptors in (False, True) if tma else (False,):
             settings = KernelConfig(tile.rows, tile.keys, warps, stages, tma=descriptors)
             yield replace(base, query_gradients_from_scores=settings)
-    for mebibytes in (128, 256, 1024, 2048):
+    for mebibytes in (128, 256, 512, 2048):
         yield replace(base, stored_scores_bytes=mebibytes << 20)
     # The Hopper kernel always stores them.
     for settings in () if tile.hopper else _AGAIN[padded_head_size]:

@@ -10,7 +10,8 @@ they know applies: a causal chain, and queries on a full prefix. A forward pass 
 pair and query head, a backward pass 10. The kernels' results are checked against the plain reference in float32 before
 anything is measured, and for every setting that is tried.
 
---sweep tries other settings of the kernels on the first file and prints the best; they belong into the table of
+--sweep tries other settings of the kernels on the first file (on the largest segment of the first size, or the whole
+tree where no sizes are given), prints the best and measures the files with them; they belong into the table of
 ``dta_kernels/tree_attention_config.py``. Results are written after every measurement.
 """
 
@@ -222,23 +223,31 @@ def _short(config: TreeAttentionConfig, stage: str) -> str:
     return f"{describe('query_gradients_from_scores')} stored {stored} MiB" if stored else describe("query_gradients")
 
 
-def measure_file(report: Report, path: Path, arguments: argparse.Namespace, shape: AttentionShape) -> None:
+def measure_file(
+    report: Report,
+    path: Path,
+    arguments: argparse.Namespace,
+    shape: AttentionShape,
+    config: TreeAttentionConfig | None,
+) -> None:
     """Whole tree and segments of one file."""
     device = torch.device("cuda")
     whole, by_size = cases_of_file(path, arguments.tokens, arguments.segment_tokens)
     inputs = Inputs(whole, shape, device)
     names = {"case": whole.name, "tokens": whole.num_queries, "pairs": whole.pairs}
-    report.attempt({**names, "code": "triton"}, lambda: measure_kernels(inputs, None))
+    report.attempt({**names, "code": "triton"}, lambda: measure_kernels(inputs, config))
     if not arguments.skip_flex:
         report.attempt({**names, "code": "flex"}, lambda: measure_flex(inputs))
     for segment_tokens, cases in by_size.items():
         names = {"case": f"{whole.name}/{segment_tokens}", "segments": len(cases), "code": "triton"}
-        report.attempt(names, lambda cases=cases: measure_together(cases, shape, device))
+        report.attempt(names, lambda cases=cases: measure_together(cases, shape, device, config))
 
 
-def measure_together(cases: list[AttentionCase], shape: AttentionShape, device: torch.device) -> dict[str, Any]:
+def measure_together(
+    cases: list[AttentionCase], shape: AttentionShape, device: torch.device, config: TreeAttentionConfig | None
+) -> dict[str, Any]:
     """All segments of a tree, one after the other, as one figure."""
-    rows = [measure_kernels(Inputs(case, shape, device), None) for case in cases]
+    rows = [measure_kernels(Inputs(case, shape, device), config) for case in cases]
     pairs = sum(case.pairs for case in cases)
     result: dict[str, Any] = {"pairs": pairs}
     for name, factor in (("forward", 4), ("backward", 10)):
@@ -319,15 +328,15 @@ def main() -> None:
         raise InputError(
             f"results are wrong on this GPU: relative error {error:.3g}; run tests/test_gpu_tree_attention.py"
         )
+    best: TreeAttentionConfig | None = None
     if arguments.sweep:
         whole, by_size = cases_of_file(arguments.files[0], arguments.tokens, arguments.segment_tokens)
         longest = [max(cases, key=lambda case: case.pairs) for cases in by_size.values()]
-        for case in [*longest[:1], whole]:
-            sweep(report, Inputs(case, shape, device), probe, arguments.hopper)
+        best = sweep(report, Inputs([*longest, whole][0], shape, device), probe, arguments.hopper)
     if not arguments.skip_libraries:
         measure_libraries(report, shape, arguments.tokens)
     for path in arguments.files:
-        measure_file(report, path, arguments, shape)
+        measure_file(report, path, arguments, shape, best)
     if arguments.json:
         print(json.dumps(report.results))
 

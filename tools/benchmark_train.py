@@ -1,4 +1,5 @@
-"""Measures a training step (forward and backward, no optimizer) on a rollout file: trees beside dense.
+"""Measures a training step (forward, backward, reduction of gradients; no optimizer) on a rollout file: trees beside
+dense.
 
     python tools/benchmark_train.py FILE [--model qwen3-1.7b] [--tree-mode dense dta] [--bf16] [--json]
     torchrun --nproc-per-node 4 tools/benchmark_train.py FILE --tensor-model-parallel-size 4 --sequence-parallel ...
@@ -6,7 +7,8 @@
 Weights are random; gradients are accumulated in float32. Every mode takes one step to warm up and then --steps timed
 ones, of which the median counts. Operations are counted once for every token of the mode's forest
 (megatron_dta/planning/flops.py); the share of the peak is against a measured product of 8192 x 8192 matrices. The
-speed-up of a mode over dense cannot be more than the ratio of their operations, the bound.
+speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several pipeline stages
+one more step is run whose ops are timed: the share of the stages' time that they compute stands beside the planned one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 
 from benchmark_report import Report
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
@@ -29,32 +32,18 @@ from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import make_objective
 from megatron_dta.objectives.weights import count_trained
+from megatron_dta.planning.cost_file import load_cost_file
 from megatron_dta.planning.flops import StepCounts
 from megatron_dta.planning.partition import partition_samples
+from megatron_dta.planning.prediction import predicted_seconds
 from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.timeline import timeline_utilisation
 from megatron_dta.rollouts import load_rollouts
+from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import data_parallel_chunks
+from model_shapes import SHAPES, benchmark_model
 from step_profile import profile_step
 
-_QWEN3 = dict(vocab_size=151936, kv_channels=128, num_query_groups=8, untie_embeddings_and_output_weights=True)
-# Megatron's names; "tiny" is for a look on a laptop.
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _QWEN3
-    | dict(num_layers=2, hidden_size=64, ffn_hidden_size=192, num_attention_heads=8, kv_channels=8, vocab_size=None),
-    "qwen3-1.7b": _QWEN3
-    | dict(
-        num_layers=28,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_attention_heads=16,
-        untie_embeddings_and_output_weights=False,
-    ),
-    "qwen3-8b": _QWEN3 | dict(num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32),
-    "qwen3-14b": _QWEN3 | dict(num_layers=40, hidden_size=5120, ffn_hidden_size=17408, num_attention_heads=40),
-    "qwen3-32b": _QWEN3 | dict(num_layers=64, hidden_size=5120, ffn_hidden_size=25600, num_attention_heads=64),
-    "llama3-70b": _QWEN3
-    | dict(num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, vocab_size=128256),
-}
 PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -72,11 +61,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=list(SHAPES), default="qwen3-1.7b")
     parser.add_argument("--num-layers", type=int, help="take only so many layers of the model")
     parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
+    parser.add_argument("--bf16-gradients", action="store_true", help="with --bf16: gradients in bfloat16 too")
     parser.add_argument("--tree-mode", nargs="+", choices=("dense", "packed", "dta"), default=["dense", "dta"])
-    parser.add_argument("--tree-segment-tokens", type=int, default=4096)
+    parser.add_argument("--tree-segment-tokens", type=int, help="default: 4096, or chosen with the next two")
+    parser.add_argument("--cost-model", help="file of tools/fit_cost_model.py: plan by it, and say what it predicts")
+    parser.add_argument(
+        "--tree-memory-gib", type=float, help="memory of weights, gradients and the step; as in training"
+    )
     parser.add_argument("--tree-memory-tokens", type=int)
     parser.add_argument("--tree-activation-tokens", type=int)
     parser.add_argument("--logprob-chunk-tokens", type=int)
+    parser.add_argument("--fused-layer-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
     for name in PARALLEL:
         flag, default = f"--{name.replace('_', '-')}", getattr(ParallelConfig(), name)
@@ -90,8 +85,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
     arguments = parser.parse_args()
+    if arguments.tree_memory_gib is not None and arguments.tree_memory_gib <= 0:
+        raise InputError(f"--tree-memory-gib must be above 0, not {arguments.tree_memory_gib}")
+    for flag in ("tree_memory_tokens", "tree_activation_tokens"):
+        if arguments.tree_memory_gib is not None and getattr(arguments, flag) is not None:
+            raise InputError(f"--tree-memory-gib decides what --{flag.replace('_', '-')} says; give one of the two")
+    if arguments.tree_segment_tokens is None and arguments.cost_model is None and arguments.tree_memory_gib is None:
+        arguments.tree_segment_tokens = 4096
     if arguments.steps < 1:
         raise InputError(f"--steps must be at least 1, not {arguments.steps}")
+    if arguments.bf16_gradients and not arguments.bf16:
+        raise InputError("--bf16-gradients needs --bf16")
     return arguments
 
 
@@ -101,23 +105,13 @@ def load_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
 
 
 def model_config(arguments: argparse.Namespace, samples: list[TrainingSample]) -> ModelConfig:
-    shape = dict(SHAPES[arguments.model])
-    if arguments.num_layers is not None:
-        shape["num_layers"] = arguments.num_layers
     needed = 1 + max(int(sample.token_ids.max()) for sample in samples)
-    shape["vocab_size"] = shape["vocab_size"] or needed
-    if needed > shape["vocab_size"]:
-        raise InputError(
-            f"{arguments.file}: has token id {needed - 1}, but {arguments.model} has {shape['vocab_size']}"
-        )
-    return ModelConfig(
-        **shape,
-        group_query_attention=True,
-        swiglu=True,
-        disable_bias_linear=True,
-        qk_layernorm=True,
-        max_position_embeddings=max(len(sample.token_ids) for sample in samples),
-        bf16=arguments.bf16,
+    vocab_size = SHAPES[arguments.model]["vocab_size"] or needed
+    if needed > vocab_size:
+        raise InputError(f"{arguments.file}: has token id {needed - 1}, but {arguments.model} has {vocab_size}")
+    longest = max(len(sample.token_ids) for sample in samples)
+    return benchmark_model(
+        arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers, arguments.fused_layer_impl
     )
 
 
@@ -151,12 +145,15 @@ class Benchmark:
         check_world_size(self.parallel, torch.distributed.get_world_size())
         self.mesh = current_mesh()
         model = build_model(self.model_config, self.device, self.parallel)
-        self.chunks = data_parallel_chunks(model, self.parallel)
+        self.chunks = data_parallel_chunks(model, self.parallel, in_float32=not arguments.bf16_gradients)
         self.engine = TreeEngine(
             self.chunks,
             logprob_chunk_tokens=arguments.logprob_chunk_tokens,
             tree_attention_impl=arguments.tree_attention_impl,
+            costs=load_cost_file(arguments.cost_model) if arguments.cost_model else None,
         )
+        if arguments.tree_memory_gib is not None:
+            self.engine.limit_memory(arguments.tree_memory_gib, constant_bytes(self.chunks))
         self.objective = make_objective(ObjectiveConfig(objective="sft"))
         self.peak = gemm_peak(self.device, self.model_config.params_dtype)
 
@@ -167,9 +164,10 @@ class Benchmark:
         tree = TreeConfig(
             tree_mode=mode,
             # A pack must hold the longest sequence.
-            tree_segment_tokens=max(segment_tokens, longest) if mode == "packed" else segment_tokens,
+            tree_segment_tokens=max(segment_tokens or 0, longest) if mode == "packed" else segment_tokens,
             tree_memory_tokens=None if mode == "packed" else self.arguments.tree_memory_tokens,
             tree_activation_tokens=self.arguments.tree_activation_tokens,
+            tree_memory_gib=self.arguments.tree_memory_gib,
         )
         start = time.perf_counter()
         batch = self._plan(tree)
@@ -183,6 +181,7 @@ class Benchmark:
             self.mesh.wait_for_all()
             start = _now(self.device)
             result = self.engine.forward_backward(batch, self.objective)
+            finalize_model_grads(self.chunks)
             seconds.append(_now(self.device) - start)
         step = max(self.mesh.gather_from_all(median(seconds[1:])))
         counts = [StepCounts.of(batch.plan)] if self.mesh.tensor_rank == self.mesh.pipeline_rank == 0 else []
@@ -194,19 +193,45 @@ class Benchmark:
         profiled = {}
         if self.arguments.profile and is_cuda:
             profiled["profile"] = profile_step(lambda: self.engine.forward_backward(batch, self.objective))
-        return profiled | {
-            "seconds": step,
-            "plan_seconds": plan_seconds,
-            "tokens_per_second": result.sequence_tokens / step,
-            "unique_tokens_per_second": result.computed_tokens / step,
-            "tokens": result.sequence_tokens,
-            "unique_tokens": result.computed_tokens,
-            "segments": result.segments,
-            "tflop": flops / 1e12,
-            "share_of_gemm_peak": flops / step / (self.peak * self.mesh.world_size),
-            "peak_memory_gib": memory,
-            "peak_in_flight_tokens": result.peak_in_flight_tokens,
-            "recomputed_tokens": result.recomputed_tokens,
+        return (
+            profiled
+            | self._pipeline(batch)
+            | self._predicted(batch, step)
+            | {
+                "seconds": step,
+                "plan_seconds": plan_seconds,
+                "tokens_per_second": result.sequence_tokens / step,
+                "unique_tokens_per_second": result.computed_tokens / step,
+                "tokens": result.sequence_tokens,
+                "unique_tokens": result.computed_tokens,
+                "segments": result.segments,
+                "segment_tokens": batch.plan.segments.segment_tokens,
+                "tflop": flops / 1e12,
+                "share_of_gemm_peak": flops / step / (self.peak * self.mesh.world_size),
+                "peak_memory_gib": memory,
+                "peak_in_flight_tokens": result.peak_in_flight_tokens,
+                "recomputed_tokens": result.recomputed_tokens,
+            }
+        )
+
+    def _predicted(self, batch: TreeBatch, seconds: float) -> dict[str, float]:
+        """What the measured cost model says of the slowest replica, beside ``seconds``."""
+        if self.engine.costs is None:
+            return {}
+        shape = self.engine.pipeline(batch.plan.segments.segment_tokens)
+        expected = max(self.mesh.gather_from_all(predicted_seconds(batch.plan, shape)))
+        return {"predicted_seconds": expected, "prediction_error": expected / seconds - 1}
+
+    def _pipeline(self, batch: TreeBatch) -> dict[str, Any]:
+        """Shares of the stages' time that they compute, as planned and as it was."""
+        if self.mesh.pipeline_size == 1:
+            return {}
+        result = self.engine.forward_backward(batch, self.objective, record_timeline=True)
+        segments, stages = batch.plan.segments.num_segments, self.mesh.pipeline_size
+        return {
+            "planned_utilisation": batch.plan.training.timeline.utilisation,
+            "measured_utilisation": timeline_utilisation(result.timeline, stages),
+            "ideal_utilisation": segments / (segments + stages - 1),
         }
 
     def _plan(self, tree: TreeConfig) -> TreeBatch:

@@ -3,7 +3,8 @@
     python tools/convert_megatron_to_hf.py --load runs/first --hf-checkpoint models/llama --save-hf models/trained
 
 Configuration, tokenizer and generation settings are those of --hf-checkpoint, byte for byte; the model must be the one
-its config.json describes. A conversion that was killed continues when the same command is given again.
+its config.json describes. LoRA adapters are merged into the weights, in float32; with --adapter-only they are written
+alone, in PEFT's format. A conversion that was killed continues when the same command is given again.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from megatron_dta.conversion.adapters import LoraSettings, ToPeft, base_of
 from megatron_dta.conversion.hf_config import architecture, read_hf_config
-from megatron_dta.conversion.job import check_target, run_job
-from megatron_dta.conversion.mappings import ModelShape
+from megatron_dta.conversion.job import Job, check_target, run_job
+from megatron_dta.conversion.mappings import ModelShape, parameters_of
+from megatron_dta.conversion.megatron_files import MegatronCheckpoint
 from megatron_dta.conversion.to_huggingface import ToHuggingFace, model_of_checkpoint
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.training.checkpoint_files import find_checkpoint
@@ -38,13 +41,30 @@ def parse_arguments() -> argparse.Namespace:
         metavar="GB",
         help="end a file before it is larger (default: --hf-checkpoint's files if it has the same tensors, else 5)",
     )
+    parser.add_argument(
+        "--adapter-only", action="store_true", help="write only the LoRA adapters, as PEFT loads them, into --save-hf"
+    )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="that write files (default 1)")
     arguments = parser.parse_args()
     if arguments.processes < 1:
         raise InputError(f"--processes is {arguments.processes}; it must be at least 1")
+    if arguments.adapter_only and arguments.max_shard_size is not None:
+        raise InputError("--max-shard-size has no effect with --adapter-only, which writes one file; leave it out")
     if arguments.max_shard_size is not None and not arguments.max_shard_size > 0:
         raise InputError(f"--max-shard-size is {arguments.max_shard_size}; it must be above 0")
     return arguments
+
+
+def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
+    """What is to be written of the checkpoint ``source``."""
+    name, dtype = architecture(read_hf_config(template)).architecture, DTYPES[arguments.params_dtype]
+    shape = ModelShape.of(model_of_checkpoint(source, template))
+    if arguments.adapter_only:
+        return ToPeft(source, template, parameters_of(name, shape), dtype)
+    size = None if arguments.max_shard_size is None else int(arguments.max_shard_size * 1e9)
+    if LoraSettings.of(MegatronCheckpoint(source).settings()) is None:
+        return ToHuggingFace(source, template, name, shape, dtype, size)
+    return ToHuggingFace(base_of(source), template, name, shape, dtype, size, adapters=source)
 
 
 def main() -> None:
@@ -55,16 +75,7 @@ def main() -> None:
     source = find_checkpoint(arguments.load)
     if source is None:
         raise InputError(f"--load {arguments.load}: holds no checkpoint")
-    size = arguments.max_shard_size
-    job = ToHuggingFace(
-        source,
-        template,
-        architecture(read_hf_config(template)).architecture,
-        ModelShape.of(model_of_checkpoint(source, template)),
-        DTYPES[arguments.params_dtype],
-        None if size is None else int(size * 1e9),
-    )
-    run_job(job, target, arguments.processes, console)
+    run_job(_job(arguments, source, template), target, arguments.processes, console)
     console.print(f"saved {target}", soft_wrap=True)
 
 

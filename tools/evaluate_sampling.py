@@ -64,7 +64,7 @@ def _evaluate(config: Any, ks: list[int], answer_of: Callable[[str], str]) -> di
     checkpoint = find_checkpoint(config.checkpoint.load)
     if checkpoint is None:
         raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
-    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size)
+    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size, config.reward)
     if not task.eval_prompts:
         raise InputError("there are no held-out prompts: give --eval-prompt-data")
     model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)

@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.planning.cost_file import load_cost_model
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import Partition, least_slowest, partition_costs, trained_parts
 from megatron_dta.planning.partition_baselines import contiguous, first_fit
@@ -59,7 +60,11 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="give every rank work while there is enough, even where that only repeats prefixes",
     )
-    parser.add_argument("--cost-model", metavar="JSON", help="coefficients (default: those of Qwen3-1.7B on an H200)")
+    parser.add_argument(
+        "--cost-model",
+        metavar="JSON",
+        help="file of tools/fit_cost_model.py, or coefficients (default: counted ones of Qwen3-1.7B on an H200)",
+    )
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -146,7 +151,7 @@ def print_table(values: dict[str, object], title: str) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    model = CostModel() if arguments.cost_model is None else CostModel.load(arguments.cost_model)
+    model = CostModel() if arguments.cost_model is None else load_cost_model(arguments.cost_model)[0]
     rollouts = load_rollouts(
         arguments.file,
         framing=arguments.framing,

@@ -49,7 +49,7 @@ def main() -> None:
     checkpoint = find_checkpoint(config.checkpoint.load)
     if checkpoint is None:
         raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
-    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size)
+    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size, config.reward)
     model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
     device = initialize_parallel(config.optimization.seed, config.parallel)
     model = build_model(model_config, device, config.parallel)

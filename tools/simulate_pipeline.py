@@ -5,8 +5,9 @@
 FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is the share of all stages' time that they compute, the
 ideal one N / (N + P - 1) is that of N equal microbatches on P stages; no schedule of these segments under this limit on
 in-flight tokens reaches more than the bound. In flight on a stage are the tokens of segments between forward and
-backward. Costs are those of the cost model (megatron_dta/planning/cost_model.py), by default of Qwen3-32B on H200. Each
-stage has the same share of the cost, parts of layers included, unless whole layers are asked for.
+backward. Costs are those of the cost model (megatron_dta/planning/cost_model.py), by default counted for Qwen3-32B on
+H200, or measured ones with --cost-model. Each stage has the same share of the cost, parts of layers included, unless
+whole layers are asked for.
 
 Without --pipeline-segment-tokens segments are as small as the pipeline needs to stay within 1.5 times the tokens that
 one stage has in flight.
@@ -30,6 +31,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.planning.cost_file import load_cost_model
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import trained_parts
 from megatron_dta.planning.pipeline_bounds import makespan_bound
@@ -102,7 +104,12 @@ def parse_arguments() -> argparse.Namespace:
         help="whole layers: 'auto', or numbers such as 17,16,16,15 whose sum is --num-layers (default: equal costs)",
     )
     parser.add_argument("--send-seconds", type=float, metavar="S", default=0.0, help="time that a message takes")
-    parser.add_argument("--cost-model", metavar="JSON", help="coefficients, in place of those of the model's shape")
+    parser.add_argument(
+        "--cost-model",
+        metavar="JSON",
+        help="file of tools/fit_cost_model.py, or coefficients, in place of counts for the model's shape; with "
+        "--num-layers the measured layers are counted so often",
+    )
     for name, value in SHAPE.items():
         number("--" + name.replace("_", "-"), f"of the model (default: {value})")
     number("--max-sequences", "only the first N sequences")
@@ -129,7 +136,12 @@ def cost_model_of(arguments: argparse.Namespace) -> CostModel:
         return CostModel.from_shape(**SHAPE | given)
     for name in given.keys() - {"num_layers"}:
         raise InputError(f"--{name.replace('_', '-')} has no effect with --cost-model; give one of the two")
-    return CostModel.load(arguments.cost_model)
+    model, measured = load_cost_model(arguments.cost_model)
+    if measured is not None:
+        # Layers are divided as many as the costs are of.
+        arguments.num_layers = arguments.num_layers or measured.num_layers
+        return measured.model(arguments.num_layers)
+    return model
 
 
 def layers_of(arguments: argparse.Namespace, model: CostModel, counts: Sequence[np.ndarray]) -> list[float]:

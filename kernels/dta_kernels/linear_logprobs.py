@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dta_kernels.logit_chunks import add_weight_gradient, fused_gradient, fused_statistics, uses_fused_kernels
+from dta_kernels.logit_chunks import fused_gradient, fused_statistics, uses_fused_kernels
 from dta_kernels.tree_attention_reference import accumulation_dtype
+from dta_kernels.weight_gradients import add_weight_gradient, gradient_placeholder
 
 
 class RowChunk(NamedTuple):
@@ -41,6 +42,7 @@ class _LinearLogprobs(torch.autograd.Function):
         chunks: list[RowChunk],
         temperature: float,
         fused: bool,
+        weight_grad_VC: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(hidden_RC.dtype)
         logprobs_E = hidden_RC.new_empty(target_E.shape, dtype=dtype)
@@ -66,7 +68,7 @@ class _LinearLogprobs(torch.autograd.Function):
             entropy_R[rows] = -torch.exp(logprobs_BV).mul_(logprobs_BV).sum(-1)
             log_mass_R[rows] = lse_B
         ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, target_E, largest_R, log_mass_R, entropy_R)
-        ctx.chunks, ctx.temperature, ctx.fused = chunks, temperature, fused
+        ctx.chunks, ctx.temperature, ctx.fused, ctx.weight_grad_VC = chunks, temperature, fused, weight_grad_VC
         ctx.set_materialize_grads(False)
         return logprobs_E, entropy_R
 
@@ -75,7 +77,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_RC, weight_VC, edge_row_E, target_E, largest_R, log_mass_R, entropy_R = ctx.saved_tensors
         dtype = entropy_R.dtype
         grad_hidden_RC = torch.empty_like(hidden_RC)
-        grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype)
+        sum_VC = weight_gradient_sum(weight_VC, ctx.weight_grad_VC, ctx.needs_input_grad[1], dtype)
         for chunk in ctx.chunks:
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
             grad_edges = None if grad_logprobs_E is None else grad_logprobs_E[edges].to(dtype)
@@ -95,8 +97,11 @@ class _LinearLogprobs(torch.autograd.Function):
                 )
                 grad_logits_BV = grad_logits_BV.div_(ctx.temperature).to(hidden_RC.dtype)
             grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
-            add_weight_gradient(grad_weight_VC, grad_logits_BV, hidden_RC[rows])
-        return grad_hidden_RC, grad_weight_VC.to(weight_VC.dtype), None, None, None, None, None
+            if sum_VC is not None:
+                add_weight_gradient(sum_VC, grad_logits_BV, hidden_RC[rows])
+            del grad_logits_BV  # before the next chunk's is made
+        grad_weight_VC = weight_gradient(weight_VC, sum_VC, ctx.weight_grad_VC, ctx.needs_input_grad[1])
+        return grad_hidden_RC, grad_weight_VC, None, None, None, None, None, None
 
 
 def linear_logprobs(
@@ -107,6 +112,7 @@ def linear_logprobs(
     chunks: list[RowChunk],
     temperature: float = 1.0,
     fused: bool | None = None,
+    weight_grad_VC: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of every edge and entropy of every row of ``softmax(hidden @ weight.T / temperature)``.
 
@@ -118,13 +124,34 @@ def linear_logprobs(
         chunks: row ranges that cover all rows and edges in order; one chunk's logits are alive at a time.
         temperature: divides the logits; the logprobs are those of the sampling distribution.
         fused: whether Triton's kernels (``fused_logits``) go over the logits; None: on a GPU, but for float64.
+        weight_grad_VC: buffer that the backward pass adds the weight's gradient to, chunk by chunk. What autograd gets
+            for the weight, if it needs a gradient, is then a ``gradient_placeholder``. Without a buffer the pass makes
+            one in the accumulation precision.
 
     Returns:
         ``(logprobs_E, entropy_R)`` in float32 (float64 for float64 inputs), differentiable in ``hidden`` and
         ``weight``.
     """
     fused = uses_fused_kernels(hidden_RC) if fused is None else fused
-    return _LinearLogprobs.apply(hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, fused)
+    return _LinearLogprobs.apply(hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, fused, weight_grad_VC)
+
+
+def weight_gradient_sum(
+    weight_VC: Tensor, weight_grad_VC: Tensor | None, is_needed: bool, dtype: torch.dtype
+) -> Tensor | None:
+    """Where a backward pass adds up the weight's gradient: the caller's buffer or one of its own; None for nowhere."""
+    if weight_grad_VC is not None:
+        return weight_grad_VC
+    return torch.zeros_like(weight_VC, dtype=dtype) if is_needed else None
+
+
+def weight_gradient(
+    weight_VC: Tensor, sum_VC: Tensor | None, weight_grad_VC: Tensor | None, is_needed: bool
+) -> Tensor | None:
+    """What a backward pass returns to autograd as the weight's gradient."""
+    if not is_needed:
+        return None
+    return sum_VC.to(weight_VC.dtype) if weight_grad_VC is None else gradient_placeholder(weight_VC)
 
 
 def chunk_logits(hidden_BC: Tensor, weight_VC: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:

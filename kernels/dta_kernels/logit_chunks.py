@@ -1,4 +1,4 @@
-"""One chunk of logits of ``linear_logprobs`` on the fused kernels, forward and backward, and sums of weight gradients.
+"""One chunk of logits of ``linear_logprobs`` on the fused kernels, forward and backward.
 
 Legend: B rows and e edges of a chunk, V columns (the vocabulary, or a rank's part of it), C hidden size.
 """
@@ -68,13 +68,3 @@ def fused_gradient(
         # The children of one token differ in their token, so every own (row, target) occurs once.
         padded[row, column_e] = of_targets.to(padded.dtype)
     return logits_BV
-
-
-def add_weight_gradient(sum_VC: Tensor, grad_logits_BV: Tensor, hidden_BC: Tensor) -> None:
-    """``sum += grad_logits.T @ hidden`` in the sum's dtype, without a copy of the product where PyTorch can."""
-    if grad_logits_BV.dtype == sum_VC.dtype:
-        sum_VC.addmm_(grad_logits_BV.t(), hidden_BC)
-    elif sum_VC.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads():
-        torch.ops.aten.addmm.dtype_out(sum_VC, grad_logits_BV.t(), hidden_BC, sum_VC.dtype, out=sum_VC)
-    else:
-        sum_VC += grad_logits_BV.t() @ hidden_BC

@@ -18,9 +18,16 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from dta_kernels.linear_logprobs import RowChunk, chunk_logits, grad_chunk_logits
-from dta_kernels.logit_chunks import add_weight_gradient, fused_gradient, fused_statistics, uses_fused_kernels
+from dta_kernels.linear_logprobs import (
+    RowChunk,
+    chunk_logits,
+    grad_chunk_logits,
+    weight_gradient,
+    weight_gradient_sum,
+)
+from dta_kernels.logit_chunks import fused_gradient, fused_statistics, uses_fused_kernels
 from dta_kernels.tree_attention_reference import accumulation_dtype
+from dta_kernels.weight_gradients import add_weight_gradient
 
 
 def parallel_linear_logprobs(
@@ -33,12 +40,13 @@ def parallel_linear_logprobs(
     first_token: int,
     group: distributed.ProcessGroup,
     fused: bool | None = None,
+    weight_grad_VC: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of every edge and entropy of every row, over the vocabulary of all ranks of ``group``.
 
     Args:
         weight_VC: the rank's rows of the output weight; may be none.
-        fused: as in ``linear_logprobs``.
+        fused, weight_grad_VC: as in ``linear_logprobs``.
         first_token: token id of its first row. The ranks' rows together are the vocabulary, each token once.
         group: every rank of it calls with the same other arguments.
 
@@ -47,7 +55,7 @@ def parallel_linear_logprobs(
     """
     fused = uses_fused_kernels(hidden_RC) if fused is None else fused
     return _ParallelLinearLogprobs.apply(
-        hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, first_token, group, fused
+        hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, first_token, group, fused, weight_grad_VC
     )
 
 
@@ -64,6 +72,7 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
         first_token: int,
         group: distributed.ProcessGroup,
         fused: bool,
+        weight_grad_VC: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(hidden_RC.dtype)
         column_E, is_own_E = _own_columns(target_E, first_token, weight_VC.shape[0])
@@ -102,7 +111,7 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
         logprobs_E = target_logit_E - largest_R.index_select(0, edge_row_E) - log_mass_R.index_select(0, edge_row_E)
         entropy_R = log_mass_R - moment_R / mass_R
         ctx.save_for_backward(hidden_RC, weight_VC, edge_row_E, column_E, is_own_E, largest_R, log_mass_R, entropy_R)
-        ctx.chunks, ctx.temperature, ctx.fused = chunks, temperature, fused
+        ctx.chunks, ctx.temperature, ctx.fused, ctx.weight_grad_VC = chunks, temperature, fused, weight_grad_VC
         ctx.set_materialize_grads(False)
         return logprobs_E, entropy_R
 
@@ -111,7 +120,7 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
         hidden_RC, weight_VC, edge_row_E, column_E, is_own_E, largest_R, log_mass_R, entropy_R = ctx.saved_tensors
         dtype = entropy_R.dtype
         grad_hidden_RC = torch.zeros_like(hidden_RC)
-        grad_weight_VC = torch.zeros_like(weight_VC, dtype=dtype)
+        sum_VC = weight_gradient_sum(weight_VC, ctx.weight_grad_VC, ctx.needs_input_grad[1], dtype)
         for chunk in ctx.chunks if weight_VC.shape[0] else ():
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
             grad_edges = None if grad_logprobs_E is None else grad_logprobs_E[edges].to(dtype)
@@ -132,8 +141,11 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
                 )
                 grad_logits_BV = grad_logits_BV.div_(ctx.temperature).to(hidden_RC.dtype)
             grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
-            add_weight_gradient(grad_weight_VC, grad_logits_BV, hidden_RC[rows])
-        return grad_hidden_RC, grad_weight_VC.to(weight_VC.dtype), None, None, None, None, None, None, None
+            if sum_VC is not None:
+                add_weight_gradient(sum_VC, grad_logits_BV, hidden_RC[rows])
+            del grad_logits_BV  # before the next chunk's is made
+        grad_weight_VC = weight_gradient(weight_VC, sum_VC, ctx.weight_grad_VC, ctx.needs_input_grad[1])
+        return grad_hidden_RC, grad_weight_VC, None, None, None, None, None, None, None, None
 
 
 def _own_columns(target_E: Tensor, first_token: int, num_columns: int) -> tuple[Tensor, Tensor]:

@@ -261,11 +261,15 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
     """delta, base-2 log-sum-exp, dO and Q as ``key_gradients_kernel`` reads them."""
     N, H, D = q_NHD.shape
-    delta, lse_2 = torch.empty_like(lse_HN), torch.empty_like(lse_HN)
+    # The tensor memory accelerator copies vectors from multiples of 16 bytes only.
+    chunk_stride = -(-N * pack // 4) * 4 if settings.hopper else N * pack
+    # What stands between the chunks is read, and multiplied by zero.
+    empty = lse_HN.new_empty if chunk_stride == N * pack else lse_HN.new_zeros
+    delta, lse_2 = (empty(H // pack, chunk_stride) for _ in range(2))
     tiles = (torch.empty_like(grad_out_NHD), torch.empty_like(q_NHD)) if settings.tma else (grad_out_NHD, q_NHD)
     rows = 64
     prepare_kernel[(-(-N * H // rows),)](
-        grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N,
+        grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N, chunk_stride,
         H=H, D=D, BLOCK_D=padded_head_size(D), PACK=pack, ROWS=rows, COPY=settings.tma, num_warps=4,
     )  # fmt: skip
     if settings.tma and not settings.hopper:

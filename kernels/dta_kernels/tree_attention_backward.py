@@ -32,13 +32,16 @@ _RUNTIME = [
 _TABLES = ["key_end", "programs", "blocks", "tiles", "slots"]
 
 
-@triton.jit(do_not_specialize=["num_queries"])
+@triton.jit(do_not_specialize=["num_queries", "chunk_stride"])
 def prepare_kernel(
-    grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, packed_grad_out, packed_q, num_queries,
+    grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, packed_grad_out, packed_q, num_queries, chunk_stride,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr,
     COPY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of the N * H rows). COPY writes dO and Q in the order of tiles, [H / PACK, N, PACK, D], too."""
+    """Grid (blocks of the N * H rows). COPY writes dO and Q in the order of tiles, [H / PACK, N, PACK, D], too.
+
+    delta and lse_2 are in that order as well, with ``chunk_stride`` elements for each N * PACK of them.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < num_queries.to(tl.int64) * H
     query, head = row // H, row % H
@@ -47,11 +50,12 @@ def prepare_kernel(
     offsets = row[:, None] * D + channel[None, :]
     grad_out = tl.load(grad_out_NHD + offsets, mask=inside, other=0.0)
     out = tl.load(out_NHD + offsets, mask=inside, other=0.0)
-    packed_row = ((head // PACK) * num_queries + query) * PACK + head % PACK
-    tl.store(delta + packed_row, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1), mask=exists)
+    place = (head // PACK) * chunk_stride + query * PACK + head % PACK
+    tl.store(delta + place, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1), mask=exists)
     lse = tl.load(lse_HN + head * num_queries + query, mask=exists, other=0.0)
-    tl.store(lse_2 + packed_row, lse * 1.4426950408889634, mask=exists)
+    tl.store(lse_2 + place, lse * 1.4426950408889634, mask=exists)
     if COPY:
+        packed_row = ((head // PACK) * num_queries + query) * PACK + head % PACK
         packed_offsets = packed_row[:, None] * D + channel[None, :]
         tl.store(packed_grad_out + packed_offsets, grad_out, mask=inside)
         tl.store(packed_q + packed_offsets, tl.load(q_NHD + offsets, mask=inside, other=0.0), mask=inside)

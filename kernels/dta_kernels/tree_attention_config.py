@@ -8,6 +8,7 @@ belong here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -52,7 +53,7 @@ class TreeAttentionConfig:
     """Settings of a forward and a backward pass.
 
     Attributes:
-        key_gradients: also sets the tiles of dS that are stored.
+        key_gradients: also sets the tiles of dS that are stored; the kernel in Gluon always stores them.
         query_gradients_from_scores: its tile sizes are those of ``key_gradients``.
         query_gradients: where dS is computed again; its packing is that of ``key_gradients``.
         stored_scores_bytes: most memory for tiles of dS, but for the tiles of one row of blocks. A segment that needs
@@ -66,7 +67,7 @@ class TreeAttentionConfig:
     key_gradients: KernelConfig
     query_gradients_from_scores: KernelConfig
     query_gradients: KernelConfig
-    stored_scores_bytes: int = 512 << 20
+    stored_scores_bytes: int = 1 << 30
     library_queries: int = 0
     library_keys: int = 512
 
@@ -91,16 +92,32 @@ _HOPPER = {
         KernelConfig(128, 64, 8, 3),
     ),
     128: (
-        KernelConfig(128, 128, 8, 2, tma=True),
-        KernelConfig(64, 128, 8, 2),
-        KernelConfig(64, 128, 4, 3),
-        KernelConfig(128, 64, 8, 2),
+        KernelConfig(128, 128, 8, 3, tma=True),
+        KernelConfig(64, 64, 4, 2, tma=True),
+        KernelConfig(64, 64, 4, 4, tma=True),
+        KernelConfig(128, 64, 8, 3, tma=True),
     ),
     256: (
         KernelConfig(128, 64, 8, 2, tma=True),
         KernelConfig(64, 64, 8, 1),
         KernelConfig(64, 64, 4, 3),
         KernelConfig(64, 64, 8, 1),
+    ),
+}
+# The same with the kernels in Gluon, which is experimental: only with the versions of Triton they were tried on.
+_GLUON_VERSIONS = ("3.6.",)
+_GLUON = {
+    64: (
+        KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
+        KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
+        KernelConfig(64, 128, 4, 2, tma=True),
+        KernelConfig(128, 64, 8, 3),
+    ),
+    128: (
+        KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
+        KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
+        KernelConfig(64, 128, 4, 2, tma=True),
+        KernelConfig(128, 64, 8, 3, tma=True),
     ),
 }
 # 16-bit inputs elsewhere: less shared memory, no tensor descriptors.
@@ -132,18 +149,38 @@ _FLOAT32 = {
 }
 
 
-def default_config(head_size: int, dtype: torch.dtype, device: torch.device) -> TreeAttentionConfig:
+def default_config(
+    head_size: int, dtype: torch.dtype, device: torch.device, gluon: bool | None = None
+) -> TreeAttentionConfig:
     """The table's settings for these inputs on this device.
+
+    Args:
+        gluon: whether to take the kernels in Gluon where there are settings for them; None: with the versions of
+            Triton that they were tried on.
 
     Raises:
         ValueError: the kernels do not take these inputs.
     """
     if not supports(head_size, dtype):
         raise ValueError(f"no Triton tree attention for head size {head_size} and {dtype}")
+    padded = max(64, padded_head_size(head_size))
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    table = _FLOAT32 if dtype == torch.float32 else _HOPPER if hopper else _OTHER
-    config = TreeAttentionConfig(*table[max(64, padded_head_size(head_size))])
+    if dtype == torch.float32:
+        table = _FLOAT32
+    elif not hopper:
+        table = _OTHER
+    else:
+        gluon = _has_tried_gluon() if gluon is None else gluon
+        table = _GLUON if gluon and padded == head_size and padded in _GLUON else _HOPPER
+    config = TreeAttentionConfig(*table[padded])
     return without_descriptors(config) if padded_head_size(head_size) != head_size else config
+
+
+def _has_tried_gluon() -> bool:
+    try:
+        return version("triton").startswith(_GLUON_VERSIONS)
+    except PackageNotFoundError:
+        return False
 
 
 def without_descriptors(config: TreeAttentionConfig) -> TreeAttentionConfig:

@@ -6,7 +6,8 @@ with its values, and takes the exponentials while both run: what Triton's own pi
 
 Same tables, same contract as ``tree_attention_forward``: 128 rows a tile, head sizes 64 and 128, 16-bit inputs, no
 prefix to start from. Triton's interpreter does not run Gluon, so ``tests/test_gpu_tree_attention.py`` is its only
-test, and the table of settings does not use it until a GPU has shown it right and faster.
+test. Gluon is experimental: the table of settings takes these kernels only with the versions of Triton that they were
+tried on.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Apart from ``tree_attention``, so that Gluon, which is experimental in Triton, i
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -59,17 +61,35 @@ def key_gradients_on_hopper(
         raise ValueError("the Hopper kernel for dK and dV takes 128 keys, tma, and stored scores")
     D = shape.head_size
     size = [plan.num_queries * shape.num_heads, D]
-    *_, programs, _, _ = arrays
+    k, v, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores, key_end, programs, *table = arrays
+    statistics = (_row_descriptor(x, 64) for x in (lse_2, delta))
+    scores = _descriptor(dscores, [dscores.numel() // 64, 64], [64, 64])
     tree_attention_hopper_backward.key_gradients_kernel[(groups, programs.shape[0])](
-        *(_descriptor(tile, size, [64, D]) for tile in tiles), *arrays, plan.num_queries, plan.num_keys,
-        plan.num_ancestors, num_added, first_group, scale, H=shape.num_heads, G=shape.num_groups, D=D,
-        PACK=settings.pack(shape.group_size), ACCUMULATE=arrays[6] is not None, num_warps=4,
+        *(_descriptor(tile, size, [64, D]) for tile in tiles), *statistics, scores, k, v, dk, dv, grad_keys,
+        grad_values, slots, key_end, programs, *table, plan.num_queries, plan.num_keys, plan.num_ancestors, num_added,
+        first_group, scale, H=shape.num_heads, G=shape.num_groups, D=D, PACK=settings.pack(shape.group_size),
+        ACCUMULATE=grad_keys is not None, num_warps=4,
     )  # fmt: skip
 
 
 def _descriptor(x: Tensor, shape: list[int], block: list[int]) -> TensorDescriptor:
-    element = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(x, shape, [shape[1], 1], block, gl.NVMMASharedLayout.get_default_for(block, element))
+    return TensorDescriptor(x, shape, [shape[1], 1], block, _layout(*block, x.dtype))
+
+
+def _row_descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    """Of a float32 vector of any shape."""
+    return TensorDescriptor(x, [x.numel()], [1], [block], _row_layout())
+
+
+# Making a layout takes the host as long as a launch.
+@lru_cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
+@lru_cache
+def _row_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 def _check(plan: TreeAttentionPlan, settings: KernelConfig, rows: int) -> None:

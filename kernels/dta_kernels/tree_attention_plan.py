@@ -25,6 +25,8 @@ from dta_kernels.tree_attention_config import KernelConfig, TreeAttentionConfig,
 
 # Every array starts at a multiple of so many int32 numbers.
 _ALIGNMENT = 4
+# Programs that should be in a launch, two for each multiprocessor of a large GPU.
+_LEAST_PROGRAMS = 264
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class TreeAttentionPlan:
         num_queries, num_keys: N and M = A + N.
         prefix: queries and keys of the rectangle that a library's kernel computes; (0, 0) for none.
         forward: tiles of queries in the forward pass.
-        parts: the backward pass, mostly in one part; where the tiles of dS of a single group are more than may be
-            stored, of some tiles of queries each.
+        parts: the backward pass, mostly in one part; where the tiles of dS of as many groups as fill the GPU are more
+            than may be stored, of some tiles of queries each.
         stored_groups: key/value heads whose tiles of dS are stored at once; 0 where dS is computed again.
         stored_elements: elements of the buffer for them, the same in all segments of a step.
     """
@@ -209,13 +211,15 @@ def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, con
     elements = group_size // pack * backward.rows * backward.keys
     most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)
     num_tiles = int(by_keys.live.sum())
-    if num_tiles <= most_tiles:
+    # A launch of few groups and few blocks of keys would leave multiprocessors idle; parts read and write sums again.
+    least_groups = min(shape.num_groups, -(-_LEAST_PROGRAMS // -(-len(key_end) // backward.keys)))
+    if num_tiles * least_groups <= most_tiles:
         launches = -(-shape.num_groups // min(shape.num_groups, most_tiles // num_tiles))
-        stored_groups = -(-shape.num_groups // launches)
         parts = [by_keys.tables()]
     else:
-        stored_groups = 1
-        parts = [by_keys.tables(rows) for rows in by_keys.row_parts(most_tiles)]
+        launches = -(-shape.num_groups // least_groups)
+        parts = [by_keys.tables(rows) for rows in by_keys.row_parts(most_tiles * launches // shape.num_groups)]
+    stored_groups = -(-shape.num_groups // launches)
     stored_elements = stored_groups * elements * max(part.num_tiles for part in parts)
     tables = [table for part in parts for table in (part.columns, part.rows)]
     return _HostPlan(num_queries, len(key_end), prefix, [forward, *tables], stored_groups, stored_elements)

@@ -9,6 +9,7 @@ from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
 from megatron_dta.config.output import CheckpointConfig, LoggingConfig
 from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.reward import RewardConfig
 from megatron_dta.config.train import TrainConfig
 from megatron_dta.config.tree import TreeConfig
 from megatron_dta.config.treepo import TreePOConfig
@@ -24,6 +25,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizationConfig",
     "ParallelConfig",
+    "RewardConfig",
     "SamplingConfig",
     "TrainConfig",
     "TreeConfig",

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import math
 import os
+from importlib.util import find_spec
 
 from megatron_dta.config.expert_checks import check_experts
+from megatron_dta.config.lora_checks import check_lora, check_reference
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.objective_checks import POLICY_GRADIENT, check_objective, objective_conditions
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.config.rollout_checks import check_rollout_engine, rollout_conditions
+from megatron_dta.config.state_checks import check_states
 from megatron_dta.config.train import TrainConfig, settings_of
+from megatron_dta.config.tree_checks import check_tree
 from megatron_dta.config.treepo_checks import check_treepo, treepo_conditions
 from megatron_dta.errors import InputError
 
@@ -28,8 +32,10 @@ def check_config(config: TrainConfig) -> None:
     _check_data(config)
     check_objective(config)
     check_treepo(config)
+    check_tree(config)
     _check_schedule(config)
     _check_parallel(config)
+    check_states(config.model, config.optimization, config.parallel)
     _check_hf(config)
     check_rollout_engine(config)
     _check_no_effect(config)
@@ -72,9 +78,22 @@ def _check_model(config: TrainConfig) -> None:
         raise InputError("--bf16 and --fp16 conflict; keep --bf16")
     if model.fp16:
         raise InputError("--fp16 is not supported: it needs loss scaling; use --bf16")
-    if model.transformer_impl != "local":
-        raise InputError(f"--transformer-impl {model.transformer_impl} is not supported yet; use local")
+    check_transformer_impl(model)
     _check_recompute(config)
+
+
+def check_transformer_impl(model: ModelConfig) -> None:
+    """Refuse Transformer Engine where it is not installed, and for experts."""
+    if model.transformer_impl == "local":
+        return
+    flag = f"--transformer-impl {model.transformer_impl}"
+    if model.num_experts is not None:
+        raise InputError(f"{flag} has no experts here (--num-experts); use local")
+    if find_spec("transformer_engine") is None:
+        raise InputError(
+            f"{flag}: Transformer Engine is not installed; install it (pip install transformer_engine[pytorch]) or use "
+            "local"
+        )
 
 
 def check_rotary(model: ModelConfig) -> None:
@@ -216,6 +235,8 @@ def _check_parallel(config: TrainConfig) -> None:
     if config.parallel.pipeline_model_parallel_size > 1:
         stage_layers(config.model, config.parallel)
     check_experts(config.model, config.parallel)
+    check_lora(config.model, config.parallel)
+    check_reference(config.model, config.objective, config.checkpoint)
     world_size = os.environ.get("WORLD_SIZE", "1")
     check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
 
@@ -287,14 +308,27 @@ def _check_no_effect(config: TrainConfig) -> None:
         ),
         "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
         "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length moe_routing_replay"),
-        "--eval-interval": (evaluated, "eval_iters eval_rollouts eval_prompt_data eval_temperature"),
+        "--eval-interval": (
+            evaluated,
+            "keep_best_checkpoint eval_iters eval_rollouts eval_prompt_data eval_temperature",
+        ),
         "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
+        "--lora-rank": (config.model.lora_rank is not None, "lora_alpha lora_target_modules"),
         "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),
         "another --lr-decay-style than constant": (decays, "min_lr lr_decay_iters"),
         "--lr-warmup-iters": (config.optimization.lr_warmup_iters > 0, "lr_warmup_init"),
         "--load": (config.checkpoint.load is not None, "finetune"),
         "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
-        "--save": (config.checkpoint.save is not None, "save_interval async_save keep_checkpoints"),
+        "--save": (
+            config.checkpoint.save is not None,
+            "save_interval async_save keep_checkpoints keep_best_checkpoint save_rollouts_interval",
+        ),
+        "--keep-best-checkpoint": (config.checkpoint.keep_best_checkpoint is not None, "best_checkpoint_mode"),
+        "--grad-norm-outlier-factor": (
+            config.optimization.grad_norm_outlier_factor is not None,
+            "grad_norm_outlier_window grad_norm_outlier_action",
+        ),
+        "--save-rollouts-interval": (config.logging.save_rollouts_interval is not None, "save_rollouts_groups"),
         "--timeline-dir": (config.logging.timeline_dir is not None, "timeline_interval"),
         "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
         "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),

@@ -39,7 +39,11 @@ class SamplingConfig:
     )
     arithmetic_max_operand: int = option(99, "Largest operand of the arithmetic task.", minimum=1)
     arithmetic_operators: str = option("+", "Operators of the arithmetic task: some of + - *, written together.")
-    reward_function: str | None = option(None, "Reward: exact_match, math_verify, or your own as FILE.py:NAME.")
+    reward_function: str | None = option(
+        None,
+        "Reward: exact_match, math_verify, code_tests (runs the program in the response), remote (asks a server), or "
+        "your own as FILE.py:NAME.",
+    )
     tokenizer_type: str | None = option(
         None,
         "Tokenizer of the prompts.",

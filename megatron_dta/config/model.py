@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_dta.config.moe_layers import parse_moe_layer_freq
 from megatron_dta.config.options import REQUIRED, option
+
+# Megatron's linear layers that can have a LoRA adapter.
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 @dataclass
@@ -75,7 +78,27 @@ class ModelConfig:
     params_dtype: torch.dtype | None = option(
         None, "Weights' dtype, derived from --bf16; torch.float64 for exactness tests.", command_line=False
     )
-    transformer_impl: str = option("local", "Megatron's layer implementation.", choices=("local", "transformer_engine"))
+    transformer_impl: str = option(
+        "local",
+        "Linear layers: Megatron's own, or Transformer Engine's where that is installed.",
+        choices=("local", "transformer_engine"),
+    )
+    fused_layer_impl: str = option(
+        "auto",
+        "Norms, QK-norm with rotary positions, SwiGLU: triton: one kernel each, and what they write is computed again "
+        "in the backward; reference: Megatron's modules; auto: triton on a CUDA GPU but for float64.",
+        choices=("auto", "triton", "reference"),
+    )
+    fp8_format: str | None = option(
+        None,
+        "Products of the layers in FP8; needs --transformer-impl transformer_engine.",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str | None = option(
+        None,
+        "How FP8 values are scaled (default: Megatron's, delayed).",
+        choices=("delayed", "tensorwise", "mxfp8", "blockwise"),
+    )
     recompute_granularity: str | None = option(
         None, "Recompute activations inside a segment's backward.", choices=("full", "selective")
     )
@@ -136,6 +159,17 @@ class ModelConfig:
     moe_token_drop_policy: str | None = option(None, "Refused: no token is dropped.")
     moe_input_jitter_eps: float | None = option(None, "Refused: sequences that share a prefix would share the noise.")
 
+    lora_rank: int | None = option(
+        None, "Train low-rank adapters of this rank beside frozen weights (default: train all weights).", minimum=1
+    )
+    lora_alpha: float | None = option(
+        None, "An adapter's output is scaled by this over --lora-rank (default: the rank).", above=0
+    )
+    lora_dropout: float = option(0.0, "Dropout before adapters; only 0, because shared prefixes draw one mask.")
+    lora_target_modules: list[str] | None = option(
+        None, "Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2 (default: all four)."
+    )
+
     def __post_init__(self) -> None:
         """Derive what was left None the way Megatron's argument validation does."""
         if self.ffn_hidden_size is None:
@@ -156,6 +190,9 @@ class ModelConfig:
         if self.num_experts is not None and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         self.moe_layer_freq = str(self.moe_layer_freq)
+        if self.lora_rank is not None:
+            self.lora_alpha = float(self.lora_rank if self.lora_alpha is None else self.lora_alpha)
+            self.lora_target_modules = list(self.lora_target_modules or LORA_TARGETS)
 
     @property
     def moe_layers(self) -> list[bool]:
@@ -175,3 +212,8 @@ class ModelConfig:
             raise ValueError("vocab_size is not known yet: it comes from --vocab-size or from the tokenizer")
         unit = self.make_vocab_size_divisible_by * tensor_size
         return -(-self.vocab_size // unit) * unit
+
+
+def without_lora(model: ModelConfig) -> ModelConfig:
+    """The same model without adapters."""
+    return replace(model, lora_rank=None, lora_alpha=None, lora_target_modules=None)

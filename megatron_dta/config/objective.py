@@ -70,6 +70,9 @@ class ObjectiveConfig:
         "Warn when exp(mean |trainer's - sampler's logprob|) on the weights that sampled is above this, such as 1.05.",
         above=1,
     )
+    sampler_mismatch_stop: int | None = option(
+        None, "End the run, unsaved, after so many of these alarms in a row.", minimum=1
+    )
     dpo_beta: float = option(0.1, "Scale of DPO's implicit reward.", above=0)
     dpo_label_smoothing: float = option(
         0.0, "Probability that a pair's preference is taken to be wrong.", minimum=0, maximum=0.5

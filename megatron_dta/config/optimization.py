@@ -34,5 +34,37 @@ class OptimizationConfig:
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, maximum=1)
     adam_eps: float = option(1e-8, "Epsilon of Adam.", above=0)
     clip_grad: float = option(1.0, "Clip the gradient to this norm; 0 for no clipping.", minimum=0)
+    grad_norm_outlier_factor: float | None = option(
+        None,
+        "A gradient norm above so many times the median of the last steps is an outlier, such as 10 (default: none "
+        "is).",
+        above=1,
+    )
+    grad_norm_outlier_window: int = option(100, "Steps whose norms the median is taken of.", minimum=10)
+    grad_norm_outlier_action: str = option(
+        "warn", "Outliers are told and trained, or told and skipped.", choices=("warn", "skip")
+    )
+    use_precision_aware_optimizer: bool = option(
+        False,
+        "Let the optimizer keep its states in the dtypes below; needs --use-distributed-optimizer, --bf16 and "
+        "Transformer Engine's Adam, or --optimizer-cpu-offload.",
+    )
+    main_grads_dtype: str = option("fp32", "Dtype of the gradient buffer.", choices=("fp32", "bf16"))
+    main_params_dtype: str = option("fp32", "Dtype of the master weights.", choices=("fp32", "fp16"))
+    exp_avg_dtype: str = option("fp32", "Dtype of Adam's first moment.", choices=("fp32", "fp16", "bf16", "fp8"))
+    exp_avg_sq_dtype: str = option("fp32", "Dtype of Adam's second moment.", choices=("fp32", "fp16", "bf16", "fp8"))
+    optimizer_cpu_offload: bool = option(
+        False,
+        "Keep the optimizer's states on the host and update there; needs a CUDA GPU and "
+        "--use-precision-aware-optimizer.",
+    )
+    optimizer_offload_fraction: float = option(
+        1.0, "Part of the states that --optimizer-cpu-offload keeps on the host.", minimum=0, maximum=1
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = option(
+        False, "Copy gradients and weights between GPU and host while the host updates others."
+    )
+    no_pin_cpu_grads: bool = option(False, "Do not pin the host's memory of gradients.")
+    no_pin_cpu_params: bool = option(False, "Do not pin the host's memory of weights.")
     seed: int = option(1234, "Seed of the weights, the order of the data and the sampling.", minimum=0)
     deterministic_mode: bool = option(False, "Only deterministic CUDA kernels: GPU runs repeat bit for bit.")

@@ -20,6 +20,14 @@ class CheckpointConfig:
     keep_checkpoints: int | None = option(
         None, "Keep only so many of the newest checkpoints in --save (default: all).", minimum=1
     )
+    keep_best_checkpoint: str | None = option(
+        None,
+        "Metric of the evaluation, such as eval_reward: save a checkpoint whenever it is better than ever before, and "
+        "never delete the best one.",
+    )
+    best_checkpoint_mode: str | None = option(
+        None, "Whether more or less is better (default: less for metrics that end in loss).", choices=("max", "min")
+    )
     finetune: bool = option(False, "Take only the weights from --load; optimizer, step and randomness start anew.")
     exit_on_missing_checkpoint: bool = option(False, "Stop if neither --save nor --load holds a checkpoint.")
     hf_checkpoint: str | None = option(
@@ -37,15 +45,29 @@ class CheckpointConfig:
         "Folder to write the trained model to in Hugging Face's form after the last step; configuration and tokenizer "
         "are those of --load-hf or --hf-checkpoint.",
     )
-    ref_load: str | None = option(
-        None, "Checkpoint of the KL reference model (default: the weights this run started from)."
+    ref_load: str | None = option(None, "Checkpoint of the KL reference model, instead of what --ref-model says.")
+    ref_model: str | None = option(
+        None,
+        "The KL reference model: the weights this run started from (initial), or the frozen weights under the adapters "
+        "of --lora-rank, without a copy of them (base) (default: base with --lora-rank, else initial).",
+        choices=("initial", "base"),
     )
+
+    def reference_is_base(self, has_adapters: bool) -> bool:
+        """Whether the KL reference is the policy without its adapters."""
+        default = "base" if has_adapters else "initial"
+        return self.ref_load is None and (self.ref_model or default) == "base"
 
 
 @dataclass
 class LoggingConfig:
     """Metrics: one JSON object per step, TensorBoard, Weights & Biases, and the progress line."""
 
+    dry_run: bool = option(
+        False,
+        "Check flags, data, tokenizer, rewards, mesh, checkpoints and memory, print what the run would be, and end "
+        "without training or writing anything. The environment variable WORLD_SIZE says for how many processes.",
+    )
     log_interval: int = option(1, "Steps between progress lines.", minimum=1)
     metrics_file: str | None = option(None, "JSONL file of the metrics (default: metrics.jsonl in --save).")
     eval_interval: int | None = option(None, "Steps between evaluations on held-out data (default: none).", minimum=1)
@@ -56,6 +78,13 @@ class LoggingConfig:
         None, "Write when each pipeline stage ran which segment, planned and measured: JSON, Chrome trace and picture."
     )
     timeline_interval: int = option(100, "Steps between timelines; the second step has one too.", minimum=1)
+    save_rollouts_interval: int | None = option(
+        None,
+        "Steps between saved rollouts: what such a step trains, with its advantages, goes to rollouts/ in --save; the "
+        "first step has them too.",
+        minimum=1,
+    )
+    save_rollouts_groups: int = option(4, "Groups of a step that --save-rollouts-interval saves.", minimum=1)
     tensorboard_dir: str | None = option(None, "Write TensorBoard events here.")
     wandb_project: str | None = option(None, "Report to this Weights & Biases project; needs the package wandb.")
     wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases.")

@@ -42,6 +42,11 @@ class ParallelConfig:
     ddp_bucket_size: int | None = option(
         None, "Parameters whose gradients are added up together, with --overlap-grad-reduce.", minimum=1
     )
+    no_gradient_accumulation_fusion: bool = option(
+        False,
+        "Let autograd make each weight's gradient, in the weight's dtype, and add it to the gradient buffer later; "
+        "by default linear layers, embedding and logprobs add to the float32 buffer as they compute it.",
+    )
     distributed_timeout_minutes: float = option(
         10.0, "A process that the others have waited for so long, because it died or hangs, ends the job.", above=0
     )

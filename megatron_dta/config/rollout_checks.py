@@ -42,6 +42,13 @@ def check_rollout_engine(config: TrainConfig) -> None:
             )
     if engine == "replay" and not sampling.rollout_replay:
         raise InputError("--rollout-engine replay needs --rollout-replay FILE, the rollouts to answer from")
+    if sampling.reward_function == "remote" and not config.reward.reward_server_url:
+        raise InputError("--reward-function remote needs --reward-server-url http://HOST:PORT/PATH")
+    if config.reward.reward_failure == "drop" and config.treepo.rollout_method == "treepo":
+        raise InputError(
+            "--reward-failure drop would leave holes in sampled trees, whose leaves are compared; leave it out with "
+            "--rollout-method treepo"
+        )
     if sampling.rollout_max_staleness:
         _check_staleness(config)
     if config.speculation.rollout_stop_degenerate and config.treepo.rollout_method == "treepo":
@@ -74,8 +81,15 @@ def _check_staleness(config: TrainConfig) -> None:
 
 def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     """Flags that have no effect without another: what is needed, whether it holds, and their fields."""
-    engine = config.sampling.rollout_engine
+    engine, reward = config.sampling.rollout_engine, config.sampling.reward_function
     return {
+        "--reward-function": (reward is not None, "reward_failure"),
+        "--reward-function code_tests or remote": (reward in ("code_tests", "remote"), "reward_workers"),
+        "--reward-function code_tests": (reward == "code_tests", "code_time_seconds code_memory_mb code_processes"),
+        "--reward-function remote": (
+            reward == "remote",
+            "reward_server_url reward_timeout_seconds reward_attempts",
+        ),
         "--rollout-engine vllm or sglang": (
             engine in SERVERS and samples(config),
             "rollout_server_url rollout_timeout_seconds rollout_attempts rollout_weights_dir rollout_max_staleness",

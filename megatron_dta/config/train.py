@@ -16,6 +16,7 @@ from megatron_dta.config.optimization import OptimizationConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.output import CheckpointConfig, LoggingConfig
 from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.reward import RewardConfig
 from megatron_dta.config.speculation import SpeculationConfig
 from megatron_dta.config.tree import TreeConfig
 from megatron_dta.config.treepo import TreePOConfig
@@ -32,6 +33,7 @@ class TrainConfig:
     filtering: FilterConfig = field(default_factory=FilterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     treepo: TreePOConfig = field(default_factory=TreePOConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)

@@ -16,9 +16,10 @@ class TreeConfig:
         "dta: depth-first with one path in flight; packed: whole trees within the token capacity; dense: no sharing.",
         choices=("dta", "packed", "dense"),
     )
-    tree_segment_tokens: int = option(
-        2048,
-        "Most tokens of a segment, the unit of one forward and one backward; pipelines choose smaller ones.",
+    tree_segment_tokens: int | None = option(
+        None,
+        "Most tokens of a segment, the unit of one forward and one backward; pipelines choose smaller ones (default: "
+        "the fastest size with --cost-model or --tree-memory-gib, else 2048).",
         minimum=1,
     )
     tree_memory_tokens: int | None = option(
@@ -30,6 +31,19 @@ class TreeConfig:
         None,
         "In-flight tokens whose activations are kept; the rest is recomputed (default: keep all; 0: none).",
         minimum=0,
+    )
+    tree_memory_gib: float | None = option(
+        None,
+        "GiB of GPU memory that each process may use for tensors: weights, gradients and optimizer states (of critic "
+        "and reference too), K and V and their gradients, activations, logits and workspace; the CUDA context, NCCL "
+        "and fragments of the allocator come on top. The planner then chooses how many tokens are in flight and which "
+        "segments keep their activations, so it takes the place of --tree-memory-tokens and --tree-activation-tokens.",
+        above=0,
+    )
+    cost_model: str | None = option(
+        None,
+        "File of tools/fit_cost_model.py for this model's shape, dtype and tensor parallelism: measured seconds and "
+        "bytes, by which work is planned (default: counts of operations and of tensors).",
     )
     tree_attention_impl: str = option(
         "auto",

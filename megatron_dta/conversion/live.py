@@ -3,7 +3,7 @@
 A rank holds parts of some parameters (its pipeline stage's, its experts'). Loading reads the bytes of these parts
 only. Iterating yields either what the rank holds of each Hugging Face tensor, without any communication, or all tensors
 whole, in the order of the model, one parameter at a time: for inference servers whose weights are to be updated, and
-for saving.
+for saving. LoRA adapters are merged into what is iterated over; loading fills the weights that they belong to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -27,7 +27,15 @@ from megatron_dta.errors import InputError
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_ADAPTER = "_adapter.lora_"
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+class Adapter(Protocol):
+    """A LoRA adapter of the model layer."""
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """``weight`` with the adapter added to it, in at least float32."""
 
 
 class HeldPart(NamedTuple):
@@ -37,6 +45,7 @@ class HeldPart(NamedTuple):
         rank, size: place among the ranks that divide the parameter; (0, 1) where it is whole.
         values: the live weights, of the part's shape.
         is_copy: the last stage's copy of the embedding, where the two are tied.
+        adapter: what is added to them on export.
     """
 
     parameter: Parameter
@@ -45,6 +54,12 @@ class HeldPart(NamedTuple):
     size: int
     values: Tensor
     is_copy: bool
+    adapter: Adapter | None
+
+    def exported(self) -> Tensor:
+        """The weights as they are used: merged in float32, then rounded to their dtype."""
+        values = self.values.detach()
+        return values if self.adapter is None else self.adapter.merged(values).to(values.dtype)
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,11 @@ class HfWeights:
         self._shape, self._host_group = shape, host_group
         self.parameters = parameters_of(architecture, shape)
         by_name = {parameter.name: parameter for parameter in self.parameters}
-        self.held = [self._held(name, values, by_name) for chunk in chunks for name, values in _global_names(chunk)]
+        self.held = [
+            self._held(name, values, adapter, by_name)
+            for chunk in chunks
+            for name, values, adapter in _global_names(chunk)
+        ]
 
     def load(self, folder: str | Path) -> None:
         """Fill the rank's weights from a checkpoint; they keep their dtype.
@@ -112,8 +131,9 @@ class HfWeights:
             shapes = held.parameter.tensors
             column = () if held.part.columns is None else (held.part.columns[0],)
             pieces: dict[str, list[tuple[int, Tensor]]] = {}
+            exported = held.exported()
             for copy in held.parameter.copies(held.part):
-                rows = held.values.detach()[copy.part_row : copy.part_row + copy.rows]
+                rows = exported[copy.part_row : copy.part_row + copy.rows]
                 pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
             for name, found in pieces.items():
                 # A rank's head groups follow each other, so its rows of a tensor do, too.
@@ -149,7 +169,8 @@ class HfWeights:
                 source, dtype = owners[parameter.name, rank]
                 part = self._part(parameter, rank, sizes[parameter.name])
                 held = own.get((parameter.name, rank))
-                values = _transfer(None if held is None else held.values.detach(), part, source, dtype, device, to_all)
+                sends = held is not None and source == torch.distributed.get_rank()
+                values = _transfer(held.exported() if sends else None, part, source, dtype, device, to_all)
                 if values is not None:
                     _place(parameter, part, values, tensors)
             yield from tensors.items()
@@ -167,7 +188,7 @@ class HfWeights:
                 owners.setdefault((name, rank), (process, dtype))
         return owners
 
-    def _held(self, name: str, values: Tensor, by_name: dict[str, Parameter]) -> HeldPart:
+    def _held(self, name: str, values: Tensor, adapter: Adapter | None, by_name: dict[str, Parameter]) -> HeldPart:
         is_copy = name == _OUTPUT and name not in by_name
         parameter = by_name.get(_EMBEDDING if is_copy else name)
         if parameter is None:
@@ -179,21 +200,25 @@ class HfWeights:
                 f"the model's parameter {name} has the shape {list(values.shape)}, not {list(part.shape)} as in the "
                 "Hugging Face architecture"
             )
-        return HeldPart(parameter, part, rank, size, values, is_copy)
+        return HeldPart(parameter, part, rank, size, values, is_copy, adapter)
 
     def _part(self, parameter: Parameter, rank: int, size: int) -> Part:
         return parameter.part_of_rank(rank, size, self._shape.padded_vocab_size(size))
 
 
-def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a pipeline stage with the numbers of layers and experts in the whole model."""
+def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor, Adapter | None]]:
+    """Parameters of a pipeline stage with the numbers of layers and experts in the whole model, and their adapters."""
+    modules = dict(chunk.named_modules())
     layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
     experts = [int(found[1]) for found in (_EXPERT.search(name) for name, _ in chunk.named_parameters()) if found]
     first_expert = parallel_state.get_expert_model_parallel_rank() * (max(experts, default=-1) + 1)
     for name, values in chunk.named_parameters():
+        if _ADAPTER in name:
+            continue
+        adapter = modules.get(name.removesuffix(".weight") + "_adapter") if name.endswith(".weight") else None
         name = _LAYER.sub(lambda found: f"decoder.layers.{layers[int(found[1])]}.", name)
         name = _EXPERT.sub(lambda found: f"local_experts.{first_expert + int(found[1])}.", name)
-        yield name, values
+        yield name, values, adapter
 
 
 def _place_among_ranks(parameter: Parameter) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_dta.config import ModelConfig
 from megatron_dta.config.options import flag_of
+from megatron_dta.conversion.adapters import CheckpointAdapters
 from megatron_dta.conversion.hf_config import settings_from_hf
 from megatron_dta.conversion.job import source_stamp
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
@@ -44,6 +45,7 @@ class ToHuggingFace:
         template: Hugging Face checkpoint that the configuration and the tokenizer come from.
         dtype: of the weights written; None keeps each one's.
         max_shard_bytes: a file ends before it is larger; None takes the template's files.
+        adapters: checkpoint whose LoRA adapters are merged into the weights.
     """
 
     source: Path
@@ -52,6 +54,7 @@ class ToHuggingFace:
     shape: ModelShape
     dtype: torch.dtype | None = None
     max_shard_bytes: int | None = None
+    adapters: Path | None = None
 
     def __post_init__(self) -> None:
         for parameter in self.parameters:
@@ -65,6 +68,10 @@ class ToHuggingFace:
     @cached_property
     def checkpoint(self) -> MegatronCheckpoint:
         return MegatronCheckpoint(self.source)
+
+    @cached_property
+    def _adapters(self) -> CheckpointAdapters | None:
+        return None if self.adapters is None else CheckpointAdapters(self.adapters)
 
     @cached_property
     def parameters(self) -> list[Parameter]:
@@ -101,6 +108,8 @@ class ToHuggingFace:
         """What the files depend on."""
         settings = {item.name: str(getattr(self, item.name)) for item in fields(self)}
         paths = [self.source / ".metadata", *sorted(self.source.glob("*.distcp")), *carried_files(self.template)]
+        if self.adapters is not None:
+            paths += [self.adapters / ".metadata", *sorted(self.adapters.glob("*.distcp"))]
         return {"to": "huggingface", **settings, "files_read": source_stamp(paths)}
 
     def write_file(self, name: str, folder: Path, advance: Callable[[int], None]) -> None:
@@ -122,6 +131,8 @@ class ToHuggingFace:
                 if copy.tensor in output.layout.shapes
             ]
             values = piece.read() if copies else None
+            if copies and self._adapters is not None and self._adapters.settings.adapts(parameter):
+                values = self._adapters.merged(parameter, piece, values)
             for copy in copies:
                 rows = values[copy.part_row : copy.part_row + copy.rows]
                 if columns is None or columns == (0, parameter.shape[1]):

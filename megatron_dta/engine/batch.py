@@ -101,6 +101,8 @@ def prepare_batch(
         sequences: numbers of the samples in the whole step, where they are only a part of it.
         couples: int [K, 2], coupled samples by their numbers in the whole step (objectives of pairs).
     """
+    if tree.tree_memory_gib is not None and (pipeline is None or pipeline.memory is None):
+        raise ValueError("tree_memory_gib is set: call TreeEngine.limit_memory and give pipeline=engine.pipeline(...)")
     plan = plan_step(
         samples,
         tree.tree_mode,

@@ -17,15 +17,19 @@ import torch
 from torch import Tensor
 
 from megatron_dta.engine.batch import TreeBatch
+from megatron_dta.engine.cost_inputs import cost_shape, counted_bytes
 from megatron_dta.engine.couples import with_pair_terms
 from megatron_dta.engine.expert_pass import mean_ffn_width, with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
+from megatron_dta.planning.cost_file import CostFile
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.lockstep import RankPlan, plan_in_step
+from megatron_dta.planning.segment_bytes import MemoryBudget
 from megatron_dta.planning.stage_program import PipelineShape
+from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.planning.step_plan import StepPlan
 from megatron_dta.planning.timeline import TimelineEvent
 
@@ -69,6 +73,10 @@ class TreeEngine:
         logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` over the vocabulary.
         pipeline_in_flight_tokens: most tokens that a pipeline stage holds; None for the planner's default.
         tree_attention_impl: "auto", "triton" or "reference", see ``TreeConfig``.
+        costs: measured costs of this model; None for counts of operations. Another model's are refused (InputError).
+
+    Attributes:
+        memory: what a step may use; None for no limit, until ``limit_memory`` sets one.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class TreeEngine:
         pipeline_in_flight_tokens: int | None = None,
         tree_attention_impl: str = "auto",
         routing_replay: bool = False,
+        costs: CostFile | None = None,
     ) -> None:
         self.replays_routing = routing_replay
         self.chunks = list(model.parts if isinstance(model, (TreeGPTModel, StagedModel)) else model)
@@ -98,10 +107,31 @@ class TreeEngine:
         self._stepped: tuple[StepPlan, StepPlan] | None = None
         head_size = self.config.kv_channels
         self.uses_kernels = choose_attention(tree_attention_impl, head_size, self.dtype, self.device)
+        self.memory: MemoryBudget | None = None
+        self.costs = costs
+        if costs is not None:
+            costs.check(cost_shape(self.config, self.true_vocab_size, self.dtype))
 
-    def cost_model(self, segment_tokens: int) -> CostModel:
-        """What the whole model needs for tokens, pairs of attention and logprobs, up to a factor of all."""
-        config = self.config
+    def limit_memory(self, gib: float, constant_bytes: float) -> None:
+        """Plan steps within ``gib`` GiB, of which ``constant_bytes`` are this rank's weights, gradients and optimizer
+        states. All ranks of a replica call this.
+        """
+        found = self.mesh.gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
+        constant = [max(each for rank, each in found if rank == stage) for stage in range(self.mesh.pipeline_size)]
+        each = self.costs.bytes if self.costs is not None else None
+        if each is None:
+            each = counted_bytes(self.config, self.true_vocab_size, self.dtype, self.logprob_chunk_tokens)
+        self.memory = MemoryBudget(gib, tuple(constant), each)
+
+    def cost_model(self, segment_tokens: int | None) -> CostModel:
+        """What the whole model needs for tokens, pairs of attention and logprobs, up to a factor of all.
+
+        Args:
+            segment_tokens: most tokens of a segment; None where they are chosen, for the usual number.
+        """
+        config, segment_tokens = self.config, segment_tokens or DEFAULT_SEGMENT_TOKENS
+        if self.costs is not None:
+            return self.costs.model(config.num_layers, segment_tokens)
         return CostModel.from_shape(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -114,7 +144,7 @@ class TreeEngine:
             segment_tokens=segment_tokens,
         )
 
-    def pipeline(self, segment_tokens: int) -> PipelineShape:
+    def pipeline(self, segment_tokens: int | None) -> PipelineShape:
         """What a step must be planned for (``prepare_batch``)."""
         return PipelineShape(
             num_stages=self.mesh.pipeline_size,
@@ -122,6 +152,8 @@ class TreeEngine:
             layers=self.tree_models[0].stage_layers,
             cost_model=self.cost_model(segment_tokens),
             max_in_flight_tokens=self.pipeline_in_flight_tokens,
+            memory=self.memory,
+            is_measured=self.costs is not None,
         )
 
     def forward_backward(

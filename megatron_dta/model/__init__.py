@@ -5,6 +5,7 @@ from dta_kernels.tree_attention_plan import AttentionShape
 from dta_kernels.tree_attention_reference import accumulation_dtype
 from megatron_dta.model.attention_context import AttentionContext, EmptyContext
 from megatron_dta.model.kv_pool import KVPool
+from megatron_dta.model.lora import LoraAdapter, adapters_of, without_adapters
 from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
 from megatron_dta.model.provider import build_model, build_stock_model
 from megatron_dta.model.segment_attention import choose_attention, plan_segment_attention
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionShape",
     "EmptyContext",
     "KVPool",
+    "LoraAdapter",
     "Mesh",
     "Model",
     "RowChunk",
@@ -28,6 +30,7 @@ __all__ = [
     "TreeGPTModel",
     "TreeValueModel",
     "accumulation_dtype",
+    "adapters_of",
     "build_model",
     "build_stock_model",
     "choose_attention",
@@ -35,4 +38,5 @@ __all__ = [
     "destroy_parallel",
     "initialize_parallel",
     "plan_segment_attention",
+    "without_adapters",
 ]

@@ -24,10 +24,13 @@ class AttentionContext(PackedSeqParams):
     Attributes:
         position_ids: int64 [n], each token's position in its own sequence (its depth in the tree); indexes the rotary
             table.
+        rotary_tables: cosine and sine of the tokens' angles, float32 [n, rotated channels / 2] each, with rows for
+            tokens that only fill up a pass; set by a model with fused layers, once for all of them.
         routing: what the routers of layers with experts know of the tokens; None where they need to know nothing.
     """
 
     position_ids: Tensor | None = None
+    rotary_tables: tuple[Tensor, Tensor] | None = None
     routing: TokenRouting | None = None
 
     def __post_init__(self) -> None:

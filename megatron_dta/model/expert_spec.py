@@ -96,3 +96,8 @@ class SameOnEveryMesh(SequentialMLP):
         draw(rank * others)
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **names)
         draw((size - 1 - rank) * others)
+        if pg_collection.expt_tp.size() != pg_collection.tp.size():
+            # Their gradients are summed over other ranks than the rest's. Up to 0.16 Megatron says so only where the
+            # experts are divided among ranks, and lets whole ones on the ranks of a tensor group drift apart.
+            for parameter in self.parameters():
+                parameter.allreduce = False

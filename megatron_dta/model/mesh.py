@@ -29,6 +29,7 @@ _host_group: ProcessGroup | None = None
 _replica_group: ProcessGroup | None = None
 # Of this rank and its counterparts on the data-parallel ranks that share experts.
 _expert_group: ProcessGroup | None = None
+_initial_seed = 0
 _thread = threading.local()
 
 
@@ -157,11 +158,18 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
         raise ValueError(f"the mesh exists already, with {_sizes_of_mesh()}; destroy it first (destroy_parallel)")
     _make_host_groups(parallel.timeout)
     _make_expert_group(parallel.timeout)
+    global _initial_seed
+    _initial_seed = seed
     # Stages draw different layers; the ranks of a tensor group draw the whole layer and keep their parts.
     torch.manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     # The inference tracker is a plain one without CUDA states: all there is to do where nothing is drawn from it.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not has_cuda, force_reset_rng=True)
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+
+
+def initial_seed() -> int:
+    """The seed that ``initialize_parallel`` was given, the same on every rank."""
+    return _initial_seed
 
 
 def destroy_parallel() -> None:

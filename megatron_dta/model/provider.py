@@ -18,16 +18,27 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.checks import check_dropout, check_rotary, check_tensor_parallel
+from megatron_dta.config.checks import (
+    check_dropout,
+    check_rotary,
+    check_tensor_parallel,
+    check_transformer_impl,
+)
 from megatron_dta.config.expert_checks import check_experts
+from megatron_dta.config.lora_checks import check_lora
 from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.model.expert_spec import expert_layer_spec, expert_settings
+from megatron_dta.model.lora import add_adapters
+from megatron_dta.model.main_grad import use_main_grad, with_main_grad_layers
+from megatron_dta.model.mesh import initial_seed
 from megatron_dta.model.rotary import set_attention_factor, set_frequencies
 from megatron_dta.model.router import TreeRouter, keep_balance_in_float32
 from megatron_dta.model.sequence_parallel import SequenceParallelNorm
 from megatron_dta.model.staged_model import Model, StagedModel
+from megatron_dta.model.transformer_engine_layers import use_transformer_engine
 from megatron_dta.model.tree_attention import TreeAttention
 from megatron_dta.model.tree_model import TreeGPTModel
+from megatron_dta.model.triton_choice import choose_fused_layers
 from megatron_dta.model.value_model import TreeValueModel
 
 
@@ -36,8 +47,10 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     parallel = parallel or ParallelConfig()
     check_dropout(model)
     check_rotary(model)
+    check_transformer_impl(model)
     check_tensor_parallel(model, parallel)
     check_experts(model, parallel)
+    check_lora(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(
         num_layers=model.num_layers,
@@ -61,6 +74,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         bf16=model.params_dtype == torch.bfloat16,
         # The stock attention, which the parity reference runs, would otherwise leave float64.
         attention_softmax_in_fp32=model.params_dtype != torch.float64,
+        fp8=model.fp8_format,
+        **({} if model.fp8_recipe is None else {"fp8_recipe": model.fp8_recipe}),
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
         recompute_num_layers=model.recompute_num_layers,
@@ -77,6 +92,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        # Megatron's needs a CUDA extension of another package; main_grad.py does the same without.
         gradient_accumulation_fusion=False,
         cuda_graph_scope=[],
     )
@@ -119,13 +135,27 @@ def layer_spec(
     return spec
 
 
-def block_spec(model: ModelConfig, parallel: ParallelConfig, layers: range) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of one layer where all are the same, else of the given ``layers`` and the final norm."""
+def block_spec(
+    model: ModelConfig, parallel: ParallelConfig, layers: range, fused: bool = False
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec of one layer where all are the same, else of the given ``layers`` and the final norm.
+
+    With ``fused`` the layers are those of ``fused_layer``.
+    """
     if parallel.sequence_parallel:
-        return sequence_parallel_spec(model, layers)
-    if model.num_experts is None:
-        return layer_spec(model)
-    return TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
+        spec = sequence_parallel_spec(model, layers)
+    elif model.num_experts is None and not fused and model.transformer_impl == "local":
+        spec = layer_spec(model)
+    else:
+        spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
+    if model.transformer_impl == "transformer_engine":
+        use_transformer_engine(spec)
+    if fused:
+        # Here and not above: Triton need not be installed where the reference runs.
+        from megatron_dta.model.fused_layer import fuse_layers
+
+        fuse_layers(spec, model)
+    return spec if parallel.no_gradient_accumulation_fusion else with_main_grad_layers(spec)
 
 
 def sequence_parallel_spec(model: ModelConfig, layers: range) -> TransformerBlockSubmodules:
@@ -169,6 +199,7 @@ def build_model(
     num_stages, num_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     layers = stage_layers(model, parallel)
     config = transformer_config(model, parallel)
+    fused = choose_fused_layers(model.fused_layer_impl, model.params_dtype, device)
     part_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)
     if value_head:
         part_class, arguments = TreeValueModel, arguments | {"share_embeddings_and_output_weights": False}
@@ -178,17 +209,22 @@ def build_model(
         first_layer = sum(layers[:virtual_stage])
         part = part_class(
             config,
-            block_spec(model, parallel, range(first_layer, first_layer + layers[virtual_stage])),
+            block_spec(model, parallel, range(first_layer, first_layer + layers[virtual_stage]), fused),
             **arguments,
             pre_process=virtual_stage == 0,
             post_process=virtual_stage == len(layers) - 1,
             vp_stage=chunk if num_chunks > 1 else None,
         )
         set_frequencies(part, model)
+        part.has_fused_layers = fused
         part.true_vocab_size = model.vocab_size
         part.stage_layers, part.first_layer = tuple(layers), first_layer
         parts.append(part.to(device=device, dtype=model.params_dtype))
+        if not parallel.no_gradient_accumulation_fusion:
+            use_main_grad(part)
         keep_balance_in_float32(part)
+        if model.lora_rank is not None:
+            add_adapters(part, model, initial_seed())
     return StagedModel(parts) if num_stages > 1 else parts[0]
 
 

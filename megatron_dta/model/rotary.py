@@ -15,6 +15,9 @@ from __future__ import annotations
 import math
 
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -33,6 +36,17 @@ def set_attention_factor(config: TransformerConfig, model: ModelConfig) -> None:
         config.yarn_rotary_scaling_factor = model.rotary_scaling_factor
         config.yarn_mscale = model.mscale
         config.yarn_mscale_all_dim = model.mscale_all_dim
+
+
+def rotary_tables(angles: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, float32 [n, R / 2], of Megatron's ``angles`` [n, 1, 1, R], which hold every angle twice.
+
+    They include YaRN's attention factor, as Megatron's attention applies it.
+    """
+    once = angles.flatten(1)[:, : angles.shape[-1] // 2].float()
+    factor = _yarn_get_concentration_factor_from_config(config)
+    cos, sin = once.cos(), once.sin()
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def inverse_frequencies(model: ModelConfig) -> Tensor:

@@ -8,7 +8,6 @@ reference runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from dta_kernels.tree_attention_blocks import local_key_end
 from dta_kernels.tree_attention_config import MAX_HEAD_SIZE, supports
 from dta_kernels.tree_attention_plan import AttentionShape, TreeAttentionPlan, plan_tree_attention
-from megatron_dta.errors import InputError
+from megatron_dta.model.triton_choice import choose_triton
 from megatron_dta.planning.root_paths import RootPaths
 from megatron_dta.planning.segment_plan import SegmentPlan
 
@@ -33,30 +32,13 @@ def choose_attention(impl: str, head_size: int, dtype: torch.dtype, device: torc
     Raises:
         InputError: "triton" where it cannot run.
     """
-    if impl not in ("auto", "triton", "reference"):
-        raise InputError(f"{FLAG} {impl}: choose one of auto, triton, reference")
-    if impl == "reference" or (impl == "auto" and device.type != "cuda"):
-        return False
+    refusal = None
     if not supports(head_size, dtype):
-        if impl == "auto":
-            return False
-        raise InputError(
-            f"{FLAG} triton takes float32, bfloat16 and float16 and heads of at most {MAX_HEAD_SIZE} channels, not "
+        refusal = (
+            f" takes float32, bfloat16 and float16 and heads of at most {MAX_HEAD_SIZE} channels, not "
             f"{str(dtype).removeprefix('torch.')} with {head_size}; use auto or reference"
         )
-    if find_spec("triton") is None:
-        if impl == "auto":
-            return False
-        raise InputError(f"{FLAG} triton: Triton is not installed; install it (pip install triton) or use reference")
-    if device.type != "cuda":
-        from dta_kernels.tree_attention import interpreted
-
-        if not interpreted():
-            raise InputError(
-                f"{FLAG} triton needs a CUDA GPU; use auto or reference, or, to test on a CPU, Triton's interpreter "
-                "(environment variable TRITON_INTERPRET=1)"
-            )
-    return True
+    return choose_triton(FLAG, impl, device, refusal)
 
 
 def plan_segment_attention(

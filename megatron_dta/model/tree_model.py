@@ -13,6 +13,7 @@ over no tokens: Megatron's layers need one.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +22,11 @@ from torch import Tensor
 from dta_kernels.linear_logprobs import RowChunk, linear_logprobs
 from dta_kernels.parallel_linear_logprobs import parallel_linear_logprobs
 from megatron_dta.model.attention_context import AttentionContext, check_context
+from megatron_dta.model.main_grad import main_grad_of, output_rows
+from megatron_dta.model.rotary import rotary_tables
+
+# Rows of a product in FP8 come in multiples of 16, with blocks of 32 that share a scale (MXFP8) of 32.
+_FP8_ROWS = 32
 
 
 class TreeGPTModel(GPTModel):
@@ -30,11 +36,15 @@ class TreeGPTModel(GPTModel):
         true_vocab_size: rows of the output weight that are tokens; rows beyond are padding and take no probability.
         stage_layers: layers of each virtual pipeline stage, in their order.
         first_layer: index in the whole model of the part's first layer; 0 if this is the whole.
+        has_fused_layers: whether its layers are those of ``fused_layer``.
+        adds_to_main_grad: whether weights with a gradient buffer get their gradients there, see ``main_grad``.
     """
 
     true_vocab_size: int
     stage_layers: tuple[int, ...]
     first_layer: int
+    has_fused_layers: bool = False
+    adds_to_main_grad: bool = False
 
     @property
     def parts(self) -> list[TreeGPTModel]:
@@ -48,12 +58,18 @@ class TreeGPTModel(GPTModel):
 
     def stage_shape(self, num_tokens: int) -> tuple[int, int, int]:
         """Shape of the hidden states of a pass over ``num_tokens`` tokens as they go from stage to stage."""
-        return max(1, -(-num_tokens // self._row_ranks)), 1, self.config.hidden_size
+        rows = max(1, -(-num_tokens // self._row_unit)) * self._row_unit
+        return rows // self._row_ranks, 1, self.config.hidden_size
 
     @property
     def _row_ranks(self) -> int:
         """Ranks that divide a pass's rows among them."""
         return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+
+    @property
+    def _row_unit(self) -> int:
+        """A pass has a multiple of so many rows: as many on each rank, and in FP8 what its products need."""
+        return self._row_ranks * (_FP8_ROWS if self.config.fp8 else 1)
 
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
         """Hidden states [n, hidden size] after the final norm.
@@ -78,7 +94,12 @@ class TreeGPTModel(GPTModel):
         # The table always has its full length, so Megatron's cache of it hits for every segment.
         context.max_seqlen_q = context.max_seqlen_kv = self.max_sequence_length
         outputs = list(super()._preprocess(*args, packed_seq_params=context, **kwargs))
+        if torch.is_grad_enabled() and outputs[0] is not None and not outputs[0].requires_grad:
+            # Of frozen weights: recomputation gives gradients only to what begins with something that asks for them.
+            outputs[0].requires_grad_()
         outputs[1] = outputs[1].index_select(0, self._filled_up(context.position_ids))
+        if self.has_fused_layers:
+            context.rotary_tables = rotary_tables(outputs[1], self.config)
         return tuple(outputs)
 
     def _postprocess(
@@ -93,14 +114,18 @@ class TreeGPTModel(GPTModel):
         return hidden_states.squeeze(1)[: check_context(packed_seq_params).position_ids.shape[0]]
 
     def _filled_up(self, tokens: Tensor) -> Tensor:
-        """``tokens`` [..., n] with zeros up to a multiple of the ranks that divide the rows, and to one row each."""
-        missing = -tokens.shape[-1] % self._row_ranks if tokens.shape[-1] else self._row_ranks
+        """``tokens`` [..., n] with zeros up to a multiple of ``_row_unit``, of which there is one at least."""
+        missing = -tokens.shape[-1] % self._row_unit if tokens.shape[-1] else self._row_unit
         return F.pad(tokens, (0, missing)) if missing else tokens
 
     def output_weight(self) -> Tensor:
         """The rank's rows of the output weight [its part of the vocabulary, hidden size] without padding rows."""
         weight = self._padded_output_weight()
-        return weight[: max(0, self.true_vocab_size - self._first_token(weight))]
+        return weight[: self._true_rows(weight)]
+
+    def _true_rows(self, weight: Tensor) -> int:
+        """Rows of the rank's part of the output weight that are tokens."""
+        return max(0, min(len(weight), self.true_vocab_size - self._first_token(weight)))
 
     def _padded_output_weight(self) -> Tensor:
         shared = self.share_embeddings_and_output_weights
@@ -125,9 +150,16 @@ class TreeGPTModel(GPTModel):
         self, hidden: Tensor, edge_row: Tensor, target: Tensor, chunks: list[RowChunk], temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Logprob of every edge and entropy of every row of ``hidden``; see ``linear_logprobs``."""
-        weight = self.output_weight()
+        padded = self._padded_output_weight()
+        buffer = main_grad_of(padded) if self.adds_to_main_grad else None
+        if buffer is None:
+            weight = self.output_weight()
+        else:
+            is_embedding = self.share_embeddings_and_output_weights and self.pre_process
+            weight = output_rows(padded, self._true_rows(padded), is_embedding)
+            buffer = buffer[: weight.shape[0]]
+        edges = hidden, weight, edge_row, target, chunks, temperature
         if self.config.tensor_model_parallel_size == 1:
-            return linear_logprobs(hidden, weight, edge_row, target, chunks, temperature)
-        first_token = self._first_token(self._padded_output_weight())
+            return linear_logprobs(*edges, weight_grad_VC=buffer)
         group = parallel_state.get_tensor_model_parallel_group()
-        return parallel_linear_logprobs(hidden, weight, edge_row, target, chunks, temperature, first_token, group)
+        return parallel_linear_logprobs(*edges, self._first_token(padded), group, weight_grad_VC=buffer)

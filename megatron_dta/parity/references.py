@@ -18,6 +18,7 @@ from megatron_dta.model import build_stock_model
 from megatron_dta.objectives import LossFields, TokenLosses
 from megatron_dta.objectives.weights import loss_weights
 from megatron_dta.parity.huggingface import build_huggingface
+from megatron_dta.parity.merged_adapters import load_merged, unmerged_name
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.plain_router import PlainRouter
 from megatron_dta.planning.sample import FIELDS, TrainingSample
@@ -35,6 +36,7 @@ def run_stock(
 ) -> Outcome:
     """Train ``samples`` one by one on Megatron's stock model with ``weights``, in the precision of ``model``.
 
+    Adapters (LoRA) are part of the weights of the linear layers here, see ``merged_adapters``.
     A model with experts gets ``PlainRouter``; its auxiliary losses are averaged over the samples and are no part of the
     loss that is returned, as in training.
     """
@@ -42,7 +44,10 @@ def run_stock(
     # Losses of a forward that is run again in the backward would not reach the loss in time.
     kept = replace(model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
     stock = build_stock_model(kept, device, PlainRouter)
-    stock.load_state_dict(weights)
+    if model.lora_rank is None:
+        stock.load_state_dict(weights)
+    else:
+        load_merged(stock, weights, model)
     routers = [module for module in stock.modules() if isinstance(module, PlainRouter)]
 
     def logits_of(token_ids: Tensor) -> Tensor:
@@ -53,7 +58,10 @@ def run_stock(
     def auxiliary_loss() -> Tensor | float:
         return sum(router.losses.pop() for router in routers) / len(samples)
 
-    return _run_one_by_one(stock, logits_of, samples, objective, temperature, loss_aggregation, auxiliary_loss)
+    outcome = _run_one_by_one(stock, logits_of, samples, objective, temperature, loss_aggregation, auxiliary_loss)
+    if model.lora_rank is None:
+        return outcome
+    return replace(outcome, gradients={unmerged_name(name): grad for name, grad in outcome.gradients.items()})
 
 
 def run_huggingface(

@@ -17,7 +17,8 @@ from megatron_dta.config import ModelConfig
 
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
-_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+_ROWS += ("linear_qkv_adapter.lora_B", "linear_fc1_adapter.lora_B")
+_COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "linear_proj_adapter.lora_A", "linear_fc2_adapter.lora_A")
 
 
 def shard_weights(whole: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> dict[str, Tensor]:

@@ -11,8 +11,11 @@ The number of segments is not known before a forest is cut; tokens / segment_tok
 planner reaches up to the fill of its segments. That makes the cost linear in three counts, and so a sum over the nodes
 of the forest. Only ratios between costs decide a partition: coefficients in other units than seconds serve as well.
 
-``CostModel.from_shape`` derives the coefficients from the FLOPs of a model; coefficients fitted to measured steps take
-their place through a JSON file (``CostModel.load``).
+Each coefficient covers forward and backward, and has a share that is the forward's: what a second forward of a segment
+costs where its activations are not kept, and what a pipeline's forward takes.
+
+``CostModel.from_shape`` derives the coefficients from the FLOPs of a model; coefficients fitted to measured segments
+take their place through a file (``cost_file``).
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ SECONDS_PER_SEGMENT_AND_LAYER = 1e-4
 # Forward and backward; attention's backward computes its scores again (5 products for the forward's 2).
 GEMM_PASSES = 3.0
 ATTENTION_PASSES = 3.5
+# Launches of a forward come about twice more in its backward.
+OVERHEAD_PASSES = 3.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class CostModel:
         seconds_per_token, seconds_per_pair, seconds_per_edge, seconds_per_segment: a, b, c, d; not negative, and the
             first above 0.
         segment_tokens: tokens of a full segment (``--tree-segment-tokens``).
+        forward_token_share, forward_pair_share, forward_edge_share, forward_segment_share: parts of the four that the
+            forward takes; from 0 to 1.
     """
 
     seconds_per_token: float = 1.6261e-05
@@ -51,12 +58,18 @@ class CostModel:
     seconds_per_edge: float = 3.5904e-06
     seconds_per_segment: float = 2.8e-03
     segment_tokens: int = 2048
+    forward_token_share: float = 1 / GEMM_PASSES
+    forward_pair_share: float = 1 / ATTENTION_PASSES
+    forward_edge_share: float = 1 / GEMM_PASSES
+    forward_segment_share: float = 1 / OVERHEAD_PASSES
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise InputError(f"{field.name} of the cost model must be a number not below 0, not {value!r}")
+            if field.name.endswith("_share") and value > 1:
+                raise InputError(f"{field.name} of the cost model is a part of the whole and cannot be {value!r}")
         if self.seconds_per_token <= 0:
             raise InputError("seconds_per_token of the cost model must be above 0")
         if not isinstance(self.segment_tokens, int) or self.segment_tokens < 1:
@@ -118,3 +131,19 @@ class CostModel:
         """Cost of forests with these counts (arrays of one shape, or numbers)."""
         per_token = self.seconds_per_token + self.seconds_per_segment / self.segment_tokens
         return per_token * tokens + self.seconds_per_pair * pairs + self.seconds_per_edge * edges
+
+    def segment_seconds(
+        self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the forward and of the backward of segments with these counts, float64 of their shape."""
+        parts = (
+            (self.seconds_per_token, self.forward_token_share, tokens),
+            (self.seconds_per_pair, self.forward_pair_share, pairs),
+            (self.seconds_per_edge, self.forward_edge_share, edges),
+            (self.seconds_per_segment, self.forward_segment_share, np.ones(np.shape(tokens))),
+        )
+        forward, backward = np.zeros(np.shape(tokens)), np.zeros(np.shape(tokens))
+        for seconds, share, count in parts:
+            forward += seconds * share * np.asarray(count, dtype=np.float64)
+            backward += seconds * (1 - share) * np.asarray(count, dtype=np.float64)
+        return forward, backward

@@ -48,15 +48,21 @@ def plan_forest(
     """
     if tree_mode == "packed":
         return plan_packs(sequences, segment_tokens)
-    if tree_mode == "dta":
-        tree = build_prefix_tree(sequences) if paths is None else build_from_known_paths(sequences, paths)
-    elif tree_mode == "dense":
-        tree = build_forest_without_sharing(sequences)
-    else:
-        raise ValueError(f"unknown tree_mode {tree_mode!r}")
+    tree = build_forest(sequences, tree_mode, paths)
     if num_stages == 1:
         return plan_segments(tree, segment_tokens, memory_tokens)
     return plan_pipeline_segments(tree, segment_tokens, memory_tokens, num_stages, max_in_flight_tokens)
+
+
+def build_forest(
+    sequences: Sequence[np.ndarray], tree_mode: str, paths: Sequence[KnownPath] | None = None
+) -> PrefixTree:
+    """The forest of "dta" or "dense"; arguments as for ``plan_forest``."""
+    if tree_mode == "dta":
+        return build_prefix_tree(sequences) if paths is None else build_from_known_paths(sequences, paths)
+    if tree_mode == "dense":
+        return build_forest_without_sharing(sequences)
+    raise ValueError(f"unknown tree_mode {tree_mode!r}")
 
 
 def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:

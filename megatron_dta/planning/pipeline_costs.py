@@ -8,21 +8,18 @@ loss. Costs come from the same counts and coefficients as those that divide work
     e * tokens                                      on the first one
     c * edges                                       on the last one
 
-split into forward and backward by the passes that each takes. A segment whose activations are recomputed runs its
+split into forward and backward by the shares of the cost model. A segment whose activations are recomputed runs its
 forward a second time in its backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dta.planning.cost_model import ATTENTION_PASSES, GEMM_PASSES, CostModel
-
-# The same launches come in the forward, and about twice in the backward.
-OVERHEAD_PASSES = 3.0
+from megatron_dta.planning.cost_model import CostModel
 
 
 @dataclass(frozen=True)
@@ -92,21 +89,21 @@ class PipelineCosts:
         """
         total = float(sum(layers))
         share = np.asarray(layers, dtype=np.float64)[:, None] / (total if total else 1.0)
-        gemm = model.seconds_per_token * np.asarray(tokens, dtype=np.float64)
-        attention = model.seconds_per_pair * np.asarray(pairs, dtype=np.float64)
-        overhead = np.full(len(gemm), model.seconds_per_segment)
-        logits = model.seconds_per_edge * np.asarray(edges, dtype=np.float64)
-        forward = share * (gemm / GEMM_PASSES + attention / ATTENTION_PASSES + overhead / OVERHEAD_PASSES)
-        backward = share * (gemm + attention + overhead) - forward
-        weight = share * (gemm / GEMM_PASSES + overhead / OVERHEAD_PASSES)
+        nothing = np.zeros(len(tokens))
+        in_layers = model.segment_seconds(np.asarray(tokens), np.asarray(pairs), nothing)
+        at_the_end = replace(model, seconds_per_segment=0.0).segment_seconds(nothing, nothing, np.asarray(edges))
+        forward, backward = (share * seconds for seconds in in_layers)
+        # Of a backward, weight gradients are what attention is not, and as much as the forward of the same products.
+        gemm = replace(model, seconds_per_pair=0.0).segment_seconds(np.asarray(tokens), nothing, nothing)
+        weight = share * np.minimum(*gemm)
         embedding = embedding_seconds_per_token * np.asarray(tokens, dtype=np.float64)
         # A look-up forward; the gradient of the table belongs to the weights.
         forward[0] += embedding / 2
         backward[0] += embedding / 2
         weight[0] += embedding / 2
-        forward[-1] += logits / GEMM_PASSES
-        backward[-1] += logits * (1 - 1 / GEMM_PASSES)
-        weight[-1] += logits / GEMM_PASSES
+        forward[-1] += at_the_end[0]
+        backward[-1] += at_the_end[1]
+        weight[-1] += np.minimum(*at_the_end)
         if recomputed is not None:
             backward = backward + forward * np.asarray(recomputed, dtype=bool)
         return cls(forward, backward, np.minimum(weight, backward))

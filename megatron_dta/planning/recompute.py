@@ -1,10 +1,15 @@
 """Which segments keep their activations from forward to backward, and which run their forward a second time.
 
-Keeping a segment saves one forward of its tokens and costs their activations for as long as the segment is in flight.
-In
-flight is one root path of the segment tree, so the choice is: as many kept tokens as possible, with no root path
-holding more of them than the budget. Below equal sums the choice falls on the segments near the leaves, whose
-activations live shortest.
+Keeping a segment saves one forward of it and costs its activations for as long as the segment is in flight. In flight
+is one root path of the segment tree, so the choice is: as much saved as possible, with no root path holding more of
+activations than the budget. Below equal sums the choice falls on the segments near the leaves, whose activations live
+shortest.
+
+There are two accounts of what a path holds. A budget of tokens (``--tree-activation-tokens``) counts the kept segments,
+all alike, and the forwards saved by their tokens. A budget of memory counts what there really is: whatever runs
+backward has its activations at that time, kept or not, beside those that its ancestors keep. So a leaf of the segment
+tree, whose backward follows its forward, keeps its own for nothing; and forwards are weighed by their seconds, which
+are more where many ancestors are attended to.
 """
 
 from __future__ import annotations
@@ -13,12 +18,15 @@ import numpy as np
 
 from megatron_dta.planning.segment_plan import SegmentPlan
 
-# Above this many (segment, budget left) pairs the exact choice gives way to "lowest first", exact for equal segments.
+# Above this many (segment, budget left) pairs the exact choice gives way: to "lowest first", exact for equal segments,
+# or to lengths in coarser units.
 MAX_STATES = 1 << 21
+COARSE_STATES = 1 << 16
+COARSEST = 24
 
 
 def choose_kept_segments(plan: SegmentPlan, activation_tokens: int | None) -> np.ndarray:
-    """The segments that keep their activations.
+    """The segments that keep their activations, by a budget of tokens.
 
     Args:
         plan: the segments.
@@ -30,8 +38,54 @@ def choose_kept_segments(plan: SegmentPlan, activation_tokens: int | None) -> np
     """
     if activation_tokens is None or plan.peak_in_flight_tokens <= activation_tokens:
         return np.ones(plan.num_segments, dtype=bool)
-    budgets = _reachable_budgets(plan, activation_tokens)
-    return _lowest_first(plan, activation_tokens) if budgets is None else _most_tokens(plan, budgets)
+    search = _Search(plan.segment_parent.tolist(), plan.lengths, np.zeros_like(plan.lengths), plan.lengths)
+    if not search.enumerate(activation_tokens, MAX_STATES):
+        return _lowest_first(plan, activation_tokens)
+    return search.best(plan.lengths)
+
+
+def least_activation_tokens(needed: np.ndarray) -> int:
+    """The least budget with which ``choose_kept_by_memory`` finds a choice; 0 without segments."""
+    return int(needed.max(initial=0))
+
+
+def choose_kept_by_memory(plan: SegmentPlan, budget_tokens: int, needed: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """The segments that keep their activations, by memory, in units of one token's activations.
+
+    Args:
+        plan: the segments.
+        budget_tokens: what the activations of a path and the room of the running segment may take together.
+        needed: int64 [num_segments], what a segment takes while it runs, its activations with the room for its
+            backward; not less than its tokens.
+        seconds: float64 [num_segments], of each forward.
+
+    Returns:
+        bool [num_segments]. For every segment, the tokens of kept segments above it and what it needs itself are
+        within the budget, and no other choice saves more seconds (where the exact search would be too large: nearly
+        so).
+
+    Raises:
+        ValueError: a segment that needs more than the budget.
+    """
+    if least_activation_tokens(needed) > budget_tokens:
+        raise ValueError(f"a segment needs {least_activation_tokens(needed)} tokens, but the budget is {budget_tokens}")
+    parents = plan.segment_parent.tolist()
+    below = np.zeros(plan.num_segments, dtype=np.int64)  # What the most needy segment below each needs.
+    for segment in range(plan.num_segments - 1, -1, -1):
+        parent = parents[segment]
+        if parent >= 0:
+            below[parent] = max(below[parent], below[segment], needed[segment])
+    charge = np.where(below > 0, plan.lengths, 0)
+    unit = 1
+    for _ in range(COARSEST):
+        search = _Search(parents, -(-charge // unit), -(-below // unit), -(-needed // unit))
+        if search.enumerate(budget_tokens // unit, MAX_STATES if unit == 1 else COARSE_STATES):
+            return search.best(seconds)
+        # Rounded up against a budget that is rounded down: what fits, fits.
+        unit *= 4
+        if least_activation_tokens(-(-needed // unit)) > budget_tokens // unit:
+            break
+    return charge == 0
 
 
 def _lowest_first(plan: SegmentPlan, activation_tokens: int) -> np.ndarray:
@@ -48,62 +102,74 @@ def _lowest_first(plan: SegmentPlan, activation_tokens: int) -> np.ndarray:
     return kept
 
 
-def _reachable_budgets(plan: SegmentPlan, activation_tokens: int) -> list[np.ndarray] | None:
-    """For each segment, sorted, what the choices above it can leave of the budget; None if that is too much to search.
+class _Search:
+    """All budgets that choices above a segment can leave it, and the best choice over them.
 
-    A budget that holds every path of the subtree is as good as any larger one, so it is counted as the longest such
-    path.
+    Args:
+        parents: segment tree in preorder.
+        charge: what a kept segment takes of the budget of those below it.
+        reserve: what must be left of it for them; a segment may only be kept where that is so.
+        needed: least budget with which a segment can run at all.
     """
-    lengths, parents = plan.lengths.tolist(), plan.segment_parent.tolist()
-    height = list(lengths)
-    for segment in range(plan.num_segments - 1, -1, -1):
-        parent = parents[segment]
-        if parent >= 0:
-            height[parent] = max(height[parent], lengths[parent] + height[segment])
-    budgets: list[np.ndarray] = []
-    states = 0
-    for segment in range(plan.num_segments):
-        parent = parents[segment]
-        above = np.asarray([activation_tokens]) if parent < 0 else budgets[parent]
-        if parent >= 0:
-            above = np.concatenate([above, above[above >= lengths[parent]] - lengths[parent]])
-        budgets.append(np.unique(np.minimum(above, height[segment])))
-        states += len(budgets[-1])
-        if states > MAX_STATES:
-            return None
-    return budgets
 
+    def __init__(self, parents: list[int], charge: np.ndarray, reserve: np.ndarray, needed: np.ndarray) -> None:
+        self.parents, self.charge, self.reserve = parents, charge.tolist(), reserve.tolist()
+        self.needed = needed.tolist()
+        self.budgets: list[np.ndarray] = []
 
-def _most_tokens(plan: SegmentPlan, budgets: list[np.ndarray]) -> np.ndarray:
-    """The best choice over all budgets left, from the leaves up; then the choice itself from the roots down."""
-    lengths, parents = plan.lengths.tolist(), plan.segment_parent.tolist()
-    # Most tokens kept below a segment when it is dropped, and below it when it is kept (-1: it does not fit).
-    dropped = [np.zeros(len(budget), dtype=np.int64) for budget in budgets]
-    below_kept = [np.where(budget >= length, 0, -1) for budget, length in zip(budgets, lengths, strict=True)]
-    keeps: list[np.ndarray] = [np.zeros(0, dtype=bool)] * plan.num_segments
-    for segment in range(plan.num_segments - 1, -1, -1):
-        fits = below_kept[segment] >= 0
-        kept = np.where(fits, below_kept[segment] + lengths[segment], -1)
-        keeps[segment] = kept > dropped[segment]
-        best = np.maximum(kept, dropped[segment])
-        parent = parents[segment]
-        if parent >= 0:
-            dropped[parent] += best[_at(budgets[segment], budgets[parent])]
-            left = budgets[parent] - lengths[parent]
-            room = left >= 0
-            below_kept[parent][room] += best[_at(budgets[segment], left[room])]
-    chosen = np.zeros(plan.num_segments, dtype=bool)
-    left = [0] * plan.num_segments
-    for segment in range(plan.num_segments):
-        parent = parents[segment]
-        if parent < 0:
-            available = int(budgets[segment][-1])
-        else:
-            available = left[parent] - (lengths[parent] if chosen[parent] else 0)
-        state = int(_at(budgets[segment], np.asarray([available]))[0])
-        left[segment] = int(budgets[segment][state])
-        chosen[segment] = keeps[segment][state]
-    return chosen
+    def enumerate(self, budget: int, most: int) -> bool:
+        """Find the budgets of every segment, sorted; False if there are more than ``most``.
+
+        A budget that holds every path of the subtree is as good as any larger one, so it is counted as the largest that
+        such a path takes.
+        """
+        height = list(self.needed)
+        for segment in range(len(self.parents) - 1, -1, -1):
+            height[segment] = max(height[segment], self.charge[segment])
+            parent = self.parents[segment]
+            if parent >= 0:
+                height[parent] = max(height[parent], self.charge[parent] + height[segment])
+        states = 0
+        for segment, parent in enumerate(self.parents):
+            above = np.asarray([budget]) if parent < 0 else self.budgets[parent]
+            if parent >= 0:
+                left = above - self.charge[parent]
+                above = np.concatenate([above, left[left >= self.reserve[parent]]])
+            self.budgets.append(np.unique(np.minimum(above, height[segment])))
+            states += len(self.budgets[-1])
+            if states > most:
+                return False
+        return True
+
+    def best(self, values: np.ndarray) -> np.ndarray:
+        """The choice of greatest value, bool [segments]: from the leaves up over all budgets, then from the roots."""
+        budgets, parents, charge = self.budgets, self.parents, self.charge
+        worth = np.asarray(values, dtype=np.float64).tolist()
+        # Most value below a segment when it is dropped, and below it when it is kept (negative: it does not fit).
+        dropped = [np.zeros(len(budget)) for budget in budgets]
+        below_kept = [np.where(budget - charge[s] >= self.reserve[s], 0.0, -np.inf) for s, budget in enumerate(budgets)]
+        keeps: list[np.ndarray] = [np.zeros(0, dtype=bool)] * len(parents)
+        for segment in range(len(parents) - 1, -1, -1):
+            kept = below_kept[segment] + worth[segment]
+            keeps[segment] = kept > dropped[segment]
+            best = np.maximum(kept, dropped[segment])
+            parent = parents[segment]
+            if parent >= 0:
+                dropped[parent] += best[_at(budgets[segment], budgets[parent])]
+                left = budgets[parent] - charge[parent]
+                room = left >= self.reserve[parent]
+                below_kept[parent][room] += best[_at(budgets[segment], left[room])]
+        chosen = np.zeros(len(parents), dtype=bool)
+        left_over = [0] * len(parents)
+        for segment, parent in enumerate(parents):
+            if parent < 0:
+                available = int(budgets[segment][-1])
+            else:
+                available = left_over[parent] - (charge[parent] if chosen[parent] else 0)
+            state = int(_at(budgets[segment], np.asarray([available]))[0])
+            left_over[segment] = int(budgets[segment][state])
+            chosen[segment] = keeps[segment][state]
+        return chosen
 
 
 def _at(budgets: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -9,6 +9,8 @@ flight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_dta.errors import InputError
@@ -42,7 +44,9 @@ def default_memory_tokens(tree: PrefixTree, segment_tokens: int) -> int:
     return max(3 * int(tree.sequence_lengths.max(initial=0)) // 2, 8 * segment_tokens)
 
 
-def plan_segments(tree: PrefixTree, segment_tokens: int, memory_tokens: int | None = None) -> SegmentPlan:
+def plan_segments(
+    tree: PrefixTree, segment_tokens: int, memory_tokens: int | None = None, num_strategies: int = len(STRATEGIES)
+) -> SegmentPlan:
     """Reorder siblings and cut the stream into segments, as full as the budget allows.
 
     Args:
@@ -50,6 +54,7 @@ def plan_segments(tree: PrefixTree, segment_tokens: int, memory_tokens: int | No
         segment_tokens: most tokens of a segment.
         memory_tokens: most tokens in flight (of a segment and its ancestors); None for the larger of 1.5 times the
             longest sequence and 8 segments.
+        num_strategies: most strategies to try, for a quick look at a size.
 
     Returns:
         The plan, on the reordered forest. The same forest gives the same plan.
@@ -68,19 +73,21 @@ def plan_segments(tree: PrefixTree, segment_tokens: int, memory_tokens: int | No
             f"its last segment runs; the least value that works is {longest}"
         )
     branches = Branches.of(tree)
-    layout = _best_layout(branches, segment_tokens, memory_tokens)
+    layout = _best_layout(branches, segment_tokens, memory_tokens, STRATEGIES[:num_strategies])
     reordered = tree.with_node_order(_node_order(branches, layout))
     segment_start = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)]).astype(np.int64)
     return SegmentPlan(reordered, segment_start, segment_parents(reordered, segment_start), segment_tokens)
 
 
-def _best_layout(branches: Branches, segment_tokens: int, budget: int) -> Layout:
+def _best_layout(
+    branches: Branches, segment_tokens: int, budget: int, strategies: Sequence[Strategy] = STRATEGIES
+) -> Layout:
     """The layout with fewest segments, then least in flight, that the strategies find."""
     pressure = Pressure(branches, segment_tokens, budget)
     fewest = -(-sum(branches.length) // segment_tokens)
     steps = MAX_STEPS + STEPS_PER_SEGMENT * fewest
     best: tuple[int, int] | None = None
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         layout = Walk(branches, pressure, segment_tokens, budget, strategy).run()
         steps -= layout.steps
         result = len(layout.lengths), max(layout.in_flight, default=0)

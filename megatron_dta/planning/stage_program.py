@@ -18,6 +18,7 @@ from megatron_dta.planning.pipeline_planner import plan_pipeline
 from megatron_dta.planning.pipeline_schedule import PipelineOp, PipelineSchedule, forward_only_pipeline
 from megatron_dta.planning.pipeline_simulation import Message, Timeline, message_order, simulate
 from megatron_dta.planning.schedule import Op, allocate_slots, depth_first_schedule
+from megatron_dta.planning.segment_bytes import MemoryBudget, peak_bytes
 from megatron_dta.planning.segment_plan import SegmentPlan
 from megatron_dta.planning.timeline import TimelineEvent, timeline_events
 
@@ -31,6 +32,9 @@ class PipelineShape:
         layers: layers of each virtual stage.
         cost_model: of the whole model.
         max_in_flight_tokens: most tokens that a stage holds, None for the planner's default.
+        memory: what each rank may use, from which the planner decides what is in flight and what is kept; None: no
+            limit in bytes.
+        is_measured: whether the cost model is that of a machine, so that it may choose the size of segments.
     """
 
     num_stages: int = 1
@@ -38,6 +42,8 @@ class PipelineShape:
     layers: tuple[int, ...] = (1,)
     cost_model: CostModel = field(default_factory=CostModel)
     max_in_flight_tokens: int | None = None
+    memory: MemoryBudget | None = None
+    is_measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,3 +125,25 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
         for chunk in range(plan.schedule.num_chunks)
     ]
     return StageProgram(ops, [start for start, _ in slots], [number for _, number in slots], plan.messages)
+
+
+def stage_peak_bytes(
+    segments: SegmentPlan, plan: PassPlan, kept: np.ndarray, shape: PipelineShape, stage: int
+) -> float:
+    """Most bytes that ``stage`` holds at once in a training pass, as ``segment_bytes`` counts them.
+
+    Args:
+        kept: bool [num_segments], segments that keep their activations.
+        shape: with a memory budget, whose bytes are used.
+    """
+    program = stage_program(segments, plan, stage)
+    return peak_bytes(
+        [(op.kind, op.segment, op.chunk) for op in program.ops],
+        segments.lengths.tolist(),
+        segments.in_flight_tokens.tolist(),
+        kept.tolist(),
+        program.num_slots,
+        shape.layers[stage :: shape.num_stages],
+        [chunk > 0 or stage > 0 for chunk in range(shape.num_chunks)],
+        shape.memory.bytes,
+    )

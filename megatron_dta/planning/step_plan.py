@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_dta.planning.loss_batches import LossBatch, make_loss_batches
-from megatron_dta.planning.modes import plan_forest
-from megatron_dta.planning.recompute import choose_kept_segments
+from megatron_dta.planning.modes import build_forest, plan_forest
 from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.segments import SegmentPlan, default_memory_tokens
 from megatron_dta.planning.stage_program import PassPlan, PipelineShape, plan_passes
+from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS, StepChoice, choose_kept_of, choose_step
 from megatron_dta.tree import PrefixTree
 from megatron_dta.tree.known_paths import KnownPath
 
@@ -99,7 +99,7 @@ class StepPlan:
 def plan_step(
     samples: Sequence[TrainingSample],
     tree_mode: str = "dta",
-    segment_tokens: int = 2048,
+    segment_tokens: int | None = 2048,
     memory_tokens: int | None = None,
     activation_tokens: int | None = None,
     pipeline: PipelineShape | None = None,
@@ -107,6 +107,7 @@ def plan_step(
     """Plan a step over ``samples``; each must have a trained token (see ``plan_forest`` for the other arguments).
 
     Args:
+        segment_tokens: None: chosen where costs were measured or memory is limited, 2,048 elsewhere (``step_choice``).
         activation_tokens: in-flight tokens whose activations are kept; None keeps all, 0 recomputes all.
         pipeline: the stages that share the model; None if one process has it all.
     """
@@ -115,8 +116,19 @@ def plan_step(
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
     pipeline = pipeline or PipelineShape()
-    stages = (pipeline.num_stages, pipeline.max_in_flight_tokens)
-    segments = plan_forest(sequences, tree_mode, segment_tokens, memory_tokens, *stages, _known_paths(samples))
+    masks = [sample.loss_mask[:length] for sample, length in zip(samples, lengths, strict=True)]
+    choice = _choose(sequences, masks, tree_mode, segment_tokens, memory_tokens, activation_tokens, pipeline, samples)
+    return plan_segmented_step(samples, choice, pipeline, activation_tokens)
+
+
+def plan_segmented_step(
+    samples: Sequence[TrainingSample],
+    choice: StepChoice,
+    pipeline: PipelineShape,
+    activation_tokens: int | None = None,
+) -> StepPlan:
+    """The rest of ``plan_step``, once the segments and what they keep are chosen."""
+    segments, lengths = choice.segments, [sample.needed_length() for sample in samples]
     tree = segments.tree
 
     # Pairs in sequence order, each named by its child token in the stream.
@@ -138,14 +150,13 @@ def plan_step(
     last_row = row_stream[edge_row[pair_edge[sequence_pairs[1:] - 1]]] if len(samples) else np.zeros(0, np.int64)
     completed_in = np.searchsorted(segments.segment_start, last_row, side="right") - 1
 
-    keep_activations = choose_kept_segments(segments, activation_tokens)
-    training, forward_only = plan_passes(segments, np.diff(segment_edges), ~keep_activations, pipeline)
+    passes = choice.passes or plan_passes(segments, np.diff(segment_edges), ~choice.kept, pipeline)
     return StepPlan(
         segments=segments,
         num_sequence_tokens=sum(lengths),
-        keep_activations=keep_activations,
-        training=training,
-        forward_only=forward_only,
+        keep_activations=choice.kept,
+        training=passes[0],
+        forward_only=passes[1],
         row_stream=row_stream,
         edge_row=edge_row.astype(np.int64),
         edge_target=tree.token_ids[child].astype(np.int64),
@@ -159,9 +170,31 @@ def plan_step(
         segment_pairs=segment_pairs,
         loss_batches=make_loss_batches(sequence_pairs, completed_in, segments.num_segments),
         paths=root_paths(segments),
-        memory_tokens=0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(tree, segment_tokens),
+        memory_tokens=choice.memory_tokens,
         activation_tokens=activation_tokens,
     )
+
+
+def _choose(
+    sequences: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    tree_mode: str,
+    segment_tokens: int | None,
+    memory_tokens: int | None,
+    activation_tokens: int | None,
+    pipeline: PipelineShape,
+    samples: Sequence[TrainingSample],
+) -> StepChoice:
+    """Segments and what they keep: as told, or the fastest."""
+    is_free = pipeline.memory is not None or (segment_tokens is None and pipeline.is_measured)
+    if is_free and tree_mode != "packed":
+        tree = build_forest(sequences, tree_mode, _known_paths(samples))
+        return choose_step(tree, masks, pipeline, segment_tokens, memory_tokens, activation_tokens)
+    size = segment_tokens or DEFAULT_SEGMENT_TOKENS
+    stages = (pipeline.num_stages, pipeline.max_in_flight_tokens)
+    segments = plan_forest(sequences, tree_mode, size, memory_tokens, *stages, _known_paths(samples))
+    budget = 0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(segments.tree, size)
+    return replace(choose_kept_of(segments, masks, pipeline, activation_tokens), memory_tokens=budget)
 
 
 def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -9,8 +9,8 @@ A reward function is an ordinary Python function
     response_token_ids   the response as it was sampled; its last token is the end-of-sequence token unless it was cut
 
 It is called once for each response, in the order of the batch, and must return a finite number. Anything else (an
-exception, NaN, a string) stops the run with one line that names the prompt and the response: a reward that is silently
-replaced by 0 would train the model on it.
+exception, NaN, a string) is a failure, with one line that names the prompt and the response; ``sampling.scoring`` says
+what becomes of it. A reward that is silently replaced by 0 would train the model on it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import numbers
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,8 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.errors import InputError
+from megatron_dta.config.reward import RewardConfig
+from megatron_dta.errors import InputError, one_line
 
+BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
 RewardFunction = Callable[[Mapping[str, Any], str, list[int]], float]
 
 
@@ -36,24 +39,36 @@ def exact_match(prompt: Mapping[str, Any], response: str, response_token_ids: li
 
 
 def math_verify(prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
-    """1 where the last mathematical answer of the response equals ``answer``, by the package math-verify; else 0."""
+    """1 where the last mathematical answer of the response equals ``answer``, by the package math-verify; else 0.
+
+    An ``answer`` that the package finds nothing in, and what it cannot compare in time, are failures.
+    """
     from math_verify import parse, verify
 
     # The package guards against endless parsing with signals, which exist in the main thread only.
-    return float(verify(parse(str(_answer(prompt))), parse(response)))
+    seconds = 5 if threading.current_thread() is threading.main_thread() else None
+    expected = parse(str(_answer(prompt)), parsing_timeout=seconds, raise_on_error=True)
+    if not expected:
+        raise InputError(
+            f"the prompt's answer {str(_answer(prompt))[:80]!r} holds nothing that math-verify can compare"
+        )
+    found = parse(response, parsing_timeout=seconds, raise_on_error=True)
+    return float(verify(expected, found, timeout_seconds=seconds, raise_on_error=True))
 
 
-def load_reward_function(spec: str) -> RewardFunction:
-    """The function that ``spec`` names: ``exact_match``, ``math_verify`` or ``FILE.py:NAME`` (the file is executed)."""
+def load_reward_function(spec: str, settings: RewardConfig | None = None) -> RewardFunction:
+    """The function that ``spec`` names: a built-in one or ``FILE.py:NAME`` (the file is executed)."""
     if spec == "exact_match":
         return exact_match
+    if spec in ("code_tests", "remote"):
+        return _with_settings(spec, settings or RewardConfig())
     if spec == "math_verify":
         if importlib.util.find_spec("math_verify") is None:
             raise InputError("--reward-function math_verify needs the package math-verify: pip install math-verify")
         return math_verify
     path, separator, name = spec.rpartition(":")
     if not separator or not path.endswith(".py") or not name.isidentifier():
-        raise InputError(f"--reward-function {spec}: must be exact_match, math_verify or FILE.py:NAME")
+        raise InputError(f"--reward-function {spec}: must be {', '.join(BUILT_IN)} or FILE.py:NAME")
     file = Path(path)
     if not file.is_file():
         raise InputError(f"--reward-function {spec}: no such file: {path}")
@@ -71,6 +86,16 @@ def load_reward_function(spec: str) -> RewardFunction:
     return function
 
 
+def _with_settings(name: str, settings: RewardConfig) -> RewardFunction:
+    # Not on top: most runs need neither.
+    from megatron_dta.sampling.code_reward import CodeTests
+    from megatron_dta.sampling.remote_reward import RemoteReward
+
+    if name == "code_tests":
+        return CodeTests(settings)
+    return RemoteReward(settings.reward_server_url or [], settings.reward_timeout_seconds, settings.reward_attempts)
+
+
 def compute_reward(
     function: RewardFunction, prompt_id: str, record: Mapping[str, Any], response: str, response_token_ids: list[int]
 ) -> float:
@@ -80,12 +105,16 @@ def compute_reward(
         # A copy, so that a function that edits its record cannot change what the next response is judged by.
         value = function(dict(record), response, list(response_token_ids))
     except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-    except Exception as error:
+        raise InputError(f"{where}: {one_line(str(error))}") from error
+    # A function that calls sys.exit would else end the run with its status, maybe 0.
+    except (Exception, SystemExit) as error:
         raise InputError(f"{where}: raised {_describe(error)}") from error
     if not isinstance(value, numbers.Real | np.bool_):
         raise InputError(f"{where}: must return a number, got {type(value).__name__}")
-    reward = float(value)
+    try:
+        reward = float(value)
+    except OverflowError:
+        reward = math.inf
     if not math.isfinite(reward):
         raise InputError(f"{where}: must return a finite number, got {reward}")
     return reward
@@ -97,8 +126,12 @@ def _answer(prompt: Mapping[str, Any]) -> Any:
     return prompt["answer"]
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """Type, message and the innermost place of the error, on one line."""
+    try:
+        message = str(error)
+    except Exception:  # the user's own class may do anything
+        message = "no message"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return " ".join(f"{type(error).__name__}: {error}{place}".split())
+    return one_line(f"{type(error).__name__}: {message}{place}")

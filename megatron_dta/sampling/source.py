@@ -9,6 +9,7 @@ shuffle and every token from a keyed random number. Nothing has to be saved for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ import numpy as np
 from megatron_dta.config import SamplingConfig
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.sampling.engines.interface import (
     GenerationRequest,
     GenerationResult,
@@ -28,7 +29,7 @@ from megatron_dta.sampling.engines.interface import (
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts import Prompt, prompts_at
-from megatron_dta.sampling.rewards import compute_reward
+from megatron_dta.sampling.scoring import Response, counted
 from megatron_dta.sampling.task import SamplingTask
 
 
@@ -41,6 +42,7 @@ class SamplingSource(RolloutSource):
         self._config = config
         self._seed = seed
         self._params = sampling_params(task, config, seed)
+        self._statistics: dict[str, float] = {}
 
     def next_batch(self, step: int) -> list[Rollout]:
         """Collection ``step``; one group a prompt, in order.
@@ -53,12 +55,22 @@ class SamplingSource(RolloutSource):
         prompts = prompts_at(self._task.prompts, first, count, self._seed)
         if not self._engine.needs_checkpoint:
             self._engine.update_weights(step)
+        before = self._task.scorer.counts
         scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, step)
+        self._statistics = counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas)
+        if all(reward is None for _, _, reward in scored):
+            why = self._task.scorer.last_failure or "see the other ranks"
+            raise RolloutError(f"every reward of a collection has failed; the last one: {why}")
         # A small prompt file may come round again within one collection: the place in the stream names the group.
         return [
             to_rollout(prompt, result, reward, f"{first + index // samples}:{prompt.prompt_id}")
             for index, (prompt, result, reward) in enumerate(scored)
+            if reward is not None
         ]
+
+    def statistics(self) -> dict[str, float]:
+        """What the scorer counts (``sampling.scoring``), of the last collection and over all ranks."""
+        return self._statistics
 
 
 class SamplingEvaluation(Evaluation):
@@ -87,10 +99,15 @@ class SamplingEvaluation(Evaluation):
         self._params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """``reward``, ``response_tokens`` (means over all responses) and ``ended`` (fraction not cut at the cap)."""
+        """``reward``, ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the cap), and what
+        the scorer counts. Rewards that failed are left out of the mean, which is NaN if all have.
+        """
+        before = self._task.scorer.counts
         scored = _sample_and_score(self._engine, self._task, self._prompts, self._samples, self._params, 0)
+        rewards = [reward for _, _, reward in scored if reward is not None]
         return {
-            "reward": float(np.mean([reward for _, _, reward in scored])),
+            **counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas),
+            "reward": float(np.mean(rewards)) if rewards else math.nan,
             "response_tokens": float(np.mean([len(result.token_ids) for _, result, _ in scored])),
             "ended": float(np.mean([result.ended for _, result, _ in scored])),
         }
@@ -129,8 +146,11 @@ def _sample_and_score(
     samples: int,
     params: SamplingParams,
     iteration: int,
-) -> list[tuple[Prompt, GenerationResult, float]]:
-    """``samples`` responses to every prompt with their rewards, prompt by prompt; the same on every rank."""
+) -> list[tuple[Prompt, GenerationResult, float | None]]:
+    """``samples`` responses to every prompt with their rewards, prompt by prompt; the same on every rank.
+
+    A reward is None where it has failed and the rollout is to be dropped.
+    """
     mesh = current_mesh()
     sequence_prompt = np.repeat(np.arange(len(prompts)), samples)
     share = np.array_split(np.arange(sequence_prompt.size), mesh.data_size)[mesh.data_rank]
@@ -141,13 +161,16 @@ def _sample_and_score(
     ]
     with phase(engine, params, iteration):
         results = generate(engine, requests)
-    rewards = []
+    rewards: list[float | None] = []
     # A user's reward may cost something, or be random: one rank of each replica asks for it.
     if mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
-        for index, result in zip(sequence_prompt[share], results, strict=True):
-            prompt, ids = prompts[index], result.token_ids.tolist()
-            text = task.tokenizer.decode(ids)
-            rewards.append(compute_reward(task.reward_function, prompt.prompt_id, prompt.record, text, ids))
+        chosen = [
+            (prompts[index], result.token_ids.tolist())
+            for index, result in zip(sequence_prompt[share], results, strict=True)
+        ]
+        rewards = task.scorer.score(
+            [Response(prompt.prompt_id, prompt.record, task.tokenizer.decode(ids), ids) for prompt, ids in chosen]
+        )
     gathered = mesh.gather_from_replicas((results, rewards))
     results = [result for part, _ in gathered for result in part]
     rewards = [reward for _, part in gathered for reward in part]

@@ -6,14 +6,16 @@ It is built before the model, whose vocabulary may be the tokenizer's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from megatron_dta.config import SamplingConfig
+from megatron_dta.config import RewardConfig, SamplingConfig
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.arithmetic import ArithmeticTask
 from megatron_dta.sampling.prompts import Prompt, load_prompts
 from megatron_dta.sampling.rewards import RewardFunction, exact_match, load_reward_function
+from megatron_dta.sampling.scoring import Scorer
 from megatron_dta.sampling.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -25,13 +27,25 @@ class SamplingTask:
     eval_prompts: list[Prompt]
     tokenizer: Tokenizer
     reward_function: RewardFunction
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """Calls the reward function, as the settings say."""
+        return Scorer(self.reward_function, self.reward.reward_failure == "drop", self.reward.reward_workers)
 
 
-def build_task(sampling: SamplingConfig, max_position_embeddings: int, vocab_size: int | None = None) -> SamplingTask:
+def build_task(
+    sampling: SamplingConfig,
+    max_position_embeddings: int,
+    vocab_size: int | None = None,
+    reward: RewardConfig | None = None,
+) -> SamplingTask:
     """The task of ``--task`` or ``--prompt-data``; ``InputError`` names the flag, or the file, row and field.
 
     ``vocab_size`` is ``--vocab-size`` where it was given; the tokenizer's ids must fit in it.
     """
+    reward = reward or RewardConfig()
     max_prompt_tokens = max_position_embeddings - sampling.rollout_max_response_len
     if max_prompt_tokens < 1:
         raise InputError(
@@ -43,11 +57,13 @@ def build_task(sampling: SamplingConfig, max_position_embeddings: int, vocab_siz
     assert sampling.prompt_data is not None  # config.checks: one of the two is given
     tokenizer = build_tokenizer(sampling.tokenizer_type or "", sampling.tokenizer_model, sampling.eos_id, vocab_size)
     # Without one an environment gives the rewards (config.checks).
-    reward_function = load_reward_function(sampling.reward_function) if sampling.reward_function else _no_reward
+    reward_function = _no_reward
+    if sampling.reward_function:
+        reward_function = load_reward_function(sampling.reward_function, reward)
     prompts = [p for file in sampling.prompt_data for p in load_prompts(file, tokenizer, max_prompt_tokens)]
     eval_files = sampling.eval_prompt_data or []
     eval_prompts = [p for file in eval_files for p in load_prompts(file, tokenizer, max_prompt_tokens)]
-    return SamplingTask(prompts, eval_prompts, tokenizer, reward_function)
+    return SamplingTask(prompts, eval_prompts, tokenizer, reward_function, reward)
 
 
 def _no_reward(prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:

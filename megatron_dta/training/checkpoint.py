@@ -3,7 +3,9 @@
     SAVE/latest_checkpointed_iteration.txt     number of the checkpoint that counts
     SAVE/iter_0000200/                         Megatron's torch_dist files: weights, optimizer, schedule, step, random
                                                states, data position, all settings
+    SAVE/best_checkpoint.json                  names the best one, with --keep-best-checkpoint
     SAVE/reference/                            weights of the KL reference model, where one is used
+    SAVE/base/                                 frozen weights of a run with LoRA adapters, see ``frozen_base``
 
 A checkpoint is written under another name and renamed when complete, then the number file is replaced the same way.
 So a kill at any moment leaves the previous checkpoint or the new one, never half of one. What a killed save left behind
@@ -15,22 +17,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
+from megatron_dta.config.model import without_lora
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.train import settings_by_flag
+from megatron_dta.conversion.adapters import BASE, base_of
 from megatron_dta.errors import InputError
-from megatron_dta.model import current_mesh
+from megatron_dta.model import Model, current_mesh
+from megatron_dta.training.best_checkpoint import BestCheckpoint
 from megatron_dta.training.checkpoint_files import TRACKER, iteration_folder, prune_checkpoints, replace_text
 from megatron_dta.training.checkpoint_writer import CheckpointWrite, on_first_rank, reason_of
+from megatron_dta.training.frozen_base import ADAPTERS_ONLY, adapter_part, base_part, load_part, trained_part
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.random_state import capture_random_state, restore_random_state
 
@@ -56,6 +61,9 @@ _FREE_MODEL_SETTINGS = {
     "bf16",
     "fp16",
     "transformer_impl",
+    "fused_layer_impl",
+    "fp8_format",
+    "fp8_recipe",
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
@@ -74,7 +82,7 @@ class CheckpointSaver:
     def __init__(
         self,
         config: TrainConfig,
-        model: MegatronModule,
+        model: Model,
         optimizer: TrainingOptimizer,
         report: Callable[[str], None] = lambda line: None,
         critic: Critic | None = None,
@@ -83,13 +91,25 @@ class CheckpointSaver:
         self._critic = critic
         self._folder = Path(config.checkpoint.save or ".")
         self._pending: tuple[int, CheckpointWrite] | None = None
+        self._best: BestCheckpoint | None = None
+        self._next_best: BestCheckpoint | None = None
 
-    def save(self, iteration: int, progress: dict[str, Any]) -> None:
-        """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first."""
+    def set_best(self, best: BestCheckpoint | None) -> None:
+        """The best checkpoint from now on: named in the folder, and never deleted. It must count already."""
+        if best is not None and best != self._best:
+            on_first_rank(self._folder, lambda: best.write(self._folder))
+        self._best = best
+
+    def save(self, iteration: int, progress: dict[str, Any], best: BestCheckpoint | None = None) -> None:
+        """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first.
+
+        ``best`` is the best checkpoint once this one counts; maybe it is this one.
+        """
         self.finish()
         state = _complete_state(self._config, self._model, self._optimizer, iteration, progress, self._critic)
         background = self._config.checkpoint.async_save
         self._pending = iteration, CheckpointWrite(self._folder / iteration_folder(iteration), state, background)
+        self._next_best = best
         if not background:
             self.finish()
 
@@ -105,15 +125,17 @@ class CheckpointSaver:
         (iteration, write), self._pending = self._pending, None
         _let_count(write, iteration)
         self._report(f"saved {write.path}")
+        self.set_best(self._next_best)
         if self._config.checkpoint.keep_checkpoints is not None:
-            keep = self._config.checkpoint.keep_checkpoints
-            on_first_rank(write.path, lambda: prune_checkpoints(self._folder, keep))
+            keep, best = self._config.checkpoint.keep_checkpoints, self._best
+            number = None if best is None else best.iteration
+            on_first_rank(write.path, lambda: prune_checkpoints(self._folder, keep, number))
 
 
 def save_checkpoint(
     folder: str | Path,
     config: TrainConfig,
-    model: MegatronModule,
+    model: Model,
     optimizer: TrainingOptimizer,
     iteration: int,
     progress: dict[str, Any],
@@ -136,28 +158,31 @@ def _let_count(write: CheckpointWrite, iteration: int) -> None:
 
 def _complete_state(
     config: TrainConfig,
-    model: MegatronModule,
+    model: Model,
     optimizer: TrainingOptimizer,
     iteration: int,
     progress: dict[str, Any],
     critic: Critic | None = None,
 ) -> dict[str, Any]:
     """All that a checkpoint holds: shards of this rank, and what is the same on every rank."""
-    model_state = model.sharded_state_dict()
+    model_state = trained_part(model.sharded_state_dict(), config.model)
+    own = {"settings": json.dumps(settings_by_flag(config)), "progress": progress}
+    if config.model.lora_rank is not None:
+        own[ADAPTERS_ONLY] = True
     return {
         "model": model_state,
         **optimizer.sharded_state_dict(model_state),
         **({} if critic is None else {"critic": critic.sharded_state_dict()}),
         "iteration": iteration,
         "rng_state": current_mesh().gather_from_all(capture_random_state()),
-        "megatron_dta": {"settings": json.dumps(settings_by_flag(config)), "progress": progress},
+        "megatron_dta": own,
     }
 
 
 def load_checkpoint(
     path: Path,
     config: TrainConfig,
-    model: MegatronModule,
+    model: Model,
     optimizer: TrainingOptimizer,
     critic: Critic | None = None,
 ) -> tuple[int, dict[str, Any], list[str]]:
@@ -170,25 +195,20 @@ def load_checkpoint(
         InputError: the checkpoint is of another model, was not written by this project, or cannot be read.
     """
     common = read_common(path)
-    if "progress" not in common.get("megatron_dta", {}):
-        raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
-    saved = json.loads(common["megatron_dta"]["settings"])
-    _check_same_model(path, saved, config.model, with_dtype=True)
-    _check_same_optimizer(path, saved, config)
-    model_state = model.sharded_state_dict()
+    changed = check_continues(path, common, config, critic is not None)
+    model_state = trained_part(model.sharded_state_dict(), config.model)
     wanted = {"model": model_state}
     if "optimizer" in common:
         wanted |= optimizer.sharded_state_dict(model_state, is_loading=True)
     if critic is not None:
-        if "critic" not in common:
-            raise InputError(f"{path}: has no critic to continue with; add --finetune to start from its weights")
         wanted["critic"] = critic.sharded_state_dict(is_loading="optimizer" in common["critic"])
+    if config.model.lora_rank is not None:
+        _load_base(base_of(path), model)
     state = read_checkpoint(path, wanted)
-    model.load_state_dict(state["model"])
+    load_part(model, state["model"])
     optimizer.load_state_dict(state)
     if critic is not None:
         critic.load_state_dict(state["critic"])
-    changed = _changed_settings(saved, config)
     mesh, random_states = current_mesh(), state["rng_state"]
     if len(random_states) == mesh.world_size and not any(line.startswith(_MESH_FLAGS) for line in changed):
         restore_random_state(random_states[mesh.rank])
@@ -200,7 +220,19 @@ def load_checkpoint(
     return int(state["iteration"]), state["megatron_dta"]["progress"], changed
 
 
-def _changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
+def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has_critic: bool) -> list[str]:
+    """Refuse a checkpoint that the run cannot go on from; ``common`` is what ``read_common`` has read of it.
+
+    Returns:
+        a line for every setting that differs from the checkpoint's.
+    """
+    if "progress" not in common.get("megatron_dta", {}):
+        raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
+    saved = json.loads(common["megatron_dta"]["settings"])
+    _check_same_model(path, saved, config.model, with_dtype=True)
+    _check_same_optimizer(path, saved, config)
+    if has_critic and "critic" not in common:
+        raise InputError(f"{path}: has no critic to continue with; add --finetune to start from its weights")
     return [
         f"{flag}: {saved[flag]} before, {value} now"
         for flag, value in settings_by_flag(config).items()
@@ -208,23 +240,74 @@ def _changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
     ]
 
 
-def load_weights(path: Path, model_config: ModelConfig, model: MegatronModule) -> None:
-    """Take only the weights; they are converted to the model's dtype. Checkpoints of Megatron-LM will do."""
+def load_weights(path: Path, model_config: ModelConfig, model: Model) -> None:
+    """Take only the weights; they are converted to the model's dtype. Checkpoints of Megatron-LM will do.
+
+    A model with adapters keeps its own where the checkpoint has none.
+    """
     common = read_common(path)
-    if "megatron_dta" in common:
-        _check_same_model(path, json.loads(common["megatron_dta"]["settings"]), model_config, with_dtype=False)
-    model.load_state_dict(read_checkpoint(path, {"model": model.sharded_state_dict()})["model"])
+    check_weights(path, common, model_config)
+    if model_config.lora_rank is not None and not _has_adapters(common):
+        _load_base(path, model)
+    elif common.get("megatron_dta", {}).get(ADAPTERS_ONLY):
+        _load_base(base_of(path), model)
+        load_part(model, read_checkpoint(path, {"model": adapter_part(model.sharded_state_dict())})["model"])
+    else:
+        model.load_state_dict(read_checkpoint(path, {"model": model.sharded_state_dict()})["model"])
 
 
-def save_weights(path: Path, config: TrainConfig, model: MegatronModule) -> None:
+def check_weights(path: Path, common: dict[str, Any], model_config: ModelConfig) -> None:
+    """Refuse weights of another model, where the checkpoint says of which."""
+    if "megatron_dta" not in common:
+        return
+    saved = json.loads(common["megatron_dta"]["settings"])
+    if _has_adapters(common) and model_config.lora_rank is None:
+        raise InputError(
+            f"{path}: has LoRA adapters; give --lora-rank {saved['--lora-rank']}, or merge them with "
+            "tools/convert_megatron_to_hf.py"
+        )
+    _check_same_model(path, saved, model_config, with_dtype=False, with_adapters=_has_adapters(common))
+    if common["megatron_dta"].get(ADAPTERS_ONLY):
+        base_of(path)
+
+
+def _load_base(path: Path, model: Model) -> None:
+    load_part(model, read_checkpoint(path, {"model": base_part(model.sharded_state_dict())})["model"])
+
+
+def has_adapters(path: Path) -> bool:
+    """Whether a checkpoint's model has LoRA adapters."""
+    return _has_adapters(read_common(path))
+
+
+def _has_adapters(common: dict[str, Any]) -> bool:
+    own = common.get("megatron_dta")
+    return own is not None and json.loads(own["settings"]).get("--lora-rank") is not None
+
+
+def save_weights(path: Path, config: TrainConfig, model: Model) -> None:
     """Write only the weights as the checkpoint ``path``."""
     settings = {"settings": json.dumps(settings_by_flag(config))}
     CheckpointWrite(path, {"model": model.sharded_state_dict(), "megatron_dta": settings}).finish()
 
 
-def _check_same_model(path: Path, saved: dict[str, Any], model: ModelConfig, with_dtype: bool) -> None:
+def save_base(config: TrainConfig, model: Model) -> None:
+    """Write the weights beside adapters into ``base`` in ``--save``, as a checkpoint of a model without any."""
+    if config.model.lora_rank is None or config.checkpoint.save is None:
+        return
+    settings = {"settings": json.dumps(settings_by_flag(replace(config, model=without_lora(config.model))))}
+    state = {"model": base_part(model.sharded_state_dict()), "megatron_dta": settings}
+    CheckpointWrite(Path(config.checkpoint.save) / BASE, state).finish()
+
+
+def _check_same_model(
+    path: Path, saved: dict[str, Any], model: ModelConfig, with_dtype: bool, with_adapters: bool = True
+) -> None:
+    saved = {"--lora-rank": None} | saved
     for setting in fields(model):
         if setting.name in _FREE_MODEL_SETTINGS or (setting.name == "params_dtype" and not with_dtype):
+            continue
+        if setting.name.startswith("lora_") and not with_adapters:
             continue
         flag, value = flag_of(setting), getattr(model, setting.name)
         value = str(value) if isinstance(value, torch.dtype) else value

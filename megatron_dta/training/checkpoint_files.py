@@ -66,10 +66,11 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
-def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
+def prune_checkpoints(folder: Path, keep: int, best: int | None = None) -> list[Path]:
     """Delete all but the ``keep`` newest checkpoints, counted back from the one the tracker names, which always stays.
 
-    Later ones than the tracker's are left alone: somebody has set it back on purpose.
+    Later ones than the tracker's are left alone: somebody has set it back on purpose. That of iteration ``best`` stays,
+    and counts only while it is among the newest.
 
     Returns:
         what was deleted.
@@ -80,7 +81,8 @@ def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
     numbered = [(path.name.removeprefix("iter_"), path) for path in folder.glob("iter_*") if path.is_dir()]
     complete = sorted((int(number), path) for number, path in numbered if number.isdecimal())
     old = [path for _, path in complete if path.name <= counting.name]
-    doomed = [path for path in old[:-keep] if path != counting]
+    kept = {counting.name} if best is None else {counting.name, iteration_folder(best)}
+    doomed = [path for path in old[:-keep] if path.name not in kept]
     for path in doomed:
         unfinished = unfinished_name(path)
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -15,6 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from megatron_dta.config import TrainConfig
+from megatron_dta.config.model import without_lora
 from megatron_dta.engine import TreeBatch, TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model, build_model
@@ -22,6 +23,7 @@ from megatron_dta.objectives import make_value_objective
 from megatron_dta.objectives.value import explained_variance
 from megatron_dta.training.checkpoint import read_checkpoint, read_common
 from megatron_dta.training.checkpoint_files import find_checkpoint
+from megatron_dta.training.frozen_base import base_part
 from megatron_dta.training.optimizer import TrainingOptimizer
 
 _PREFIX = "critic."
@@ -82,12 +84,13 @@ class Critic:
 
 def build_critic_model(config: TrainConfig, policy: Model, device: torch.device, resumes: bool) -> Model:
     """A critic that starts where the settings say; one that ``resumes`` is going to be loaded."""
-    model = build_model(config.model, device, config.parallel, value_head=True)
+    # All of a critic's weights are trained, also beside a policy with adapters.
+    model = build_model(without_lora(config.model), device, config.parallel, value_head=True)
     folder = config.critic.critic_load
     if resumes:
         return model
     if folder is None:
-        _load_trunk(model, {str(i): part.state_dict() for i, part in enumerate(policy.parts)})
+        _load_trunk(model, {str(i): base_part(part.state_dict()) for i, part in enumerate(policy.parts)})
         return model
     path = find_checkpoint(folder)
     if path is None:

@@ -31,12 +31,15 @@ from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
 from megatron_dta.rollouts.paths import decoded_tokens
 from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
+from megatron_dta.training.best_checkpoint import BestCheckpoint, better_checkpoint
 from megatron_dta.training.checkpoint import CheckpointSaver
 from megatron_dta.training.critic import Critic
+from megatron_dta.training.guard import Guard, GuardState
 from megatron_dta.training.hf_weights import save_hf
 from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.preparation import SamplePreparation
+from megatron_dta.training.rollout_files import RolloutFiles
 from megatron_dta.training.samples import StepSamples, pack_steps, unpack_steps
 from megatron_dta.training.timelines import write_step_timeline
 from megatron_dta.training.watchdog import Watchdog
@@ -47,20 +50,29 @@ EMPTY_COLLECTIONS = 20
 
 @dataclass
 class Progress:
-    """Where the loop stands: optimizer steps done, collections taken, steps prepared but not trained."""
+    """Where the loop stands: optimizer steps done, collections taken, steps prepared but not trained, and what is
+    remembered of the steps before: what the guard has seen, and the best checkpoint.
+    """
 
     iteration: int = 0
     collections: int = 0
     waiting: list[StepSamples] = field(default_factory=list)
+    guard: GuardState = field(default_factory=GuardState)
+    best: BestCheckpoint | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """All but the iteration, which a checkpoint has anyway, as numbers, strings, lists and tensors."""
-        return {"collections": self.collections, "waiting": pack_steps(self.waiting)}
+        best = {} if self.best is None else {"best": self.best.state_dict()}
+        state = {"collections": self.collections, "waiting": pack_steps(self.waiting)}
+        return state | {"guard": self.guard.state_dict()} | best
 
     @classmethod
     def from_state_dict(cls, iteration: int, state: dict[str, Any]) -> Progress:
         """Where a checkpoint left off."""
-        return cls(iteration, state["collections"], unpack_steps(state["waiting"]))
+        # Checkpoints of before have neither guard nor best.
+        guard = GuardState.from_state_dict(state.get("guard", {}))
+        best = BestCheckpoint(**state["best"]) if "best" in state else None
+        return cls(iteration, state["collections"], unpack_steps(state["waiting"]), guard, best)
 
 
 class Stopwatch:
@@ -97,6 +109,7 @@ class Trainer:
     progress: Progress
     console: Console
     critic: Critic | None = None
+    rollout_files: RolloutFiles | None = None
     resumed: bool = False
     saved_iteration: int | None = None
     terminated: bool = False
@@ -104,6 +117,13 @@ class Trainer:
     def __post_init__(self) -> None:
         self.checkpoints = CheckpointSaver(
             self.config, self.model, self.optimizer, lambda line: self.console.print(line, soft_wrap=True), self.critic
+        )
+        if self.saved_iteration is None:
+            # The best checkpoint so far is not in this run's folder.
+            self.progress.best = None
+        self.checkpoints.set_best(self.progress.best)
+        self.guard = Guard(
+            self.config, self.progress.guard, lambda line: self.console.print(line, style="yellow", soft_wrap=True)
         )
         self.watchdog = Watchdog(self.engine.mesh, self.config.parallel.timeout.total_seconds())
 
@@ -123,9 +143,13 @@ class Trainer:
             self._report_start()
         while self.progress.iteration < self.config.optimization.train_iters and not self._stops():
             self._report(self._step())
+            if self.guard.must_stop:
+                self.checkpoints.finish()
+                raise InputError(f"after step {self.progress.iteration}: {self.guard.must_stop}")
             self.checkpoints.poll()
-            interval = self.config.checkpoint.save_interval
-            if interval and self.progress.iteration % interval == 0:
+            interval, best = self.config.checkpoint.save_interval, self.progress.best
+            is_best = best is not None and best.iteration == self.progress.iteration
+            if is_best or (interval and self.progress.iteration % interval == 0):
                 self._save()
 
     @contextmanager
@@ -164,12 +188,12 @@ class Trainer:
             **self.source.statistics(),
             "collection_step": step.age,
             **trained,
-            **self._sampler_mismatch(trained, step),
+            **self._judge(trained, step),
             "tokens": tokens,
             "unique_tokens": unique,
             "token_reuse": tokens / unique,
             "segments": segments,
-            TIMING: self._timing(watch.seconds, tokens, unique, sampled) | self.source.timing(),
+            TIMING: self._timing(watch.seconds, tokens, unique, sampled) | self._balance(watch) | self.source.timing(),
         }
 
     def _next_step(self, watch: Stopwatch) -> tuple[StepSamples, int]:
@@ -185,6 +209,10 @@ class Trainer:
             sampled += 0 if self.config.data.rollouts else decoded_tokens(rollouts)
             with watch.measure("prepare"):
                 self.progress.waiting = self.preparation.prepare(rollouts)
+                if self.rollout_files is not None:
+                    self.rollout_files.write(self.progress.iteration + 1, self.progress.waiting)
+                for step in self.progress.waiting:
+                    step.rollouts = None  # no longer needed
             self.progress.collections += 1
         if self.progress.waiting:
             return self.progress.waiting.pop(0), sampled
@@ -201,7 +229,7 @@ class Trainer:
             result = self.engine.forward_backward(batch, self.objective, record_timeline=self._is_timed(number))
             loss = float(result.loss)
         with watch.measure("update"):
-            outcome = self.optimizer.step(loss)
+            outcome = self.optimizer.step(loss, self.guard.skip_above)
         if result.timeline and self.engine.mesh.rank == 0:
             planned = batch.plan.training.planned_events()
             write_step_timeline(self.config.logging.timeline_dir, number, result.timeline, planned)
@@ -221,27 +249,26 @@ class Trainer:
         own = (plan.num_sequence_tokens, plan.segments.tree.num_tokens, plan.segments.num_segments)
         return tuple(map(sum, zip(*self.engine.mesh.gather_over_data(own), strict=True)))
 
-    def _sampler_mismatch(self, trained: dict[str, Any], step: StepSamples) -> dict[str, Any]:
-        """exp(mean |trainer's - sampler's logprob|), and an alarm where it is too large for the weights that sampled.
-
-        Later steps of a collection have other weights: there it says how far these have moved, too.
-        """
-        if "sampler_logprob_gap" not in trained:
-            return {}
-        gap = trained["sampler_logprob_gap"]
-        ratio = math.exp(gap) if gap < 700 else math.inf
-        record: dict[str, Any] = {"sampler_probability_ratio": ratio}
-        limit = self.config.objective.sampler_mismatch_alarm
-        if limit is not None and step.age == 0:
-            record["sampler_mismatch_alarm"] = alarm = not ratio <= limit
-            if alarm:
-                self.console.print(
-                    f"step {self.progress.iteration}: sampler and trainer disagree: exp(mean |difference of logprobs|) "
-                    f"is {ratio:.4f}, above --sampler-mismatch-alarm {limit:g}",
-                    style="yellow",
-                    soft_wrap=True,
-                )
+    def _judge(self, trained: dict[str, Any], step: StepSamples) -> dict[str, Any]:
+        """What the guard says of the step."""
+        record: dict[str, Any] = {}
+        if "grad_norm" in trained:
+            record |= self.guard.check_norm(self.progress.iteration, trained["grad_norm"])
+        if "sampler_logprob_gap" in trained:
+            fresh = step.age == 0
+            record |= self.guard.check_sampler(self.progress.iteration, trained["sampler_logprob_gap"], fresh)
         return record
+
+    def _balance(self, watch: Stopwatch) -> dict[str, Any]:
+        """Seconds that each data-parallel rank was busy with its own sequences, and how even they are: 1 where alike.
+
+        With --overlap-grad-reduce they hold waiting for each other, too.
+        """
+        if self.engine.mesh.data_size == 1:
+            return {}
+        seconds = self.engine.mesh.gather_over_data(watch.seconds["train"])
+        even = sum(seconds) / len(seconds) / max(seconds) if max(seconds) else 1.0
+        return {"rank_train_seconds": seconds, "rank_balance": even}
 
     def _is_timed(self, iteration: int) -> bool:
         """The second step is the first that is not slower for what is only prepared once."""
@@ -289,8 +316,9 @@ class Trainer:
                     values = evaluation.evaluate(iteration)
                     record |= {f"eval_{name}": value for name, value in values.items()}
             record[TIMING]["evaluate_seconds"] = watch.seconds["evaluate"]
+            self.progress.best = better_checkpoint(self.config.checkpoint, self.progress.best, record)
         self.metrics.write(record)
-        if record.get("skipped"):
+        if record.get("skipped") and not record.get("grad_norm_outlier"):
             self.console.print(
                 f"step {iteration}: skipped, the weights are unchanged: the loss is {record['loss']}, "
                 f"the gradient norm {record['grad_norm']}",
@@ -306,7 +334,8 @@ class Trainer:
             return
         self.watchdog.enter(f"saving step {iteration}")
         source = self.source.state_dict(wait and not self.terminated)
-        self.checkpoints.save(iteration, self.progress.state_dict() | ({"source": source} if source else {}))
+        state = self.progress.state_dict() | ({"source": source} if source else {})
+        self.checkpoints.save(iteration, state, self.progress.best)
         self.saved_iteration = iteration
 
     def _save_hf(self) -> None:

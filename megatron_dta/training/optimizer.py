@@ -18,10 +18,12 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dta import cpu_compat
 from megatron_dta.config import OptimizationConfig, ParallelConfig
+from megatron_dta.config.state_checks import DTYPES
 from megatron_dta.model import Model
 
 # Megatron's layout of a distributed optimizer's state that loads on any mesh, gathered on the host.
@@ -40,7 +42,7 @@ class StepOutcome:
     """What an optimizer step did.
 
     Attributes:
-        applied: False if the step was skipped because the loss or the gradient was not finite.
+        applied: False if the step was skipped because the loss or the gradient was not finite, or an outlier.
         grad_norm: norm of the whole gradient before clipping.
         learning_rate: the rate that the step used, or would have.
     """
@@ -63,9 +65,8 @@ class TrainingOptimizer:
         self._is_distributed = parallel.use_distributed_optimizer
         if self._is_distributed:
             cpu_compat.place_parameters_of_all_buckets()
-        self.chunks = data_parallel_chunks(model, parallel)
-        optimizer_config = _optimizer_config(settings, model.config.params_dtype)
-        optimizer_config.use_distributed_optimizer = parallel.use_distributed_optimizer
+        self.chunks = data_parallel_chunks(model, parallel, in_float32=settings.main_grads_dtype == "fp32")
+        optimizer_config = _optimizer_config(settings, model.config.params_dtype, self._is_distributed)
         self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
         self.schedule = _schedule(self.optimizer, settings)
 
@@ -83,16 +84,19 @@ class TrainingOptimizer:
         """
         finalize_model_grads(self.chunks)
 
-    def step(self, loss: float) -> StepOutcome:
-        """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss."""
+    def step(self, loss: float, skip_above: float | None = None) -> StepOutcome:
+        """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss.
+
+        A gradient whose norm is above ``skip_above`` is not applied.
+        """
         biases = [bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")]
         before = [bias.clone() for bias in biases]
         self.reduce_gradients()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.learning_rate
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
+        applied = math.isfinite(loss) and math.isfinite(grad_norm) and (skip_above is None or grad_norm <= skip_above)
+        if applied:
             # Megatron's own step prepares and measures again, which changes nothing; it has no way to skip on a NaN.
             self.optimizer.step()
             self.schedule.step(1)
@@ -100,7 +104,7 @@ class TrainingOptimizer:
             # Megatron updates the biases of experts with the reduction of the gradients.
             for bias, value in zip(biases, before, strict=True):
                 bias.copy_(value)
-        return StepOutcome(applied=finite, grad_norm=grad_norm, learning_rate=learning_rate)
+        return StepOutcome(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @property
     def learning_rate(self) -> float:
@@ -118,7 +122,8 @@ class TrainingOptimizer:
                 _make_empty_state(optimizer)
         if is_loading or len(self.optimizer.state):
             metadata = {"metadata": _UNPREFIXED | (_RESHARDABLE if self._is_distributed else {})}
-            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, **metadata)
+            found = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, **metadata)
+            state["optimizer"] = _without_classes(found)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,12 +155,29 @@ def _steps_in(state: Any) -> list[Any]:
     return own + [step for part in state.values() for step in _steps_in(part)]
 
 
+def _without_classes(state: Any) -> Any:
+    """``state`` without the classes that Megatron's offloading optimizer notes in its groups.
+
+    They say nothing of the state, and a file with them cannot be read.
+    """
+    if isinstance(state, dict):
+        return {name: _without_classes(value) for name, value in state.items() if not isinstance(value, type)}
+    return [_without_classes(part) for part in state] if type(state) is list else state
+
+
 def _make_empty_state(optimizer: Any) -> None:
     """Megatron's distributed optimizer reads the number of steps from Adam's state, also before there is one."""
     adam = optimizer.optimizer
+    is_hybrid = isinstance(adam, HybridDeviceOptimizer)
     for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        # With states on the host, these and the master weights belong to the parameter's copy there.
+        inner = adam.param_to_inner_param[parameter] if is_hybrid else parameter
+        moments = {name: torch.zeros_like(inner) for name in ("exp_avg", "exp_avg_sq")}
         adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        if is_hybrid:
+            adam.state[parameter]["master_param"] = inner
+    if is_hybrid:
+        adam._sync_hdo_state_to_sub_optimizers()
 
 
 def _load(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) -> None:
@@ -187,11 +209,17 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
             values["step"] = step
 
 
-def data_parallel_chunks(model: Model, parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """The rank's parts of ``model`` with Megatron's gradient buffers, for the engine."""
+def data_parallel_chunks(
+    model: Model, parallel: ParallelConfig, in_float32: bool = True
+) -> list[DistributedDataParallel]:
+    """The rank's parts of ``model`` with Megatron's gradient buffers, for the engine.
+
+    Args:
+        in_float32: gradients of 16-bit weights in float32; otherwise in the weights' dtype.
+    """
     settings = DistributedDataParallelConfig(
         # Exactness tests in float64 keep their gradients in it.
-        grad_reduce_in_fp32=model.config.params_dtype != torch.float64,
+        grad_reduce_in_fp32=in_float32 and model.config.params_dtype != torch.float64,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         bucket_size=parallel.ddp_bucket_size,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
@@ -199,8 +227,9 @@ def data_parallel_chunks(model: Model, parallel: ParallelConfig) -> list[Distrib
     return [DistributedDataParallel(model.config, settings, part) for part in model.parts]
 
 
-def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -> OptimizerConfig:
-    return OptimizerConfig(
+def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype, is_distributed: bool) -> OptimizerConfig:
+    aware, offload = settings.use_precision_aware_optimizer, settings.optimizer_cpu_offload
+    config = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.lr,
         min_lr=settings.min_lr,
@@ -211,7 +240,25 @@ def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype) -
         clip_grad=settings.clip_grad,
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
+        use_precision_aware_optimizer=aware and not offload,
+        main_grads_dtype=DTYPES["fp32" if offload else settings.main_grads_dtype],
+        main_params_dtype=DTYPES[settings.main_params_dtype],
+        exp_avg_dtype=DTYPES[settings.exp_avg_dtype],
+        exp_avg_sq_dtype=DTYPES[settings.exp_avg_sq_dtype],
+        optimizer_cpu_offload=settings.optimizer_cpu_offload,
+        optimizer_offload_fraction=settings.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=settings.overlap_cpu_optimizer_d2h_h2d,
+        pin_cpu_grads=not settings.no_pin_cpu_grads,
+        pin_cpu_params=not settings.no_pin_cpu_params,
+        use_distributed_optimizer=is_distributed,
     )
+    if offload:
+        # Megatron asks for Transformer Engine's version here, and 0.16 fails where it is not installed,
+        # although offloaded states do not need it. What would follow from its answer is set as without it.
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
+        config.main_grads_dtype = DTYPES[settings.main_grads_dtype]
+    return config
 
 
 def _schedule(optimizer: Any, settings: OptimizationConfig) -> OptimizerParamScheduler:

@@ -83,7 +83,8 @@ class SamplePreparation:
         steps, found = [], {}
         for chosen in split_groups(rollouts, num_steps):
             own = [rollouts[i] for i in chosen]
-            step = StepSamples(self._with_routing([samples[i] for i in chosen], own), rollout_statistics(own))
+            routed = self._with_routing([samples[i] for i in chosen], own)
+            step = StepSamples(routed, rollout_statistics(own), rollouts=own)
             if selected:
                 step.statistics |= {"collected_rollouts": float(num_rollouts)}
                 if "reward" in statistics:

@@ -34,6 +34,7 @@ class StepSamples:
     Attributes:
         couples: int64 [K, 2], samples whose losses are coupled; None for objectives of single sequences.
         age: optimizer steps since the collection was sampled; at 0 the weights are those of its passes.
+        rollouts: what the samples were made from, in their order; None after a checkpoint, which does not keep them.
     """
 
     samples: list[TrainingSample]
@@ -43,6 +44,7 @@ class StepSamples:
     plan_seconds: float = 0.0
     couples: np.ndarray | None = None
     age: int = 0
+    rollouts: list[Rollout] | None = None
 
     def batch(self, tree: TreeConfig, settings: ObjectiveConfig, engine: TreeEngine) -> TreeBatch:
         """This rank's samples (``own``) with their plan: that of earlier passes, or a new one after a checkpoint."""

@@ -14,21 +14,27 @@ import torch
 from rich.console import Console
 
 from megatron_dta.config import LoggingConfig, TrainConfig
+from megatron_dta.config.model import without_lora
+from megatron_dta.config.state_checks import check_state_support
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import Objective, make_objective
+from megatron_dta.planning.cost_file import CostFile, load_cost_file
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.checkpoint import (
     REFERENCE,
+    has_adapters,
     load_checkpoint,
     load_weights,
+    save_base,
     save_weights,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
+from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.critic import Critic, build_critic_model
 from megatron_dta.training.hf_weights import check_save_hf, load_hf
 from megatron_dta.training.loop import Progress, Trainer
@@ -37,21 +43,21 @@ from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.random_state import seed_random_states
 from megatron_dta.training.reference import Reference
+from megatron_dta.training.rollout_files import RolloutFiles
 from megatron_dta.training.sampled_data import build_sampled_data
+from megatron_dta.training.settings_file import write_settings
 from megatron_dta.training.stored_data import StoredEvaluation, load_files, load_stored_rollouts
 
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     """All parts of the run that ``config`` describes, its state loaded from where it starts."""
+    check_state_support(config.model, config.optimization)
     check_save_hf(config)
     _make_folders(config)
     objective = make_objective(config.objective)
-    stored, held_out, task = _read_data(config, objective)
-    if config.model.vocab_size is None:
-        config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
-    if config.objective.loss_aggregation == "sequence-sum" and config.objective.loss_length is None:
-        length = float(config.sampling.rollout_max_response_len)
-        config = replace(config, objective=replace(config.objective, loss_length=length))
+    costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
+    stored, held_out, task = read_data(config, objective)
+    config = with_known_sizes(config, task)
 
     device = initialize_parallel(config.optimization.seed, config.parallel)
     seed_random_states(config.optimization.seed)
@@ -60,14 +66,10 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = build_model(config.model, device, config.parallel)
     start, resumes = _starting_point(config)
-    if start is not None and not resumes:
-        load_weights(start, config.model, model)
-        console.print(f"starting from the weights of {start}", soft_wrap=True)
-    elif start is None and config.checkpoint.load_hf is not None:
-        load_hf(config, model)
-        console.print(f"starting from the weights of {config.checkpoint.load_hf}", soft_wrap=True)
+    if not resumes:
+        _load_first_weights(config, model, start, console)
     # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
-    reference = _build_reference(config, model, device, resumes) if objective.needs_ref_logprobs else None
+    reference = _build_reference(config, objective, model, device, resumes)
     critic = None
     if objective.needs_critic:
         critic = Critic(config, build_critic_model(config, model, device, resumes))
@@ -80,9 +82,14 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         for line in changed:
             console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
 
+    own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
+    if not own:
+        save_base(config, model)
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
-    engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay)
+    engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
+    if config.tree.tree_memory_gib is not None:
+        engine.limit_memory(config.tree.tree_memory_gib, _constant_bytes(config, optimizer, reference, critic))
     if task is not None:
         source, evaluations = build_sampled_data(
             config, model, task, progress, lambda line: console.print(line, soft_wrap=True, style="yellow")
@@ -95,7 +102,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         objective,
         config.tree,
         engine,
-        Reference(_engine(config, reference), config.objective.offload_reference) if reference is not None else None,
+        _reference(config, objective, reference, optimizer.chunks),
         config.sampling.num_steps_per_rollout,
         critic.engine if critic is not None else None,
         config.critic,
@@ -103,7 +110,6 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         # Servers and recordings are asked for exact logprobs where they are needed, and may give anything else.
         config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs,
     )
-    own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     return Trainer(
         config=config,
         model=model,
@@ -117,9 +123,21 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         progress=progress,
         console=console,
         critic=critic,
+        rollout_files=_rollout_files(config, task),
         resumed=start is not None and resumes,
         saved_iteration=progress.iteration if own else None,
     )
+
+
+def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, console: Console) -> None:
+    """The weights of a run that begins: of the checkpoint ``start``, of --load-hf, or random as they are."""
+    if start is not None:
+        load_weights(start, config.model, model)
+    elif config.checkpoint.load_hf is not None:
+        load_hf(config, model)
+    source = start or config.checkpoint.load_hf
+    if source is not None:
+        console.print(f"starting from the weights of {source}", soft_wrap=True)
 
 
 def metrics_path(config: TrainConfig) -> Path | None:
@@ -130,10 +148,20 @@ def metrics_path(config: TrainConfig) -> Path | None:
 
 
 def _open_metrics(config: TrainConfig, iteration: int) -> MetricsLog:
-    """The first process writes them; all have the same."""
+    """The first process writes them, and the settings beside them; all have the same."""
     if current_mesh().rank != 0:
         return MetricsLog(None, LoggingConfig(), iteration)
+    if config.checkpoint.save is not None:
+        write_settings(config.checkpoint.save, config)
     return MetricsLog(metrics_path(config), config.logging, iteration, settings_by_flag(config))
+
+
+def _rollout_files(config: TrainConfig, task: SamplingTask | None) -> RolloutFiles | None:
+    """The first process writes them; all have the same samples."""
+    folder, interval = config.checkpoint.save, config.logging.save_rollouts_interval
+    if folder is None or interval is None or current_mesh().rank != 0:
+        return None
+    return RolloutFiles(folder, interval, config.logging.save_rollouts_groups, task.tokenizer if task else None)
 
 
 def _make_folders(config: TrainConfig) -> None:
@@ -151,13 +179,23 @@ def _make_folders(config: TrainConfig) -> None:
                 raise InputError(f"{flag}: the folder {path} cannot be made ({error.strerror})") from error
 
 
-def _read_data(
+def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainConfig:
+    """The settings with what the tokenizer and other settings decide where they say nothing."""
+    if config.model.vocab_size is None:
+        config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
+    if config.objective.loss_aggregation == "sequence-sum" and config.objective.loss_length is None:
+        length = float(config.sampling.rollout_max_response_len)
+        config = replace(config, objective=replace(config.objective, loss_length=length))
+    return config
+
+
+def read_data(
     config: TrainConfig, objective: Objective
 ) -> tuple[RolloutSource | None, list[Rollout], SamplingTask | None]:
     """Stored rollouts, held-out rollouts, and what is sampled: what of these the settings ask for."""
     if not config.data.rollouts:
         model = config.model
-        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size)
+        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size, config.reward)
         if config.logging.eval_interval and not task.eval_prompts:
             raise InputError("--eval-interval needs held-out prompts: give --eval-prompt-data")
         return None, [], task
@@ -188,16 +226,23 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
     return None, False
 
 
-def _build_reference(config: TrainConfig, policy: Model, device: torch.device, resumes: bool) -> Model:
-    """The frozen model that the KL divergence is measured from."""
-    reference = build_model(config.model, device, config.parallel)
+def _build_reference(
+    config: TrainConfig, objective: Objective, policy: Model, device: torch.device, resumes: bool
+) -> Model | None:
+    """The frozen model that a KL divergence is measured from; None if none is, or if it is the policy's base."""
+    if not objective.needs_ref_logprobs or config.checkpoint.reference_is_base(config.model.lora_rank is not None):
+        return None
     save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
     if config.checkpoint.ref_load is not None:
         path = find_checkpoint(config.checkpoint.ref_load)
         if path is None:
             raise InputError(f"--ref-load {config.checkpoint.ref_load}: holds no checkpoint")
-        load_weights(path, config.model, reference)
-    elif not resumes:
+        shape = config.model if has_adapters(path) else without_lora(config.model)
+        reference = build_model(shape, device, config.parallel)
+        load_weights(path, shape, reference)
+        return reference.requires_grad_(False).eval()
+    reference = build_model(config.model, device, config.parallel)
+    if not resumes:
         reference.load_state_dict(policy.state_dict())
         if save is not None:
             save_weights(save, config, reference)
@@ -208,7 +253,36 @@ def _build_reference(config: TrainConfig, policy: Model, device: torch.device, r
     return reference.requires_grad_(False).eval()
 
 
-def _engine(config: TrainConfig, model: Model | list[torch.nn.Module], routing_replay: bool = False) -> TreeEngine:
+def _reference(
+    config: TrainConfig, objective: Objective, model: Model | None, policy: list[torch.nn.Module]
+) -> Reference | None:
+    """Passes of the reference ``model`` or, where that is None, of the policy's base."""
+    if not objective.needs_ref_logprobs:
+        return None
+    if model is None:
+        return Reference(_engine(config, policy), is_base=True)
+    return Reference(_engine(config, model), config.objective.offload_reference)
+
+
+def _constant_bytes(
+    config: TrainConfig, optimizer: TrainingOptimizer, reference: Model | None, critic: Critic | None
+) -> float:
+    """What all models on this rank take through a step."""
+    ranks = current_mesh().data_size if config.parallel.use_distributed_optimizer else 1
+    total = constant_bytes(optimizer.chunks, config.optimization, ranks)
+    if critic is not None:
+        total += constant_bytes(critic.optimizer.chunks, config.optimization, ranks)
+    if reference is not None and not config.objective.offload_reference:
+        total += constant_bytes(reference.parts)
+    return total
+
+
+def _engine(
+    config: TrainConfig,
+    model: Model | list[torch.nn.Module],
+    routing_replay: bool = False,
+    costs: CostFile | None = None,
+) -> TreeEngine:
     return TreeEngine(
         model,
         config.sampling.temperature,
@@ -216,6 +290,7 @@ def _engine(config: TrainConfig, model: Model | list[torch.nn.Module], routing_r
         config.parallel.pipeline_in_flight_tokens,
         config.tree.tree_attention_impl,
         routing_replay,
+        costs,
     )
 
 

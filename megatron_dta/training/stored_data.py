@@ -47,6 +47,11 @@ class StoredRollouts(RolloutSource):
         # First step of each epoch seen so far; how many steps an epoch has depends on its order.
         self._epoch_start = [0]
 
+    @property
+    def rollouts(self) -> Sequence[Rollout]:
+        """All of them, as they were read."""
+        return self._rollouts
+
     def next_batch(self, step: int) -> list[Rollout]:
         """The rollouts of optimizer step ``step``."""
         while True:

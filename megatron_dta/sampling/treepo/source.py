@@ -21,7 +21,7 @@ from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts import Prompt, prompts_at
-from megatron_dta.sampling.rewards import compute_reward
+from megatron_dta.sampling.scoring import Response, counted
 from megatron_dta.sampling.source import sampling_params
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
@@ -51,6 +51,7 @@ class TreeSource(RolloutSource):
         steps = -(-self._config.optimization.train_iters // sampling.num_steps_per_rollout)
         settings = TreeSettings.from_config(self._config.treepo, sampling, step, steps)
         before = dict(self._environments.counts) if self._environments else {}
+        rewards_before = self._task.scorer.counts
         if not self._engine.needs_checkpoint:
             self._engine.update_weights(step)
         sampler = TreeSampler(
@@ -59,8 +60,11 @@ class TreeSource(RolloutSource):
         groups = sample_scored_trees(
             sampler, self._task, prompts, first, self._params, step, self._environments is None
         )
+        self._statistics = counted(rewards_before, self._task.scorer.counts, current_mesh().gather_from_replicas)
         if self._environments:
-            self._statistics = _total({name: value - before[name] for name, value in self._environments.counts.items()})
+            self._statistics |= _total(
+                {name: value - before[name] for name, value in self._environments.counts.items()}
+            )
         weight = FallbackWeight(self._config.treepo.treepo_fallback_weight)
         return [
             rollout
@@ -69,7 +73,7 @@ class TreeSource(RolloutSource):
         ]
 
     def statistics(self) -> dict[str, float]:
-        """Steps, failures and time-outs of the environments, with the collection handed out last."""
+        """Steps, failures and time-outs of environments, and what the scorer counts, of the last collection."""
         return dict(self._statistics)
 
 
@@ -158,12 +162,10 @@ def sample_scored_trees(
 
 def _rewards(tree: SampledTree, prompt: Prompt, task: SamplingTask) -> dict[int, float]:
     """What the reward function says of each leaf."""
-    rewards = {}
-    for leaf in tree.leaves:
-        ids = tree.tokens(leaf)[len(prompt.token_ids) :].tolist()
-        text = task.tokenizer.decode(ids)
-        rewards[leaf] = compute_reward(task.reward_function, prompt.prompt_id, prompt.record, text, ids)
-    return rewards
+    tokens = [tree.tokens(leaf)[len(prompt.token_ids) :].tolist() for leaf in tree.leaves]
+    responses = [Response(prompt.prompt_id, prompt.record, task.tokenizer.decode(ids), ids) for ids in tokens]
+    # Failures end the run here (config.rollout_checks): no reward is None.
+    return dict(zip(tree.leaves, task.scorer.score(responses), strict=True))
 
 
 def _total(counts: dict[str, int]) -> dict[str, float]:

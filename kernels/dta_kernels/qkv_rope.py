@@ -1,0 +1,321 @@
+"""From Megatron's mixed QKV to rotated queries and keys in one pass: the heads' norms and the rotary positions.
+
+Megatron's product leaves the heads of a group side by side: its queries, its key, its value. A program reads the heads
+of one group where they are, normalizes each (Qwen3's QK-norm) and turns pairs of channels (i, i + R / 2) by their
+angle; values stay where they are, as a view. A head is read as three tiles: the two halves of what is turned and the
+rest, so that every access is to neighboring channels. The backward takes the gradients of queries, keys and values and
+writes that of the mixed rows. Arithmetic is float32 throughout, cosines and sines are float32, and results are rounded
+once.
+
+Weight gradients are added up in a fixed order, in float32: each program over its tokens, then the programs' sums.
+
+Legend: N tokens, G key/value heads (groups), P query heads of a group, D head size, R rotated channels,
+W = G (P + 2) D.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Programs of the backward pass, over tokens and groups.
+_MAX_PROGRAMS = 1024
+
+
+class QKVLayout(NamedTuple):
+    """Shape of the mixed rows on this rank."""
+
+    num_groups: int
+    heads_per_group: int
+    head_size: int
+
+
+@triton.jit
+def _turn_head(
+    source, target, weight_in, cos, sin, half_exists, rest_exists, eps, D: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Normalize and turn a head of some tokens; ``source`` and ``target`` [tokens, 1] point to its first channel."""
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    first = tl.load(source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+    if REST:
+        rest = tl.load(source + r[None, :], mask=rest_exists, other=0.0).to(tl.float32)
+    if NORM:
+        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if REST:
+            total += tl.sum(rest * rest, 1)
+        rstd = (1.0 / tl.sqrt(total / D + eps))[:, None]
+        first = first * rstd * tl.load(weight_in + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        second = second * rstd * tl.load(weight_in + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        if REST:
+            rest = rest * rstd * tl.load(weight_in + r, mask=r < D, other=0.0).to(tl.float32)[None, :]
+    element = target.dtype.element_ty
+    # Spelled out, so that no compiler chooses which product is rounded: queries are computed again bit for bit.
+    tl.store(target + h[None, :], tl.fma(first, cos, -(second * sin)).to(element), mask=half_exists)
+    tl.store(target + HALF + h[None, :], tl.fma(second, cos, first * sin).to(element), mask=half_exists)
+    if REST:
+        tl.store(target + r[None, :], rest.to(element), mask=rest_exists)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward_kernel(
+    mixed_in, cos_in, sin_in, q_weight_in, k_weight_in, q_out, k_out, num_rows, num_groups, eps, HEADS: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    half_exists = (row < num_rows) & (h < HALF)[None, :]
+    rest_exists = (row < num_rows) & (r < D)[None, :]
+    cos = tl.load(cos_in + row * HALF + h[None, :], mask=half_exists, other=0.0)
+    sin = tl.load(sin_in + row * HALF + h[None, :], mask=half_exists, other=0.0)
+    of_group = row * num_groups + group
+    source = mixed_in + of_group * ((HEADS + 2) * D)
+    for head in range(HEADS):
+        _turn_head(
+            source + head * D, q_out + (of_group * HEADS + head) * D, q_weight_in, cos, sin, half_exists, rest_exists,
+            eps, D, HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
+        )  # fmt: skip
+    if KEYS:
+        _turn_head(
+            source + HEADS * D, k_out + of_group * D, k_weight_in, cos, sin, half_exists, rest_exists, eps, D, HALF,
+            REST, BLOCK_HALF, BLOCK_REST, NORM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _turn_head_back(
+    grad_source, source, target, weight_in, cos, sin, half_exists, rest_exists, eps, D: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient by a head of the mixed rows; returns each token's share of the weight's, in three parts."""
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    grad_first = tl.load(grad_source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+    grad_second = tl.load(grad_source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+    # Turned back by the same angle.
+    first = grad_first * cos + grad_second * sin
+    second = grad_second * cos - grad_first * sin
+    rest = tl.zeros_like(rest_exists).to(tl.float32)
+    if REST:
+        rest = tl.load(grad_source + r[None, :], mask=rest_exists, other=0.0).to(tl.float32)
+    share_first, share_second, share_rest = first, second, rest
+    if NORM:
+        hat_first = tl.load(source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+        hat_second = tl.load(source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
+        total = tl.sum(hat_first * hat_first, 1) + tl.sum(hat_second * hat_second, 1)
+        if REST:
+            hat_rest = tl.load(source + r[None, :], mask=rest_exists, other=0.0).to(tl.float32)
+            total += tl.sum(hat_rest * hat_rest, 1)
+        rstd = (1.0 / tl.sqrt(total / D + eps))[:, None]
+        hat_first, hat_second = hat_first * rstd, hat_second * rstd
+        share_first, share_second = first * hat_first, second * hat_second
+        first = first * tl.load(weight_in + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        second = second * tl.load(weight_in + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        moment = tl.sum(first * hat_first, 1) + tl.sum(second * hat_second, 1)
+        if REST:
+            hat_rest = hat_rest * rstd
+            share_rest = rest * hat_rest
+            rest = rest * tl.load(weight_in + r, mask=r < D, other=0.0).to(tl.float32)[None, :]
+            moment += tl.sum(rest * hat_rest, 1)
+        mean = (moment / D)[:, None]
+        first, second = (first - hat_first * mean) * rstd, (second - hat_second * mean) * rstd
+        if REST:
+            rest = (rest - hat_rest * mean) * rstd
+    element = target.dtype.element_ty
+    tl.store(target + h[None, :], first.to(element), mask=half_exists)
+    tl.store(target + HALF + h[None, :], second.to(element), mask=half_exists)
+    if REST:
+        tl.store(target + r[None, :], rest.to(element), mask=rest_exists)
+    return share_first, share_second, share_rest
+
+
+@triton.jit
+def _store_weight_gradient(
+    out, first, second, rest, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr
+):  # fmt: skip
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    tl.store(out + h, tl.sum(first, 0), mask=h < HALF)
+    tl.store(out + HALF + h, tl.sum(second, 0), mask=h < HALF)
+    tl.store(out + r, tl.sum(rest, 0), mask=r < D)
+
+
+@triton.jit(do_not_specialize=["num_rows", "tiles_per_program"])
+def _backward_kernel(
+    grad_q_in, grad_k_in, grad_v_in, mixed_in, cos_in, sin_in, q_weight_in, k_weight_in, grad_mixed_out,
+    grad_q_weight_out, grad_k_weight_out, num_rows, tiles_per_program, num_groups, eps, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    group, program = tl.program_id(0), tl.program_id(1)
+    h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    q_first = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+    q_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+    q_rest = tl.zeros([ROWS, BLOCK_REST], dtype=tl.float32)
+    k_first = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+    k_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+    k_rest = tl.zeros([ROWS, BLOCK_REST], dtype=tl.float32)
+    for tile in range(program * tiles_per_program, (program + 1) * tiles_per_program):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        half_exists = (row < num_rows) & (h < HALF)[None, :]
+        rest_exists = (row < num_rows) & (r < D)[None, :]
+        cos = tl.load(cos_in + row * HALF + h[None, :], mask=half_exists, other=0.0)
+        sin = tl.load(sin_in + row * HALF + h[None, :], mask=half_exists, other=0.0)
+        of_group = row * num_groups + group
+        source = mixed_in + of_group * ((HEADS + 2) * D)
+        target = grad_mixed_out + of_group * ((HEADS + 2) * D)
+        for head in range(HEADS):
+            first, second, rest = _turn_head_back(
+                grad_q_in + (of_group * HEADS + head) * D, source + head * D, target + head * D, q_weight_in, cos, sin,
+                half_exists, rest_exists, eps, D, HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
+            )  # fmt: skip
+            q_first += first
+            q_second += second
+            q_rest += rest
+        k1, k2, k3 = _turn_head_back(
+            grad_k_in + of_group * D, source + HEADS * D, target + HEADS * D, k_weight_in, cos, sin, half_exists,
+            rest_exists, eps, D, HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
+        )  # fmt: skip
+        k_first += k1
+        k_second += k2
+        k_rest += k3
+        grad_v, target = grad_v_in + of_group * D, target + (HEADS + 1) * D
+        value = tl.load(grad_v + h[None, :], mask=half_exists, other=0.0)
+        tl.store(target + h[None, :], value, mask=half_exists)
+        value = tl.load(grad_v + HALF + h[None, :], mask=half_exists, other=0.0)
+        tl.store(target + HALF + h[None, :], value, mask=half_exists)
+        if REST:
+            value = tl.load(grad_v + r[None, :], mask=rest_exists, other=0.0)
+            tl.store(target + r[None, :], value, mask=rest_exists)
+    if NORM:
+        partial = (program * num_groups + group).to(tl.int64) * D
+        _store_weight_gradient(grad_q_weight_out + partial, q_first, q_second, q_rest, D, HALF, BLOCK_HALF, BLOCK_REST)
+        _store_weight_gradient(grad_k_weight_out + partial, k_first, k_second, k_rest, D, HALF, BLOCK_HALF, BLOCK_REST)
+
+
+def _settings(layout: QKVLayout, num_pairs: int, norm: bool) -> dict[str, int | bool]:
+    rest = layout.head_size - 2 * num_pairs
+    block = triton.next_power_of_2(num_pairs)
+    return {
+        "HEADS": layout.heads_per_group,
+        "ROWS": max(1, min(16, 1024 // block)),
+        "D": layout.head_size,
+        "HALF": num_pairs,
+        "REST": rest,
+        "BLOCK_HALF": block,
+        "BLOCK_REST": triton.next_power_of_2(max(1, rest)),
+        "NORM": norm,
+        "num_warps": 4,
+    }
+
+
+class _QKVRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        mixed_NW: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_weight_D: Tensor | None,
+        k_weight_D: Tensor | None,
+        layout: QKVLayout,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mixed_NW = mixed_NW.contiguous()
+        N, (G, P, D) = mixed_NW.shape[0], layout
+        q_NHD, k_NGD = mixed_NW.new_empty((N, G * P, D)), mixed_NW.new_empty((N, G, D))
+        _launch_forward(mixed_NW, cos, sin, q_weight_D, k_weight_D, layout, eps, q_NHD, k_NGD)
+        ctx.save_for_backward(mixed_NW, cos, sin, q_weight_D, k_weight_D)
+        ctx.layout, ctx.eps = layout, eps
+        return q_NHD, k_NGD, mixed_NW.view(N, G, P + 2, D)[:, :, P + 1]
+
+    @staticmethod
+    def backward(ctx, grad_q_NHD: Tensor, grad_k_NGD: Tensor, grad_v_NGD: Tensor):
+        mixed_NW, cos, sin, q_weight_D, k_weight_D = ctx.saved_tensors
+        grad_mixed_NW, *grad_weights = qkv_rope_backward(
+            grad_q_NHD, grad_k_NGD, grad_v_NGD, mixed_NW, cos, sin, q_weight_D, k_weight_D, ctx.layout, ctx.eps
+        )
+        if q_weight_D is not None:
+            grad_weights = [grad.to(q_weight_D.dtype) for grad in grad_weights]
+        return grad_mixed_NW, None, None, *grad_weights, None, None
+
+
+def _launch_forward(
+    mixed_NW: Tensor, cos: Tensor, sin: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None,
+    layout: QKVLayout, eps: float, q_NHD: Tensor, k_NGD: Tensor | None,
+) -> None:  # fmt: skip
+    N, norm = mixed_NW.shape[0], q_weight_D is not None
+    if N == 0:
+        return
+    settings = _settings(layout, cos.shape[1], norm)
+    grid = (layout.num_groups, triton.cdiv(N, settings["ROWS"]))
+    _forward_kernel[grid](
+        mixed_NW, cos, sin, q_weight_D if norm else cos, k_weight_D if norm else cos, q_NHD,
+        q_NHD if k_NGD is None else k_NGD, N, layout.num_groups, eps, KEYS=k_NGD is not None, **settings,
+    )  # fmt: skip
+
+
+def qkv_rope_backward(
+    grad_q_NHD: Tensor,
+    grad_k_NGD: Tensor,
+    grad_v_NGD: Tensor,
+    mixed_NW: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    layout: QKVLayout,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients by the mixed rows, and by the two weights in float32 [D] (None without norms)."""
+    N, norm = mixed_NW.shape[0], q_weight_D is not None
+    settings = _settings(layout, cos.shape[1], norm)
+    tiles = triton.cdiv(N, settings["ROWS"])
+    programs = min(tiles, triton.cdiv(_MAX_PROGRAMS, layout.num_groups))
+    grad_mixed_NW = torch.empty_like(mixed_NW)
+    partial = [mixed_NW.new_empty((programs * layout.num_groups, layout.head_size), dtype=torch.float32) for _ in "qk"]
+    if N:
+        # The last programs may have no tokens; their share of the weights' gradients is zero.
+        _backward_kernel[(layout.num_groups, programs)](
+            grad_q_NHD.contiguous(), grad_k_NGD.contiguous(), grad_v_NGD.contiguous(), mixed_NW, cos, sin,
+            q_weight_D if norm else cos, k_weight_D if norm else cos, grad_mixed_NW, *partial, N,
+            triton.cdiv(tiles, programs), layout.num_groups, eps, **settings,
+        )  # fmt: skip
+    return grad_mixed_NW, *([each.sum(0) for each in partial] if norm else [None, None])
+
+
+def qkv_rope(
+    mixed_NW: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    layout: QKVLayout,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the mixed rows, normalized per head and turned to their positions.
+
+    Args:
+        mixed_NW: [N, G (P + 2) D], of each group its queries, its key and its value.
+        cos, sin: float32 [N, R / 2] contiguous, with any attention factor; channels from R on are not turned.
+        q_weight_D, k_weight_D: weights of the heads' RMSNorm; both None for none.
+        eps: of the norms.
+
+    Returns:
+        ``(q [N, G P, D], k [N, G, D], v [N, G, D])``; v is a view of ``mixed``.
+    """
+    if (q_weight_D is None) != (k_weight_D is None):
+        raise ValueError("norms of queries and keys come together: give both weights or none")
+    return _QKVRope.apply(mixed_NW, cos, sin, q_weight_D, k_weight_D, layout, eps)
+
+
+def queries_again(
+    mixed_NW: Tensor, cos: Tensor, sin: Tensor, q_weight_D: Tensor | None, layout: QKVLayout, eps: float, q_NHD: Tensor
+) -> None:
+    """Write the queries of an earlier pass into ``q`` [N, G P, D], bit for bit; all tensors contiguous."""
+    _launch_forward(mixed_NW, cos, sin, q_weight_D, q_weight_D, layout, eps, q_NHD, None)

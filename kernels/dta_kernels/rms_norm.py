@@ -1,0 +1,172 @@
+"""RMSNorm of a residual stream as Triton kernels: the addition of a branch goes with it, forward and backward.
+
+Between two blocks a layer adds the last block's output to the stream and normalizes the sum for the next. Here that is
+one pass over memory, and so is its backward: the gradient by the normed rows and the one that the stream brings along
+come in, their common gradient and the weight's go out. Arithmetic is float32 throughout and results are rounded once.
+
+Liger-Kernel 0.8.5 has such kernels too. They are not used because theirs divide the rows of the weight gradient by
+the GPU's processors, so the sum depends on the machine and Triton's interpreter has no number to give; because the
+backward of the variant with an addition is compiled anew for every number of rows; and because neither keeps what
+computes the normed rows again without a second reduction.
+
+Weight gradients are added up in a fixed order, in float32: each program over its rows, then the programs' sums.
+
+Legend: N rows, C columns, P programs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Programs of the backward pass: enough to fill any GPU twice over, few enough that their sums are a small tensor.
+_MAX_PROGRAMS = 512
+
+
+class RMSNormOutput(NamedTuple):
+    """``normed`` and ``residual`` as the input, ``rstd`` float32 [N] (not differentiable)."""
+
+    normed: Tensor
+    residual: Tensor
+    rstd: Tensor
+
+
+@triton.jit
+def _forward_kernel(
+    x_in, added_in, weight_in, normed_out, residual_out, rstd_out, num_columns, eps, ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    exists = column < num_columns
+    offset = row * num_columns + column
+    x = tl.load(x_in + offset, mask=exists, other=0.0).to(tl.float32)
+    if ADD:
+        total = x + tl.load(added_in + offset, mask=exists, other=0.0).to(tl.float32)
+        rounded = total.to(residual_out.dtype.element_ty)
+        tl.store(residual_out + offset, rounded, mask=exists)
+        # What later passes read is the rounded sum, so that is what is normalized.
+        x = rounded.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / num_columns + eps)
+    tl.store(rstd_out + row, rstd)
+    weight = tl.load(weight_in + column, mask=exists, other=0.0).to(tl.float32)
+    tl.store(normed_out + offset, (x * rstd * weight).to(normed_out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _again_kernel(x_in, rstd_in, weight_in, normed_out, num_columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    exists = column < num_columns
+    offset = row * num_columns + column
+    x = tl.load(x_in + offset, mask=exists, other=0.0).to(tl.float32)
+    weight = tl.load(weight_in + column, mask=exists, other=0.0).to(tl.float32)
+    normed = x * tl.load(rstd_in + row) * weight
+    tl.store(normed_out + offset, normed.to(normed_out.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
+def _backward_kernel(
+    grad_normed_in, grad_residual_in, x_in, rstd_in, weight_in, grad_out, grad_weight_out, num_rows, rows_per_program,
+    num_columns, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    exists = column < num_columns
+    weight = tl.load(weight_in + column, mask=exists, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros([BLOCK], dtype=tl.float32)
+    begin = program * rows_per_program
+    end = tl.minimum(begin + rows_per_program, num_rows)
+    stride = tl.zeros([], dtype=tl.int64) + num_columns
+    for row in range(begin, end):
+        offset = row * stride + column
+        rstd = tl.load(rstd_in + row)
+        hat = tl.load(x_in + offset, mask=exists, other=0.0).to(tl.float32) * rstd
+        grad_normed = tl.load(grad_normed_in + offset, mask=exists, other=0.0).to(tl.float32)
+        grad_hat = grad_normed * weight
+        grad = (grad_hat - hat * (tl.sum(grad_hat * hat, 0) / num_columns)) * rstd
+        if ADD:
+            grad += tl.load(grad_residual_in + offset, mask=exists, other=0.0).to(tl.float32)
+        tl.store(grad_out + offset, grad.to(grad_out.dtype.element_ty), mask=exists)
+        grad_weight += grad_normed * hat
+    tl.store(grad_weight_out + program.to(tl.int64) * num_columns + column, grad_weight, mask=exists)
+
+
+def _settings(num_columns: int) -> dict[str, int]:
+    block = triton.next_power_of_2(num_columns)
+    return {"BLOCK": block, "num_warps": 4 if block <= 1024 else 8 if block <= 4096 else 16}
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        x = x.contiguous()
+        C = weight_C.shape[0]
+        N = x.numel() // C
+        normed = torch.empty_like(x)
+        residual = x.view_as(x) if added is None else torch.empty_like(x)
+        rstd_N = x.new_empty(N, dtype=torch.float32)
+        if N:
+            other = x if added is None else added.contiguous()
+            _forward_kernel[(N,)](
+                x, other, weight_C, normed, residual, rstd_N, C, eps, ADD=added is not None, **_settings(C)
+            )
+        ctx.save_for_backward(x if added is None else residual, weight_C, rstd_N)
+        ctx.adds = added is not None
+        ctx.mark_non_differentiable(rstd_N)
+        ctx.set_materialize_grads(False)
+        return normed, residual, rstd_N
+
+    @staticmethod
+    def backward(ctx, grad_normed: Tensor | None, grad_residual: Tensor | None, _: None):
+        x, weight_C, rstd_N = ctx.saved_tensors
+        if grad_normed is None:
+            return grad_residual, None, None, grad_residual if ctx.adds else None
+        grad, grad_weight_C = rms_norm_backward(grad_normed, grad_residual, x, rstd_N, weight_C)
+        return grad, grad_weight_C.to(weight_C.dtype), None, grad if ctx.adds else None
+
+
+def rms_norm_backward(
+    grad_normed: Tensor, grad_residual: Tensor | None, x: Tensor, rstd_N: Tensor, weight_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradient by ``x``, and by the weight in float32 [C]; ``x`` is what was normalized."""
+    C, N = weight_C.shape[0], rstd_N.shape[0]
+    grad = torch.empty_like(x)
+    programs = min(N, _MAX_PROGRAMS)
+    grad_weight_PC = x.new_empty((programs, C), dtype=torch.float32)
+    if N:
+        grad_normed = grad_normed.contiguous()
+        rows = triton.cdiv(N, programs)
+        # The last programs may have no rows; they write zeros.
+        _backward_kernel[(programs,)](
+            grad_normed, grad_normed if grad_residual is None else grad_residual.contiguous(), x, rstd_N, weight_C,
+            grad, grad_weight_PC, N, rows, C, ADD=grad_residual is not None, **_settings(C),
+        )  # fmt: skip
+    return grad, grad_weight_PC.sum(0)
+
+
+def rms_norm(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None = None) -> RMSNormOutput:
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) of ``x``, or of ``x + added``.
+
+    Args:
+        x: [..., C], float32 or 16 bits.
+        weight_C: factor of each column.
+        eps: added to the mean square.
+        added: same shape and dtype as ``x``.
+
+    Returns:
+        The normed rows, the residual stream (``x`` or the sum) and what ``rms_norm_again`` needs. Use the residual in
+        place of the input, so that its gradient is added within the backward pass.
+    """
+    return RMSNormOutput(*_RMSNorm.apply(x, weight_C, eps, added))
+
+
+def rms_norm_again(residual: Tensor, rstd_N: Tensor, weight_C: Tensor, normed: Tensor) -> None:
+    """Write the normed rows of an earlier pass into ``normed``, bit for bit; all tensors contiguous."""
+    C, N = weight_C.shape[0], rstd_N.shape[0]
+    if N:
+        _again_kernel[(N,)](residual, rstd_N, weight_C, normed, C, **_settings(C))

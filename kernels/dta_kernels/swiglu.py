@@ -1,0 +1,81 @@
+"""SwiGLU (Shazeer 2020, arXiv:2002.05202) of a feed-forward layer's first product as Triton kernels.
+
+Gate and up projection are read where Megatron's product leaves them, side by side in one row, so nothing is split or
+joined; the backward writes both gradients into one tensor. Arithmetic is float32 throughout, results are rounded once.
+(Liger-Kernel's takes the two as separate contiguous tensors and rounds the gate before the product.)
+
+Legend: N rows, F width of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _forward_kernel(x_in, y_out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < width
+    source = x_in + row * 2 * width + column
+    gate = tl.load(source, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(source + width, mask=exists, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_out + row * width + column, y.to(y_out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _backward_kernel(grad_in, x_in, grad_out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < width
+    offset = row * 2 * width + column
+    gate = tl.load(x_in + offset, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(x_in + offset + width, mask=exists, other=0.0).to(tl.float32)
+    grad = tl.load(grad_in + row * width + column, mask=exists, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    grad_gate = grad * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+    grad_up = grad * (gate * sigmoid)
+    tl.store(grad_out + offset, grad_gate.to(grad_out.dtype.element_ty), mask=exists)
+    tl.store(grad_out + offset + width, grad_up.to(grad_out.dtype.element_ty), mask=exists)
+
+
+def _grid(num_rows: int, width: int) -> tuple[int, int]:
+    return num_rows, triton.cdiv(width, _BLOCK)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+        swiglu_into(x, y)
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        width = x.shape[-1] // 2
+        grad_x = torch.empty_like(x)
+        if x.numel():
+            grid = _grid(x.numel() // (2 * width), width)
+            _backward_kernel[grid](grad.contiguous(), x, grad_x, width, BLOCK=_BLOCK, num_warps=4)
+        return grad_x
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` [..., F] of ``[gate, up]`` [..., 2 F]."""
+    return _SwiGLU.apply(x)
+
+
+def swiglu_into(x: Tensor, y: Tensor) -> None:
+    """Write ``swiglu(x)`` into ``y``, without autograd; both contiguous."""
+    width = y.shape[-1]
+    if y.numel():
+        _forward_kernel[_grid(y.numel() // width, width)](x, y, width, BLOCK=_BLOCK, num_warps=4)

@@ -1,0 +1,61 @@
+"""Adds gradients of weights to a buffer that is there already, in the buffer's precision, and stands in for them.
+
+A weight gradient that autograd hands on is a tensor of its own in the weight's dtype: for 16-bit weights it is rounded
+once for every backward pass, and written, read and added by itself. Here the matrix product adds to the buffer as it
+is computed. What autograd gets in its place is a tensor without memory, so that the weight's hooks fire.
+
+Legend: N rows of a pass (tokens), V outputs of a linear map (for the logprobs the vocabulary), C inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_placeholders: dict[tuple, Tensor] = {}
+
+
+def add_weight_gradient(sum_VC: Tensor, grad_NV: Tensor, input_NC: Tensor) -> None:
+    """``sum += grad.T @ input``, summed up in the sum's dtype and, where PyTorch can, without a copy of the product.
+
+    Args:
+        sum_VC: buffer, of the dtype of the others or a wider one.
+    """
+    if grad_NV.shape[0] == 0:
+        return
+    if grad_NV.dtype == sum_VC.dtype:
+        sum_VC.addmm_(grad_NV.t(), input_NC)
+    elif not sum_VC.is_cuda:
+        sum_VC.addmm_(grad_NV.t().to(sum_VC.dtype), input_NC.to(sum_VC.dtype))
+    elif "dtype_out" in torch.ops.aten.addmm.overloads():
+        torch.ops.aten.addmm.dtype_out(sum_VC, grad_NV.t(), input_NC, sum_VC.dtype, out=sum_VC)
+    else:
+        sum_VC += grad_NV.t() @ input_NC
+
+
+def add_row_gradients(sum_VC: Tensor, row_N: Tensor, grad_NC: Tensor) -> None:
+    """``sum[row] += grad`` for every row, in the sum's dtype; repeated rows in a fixed order.
+
+    Args:
+        row_N: int64, any number of times each.
+    """
+    if sum_VC.is_cuda:
+        # Sorts the rows on the device, and so adds up equal ones in their order; index_add_ would use atomics.
+        sum_VC.index_put_((row_N,), grad_NC.to(sum_VC.dtype), accumulate=True)
+    else:
+        # On a CPU it is the other way round.
+        sum_VC.index_add_(0, row_N, grad_NC.to(sum_VC.dtype))
+
+
+def gradient_placeholder(weight: Tensor) -> Tensor:
+    """A tensor of the weight's shape, strides, dtype and device that has no memory: for autograd to pass on.
+
+    Nothing may read or write its elements, nor may autograd add it to another gradient of the same tensor. With the
+    strides of the weight and no other reference to it, autograd makes it the weight's ``grad`` without a copy.
+    """
+    key = (tuple(weight.shape), weight.dtype, weight.device)
+    if key not in _placeholders:
+        made = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        made.untyped_storage().resize_(0)
+        _placeholders[key] = made
+    return _placeholders[key].detach()

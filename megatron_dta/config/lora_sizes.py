@@ -1,0 +1,30 @@
+"""How many parameters LoRA adapters have, from the settings alone."""
+
+from __future__ import annotations
+
+from megatron_dta.config.model import ModelConfig
+
+
+def adapter_parameters(model: ModelConfig) -> int:
+    """Parameters of all adapters of the whole model; 0 without any."""
+    if model.lora_rank is None:
+        return 0
+    queries, groups = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    widths = {"linear_qkv": queries + 2 * groups + model.hidden_size, "linear_proj": queries + model.hidden_size}
+    total = 0
+    for has_experts in model.moe_layers:
+        total += sum(widths.get(name, 0) for name in model.lora_target_modules)
+        inner = [(1, model.ffn_hidden_size)]
+        if has_experts:
+            inner = [(model.num_experts, model.moe_ffn_hidden_size), (1, model.moe_shared_expert_intermediate_size)]
+        for count, width in inner:
+            if width is not None:
+                total += count * _feed_forward(model, width)
+    return total * model.lora_rank
+
+
+def _feed_forward(model: ModelConfig, width: int) -> int:
+    """Inputs and outputs of the adapted matrices of one feed-forward layer."""
+    first = model.hidden_size + (2 * width if model.swiglu else width)
+    widths = {"linear_fc1": first, "linear_fc2": width + model.hidden_size}
+    return sum(widths.get(name, 0) for name in model.lora_target_modules)

@@ -1,0 +1,47 @@
+"""What planning must know of a built model to cost it: its shape in the terms of a cost file, and counted bytes."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megatron_dta.errors import InputError
+from megatron_dta.planning.cost_file import CostShape
+from megatron_dta.planning.segment_bytes import SegmentBytes
+
+
+def cost_shape(config: TransformerConfig, vocab_size: int, dtype: torch.dtype) -> CostShape:
+    """The shape that a measurement of the model holds for; raises InputError for a model with experts."""
+    if config.num_moe_experts is not None:
+        raise InputError("--cost-model: models with experts cannot be measured; leave it out")
+    return CostShape(
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        vocab_size=vocab_size,
+        swiglu=config.gated_linear_unit,
+        dtype=str(dtype).removeprefix("torch."),
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+    )
+
+
+def counted_bytes(config: TransformerConfig, vocab_size: int, dtype: torch.dtype, logit_rows: int) -> SegmentBytes:
+    """Bytes of one of the model's tokens where nothing was measured; raises InputError for a model with experts."""
+    if config.num_moe_experts is not None:
+        raise InputError("--tree-memory-gib: how many tokens an expert gets is not known ahead; leave it out")
+    return SegmentBytes.of_shape(
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        vocab_size=vocab_size,
+        swiglu=config.gated_linear_unit,
+        element_bytes=dtype.itemsize,
+        tensor_size=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        logit_rows=logit_rows,
+    )

@@ -1,0 +1,91 @@
+"""A transformer layer on fused kernels: additions to the residual stream go with the norms, SwiGLU is one kernel.
+
+Per token a layer keeps its input, the mixed QKV, the attention's output, the stream after it, and the first product of
+the feed-forward layer; the rest is computed again in the backward (``rematerialize``). Parameters, linear layers and
+their communication are Megatron's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from dta_kernels.swiglu import swiglu, swiglu_into
+from megatron_dta.config import ModelConfig
+from megatron_dta.model.fused_attention import FusedSelfAttention
+from megatron_dta.model.fused_norm import FusedRMSNorm
+from megatron_dta.model.rematerialize import call_without_keeping_input, mark_recomputable
+
+
+def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
+    """Put the fused modules into the spec of a block, wherever they compute what Megatron's would.
+
+    LayerNorm stays Megatron's; so do experts, whose layers get the norms and the attention.
+    """
+    has_fused_norm = model.normalization == "RMSNorm"
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.module = FusedSelfAttention
+        if has_fused_norm:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FusedRMSNorm
+        if layer.module is TransformerLayer:
+            layer.module = FusedLayer
+    if has_fused_norm:
+        spec.layer_norm = FusedRMSNorm
+
+
+class FusedLayer(TransformerLayer):
+    """Megatron's layer without experts and dropout; the same submodules."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: object = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Output [n, 1, hidden size] of the layer, and no context of a cross-attention."""
+        normed, residual = _normed(self.input_layernorm, hidden_states)
+        branch = self.self_attention(
+            normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
+        normed, residual = _normed(self.pre_mlp_layernorm, residual, _with_bias(branch))
+        branch = feed_forward(self.mlp, normed)
+        return residual + _with_bias(branch), None
+
+
+def feed_forward(mlp: MLP, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Output and bias of Megatron's ``mlp``, through the SwiGLU kernel where that is its activation."""
+    if not _is_swiglu(mlp.config):
+        return call_without_keeping_input(mlp, hidden_states)
+    gated = _with_bias(call_without_keeping_input(mlp.linear_fc1, hidden_states))
+    active = mark_recomputable(swiglu(gated), partial(swiglu_into, gated.detach()))
+    return call_without_keeping_input(mlp.linear_fc2, active)
+
+
+def _is_swiglu(config: TransformerConfig) -> bool:
+    plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0
+    return config.gated_linear_unit and config.activation_func is F.silu and plain
+
+
+def _normed(norm: torch.nn.Module, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``(normed, residual)`` of ``x``, or of ``x + added``."""
+    if isinstance(norm, FusedRMSNorm):
+        return norm.with_residual(x, added)
+    residual = x if added is None else x + added
+    return norm(residual), residual
+
+
+def _with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
+    """A linear layer's output with the bias that it has left to its caller."""
+    value, bias = output
+    return value if bias is None else value + bias

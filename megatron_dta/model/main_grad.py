@@ -1,0 +1,206 @@
+"""Gradients of weights straight into the float32 buffer of Megatron's distributed data parallelism (``main_grad``).
+
+Megatron's own gradient accumulation fusion does this with a CUDA extension of another package, and only for its linear
+layers. Here the product of PyTorch's own that adds to a float32 matrix does, and the rows of a tied embedding go the
+same way as the output weight's gradient. A weight without a buffer, as in a model that is not wrapped, keeps Megatron's
+path and gets a gradient from autograd.
+
+Megatron's hooks, which add up gradients over the replicas, must fire once a backward pass for every weight and after
+all that it contributes. So each weight hands autograd exactly one ``gradient_placeholder`` a pass: one of none would
+run the hooks in another thread than the backward pass, in an order that may differ from rank to rank, and two would be
+added up. That of a tied weight comes from the embedding, which is the last that a backward pass reaches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+from torch.nn import Parameter
+
+from dta_kernels.weight_gradients import add_row_gradients, add_weight_gradient, gradient_placeholder
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """The buffer that takes the weight's gradient, None if there is none or the weight is frozen."""
+    return getattr(weight, "main_grad", None) if weight.requires_grad else None
+
+
+def added_to_main_grad(weight: Parameter) -> Tensor:
+    """Tell Megatron's hooks that the pass's gradient is in the buffer; what to return to autograd in its place."""
+    weight.grad_added_to_main_grad = True
+    return gradient_placeholder(weight)
+
+
+class _Linear(torch.autograd.Function):
+    """``input @ weight.T + bias`` on a tensor group, with Megatron's communication beside the products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Parameter,
+        bias: Tensor | None,
+        reduces_input_gradient: bool,
+        sequence_parallel: bool,
+        group: distributed.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        ctx.reduces_input_gradient, ctx.sequence_parallel, ctx.group = reduces_input_gradient, sequence_parallel, group
+        whole = _start_gather(input, group)[0] if sequence_parallel else input
+        output = torch.matmul(whole, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple:
+        input, weight = ctx.saved_tensors
+        whole, handle = input, None
+        if ctx.sequence_parallel:
+            whole, handle = _start_gather(input, ctx.group, wait=False)
+        grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_input = (grad_rows @ weight).view(*grad_output.shape[:-1], weight.shape[1])
+        # The sum over the ranks runs beside the weight gradient's product.
+        if handle is not None:
+            handle.wait()
+            own = torch.empty_like(input, memory_format=torch.contiguous_format)
+            handle = distributed.reduce_scatter_tensor(own, grad_input, group=ctx.group, async_op=True)
+        elif ctx.reduces_input_gradient:
+            own, handle = grad_input, distributed.all_reduce(grad_input, group=ctx.group, async_op=True)
+        else:
+            own = grad_input
+        add_weight_gradient(ctx.weight.main_grad, grad_rows, whole.reshape(-1, whole.shape[-1]))
+        grad_bias = grad_rows.sum(0) if ctx.has_bias else None
+        if handle is not None:
+            handle.wait()
+        return own, added_to_main_grad(ctx.weight), grad_bias, None, None, None
+
+
+def _start_gather(
+    input: Tensor, group: distributed.ProcessGroup, wait: bool = True
+) -> tuple[Tensor, distributed.Work | None]:
+    """The rows of all ranks of a tensor group; ready at once, or when the handle that comes with them says so."""
+    whole = input.new_empty(input.shape[0] * group.size(), *input.shape[1:])
+    return whole, distributed.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=not wait)
+
+
+class _IntoMainGrad:
+    """Megatron's linear layer but for the product with its weight, where the weight has a buffer."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+        if main_grad_of(weight) is None:
+            return super()._forward_impl(input=input, weight=weight, bias=bias, **options)
+        return _Linear.apply(
+            input, weight, bias, options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"]
+        )
+
+
+class MainGradColumnParallelLinear(_IntoMainGrad, ColumnParallelLinear):
+    """Megatron's ``ColumnParallelLinear`` with the weight's gradient straight in its buffer."""
+
+
+class MainGradRowParallelLinear(_IntoMainGrad, RowParallelLinear):
+    """Megatron's ``RowParallelLinear`` with the weight's gradient straight in its buffer."""
+
+
+class _Lookup(torch.autograd.Function):
+    """``weight[row]`` [..., C], zero where ``is_own`` is False."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, is_own: Tensor | None, weight: Parameter) -> Tensor:
+        ctx.save_for_backward(row, is_own)
+        ctx.weight = weight
+        found = torch.nn.functional.embedding(row, weight)
+        return found if is_own is None else found.masked_fill_(~is_own.unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple:
+        row, is_own = ctx.saved_tensors
+        if is_own is not None:
+            grad_output = grad_output.masked_fill(~is_own.unsqueeze(-1), 0)
+        add_row_gradients(ctx.weight.main_grad, row.flatten(), grad_output.reshape(-1, grad_output.shape[-1]))
+        return None, None, added_to_main_grad(ctx.weight)
+
+
+class MainGradEmbedding(VocabParallelEmbedding):
+    """Megatron's ``VocabParallelEmbedding`` with the rows' gradients straight in the weight's buffer."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Embeddings of the token ids ``input_`` [b, n], laid out as Megatron does."""
+        if main_grad_of(self.weight) is None:
+            return super().forward(input_)
+        row, is_own = input_ - self.vocab_start_index, None
+        if self.tp_group.size() > 1:
+            is_own = (row >= 0) & (row < self.num_embeddings_per_partition)
+            # Other ranks' tokens add zeros somewhere, and not all to one row, which would take long.
+            row = row.remainder(self.num_embeddings_per_partition)
+        own = _Lookup.apply(row, is_own, self.weight)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(own.transpose(0, 1).contiguous(), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(own, group=self.tp_group)
+
+
+class _OutputRows(torch.autograd.Function):
+    """The first rows of an output weight whose gradient goes into its buffer without autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Parameter, num_rows: int) -> Tensor:
+        ctx.weight = weight
+        return weight[:num_rows]
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple:
+        return added_to_main_grad(ctx.weight), None
+
+
+def output_rows(weight: Parameter, num_rows: int, is_embedding: bool) -> Tensor:
+    """The first rows of an output weight with a buffer, for an op that adds their gradient to the buffer's rows.
+
+    Args:
+        is_embedding: whether the weight is this model part's embedding too, which then speaks for both.
+    """
+    return weight.detach()[:num_rows] if is_embedding else _OutputRows.apply(weight, num_rows)
+
+
+_REPLACEMENTS = {ColumnParallelLinear: MainGradColumnParallelLinear, RowParallelLinear: MainGradRowParallelLinear}
+
+
+def with_main_grad_layers(spec: Any) -> Any:
+    """``spec`` (a layer's, a block's, any part of one) with our linear layers in the place of Megatron's; edits it.
+
+    Parts are ``ModuleSpec`` up to Megatron-Core 0.16 and also ``functools.partial`` later.
+    """
+    if isinstance(spec, type):
+        return _REPLACEMENTS.get(spec, spec)
+    if isinstance(spec, functools.partial):
+        keywords = {name: with_main_grad_layers(part) for name, part in spec.keywords.items()}
+        return functools.partial(spec.func, *map(with_main_grad_layers, spec.args), **keywords)
+    if isinstance(spec, list):
+        return [with_main_grad_layers(part) for part in spec]
+    if isinstance(spec, ModuleSpec):
+        spec.module, spec.submodules = with_main_grad_layers(spec.module), with_main_grad_layers(spec.submodules)
+    elif dataclasses.is_dataclass(spec):
+        for part in dataclasses.fields(spec):
+            setattr(spec, part.name, with_main_grad_layers(getattr(spec, part.name)))
+    return spec
+
+
+def use_main_grad(part: Any) -> None:
+    """Let embedding and output weight of a ``TreeGPTModel`` made of such layers take the same way."""
+    part.adds_to_main_grad = True
+    if part.pre_process:
+        # Megatron makes its embedding itself, without a spec; only what forward does differs.
+        part.embedding.word_embeddings.__class__ = MainGradEmbedding
+    if part.share_embeddings_and_output_weights and (part.pre_process or part.post_process):
+        # Megatron would add to the buffer what autograd has for a weight with two uses.
+        part.shared_embedding_or_output_weight().zero_out_wgrad = False

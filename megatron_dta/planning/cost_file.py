@@ -1,0 +1,191 @@
+"""The cost model as measured on a machine: the file that ``tools/fit_cost_model.py`` writes and ``--cost-model`` reads.
+
+A pass over a segment takes, forward and backward apart,
+
+    seconds = layers * (a tokens + b pairs + d) + (a' tokens + c edges + d')
+
+where the second part is what happens once, not in every layer: embedding, logits, their gradients. The file says for
+which model it holds: any number of layers of the same shape, dtype and tensor parallelism. How many pipeline stages or
+replicas share the work does not matter to what a segment costs. Another shape is refused, not scaled.
+
+Bytes are those that one rank's tensors take (``segment_bytes``); a file that was made without a GPU has none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.errors import InputError
+from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.segment_bytes import SegmentBytes
+
+WHAT = "cost model"
+
+
+@dataclass(frozen=True)
+class CostShape:
+    """What a measurement depends on, and must agree with the model that it is used for.
+
+    Attributes:
+        dtype: of weights and activations, "bfloat16" for example.
+        tensor_model_parallel_size, sequence_parallel: how each layer is divided.
+    """
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    swiglu: bool = True
+    dtype: str = "bfloat16"
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Coefficients of a forward, or of a backward; see the top of the file. None is negative."""
+
+    token_and_layer: float = 0.0
+    pair_and_layer: float = 0.0
+    segment_and_layer: float = 0.0
+    token: float = 0.0
+    edge: float = 0.0
+    segment: float = 0.0
+
+
+@dataclass(frozen=True)
+class CostFile:
+    """What such a file says.
+
+    Attributes:
+        path: where it was read, for messages.
+        shape: what it holds for.
+        num_layers: layers of the model that it was made for.
+        forward, backward: seconds.
+        bytes: None if no GPU was measured.
+    """
+
+    path: str
+    shape: CostShape
+    num_layers: int
+    forward: PassSeconds
+    backward: PassSeconds
+    bytes: SegmentBytes | None = None
+
+    def model(self, num_layers: int | None = None, segment_tokens: int = CostModel.segment_tokens) -> CostModel:
+        """The cost model of ``num_layers`` layers (None: of the model that was measured)."""
+        layers = self.num_layers if num_layers is None else num_layers
+
+        def total(name: str) -> tuple[float, float]:
+            """Seconds of forward and backward together, and the forward's share."""
+            seconds = [
+                layers * getattr(each, f"{name}_and_layer", 0.0) + getattr(each, name, 0.0)
+                for each in (self.forward, self.backward)
+            ]
+            return sum(seconds), seconds[0] / sum(seconds) if sum(seconds) else 0.5
+
+        token, pair, edge, segment = (total(name) for name in ("token", "pair", "edge", "segment"))
+        return CostModel(token[0], pair[0], edge[0], segment[0], segment_tokens, token[1], pair[1], edge[1], segment[1])
+
+    def check(self, shape: CostShape) -> None:
+        """Raise InputError unless the file holds for a model of ``shape``, naming the first difference."""
+        for field in fields(CostShape):
+            measured, needed = getattr(self.shape, field.name), getattr(shape, field.name)
+            if measured != needed:
+                name = "dtype" if field.name == "dtype" else "--" + field.name.replace("_", "-")
+                raise InputError(
+                    f"--cost-model {self.path}: was measured with {name} {measured}, but the model has {needed}; "
+                    "measure this model with tools/fit_cost_model.py"
+                )
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``load_cost_file`` needs in a file."""
+        return {
+            "what": WHAT,
+            "num_layers": self.num_layers,
+            "shape": asdict(self.shape),
+            "forward": asdict(self.forward),
+            "backward": asdict(self.backward),
+            "bytes": None if self.bytes is None else asdict(self.bytes),
+        }
+
+
+def load_cost_file(path: str | Path) -> CostFile:
+    """Read and check a file; raises InputError with one line that names the file and what is wrong."""
+    values = _read(path)
+    if values.get("what") != WHAT:
+        raise InputError(f"{path}: is not a file of tools/fit_cost_model.py (its 'what' is not {WHAT!r})")
+    layers = values.get("num_layers")
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise InputError(f"{path}: field num_layers must be a whole number above 0, not {layers!r}")
+    measured = values.get("bytes")
+    found = CostFile(
+        str(path),
+        _part(path, values, "shape", CostShape),
+        layers,
+        _part(path, values, "forward", PassSeconds),
+        _part(path, values, "backward", PassSeconds),
+        None if measured is None else _part(path, values, "bytes", SegmentBytes),
+    )
+    try:
+        found.model()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return found
+
+
+def load_cost_model(path: str | Path, segment_tokens: int | None = None) -> tuple[CostModel, CostFile | None]:
+    """The cost model of either kind of file: a measured one, or plain coefficients (``CostModel.load``).
+
+    Args:
+        segment_tokens: tokens of a full segment; None: the file's, or the default.
+    """
+    if _read(path).get("what") == WHAT:
+        found = load_cost_file(path)
+        return found.model(segment_tokens=segment_tokens or CostModel.segment_tokens), found
+    return CostModel.load(path), None
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise InputError(f"{path}: is not a JSON file") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: must hold one JSON object")
+    return values
+
+
+def _part(path: str | Path, values: Mapping[str, Any], name: str, kind: type) -> Any:
+    """One object of the file as a dataclass of numbers (one sign: none is negative), flags and names."""
+    given = values.get(name)
+    if not isinstance(given, dict):
+        raise InputError(f"{path}: field {name!r} must be an object")
+    defaults, found = {field.name: field.default for field in fields(kind)}, {}
+    for key in given:
+        if key not in defaults:
+            raise InputError(f"{path}: field {name}.{key} is not known; the fields are {', '.join(defaults)}")
+    for field in fields(kind):
+        if field.name not in given:
+            raise InputError(f"{path}: field {name}.{field.name} is missing")
+        value, expected = given[field.name], field.type
+        if expected in ("bool", "str"):
+            valid = isinstance(value, bool if expected == "bool" else str)
+        else:
+            kinds = int if expected == "int" else (int, float)
+            valid = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        if not valid:
+            wanted = {"bool": "true or false", "str": "a name", "int": "a whole number not below 0"}
+            kind_name = wanted.get(expected, "a number not below 0")
+            raise InputError(f"{path}: field {name}.{field.name} must be {kind_name}, not {value!r}")
+        found[field.name] = value
+    return kind(**found)

@@ -1,0 +1,206 @@
+"""Seconds of a step, part by part, on the busiest stage of the slowest replica; the parts add up to the step.
+
+gemm          products of the layers
+attention     scores and values of visible pairs
+logits        rows of logits of trained edges, on the last stage
+elementwise   norms, rotation, activation, residuals, and reading ancestors' keys and values
+tensor        communication of the tensor group, and of experts
+segments      what every segment costs beside its tokens
+bubble        waiting for other stages
+data          adding up gradients over the replicas
+optimizer     reading and writing weights and states
+
+Nothing overlaps but what a schedule of the pipeline overlaps, so communication is on the safe side. Recomputation runs
+a forward again, and is part of the first four.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from megatron_dta.planning.cost_file import CostFile
+from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.run_cluster import (
+    ATTENTION_PASSES,
+    GEMM_PASSES,
+    LOGIT_PASSES,
+    Cluster,
+    elementwise_channels,
+)
+from megatron_dta.planning.run_memory import (
+    DTYPE_BYTES,
+    RunMesh,
+    StateSettings,
+    rank_parameters,
+    state_parameters,
+)
+from megatron_dta.planning.run_shape import RunShape
+from megatron_dta.planning.run_work import ReplicaWork
+
+# The forward's part of a layer's elementwise work and communication.
+FORWARD_PART = 1 / 3
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds, see the top of the file."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    logits: float = 0.0
+    elementwise: float = 0.0
+    tensor: float = 0.0
+    segments: float = 0.0
+    bubble: float = 0.0
+    data: float = 0.0
+    optimizer: float = 0.0
+
+    def parts(self) -> dict[str, float]:
+        """All parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.parts().values())
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which the stage runs segments."""
+        return self.gemm + self.attention + self.logits + self.elementwise + self.tensor + self.segments
+
+
+def stage_time(
+    shape: RunShape,
+    mesh: RunMesh,
+    cluster: Cluster,
+    work: ReplicaWork,
+    stage: int,
+    recomputed: float = 0.0,
+) -> StepTime:
+    """What a stage computes in a step; ``recomputed`` is the share of tokens whose forward runs twice."""
+    layers = mesh.stage_layers(stage)
+    kinds = shape.kinds(layers)
+    again_gemm, again_attention = 1 + recomputed / GEMM_PASSES, 1 + recomputed / ATTENTION_PASSES
+    again = 1 + recomputed * FORWARD_PART
+    gemm_flops = 2.0 * GEMM_PASSES * sum(n * shape.token_weights(layer) for layer, n in kinds) * work.tokens
+    attention_flops = 4.0 * ATTENTION_PASSES * len(layers) * shape.query_width * work.pairs
+    logit_flops = 0.0
+    if (len(mesh.layers) - 1) % mesh.pipeline == stage:
+        logit_flops = 2.0 * LOGIT_PASSES * shape.hidden_size * shape.vocab_size * work.edges
+    channels = [(count, elementwise_channels(shape, layer)) for layer, count in kinds]
+    rows = mesh.tensor if mesh.sequence_parallel else 1
+    moved = sum(
+        2.0 * count * (hidden / rows + (attention + ffn) / mesh.tensor) for count, (hidden, attention, ffn) in channels
+    )
+    # Keys and values of ancestors are gathered in forward and backward, their gradients added in float32.
+    gathered = len(layers) * 2.0 * shape.kv_width / mesh.tensor * (2 * 2 * 2 + 2 * 4)
+    return StepTime(
+        gemm=gemm_flops / mesh.tensor / cluster.gemm_rate * again_gemm,
+        attention=attention_flops / mesh.tensor / cluster.attention_rate * again_attention,
+        logits=logit_flops / mesh.tensor / cluster.logit_rate,
+        elementwise=(moved * work.tokens + gathered * work.path_tokens) / cluster.hbm_rate * again,
+        tensor=_token_communication(shape, mesh, cluster, layers) * work.tokens * again,
+        segments=work.segments * len(layers) * cluster.seconds_per_segment_and_layer * again,
+    )
+
+
+def _token_communication(shape: RunShape, mesh: RunMesh, cluster: Cluster, layers: list[int]) -> float:
+    """Seconds a token of these layers' communication, forward and backward."""
+    row = 2.0 * shape.hidden_size
+    tensor, experts = mesh.tensor, mesh.experts
+    seconds = 0.0
+    if tensor > 1:
+        # Two sums forward and two backward, each twice a ring; sequence parallelism gathers two inputs once more.
+        passes = 8.0 + 2.0 * mesh.sequence_parallel
+        seconds += len(layers) * passes * row * (tensor - 1) / tensor / cluster.link(tensor)
+    num_expert_layers = sum(shape.moe_layers[layer] for layer in layers)
+    if experts > 1:
+        # Every copy goes to its expert and back, forward and backward; under a tensor group a rank has its own rows.
+        copies = 4.0 * shape.moe_router_topk / tensor
+        link = cluster.link(experts * mesh.expert_tensor)
+        seconds += num_expert_layers * copies * row * (experts - 1) / experts / link
+    return seconds
+
+
+def mesh_costs(shape: RunShape, mesh: RunMesh, cluster: Cluster, measured: CostModel | None = None) -> CostModel:
+    """The whole model's cost on such a mesh: what its stages' shares of are simulated. See ``CostModel``.
+
+    Args:
+        measured: takes the forward's shares from it.
+    """
+    whole = replace(mesh, pipeline=1, chunks=1, layers=(shape.num_layers,))
+
+    def seconds(tokens: int = 0, pairs: int = 0, edges: int = 0, segments: int = 0) -> float:
+        work = ReplicaWork(tokens, pairs, edges, segments, 1, 0, 0)
+        return stage_time(shape, whole, cluster, work, 0).computing
+
+    return replace(
+        measured or CostModel(),
+        seconds_per_token=seconds(tokens=1),
+        seconds_per_pair=seconds(pairs=1),
+        seconds_per_edge=seconds(edges=1),
+        seconds_per_segment=seconds(segments=1),
+    )
+
+
+def send_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, segment_tokens: int) -> float:
+    """Time that a segment's hidden states take to the next stage."""
+    if mesh.pipeline == 1:
+        return 0.0
+    rows = mesh.tensor if mesh.sequence_parallel else 1
+    # Neighbours on one node lie a tensor group apart, those at its border on the network: the slower counts.
+    return 2.0 * segment_tokens * shape.hidden_size / rows / cluster.link(mesh.pipeline, mesh.tensor * mesh.data)
+
+
+def reduction_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
+    """Adding up gradients over the replicas, and giving out new weights."""
+    parameters = rank_parameters(shape, mesh, stage)
+    gradients = DTYPE_BYTES[states.main_grads]
+    per_parameter = gradients + DTYPE_BYTES[states.weights] if states.distributed_optimizer else 2 * gradients
+    seconds = 0.0
+    for count, ranks, stride in (
+        (parameters.dense, mesh.data, mesh.tensor),
+        (parameters.experts, mesh.expert_replicas, mesh.experts * mesh.expert_tensor),
+    ):
+        if ranks > 1 and count:
+            seconds += count * per_parameter * (ranks - 1) / ranks / cluster.link(ranks, stride)
+    return seconds
+
+
+def optimizer_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
+    """Clipping and updating: states and gradients are read, states and weights written."""
+    if not states.optimizer:
+        return 0.0
+    parameters = rank_parameters(shape, mesh, stage)
+    count = state_parameters(mesh, parameters) if states.distributed_optimizer else float(parameters.total)
+    moved = 2.0 * states.optimizer_bytes + 2.0 * DTYPE_BYTES[states.main_grads] + DTYPE_BYTES[states.weights]
+    on_gpu, on_host = 1 - states.offload_fraction, states.offload_fraction
+    return count * moved * (on_gpu / cluster.hbm_rate + on_host / (cluster.host_gigabytes_per_second * 1e9))
+
+
+def calibrated(cluster: Cluster, measured: CostFile) -> Cluster:
+    """The cluster whose shares of its peaks give the measured seconds for the model that was measured.
+
+    Another model, or another tensor parallelism, is then predicted with the same shares. Products, elementwise work and
+    communication of a layer are slower or faster by one factor; attention and logits by their own.
+    """
+    of, layers = measured.shape, measured.num_layers
+    names = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
+    shape = RunShape(num_layers=layers, swiglu=of.swiglu, **{name: getattr(of, name) for name in names})
+    tensor = of.tensor_model_parallel_size
+    mesh = RunMesh(tensor, 1, 1, (layers,), sequence_parallel=of.sequence_parallel)
+    found, expected = measured.model(), mesh_costs(shape, mesh, cluster)
+    token, pair, edge = (
+        getattr(expected, name) / getattr(found, name) if getattr(found, name) else 1.0
+        for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge")
+    )
+    return replace(
+        cluster,
+        gemm_share=cluster.gemm_share * token,
+        hbm_share=cluster.hbm_share * token,
+        link_share=cluster.link_share * (token if tensor > 1 else 1.0),
+        attention_share=cluster.attention_share * pair,
+        logit_share=cluster.logit_share * edge,
+        seconds_per_segment_and_layer=found.seconds_per_segment / layers,
+    )

@@ -1,0 +1,183 @@
+"""Boxes over time, as SVG: seconds of each phase by step, what each pipeline stage ran when, how even ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_dta.planning.timeline import TimelineEvent, timeline_span, timeline_utilisation
+from megatron_dta.report.line_chart import COLORS
+from megatron_dta.report.markup import Markup, linear_ticks, number, svg, tag
+
+# In the order of a step.
+PHASES = ("collect", "prepare", "plan", "train", "update", "critic", "evaluate")
+PHASE_COLORS = dict(
+    zip(PHASES, ("#4c9a4c", "#8a7a3a", "#9a5fb5", "#2f6fab", "#d9822b", "#b5483a", "#7a7a7a"), strict=True)
+)
+EVENT_COLORS = {"F": "#3b75af", "B": "#d9822b", "I": "#d9822b", "W": "#5a9e4b"}
+EVENT_NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
+OTHER_COLOR = "#9a9a9a"
+MOST_BARS = 120
+MOST_RANK_STEPS = 24
+WIDTH, LEFT, ROW = 1130, 70, 22
+
+
+def phase_chart(records: Sequence[Mapping]) -> Markup | None:
+    """Seconds of each phase: a bar for each step, or for the mean of several, and the shares of the whole run."""
+    rows = [(r["iteration"], r["timing"]) for r in records if r.get("timing") and "train_seconds" in r["timing"]]
+    if not rows:
+        return None
+    width = -(-len(rows) // MOST_BARS)
+    groups = [rows[first : first + width] for first in range(0, len(rows), width)]
+    means = [
+        {phase: sum(timing.get(f"{phase}_seconds", 0.0) for _, timing in group) / len(group) for phase in PHASES}
+        for group in groups
+    ]
+    highest = max(sum(mean.values()) for mean in means) or 1.0
+    height, top, bottom = 240, 10, 34
+    scale = (height - top - bottom) / highest
+    step = (WIDTH - LEFT - 10) / len(groups)
+    boxes = []
+    for index, (group, mean) in enumerate(zip(groups, means, strict=True)):
+        base = height - bottom
+        for phase in PHASES:
+            if mean[phase] <= 0:
+                continue
+            tall = mean[phase] * scale
+            base -= tall
+            first, last = group[0][0], group[-1][0]
+            place = f"step {first}" if first == last else f"steps {first} to {last}, mean"
+            boxes.append(
+                tag(
+                    "rect",
+                    tag("title", f"{place}: {phase} {number(mean[phase])} s"),
+                    x=LEFT + index * step,
+                    y=base,
+                    width=max(step - 1, 0.5),
+                    height=tall,
+                    fill=PHASE_COLORS[phase],
+                )
+            )
+    axes = [
+        [
+            tag(
+                "line",
+                x1=LEFT,
+                x2=WIDTH - 10,
+                y1=height - bottom - v * scale,
+                y2=height - bottom - v * scale,
+                class_="grid",
+            ),
+            tag("text", number(v), x=LEFT - 6, y=height - bottom - v * scale + 4, class_="tick right"),
+        ]
+        for v in linear_ticks(0, highest)
+    ]
+    ends = [
+        tag("text", f"step {groups[0][0][0]}", x=LEFT, y=height - 12, class_="tick"),
+        tag("text", f"step {groups[-1][-1][0]}", x=WIDTH - 10, y=height - 12, class_="tick right"),
+    ]
+    picture = svg(
+        WIDTH, height, axes, boxes, ends, title="seconds of each phase", class_="phases", data_bars=len(groups)
+    )
+    totals = {phase: sum(timing.get(f"{phase}_seconds", 0.0) for _, timing in rows) for phase in PHASES}
+    whole = sum(totals.values()) or 1.0
+    keys = [
+        tag(
+            "span",
+            tag("i", style=f"background:{PHASE_COLORS[phase]}"),
+            f"{phase} {number(seconds)} s ({seconds / whole:.0%})",
+            class_="key",
+        )
+        for phase, seconds in totals.items()
+        if seconds > 0
+    ]
+    each = "each step" if width == 1 else f"means of {width} steps"
+    return tag("figure", tag("figcaption", tag("b", f"seconds, {each}"), keys), picture, class_="wide")
+
+
+def timeline_chart(title: str, events: Sequence[TimelineEvent], num_stages: int) -> Markup:
+    """A row for each stage, a box for each op; white where the stage was idle."""
+    start, end = timeline_span(events)
+    span = (end - start) or 1.0
+    scale = (WIDTH - LEFT - 10) / span
+    height = num_stages * ROW + 26
+    boxes = [
+        tag(
+            "rect",
+            tag("title", _told(event, start)),
+            x=LEFT + (event.start - start) * scale,
+            y=event.stage * ROW + 2,
+            width=max((event.end - event.start) * scale, 0.3),
+            height=ROW - 4,
+            fill=EVENT_COLORS.get(event.kind, OTHER_COLOR),
+            class_="op",
+        )
+        for event in events
+    ]
+    rows = [
+        tag("text", f"stage {stage}", x=LEFT - 6, y=stage * ROW + 15, class_="tick right")
+        for stage in range(num_stages)
+    ]
+    ticks = [
+        tag("text", f"{number(value)} s", x=LEFT + value * scale, y=height - 8, class_="tick middle")
+        for value in linear_ticks(0, span, 8)
+    ]
+    kinds = [kind for kind in ("F", "B", "I", "W") if any(event.kind == kind for event in events)]
+    kinds += sorted({event.kind for event in events} - set(kinds))
+    keys = [
+        tag(
+            "span",
+            tag("i", style=f"background:{EVENT_COLORS.get(kind, OTHER_COLOR)}"),
+            EVENT_NAMES.get(kind, kind),
+            class_="key",
+        )
+        for kind in kinds
+    ]
+    share = timeline_utilisation(events, num_stages)
+    caption = f"{title}: {number(end - start)} s, busy {share:.1%} of all stages' time"
+    picture = svg(WIDTH, height, rows, boxes, ticks, title=caption, class_="timeline", data_events=len(events))
+    return tag("figure", tag("figcaption", tag("b", caption), keys), picture, class_="wide")
+
+
+def _told(event: TimelineEvent, start: float) -> str:
+    name = EVENT_NAMES.get(event.kind, event.kind)
+    segment = "" if event.segment < 0 else f" of segment {event.segment}"
+    return (
+        f"stage {event.stage}: {name}{segment}, {(event.start - start) * 1e3:.3f} to {(event.end - start) * 1e3:.3f} ms"
+    )
+
+
+def rank_chart(records: Sequence[Mapping]) -> Markup | None:
+    """When each data-parallel rank was busy in the last steps; a step ends when the slowest rank is done."""
+    rows = [
+        (record["iteration"], record["timing"]["rank_train_seconds"])
+        for record in records
+        if record.get("timing", {}).get("rank_train_seconds")
+    ]
+    if not rows:
+        return None
+    # A run may have been continued on another number of ranks: the last steps on one number are shown.
+    count = len(rows[-1][1])
+    rows = [row for row in rows if len(row[1]) == count][-MOST_RANK_STEPS:]
+    whole = sum(max(seconds) for _, seconds in rows) or 1.0
+    scale = (WIDTH - LEFT - 10) / whole
+    boxes, begin = [], 0.0
+    for index, (iteration, seconds) in enumerate(rows):
+        for rank, busy in enumerate(seconds):
+            boxes.append(
+                tag(
+                    "rect",
+                    tag("title", f"step {iteration}, rank {rank}: busy {number(busy)} s of {number(max(seconds))} s"),
+                    x=LEFT + begin * scale,
+                    y=rank * ROW + 2,
+                    width=max(busy * scale - 0.6, 0.3),
+                    height=ROW - 4,
+                    fill=COLORS[index % 2],
+                    class_="op",
+                )
+            )
+        begin += max(seconds)
+    names = [tag("text", f"rank {rank}", x=LEFT - 6, y=rank * ROW + 15, class_="tick right") for rank in range(count)]
+    busy = sum(sum(seconds) for _, seconds in rows) / count / whole
+    caption = f"data-parallel ranks, steps {rows[0][0]} to {rows[-1][0]}: busy {busy:.1%} of the time of their slowest"
+    picture = svg(WIDTH, count * ROW + 6, names, boxes, title=caption, class_="ranks", data_events=len(boxes))
+    return tag("figure", tag("figcaption", tag("b", caption)), picture, class_="wide")

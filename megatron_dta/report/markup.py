@@ -1,0 +1,133 @@
+"""HTML and SVG as strings, every text and attribute escaped, and the arithmetic of axes.
+
+Pictures are written as SVG by hand: they stay sharp, say in tooltips what they show, can be checked element by element,
+and are smaller than any embedded library. There is no script in a page.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+
+SVG_NAMESPACE = "http://www.w3.org/2000/svg"
+
+
+class Markup(str):
+    """Text that is escaped already."""
+
+    __slots__ = ()
+
+
+def tag(name: str, *children: object, **attributes: object) -> Markup:
+    """An element. Children that are no ``Markup`` are escaped; lists are flattened; None is left out.
+
+    ``class_`` becomes class and an underscore in an attribute's name a dash; attributes that are None are left out.
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(_plain(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{written}>{join(children)}</{name}>")
+
+
+def join(children: Iterable[object]) -> Markup:
+    """The children one after another; see ``tag``."""
+    parts = []
+    for child in children:
+        if child is None:
+            continue
+        if isinstance(child, Markup):
+            parts.append(child)
+        elif isinstance(child, (list, tuple)):
+            parts.append(join(child))
+        else:
+            parts.append(html.escape(visible(str(child)), quote=False))
+    return Markup("".join(parts))
+
+
+def svg(width: float, height: float, *children: object, title: str, **attributes: object) -> Markup:
+    """A picture of this size, which shrinks with the page; ``title`` says what it shows to whoever cannot see it."""
+    # The inner picture's own title element would be a tooltip over everything.
+    return tag(
+        "svg",
+        *children,
+        xmlns=SVG_NAMESPACE,
+        viewBox=f"0 0 {_plain(width)} {_plain(height)}",
+        width=width,
+        height=height,
+        role="img",
+        aria_label=title,
+        **attributes,
+    )
+
+
+def visible(text: str) -> str:
+    """``text`` with characters that a page cannot hold or show written as escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _plain(value: object) -> str:
+    """Numbers with at most two digits behind the point: that is a hundredth of a pixel."""
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return visible(str(value))
+
+
+def points(pairs: Iterable[tuple[float, float]]) -> str:
+    """The d of a path through these points."""
+    return "M" + "L".join(f"{_plain(float(x))},{_plain(float(y))}" for x, y in pairs)
+
+
+def number(value: float) -> str:
+    """A figure as people write it."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e7:
+        return f"{int(value):,}"
+    if 1e-3 <= abs(value) < 1e5:
+        text = f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+        return text
+    return f"{value:.3g}"
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """The figures of an axis, with digits enough to tell them apart."""
+    labels = [number(value) for value in ticks]
+    digits = 4
+    while len(set(labels)) < len(labels) and digits < 12:
+        digits += 1
+        labels = [f"{value:.{digits}g}" for value in ticks]
+    return labels
+
+
+def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers within [low, high], about ``count`` of them."""
+    span = high - low
+    if span <= 0:
+        return [low]
+    step = 10 ** math.floor(math.log10(span / count))
+    for factor in (1, 2, 5, 10):
+        if span / (step * factor) <= count:
+            step *= factor
+            break
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """Powers of ten within [low, high], at most ``count``."""
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    stride = max(1, math.ceil((last - first + 1) / count))
+    return [10.0**power for power in range(first, last + 1, stride)]
+
+
+def padded(values: Sequence[float]) -> tuple[float, float]:
+    """Bounds of an axis that holds all values; never empty."""
+    low, high = min(values), max(values)
+    if low == high:
+        room = abs(low) * 0.1 or 1.0
+        return low - room, high + room
+    room = 0.04 * (high - low)
+    return low - room, high + room

@@ -1,0 +1,296 @@
+"""The report's page: what a run did, section by section. What is not there is named with the flag that makes it.
+
+The page loads nothing: styles and pictures stand in it, a policy in its head forbids everything else, and there is no
+script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_dta.report.bars import phase_chart, rank_chart, timeline_chart
+from megatron_dta.report.line_chart import COLORS, Series, line_chart, series_of, smoothed
+from megatron_dta.report.markup import Markup, join, number, tag
+from megatron_dta.report.run_files import RunFiles, SavedStep
+from megatron_dta.report.tree_picture import tree_picture
+from megatron_dta.rollouts import Rollout
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1180px; padding: 20px; color: #222; }
+html { background: #fff; }
+h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 34px 0 8px; border-bottom: 1px solid #ddd; }
+p { margin: 6px 0; } .note { color: #666; } .alarm { color: #a33327; font-weight: 600; }
+.tiles { display: flex; flex-wrap: wrap; gap: 10px; margin: 14px 0; }
+.tile { border: 1px solid #ddd; border-radius: 6px; padding: 8px 14px; } .tile b { display: block; font-size: 19px; }
+.tile span { color: #666; font-size: 13px; }
+.figures { display: flex; flex-wrap: wrap; gap: 12px 18px; } figure { margin: 0 0 10px; max-width: 100%; }
+figcaption { font-size: 13px; margin-bottom: 3px; } .key { margin-left: 12px; white-space: nowrap; }
+.key i { display: inline-block; width: 11px; height: 11px; margin-right: 4px; border-radius: 2px; }
+svg { max-width: 100%; height: auto; display: block; background: #fff; }
+.grid { stroke: #e8e8e8; } .axis { stroke: #999; } .mark { stroke: #b5483a; stroke-dasharray: 3 3; }
+.tick { font-size: 11px; fill: #666; } .right { text-anchor: end; } .middle { text-anchor: middle; }
+.curve { fill: none; stroke-width: 1.6; } .link { fill: none; stroke: #bbb; } .op { stroke: #fff; stroke-width: 0.4; }
+.node { stroke: #8a8a8a; stroke-width: 0.7; }
+.inside { font: 10.5px ui-monospace, monospace; fill: #222; white-space: pre; } .light { fill: #fff; }
+.leaf { font-size: 12px; fill: #333; white-space: pre; } .branch { font-size: 10px; fill: #666; text-anchor: end; }
+table { border-collapse: collapse; font-size: 13px; }
+td { border-bottom: 1px solid #e5e5e5; padding: 2px 12px 2px 0; text-align: left; }
+td:last-child { font-family: ui-monospace, monospace; }
+details { margin: 8px 0; } summary { cursor: pointer; }
+"""
+SMOOTHING = 10
+# Metrics that a section of their own shows: (title, (metric, name), ...).
+_Curve = tuple[str, ...]
+LOSS_CHARTS: tuple[_Curve, ...] = (
+    ("loss", "loss", "eval_loss", "value_loss"),
+    ("gradient norm", "grad_norm", "critic_grad_norm"),
+    ("learning rate", "learning_rate", "critic_learning_rate"),
+    ("entropy", "entropy"),
+    ("KL to the reference, penalty", "ref_kl", "kl_penalty"),
+    ("preference: accuracy", "dpo_accuracy"),
+    ("critic: explained variance", "explained_variance"),
+    ("clipped tokens", "clip_fraction", "value_clip_fraction", "tis_clip_fraction"),
+)
+TREE_CHARTS: tuple[_Curve, ...] = (
+    ("tokens of all sequences over unique tokens (reuse)", "token_reuse"),
+    ("tokens of a step", "tokens", "unique_tokens"),
+    ("tokens in flight, recomputed tokens", "peak_in_flight_tokens", "recomputed_tokens"),
+    ("segments", "segments"),
+    ("leaves of sampled trees", "effective_leaves", "fallback_leaves"),
+)
+MISMATCH_CHARTS: tuple[_Curve, ...] = (
+    ("|trainer's - sampler's logprob|, mean and largest", "sampler_logprob_gap", "sampler_logprob_gap_max"),
+    ("exp of the mean difference", "sampler_probability_ratio"),
+    ("importance ratio, mean and largest", "ratio", "ratio_max"),
+    ("weights of the correction", "tis_weight"),
+)
+SPEED_CHARTS: tuple[_Curve, ...] = (
+    ("tokens a second", "timing/tokens_per_second", "timing/unique_tokens_per_second"),
+    ("sampled tokens a second", "timing/sampled_tokens_per_second"),
+)
+DRAFTER = "speculation_"
+DRAFTER_CHARTS: tuple[_Curve, ...] = (
+    ("tokens of a forward pass", "timing/speculation_tokens_per_forward"),
+    ("drafted tokens that were accepted", "timing/speculation_acceptance"),
+    (
+        "drafted, accepted and wasted tokens",
+        "timing/speculation_drafted_tokens",
+        "timing/speculation_accepted_tokens",
+        "timing/speculation_wasted_tokens",
+    ),
+    ("memory of the trees (bytes)", "timing/speculation_drafter_bytes"),
+)
+FAILURE_CHARTS: tuple[_Curve, ...] = (
+    ("rewards that failed", "reward_failures", "reward_timeouts"),
+    ("steps of environments that failed", "environment_failures", "environment_timeouts"),
+)
+
+
+def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None) -> str:
+    """The page.
+
+    Args:
+        most_prompts: trees that are drawn of each saved step.
+        prompt: only groups whose id holds this text.
+    """
+    sections = [
+        _header(run),
+        _section("Reward", _reward_charts(run), "No rewards: this run trains without them."),
+        _section("Loss and update", _charts(run.records, LOSS_CHARTS), "No step has been trained."),
+        _section("Trees", _charts(run.records, TREE_CHARTS), "No step has been trained."),
+        _trees(run, most_prompts, prompt),
+        _section("Time", [phase_chart(run.records), *_charts(run.records, SPEED_CHARTS)], "No times were recorded."),
+        _section("Pipeline", _timelines(run), "No timelines: train with --timeline-dir DIR."),
+        _section(
+            "Balance of data-parallel ranks",
+            [
+                rank_chart(run.records),
+                *_charts(run.records, (("balance: 1 where ranks are alike", "timing/rank_balance"),)),
+            ],
+            "One data-parallel rank: there is nothing to balance.",
+        ),
+        _section(
+            "Sampler and trainer",
+            [_alarms(run.records), *_charts(run.records, MISMATCH_CHARTS)],
+            "The sampler's logprobs are not known, or were not compared.",
+        ),
+        _section("Failures", _charts(run.records, FAILURE_CHARTS), "None was counted."),
+        _section(
+            "Drafts",
+            _charts(run.records, DRAFTER_CHARTS),
+            "Nothing was drafted: train with --rollout-speculation das.",
+        ),
+        _all_metrics(run.records),
+        _settings(run.settings),
+    ]
+    head = join(
+        [
+            Markup('<meta charset="utf-8">'),
+            Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+            Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+            tag("title", f"Run {run.folder.name}"),
+            Markup(f"<style>{STYLE}</style>"),
+        ]
+    )
+    return f'<!doctype html>\n<html lang="en">{tag("head", head)}{tag("body", sections)}</html>\n'
+
+
+def _section(title: str, parts: Sequence[Markup | None], otherwise: str) -> Markup:
+    found = [part for part in parts if part is not None]
+    body = tag("div", found, class_="figures") if found else tag("p", otherwise, class_="note")
+    return tag("section", tag("h2", title), body)
+
+
+def _header(run: RunFiles) -> Markup:
+    trained = [record for record in run.records if record["iteration"] > 0]
+    last = trained[-1] if trained else run.records[-1]
+    tiles = [("steps", number(last["iteration"]))]
+    for label, name in (("reward, last step", "reward"), ("held-out reward, last", "eval_reward"), ("loss", "loss")):
+        value = next((r[name] for r in reversed(run.records) if r.get(name) is not None), None)
+        if value is not None:
+            tiles.append((label, number(value)))
+    unique = sum(record.get("unique_tokens") or 0 for record in trained)
+    if unique:
+        tiles.append(("reuse, all steps", f"{sum(record['tokens'] for record in trained) / unique:.2f}"))
+        tiles.append(("unique tokens trained", number(unique)))
+    seconds = sum(
+        value
+        for record in run.records
+        for name, value in record.get("timing", {}).items()
+        if name in ("collect_seconds", "prepare_seconds", "plan_seconds", "train_seconds", "update_seconds")
+        or name in ("critic_seconds", "evaluate_seconds")
+    )
+    if seconds:
+        tiles.append(("seconds in all steps", number(seconds)))
+    skipped = sum(bool(record.get("skipped")) for record in trained)
+    notes = []
+    if run.best:
+        text = f"Best checkpoint: {run.best.get('checkpoint')}, {run.best.get('metric')} {run.best.get('value')}"
+        notes.append(tag("p", text))
+    if skipped:
+        notes.append(
+            tag("p", f"{skipped} steps were skipped: loss or gradient not finite, or an outlier.", class_="alarm")
+        )
+    boxes = [tag("div", tag("b", value), tag("span", label), class_="tile") for label, value in tiles]
+    return tag("header", tag("h1", f"Run {run.folder.name}"), tag("div", boxes, class_="tiles"), notes)
+
+
+def _reward_charts(run: RunFiles) -> list[Markup | None]:
+    sampled = series_of(run.records, "reward", COLORS[0], "sampled, each step")
+    curves: list[Series | None] = []
+    if sampled is not None:
+        curves = [Series(sampled.name, sampled.values, sampled.color, faint=True)]
+        curves.append(smoothed(Series("sampled", sampled.values, sampled.color), SMOOTHING))
+    curves.append(series_of(run.records, "eval_reward", COLORS[1], "held-out"))
+    marks = []
+    if run.best.get("iteration"):
+        marks = [(run.best["iteration"], f"best checkpoint: {run.best.get('metric')} {run.best.get('value')}")]
+    names = sorted({name for record in run.records for name in record if name.startswith(("eval_pass@", "eval_maj@"))})
+    held_out = [series_of(run.records, name, COLORS[i % len(COLORS)]) for i, name in enumerate(names)]
+    return [
+        line_chart("reward", curves, marks),
+        line_chart("held-out prompts", held_out),
+        *_charts(
+            run.records,
+            (
+                ("reward, leaves weighted", "weighted_reward"),
+                ("reward before selection", "collected_reward"),
+                ("tokens of a response", "response_tokens", "eval_response_tokens"),
+            ),
+        ),
+    ]
+
+
+def _charts(records: Sequence[Mapping[str, Any]], charts: Sequence[_Curve]) -> list[Markup | None]:
+    return [
+        line_chart(
+            title,
+            [
+                series_of(records, name, COLORS[i % len(COLORS)], name.removeprefix("timing/"))
+                for i, name in enumerate(names)
+            ],
+        )
+        for title, *names in charts
+    ]
+
+
+def _trees(run: RunFiles, most_prompts: int, prompt: str | None) -> Markup:
+    parts: list[Markup | None] = [
+        tag(
+            "p",
+            "A bar is a run of tokens that the same rollouts share, as long as the square root of their number. Colour:"
+            " mean advantage of its trained tokens, blue above 0, red below, white at 0; grey: not trained. ⌀: mean "
+            "reward below a branching point. Tooltips have the text.",
+            class_="note",
+        )
+    ]
+    for step in run.steps:
+        for name, members in chosen_groups(step, most_prompts, prompt):
+            parts.append(tree_picture(f"step {step.iteration}, group {name}", members, step.texts))
+    missing = "No group matches --prompt." if run.steps else "No rollouts: train with --save-rollouts-interval N."
+    return _section("Trees of prompts", parts if len(parts) > 1 else [], missing)
+
+
+def chosen_groups(step: SavedStep, most: int, prompt: str | None = None) -> list[tuple[str, list[Rollout]]]:
+    """Groups to draw, in the order of the file: those whose rewards differ most, where there is most to learn."""
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in step.rollouts:
+        if prompt is None or prompt in rollout.group_id:
+            groups.setdefault(rollout.group_id, []).append(rollout)
+
+    def spread(members: list[Rollout]) -> float:
+        rewards = [rollout.reward for rollout in members if rollout.reward is not None]
+        if not rewards:
+            return 0.0
+        mean = sum(rewards) / len(rewards)
+        return sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+
+    best = sorted(groups, key=lambda name: -spread(groups[name]))[:most]
+    return [(name, members) for name, members in groups.items() if name in best]
+
+
+def _timelines(run: RunFiles) -> list[Markup]:
+    parts = []
+    for timeline in run.timelines:
+        stages = 1 + max((event.stage for event in timeline.measured), default=0)
+        if timeline.planned:
+            parts.append(timeline_chart(f"step {timeline.iteration}, planned", timeline.planned, stages))
+        parts.append(timeline_chart(f"step {timeline.iteration}, measured", timeline.measured, stages))
+    return parts
+
+
+def _alarms(records: Sequence[Mapping[str, Any]]) -> Markup | None:
+    steps = [record["iteration"] for record in records if record.get("sampler_mismatch_alarm")]
+    if not steps:
+        return None
+    shown = ", ".join(map(str, steps[:20])) + (" ..." if len(steps) > 20 else "")
+    return tag("p", f"{len(steps)} alarms (--sampler-mismatch-alarm), at steps {shown}.", class_="alarm")
+
+
+def _all_metrics(records: Sequence[Mapping[str, Any]]) -> Markup:
+    """A small chart of every metric there is, behind a click."""
+    names = sorted({name for record in records for name in record if name not in ("iteration", "timing")})
+    names += sorted({f"timing/{name}" for record in records for name in record.get("timing", {})})
+    charts = [line_chart(name, [series_of(records, name)]) for name in names]
+    found = [chart for chart in charts if chart is not None]
+    return tag(
+        "section",
+        tag("h2", "Every metric"),
+        tag("details", tag("summary", f"{len(found)} charts"), tag("div", found, class_="figures")),
+    )
+
+
+def _settings(settings: Mapping[str, Any]) -> Markup | None:
+    if not settings:
+        return None
+    rows = [
+        tag("tr", tag("td", flag), tag("td", " ".join(map(str, value)) if isinstance(value, list) else value))
+        for flag, value in settings.items()
+        if value not in (None, False)
+    ]
+    return tag(
+        "section", tag("h2", "Settings"), tag("details", tag("summary", f"{len(rows)} settings"), tag("table", rows))
+    )

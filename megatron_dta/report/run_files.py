@@ -1,0 +1,142 @@
+"""What a run has left on disk, read and checked.
+
+RUN/metrics.jsonl               a record a step                          (always, with --save)
+RUN/settings.json               all settings by flag                     (always, with --save)
+RUN/best_checkpoint.json        the best checkpoint                      (--keep-best-checkpoint)
+RUN/rollouts/step_*.jsonl       what chosen steps trained, with texts    (--save-rollouts-interval)
+--timeline-dir, step_*.json     what each stage ran when                 (--timeline-dir)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.errors import InputError
+from megatron_dta.planning.timeline import TimelineEvent, read_timeline
+from megatron_dta.rollouts import Rollout, load_rollouts
+from megatron_dta.training.best_checkpoint import BEST
+from megatron_dta.training.metrics import read_metrics
+from megatron_dta.training.rollout_files import FOLDER, TOKENS_SUFFIX
+from megatron_dta.training.settings_file import SETTINGS
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """Rollouts of one step, and the text of their tokens by id where it is known."""
+
+    iteration: int
+    rollouts: list[Rollout]
+    texts: dict[int, str] | None
+
+
+@dataclass(frozen=True)
+class SavedTimeline:
+    """One step's events; ``planned`` is empty where only one stage ran."""
+
+    iteration: int
+    measured: list[TimelineEvent]
+    planned: list[TimelineEvent]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Everything a report shows."""
+
+    folder: Path
+    records: list[dict[str, Any]]
+    settings: dict[str, Any]
+    best: dict[str, Any]
+    steps: list[SavedStep]
+    timelines: list[SavedTimeline]
+
+
+def read_run(
+    folder: str | Path,
+    metrics_file: str | Path | None = None,
+    timeline_dir: str | Path | None = None,
+    most_steps: int = 3,
+    most_timelines: int = 2,
+) -> RunFiles:
+    """Read a run.
+
+    Args:
+        metrics_file: where the metrics are, if not in the folder.
+        timeline_dir: where the timelines are; by default where the run's settings say, or in RUN/timeline.
+        most_steps, most_timelines: of the saved steps the first, the last and those evenly between.
+
+    Raises:
+        InputError: there are no metrics, or a file is damaged.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give the --save folder of a run")
+    settings = _json_object(folder / SETTINGS)
+    metrics = Path(metrics_file or settings.get("--metrics-file") or folder / "metrics.jsonl")
+    records = read_metrics(metrics)
+    if not records:
+        raise InputError(f"{metrics}: holds no metrics; give the --save folder of a run, or --metrics-file")
+    steps = _spread(_numbered(folder / FOLDER, r"step_(\d+)\.jsonl"), most_steps)
+    places = [timeline_dir] if timeline_dir else [settings.get("--timeline-dir"), folder / "timeline"]
+    timelines = next(
+        (found for place in places if place and (found := _numbered(Path(place), r"step_(\d+)\.json"))), {}
+    )
+    if timeline_dir and not timelines:
+        raise InputError(f"--timeline-dir {timeline_dir}: holds no timelines (step_*.json)")
+    return RunFiles(
+        folder,
+        records,
+        settings,
+        _json_object(folder / BEST),
+        [_saved_step(iteration, path) for iteration, path in steps],
+        [_timeline(iteration, path) for iteration, path in _spread(timelines, most_timelines)],
+    )
+
+
+def _saved_step(iteration: int, path: Path) -> SavedStep:
+    named = _json_object(path.with_name(path.stem + TOKENS_SUFFIX))
+    for token, text in named.items():
+        if not token.isdecimal() or not isinstance(text, str):
+            raise InputError(f"{path.stem + TOKENS_SUFFIX}: {token[:40]!r} must be a token id with its text")
+    return SavedStep(iteration, load_rollouts(path), {int(token): text for token, text in named.items()} or None)
+
+
+def _timeline(iteration: int, path: Path) -> SavedTimeline:
+    planned = path.with_name(f"{path.stem}_planned.json")
+    return SavedTimeline(iteration, read_timeline(path), read_timeline(planned) if planned.is_file() else [])
+
+
+def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
+    """Files of the folder by the number in their name."""
+    if not folder.is_dir():
+        return {}
+    found = ((re.fullmatch(pattern, path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in found if match}
+
+
+def _spread(files: dict[int, Path], most: int) -> list[tuple[int, Path]]:
+    """At most so many of them, evenly spread, the first and the last among them."""
+    found = sorted(files.items())
+    if len(found) <= most:
+        return found
+    if most == 1:
+        return found[-1:]
+    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """The file's object; an empty one if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise InputError(f"{path}: is not a JSON file") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: must hold one JSON object")
+    return value

@@ -1,0 +1,46 @@
+"""Bytes of a rank that stay the same through a step: weights, gradients, optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megatron_dta.config import OptimizationConfig
+
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def constant_bytes(
+    parts: Iterable[torch.nn.Module], settings: OptimizationConfig | None = None, optimizer_ranks: int = 1
+) -> float:
+    """Bytes of the model's parts on this rank's device.
+
+    Args:
+        parts: of one model, in Megatron's gradient buffers if it is trained.
+        settings: of its optimizer; None for none.
+        optimizer_ranks: data-parallel ranks that divide its states (``--use-distributed-optimizer``), else 1.
+    """
+    total = 0.0
+    for part in parts:
+        for parameter in part.parameters():
+            count = parameter.numel()
+            total += count * parameter.element_size()
+            if not parameter.requires_grad:
+                continue
+            gradient = getattr(parameter, "main_grad", None)
+            total += count * (parameter if gradient is None else gradient).element_size()
+            if settings is not None:
+                total += count * state_bytes(settings, parameter.dtype) / optimizer_ranks
+    return total
+
+
+def state_bytes(settings: OptimizationConfig, dtype: torch.dtype) -> float:
+    """Bytes of the optimizer's states on the device for each parameter of ``dtype``: moments and master weight."""
+    if dtype in (torch.float32, torch.float64):
+        each = 2 * dtype.itemsize  # These weights are their own master weights.
+    else:
+        each = sum(
+            _BYTES[name] for name in (settings.main_params_dtype, settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
+        )
+    return each * (1 - settings.optimizer_offload_fraction) if settings.optimizer_cpu_offload else each

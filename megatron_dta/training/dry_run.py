@@ -1,0 +1,325 @@
+"""``--dry-run``: everything that can be wrong with a training command, found without training and without writing.
+
+    flags and mesh   were checked when the command line was read
+    folders          what the run would write to can be made and written
+    data             rollouts and prompts are read in full, as training would; tokenizer and reward are loaded
+    plan             of stored rollouts the first step's forest; of sampled ones what their longest could be
+    checkpoints      what the run would start from is there, whole, and of the same model
+    memory           of the pipeline stage that needs most, by counting; compared with the GPU where there is one
+
+The first thing that is wrong ends it with the line that training would have ended with. No process group is made, so
+one process can check a command for any mesh: WORLD_SIZE=64 python -m megatron_dta.train ... --dry-run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dta.config import TrainConfig
+from megatron_dta.config.lora_sizes import adapter_parameters
+from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.conversion.hf_config import architecture, read_hf_config
+from megatron_dta.conversion.mappings import ModelShape, parameters_of
+from megatron_dta.conversion.safetensors_files import SafetensorsFolder
+from megatron_dta.conversion.to_megatron import check_tensors
+from megatron_dta.errors import InputError
+from megatron_dta.objectives import Objective, make_objective
+from megatron_dta.planning.cost_file import load_cost_file
+from megatron_dta.planning.modes import plan_forest
+from megatron_dta.planning.run_memory import InFlight, RankMemory, RunMesh, StateSettings, stage_memory
+from megatron_dta.planning.run_shape import RunShape
+from megatron_dta.planning.segment_bytes import GIB
+from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.sampling.treepo.environment import load_environment
+from megatron_dta.training.checkpoint import check_continues, check_weights, read_common
+from megatron_dta.training.checkpoint_files import find_checkpoint
+from megatron_dta.training.checkpoint_parts import check_parts
+from megatron_dta.training.hf_weights import check_save_hf
+from megatron_dta.training.setup import read_data, with_known_sizes
+from megatron_dta.training.stored_data import StoredRollouts, load_files
+
+Report = Callable[[str], None]
+
+
+def dry_run(config: TrainConfig, report: Report) -> None:
+    """Check ``config`` and report what its run would be; ``InputError`` names the first thing that is wrong."""
+
+    def tell(name: str, text: str) -> None:
+        report(f"{name:<12} {text}")
+
+    _check_folders(config)
+    check_save_hf(config)
+    objective = make_objective(config.objective)
+    costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
+    stored, held_out, task = read_data(config, objective)
+    config = with_known_sizes(config, task)
+    shape, mesh = RunShape.of(config.model), _mesh(config)
+    dtype = str(config.model.params_dtype).removeprefix("torch.")
+    tell("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size:,}")
+    if config.model.lora_rank is not None:
+        tell("adapters", f"{adapter_parameters(config.model):,} parameters, which alone are trained")
+    tell("mesh", _mesh_text(mesh))
+    flight = None
+    if task is not None:
+        longest = _tell_prompts(config, task, tell)
+        flight = _flight_of(config, [longest], [])
+    elif stored is not None:
+        tell("held out", f"{len(held_out):,} rollouts") if held_out else None
+        flight = _tell_rollouts(config, stored, tell)
+    tell("steps", _steps_text(config))
+    for line in _starting_points(config, objective):
+        tell("start", line)
+    memory = _memory(config, objective, shape, mesh, flight)
+    if costs is not None:
+        tell("costs", f"measured, {config.tree.cost_model}")
+    _tell_memory(config, memory, tell)
+    report("dry run: nothing is wrong; nothing was trained or written")
+
+
+def _check_folders(config: TrainConfig) -> None:
+    """Everything that would be written to is a folder that can be, or can be made."""
+    logging = config.logging
+    for flag, path in (
+        ("--save", config.checkpoint.save),
+        ("--metrics-file", logging.metrics_file and str(Path(logging.metrics_file).parent)),
+        ("--tensorboard-dir", logging.tensorboard_dir),
+        ("--timeline-dir", logging.timeline_dir),
+        ("--rollout-weights-dir", config.sampling.rollout_weights_dir),
+        ("--save-hf", config.checkpoint.save_hf and str(Path(config.checkpoint.save_hf).parent)),
+    ):
+        if path is None:
+            continue
+        there = Path(path).absolute()
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir():
+            raise InputError(f"{flag}: the folder {path} cannot be made ({there} is a file)")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise InputError(f"{flag}: the folder {path} cannot be written ({there}: no permission)")
+
+
+def _mesh(config: TrainConfig) -> RunMesh:
+    """The mesh of as many processes as the launcher says; that it can be made was checked with the flags."""
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    count = int(world_size) if world_size.isdecimal() else 1
+    return RunMesh(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=count // (tensor * pipeline),
+        layers=tuple(stage_layers(config.model, parallel)),
+        chunks=parallel.num_virtual_stages_per_pipeline_rank,
+        experts=parallel.expert_model_parallel_size,
+        expert_tensor=parallel.expert_tensor_size if config.model.num_experts else 1,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def _mesh_text(mesh: RunMesh) -> str:
+    parts = [f"tensor {mesh.tensor}", f"pipeline {mesh.pipeline}"]
+    if mesh.chunks > 1:
+        parts.append(f"{mesh.chunks} virtual stages a rank")
+    if mesh.experts > 1:
+        parts.append(f"experts {mesh.experts}")
+    return f"{mesh.world_size} processes: {', '.join(parts)}, data {mesh.data}; layers of stages {list(mesh.layers)}"
+
+
+def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, str], None]) -> int:
+    """Prompts, tokenizer and what else samples; returns the most tokens of a rollout."""
+    sampling = config.sampling
+    if config.environment.environment is not None:
+        load_environment(config.environment.environment)
+    if sampling.rollout_replay:
+        recorded = load_files(sampling.rollout_replay, config)
+        tell("replay", f"{len(recorded):,} recorded rollouts")
+    lengths = [len(prompt.token_ids) for prompt in task.prompts]
+    if not lengths:
+        raise InputError("there are no prompts to train on")
+    tell(
+        "prompts",
+        f"{len(lengths):,} of {min(lengths)} to {max(lengths):,} tokens, {len(task.eval_prompts):,} held out; "
+        f"a collection has {sampling.rollout_batch_size} x {sampling.n_samples_per_prompt} rollouts",
+    )
+    tell("tokenizer", f"{task.tokenizer.vocab_size:,} tokens, responses end with {task.tokenizer.eos_id}")
+    return max(lengths) + sampling.rollout_max_response_len
+
+
+def _tell_rollouts(config: TrainConfig, stored: StoredRollouts, tell: Callable[[str, str], None]) -> InFlight:
+    """The stored rollouts and the plan of the first step."""
+    everything = stored.rollouts
+    lengths = np.array([len(rollout) for rollout in everything])
+    trained = sum(int(np.count_nonzero(rollout.loss_mask)) for rollout in everything)
+    tell(
+        "rollouts",
+        f"{len(lengths):,} of {lengths.min()} to {lengths.max():,} tokens, {lengths.sum():,} in all, "
+        f"{trained:,} trained",
+    )
+    return _flight_of(config, lengths.tolist(), stored.next_batch(0), tell)
+
+
+def _flight_of(
+    config: TrainConfig,
+    lengths: Sequence[int],
+    rollouts: Sequence[Rollout],
+    tell: Callable[[str, str], None] | None = None,
+) -> InFlight:
+    """What is in flight at most: by the plan of ``rollouts``, or within the budget that ``lengths`` lead to."""
+    tree = config.tree
+    segment = tree.tree_segment_tokens or DEFAULT_SEGMENT_TOKENS
+    longest = max(lengths)
+    budget = tree.tree_memory_tokens or max(3 * longest // 2, 8 * segment)
+    if budget < longest and tree.tree_mode != "packed":
+        raise InputError(
+            f"--tree-memory-tokens {budget}: a rollout has {longest} tokens, which are all in flight at its end; "
+            f"raise it to {longest}"
+        )
+    tokens = float(budget)
+    if rollouts:
+        sequences = [_up_to_last_trained(rollout) for rollout in rollouts]
+        plan = plan_forest(sequences, tree.tree_mode, segment, tree.tree_memory_tokens)
+        total = sum(map(len, sequences))
+        tokens = float(plan.peak_in_flight_tokens)
+        if tell is not None:
+            tell(
+                "first step",
+                f"{len(sequences)} rollouts, {total:,} tokens, {plan.tree.num_tokens:,} unique "
+                f"(reuse {total / plan.tree.num_tokens:.2f}), {plan.num_segments} segments of at most "
+                f"{plan.segment_tokens}, {plan.peak_in_flight_tokens:,} tokens in flight",
+            )
+        # Later steps may hold the longest rollout.
+        tokens = max(tokens, float(longest))
+    return InFlight(tokens, float(segment), float(longest + segment), tree.tree_activation_tokens)
+
+
+def _up_to_last_trained(rollout: Rollout) -> np.ndarray:
+    return rollout.token_ids[: int(np.flatnonzero(rollout.loss_mask)[-1]) + 1]
+
+
+def _steps_text(config: TrainConfig) -> str:
+    optimization, parts = config.optimization, []
+    parts.append(f"{optimization.train_iters:,} of {config.objective.objective}")
+    interval = config.checkpoint.save_interval
+    if config.checkpoint.save is None:
+        parts.append("nothing is saved (no --save)")
+    else:
+        parts.append(f"checkpoints every {interval} steps" if interval else "one checkpoint, at the end")
+    if config.logging.eval_interval:
+        parts.append(f"evaluation every {config.logging.eval_interval} steps")
+    return "; ".join(parts)
+
+
+def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
+    """What weights the run would begin with, checked; a line each."""
+    checkpoint, lines = config.checkpoint, []
+    own = find_checkpoint(checkpoint.save) if checkpoint.save is not None else None
+    found = own or (find_checkpoint(checkpoint.load) if checkpoint.load is not None else None)
+    if found is None and checkpoint.load is not None and checkpoint.load != checkpoint.save:
+        raise InputError(f"--load {checkpoint.load}: holds no checkpoint")
+    if found is None and checkpoint.exit_on_missing_checkpoint:
+        raise InputError(
+            f"--save {checkpoint.save}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one"
+        )
+    if found is not None:
+        common = read_common(found)
+        check_parts(found)
+        if own is not None or not checkpoint.finetune:
+            changed = check_continues(found, common, config, objective.needs_critic)
+            done = "" if common["iteration"] < config.optimization.train_iters else ": nothing is left to train"
+            lines.append(f"continues {found} after step {common['iteration']}{done}")
+            lines += [f"changed since the checkpoint: {line}" for line in changed if not line.startswith("--dry-run")]
+        else:
+            check_weights(found, common, config.model)
+            lines.append(f"from the weights of {found}")
+    elif checkpoint.load_hf is not None:
+        _check_hf(Path(checkpoint.load_hf), config)
+        lines.append(f"from the weights of {checkpoint.load_hf}")
+    else:
+        lines.append(f"from random weights, seed {config.optimization.seed}")
+    for flag, folder, needed in (
+        ("--ref-load", checkpoint.ref_load, objective.needs_ref_logprobs),
+        ("--critic-load", config.critic.critic_load, objective.needs_critic),
+    ):
+        if folder is not None and needed:
+            path = find_checkpoint(folder)
+            if path is None:
+                raise InputError(f"{flag} {folder}: holds no checkpoint")
+            check_weights(path, read_common(path), config.model)
+            check_parts(path)
+            lines.append(f"{flag} {path}")
+    return lines
+
+
+def _check_hf(folder: Path, config: TrainConfig) -> None:
+    """All tensors are there, whole, and of the shapes that config.json says."""
+    family = architecture(read_hf_config(folder))
+    shape = ModelShape.of(config.model)
+    check_tensors(SafetensorsFolder(folder), parameters_of(family.architecture, shape), shape)
+
+
+def _memory(
+    config: TrainConfig, objective: Objective, shape: RunShape, mesh: RunMesh, flight: InFlight | None
+) -> tuple[int, RankMemory, float]:
+    """The stage that needs most, its memory, and what further models take there."""
+    model = config.model
+    dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    full = model.recompute_granularity == "full"
+    states = StateSettings(
+        weights=dtypes.get(model.params_dtype, "fp32"),
+        distributed_optimizer=config.parallel.use_distributed_optimizer,
+        logprob_chunk_tokens=config.tree.logprob_chunk_tokens,
+        full_recompute_layers=model.recompute_num_layers if full else None,
+    )
+    flight = flight or InFlight(0.0, 0.0, 0.0)
+    adapters = adapter_parameters(model)
+    trained = adapters / shape.num_parameters if adapters else 1.0
+    is_base = config.checkpoint.reference_is_base(model.lora_rank is not None)
+    copies_reference = not is_base and not config.objective.offload_reference
+    worst: tuple[int, RankMemory, float] | None = None
+    for stage in range(mesh.pipeline):
+        whole = stage_memory(shape, mesh, states, stage, flight)
+        # About: adapters are spread over the stages as the weights are.
+        gradients, optimizer = whole.gradients * trained, whole.optimizer * trained
+        of_stage = replace(whole, gradients=gradients, optimizer=optimizer)
+        more = 0.0
+        if objective.needs_critic:
+            more += whole.weights + whole.gradients + whole.optimizer
+        if objective.needs_ref_logprobs and copies_reference:
+            more += of_stage.weights
+        if worst is None or of_stage.total + more > worst[1].total + worst[2]:
+            worst = stage, of_stage, more
+    assert worst is not None  # a pipeline has a stage
+    return worst
+
+
+def _tell_memory(config: TrainConfig, memory: tuple[int, RankMemory, float], tell: Callable[[str, str], None]) -> None:
+    stage, parts, more = memory
+    needed = (parts.total + more) / GIB
+    named = {**parts.parts(), "further models": more}
+    text = ", ".join(f"{name.replace('_', ' ')} {value / GIB:.2f}" for name, value in named.items() if value)
+    tell("memory", f"about {needed:.2f} GiB on a rank of stage {stage} (estimate): {text}")
+    limit = config.tree.tree_memory_gib
+    if limit is not None:
+        constant = (parts.weights + parts.gradients + parts.optimizer + more) / GIB
+        tell("", f"--tree-memory-gib {limit:g}: the planner keeps the step within it")
+        if constant > limit:
+            raise InputError(
+                f"--tree-memory-gib {limit:g}: weights, gradients and optimizer states take {constant:.2f} GiB of it; "
+                "raise it, or divide the model over more processes"
+            )
+    elif torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
+        tell("", f"the GPU has {there:.2f} GiB")
+        if needed > there:
+            raise InputError(
+                f"memory: the run needs about {needed:.2f} GiB on a rank of stage {stage}, and the GPU has "
+                f"{there:.2f}; lower --tree-memory-tokens or --tree-activation-tokens, or take more processes"
+            )

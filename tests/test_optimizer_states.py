@@ -1,0 +1,181 @@
+"""Dtypes and places of optimizer states: what does not fit is refused; offloaded states train and resume as others do.
+
+Megatron's offloading optimizer needs a GPU. Here bfloat16 tensors pass for a GPU's and float32 ones for the host's,
+which is how that optimizer uses the two when everything is offloaded; its own code runs unchanged.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta import cpu_compat
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig, TrainConfig
+from megatron_dta.config.state_checks import check_state_support, check_states
+from megatron_dta.errors import InputError
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_dta.training.checkpoint_files import find_checkpoint
+from megatron_dta.training.optimizer import TrainingOptimizer
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=3,
+    vocab_size=37,
+    swiglu=True,
+    disable_bias_linear=True,
+    bf16=True,
+    params_dtype=torch.bfloat16,
+)
+RATES = OptimizationConfig(lr=3e-3, train_iters=9)
+OFFLOAD = replace(RATES, use_precision_aware_optimizer=True, optimizer_cpu_offload=True, no_pin_cpu_grads=True)
+SHARDED = ParallelConfig(use_distributed_optimizer=True)
+_MODEL = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --vocab-size 37"
+BASE = shlex.split(f"{_MODEL} --rollouts x.jsonl --global-batch-size 2")
+AWARE = ["--bf16", "--use-distributed-optimizer", "--use-precision-aware-optimizer"]
+
+
+class Run:
+    """A model and its optimizer, and steps on a loss of its weights alone."""
+
+    def __init__(self, seed: int, rates: OptimizationConfig) -> None:
+        device = initialize_parallel(seed)
+        self.config = TrainConfig(model=MODEL, optimization=rates, parallel=SHARDED)
+        self.model = build_model(MODEL, device)
+        self.optimizer = TrainingOptimizer(self.model, rates, SHARDED)
+
+    def step(self, number: int) -> tuple[float, bool]:
+        self.optimizer.zero_grad()
+        loss = sum(((p.float() - 0.3 * number) ** 2).mean() for p in self.model.parameters())
+        loss.backward()
+        outcome = self.optimizer.step(loss.item())
+        return outcome.grad_norm, outcome.applied
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+@pytest.fixture
+def bfloat16_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: self.dtype == torch.bfloat16), raising=False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
+    # Nothing ever waits for a stream that runs nothing.
+    monkeypatch.setattr(cpu_compat._NoStream, "wait", lambda self, stream: None, raising=False)
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    for name, values in left.items():
+        assert torch.equal(values, right[name]), name
+
+
+def test_offloaded_states_train_as_others(bfloat16_is_a_gpu: None) -> None:
+    seed = int(seed_all(3).integers(1 << 30))
+    plain = Run(seed, RATES)
+    before = plain.weights()
+    expected = [plain.step(number) for number in range(4)]
+    there = plain.weights()
+    offloaded = Run(seed, OFFLOAD)
+    found = [offloaded.step(number) for number in range(4)]
+    assert [applied for _, applied in found] == [True] * 4
+    assert [norm for norm, _ in found] == pytest.approx([norm for norm, _ in expected], rel=1e-3)
+    states = offloaded.optimizer.optimizer.chained_optimizers[0].optimizer.state.values()
+    assert all(values["exp_avg"].dtype == torch.float32 for values in states)
+    for name, values in offloaded.weights().items():
+        assert not torch.equal(values, before[name])
+        torch.testing.assert_close(values.float(), there[name].float(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("then", [OFFLOAD, RATES], ids=["offloaded", "on the GPU"])
+def test_a_run_with_offloaded_states_resumes(bfloat16_is_a_gpu: None, tmp_path: Path, then: OptimizationConfig) -> None:
+    seed = int(seed_all(4).integers(1 << 30))
+    straight = Run(seed, OFFLOAD)
+    for number in range(3):
+        straight.step(number)
+    save_checkpoint(tmp_path, straight.config, straight.model, straight.optimizer, 3, {})
+    expected = [straight.step(number) for number in range(3, 6)]
+    there = straight.weights()
+    restored = Run(seed + 1, then)
+    restored.step(7)
+    load_checkpoint(find_checkpoint(tmp_path), restored.config, restored.model, restored.optimizer)
+    found = [restored.step(number) for number in range(3, 6)]
+    if then is OFFLOAD:
+        assert found == expected
+        assert_same(restored.weights(), there)
+    else:
+        assert [norm for norm, _ in found] == pytest.approx([norm for norm, _ in expected], rel=1e-3)
+
+
+def test_a_fresh_process_resumes_offloaded_states(bfloat16_is_a_gpu: None, tmp_path: Path) -> None:
+    straight = Run(8, OFFLOAD)
+    for number in range(2):
+        straight.step(number)
+    save_checkpoint(tmp_path, straight.config, straight.model, straight.optimizer, 2, {})
+    expected = straight.step(2)
+    there = straight.weights()
+    restored = Run(9, OFFLOAD)  # has not taken a step, and so no state
+    load_checkpoint(find_checkpoint(tmp_path), restored.config, restored.model, restored.optimizer)
+    assert restored.step(2) == expected
+    assert_same(restored.weights(), there)
+
+
+def test_the_gradient_buffer_has_the_dtype_asked_for(bfloat16_is_a_gpu: None) -> None:
+    for dtype, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        run = Run(1, replace(OFFLOAD, main_grads_dtype=dtype))
+        assert {buffer.grad_dtype for buffer in run.optimizer.chunks[0].buffers} == {expected}
+        before = run.weights()
+        assert run.step(2)[1]
+        assert all(not torch.equal(values, before[name]) for name, values in run.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype has no effect without --use-precision-aware-optimizer"),
+        ("--main-grads-dtype bf16", "--main-grads-dtype has no effect without --use-precision-aware-optimizer"),
+        ("--optimizer-offload-fraction 0.5", "--optimizer-offload-fraction has no effect without --optimizer-cpu-"),
+        ("--no-pin-cpu-grads", "--no-pin-cpu-grads has no effect without --optimizer-cpu-offload"),
+        ("--optimizer-cpu-offload", "--optimizer-cpu-offload needs --use-precision-aware-optimizer"),
+        ("--use-precision-aware-optimizer --bf16", "needs --use-distributed-optimizer"),
+        ("--use-precision-aware-optimizer --use-distributed-optimizer", "needs --bf16"),
+        (" ".join(AWARE) + " --optimizer-cpu-offload --exp-avg-dtype bf16", "with --optimizer-cpu-offload the states"),
+        (" ".join(AWARE) + " --exp-avg-dtype int8", "--exp-avg-dtype"),
+        ("--fp8-format hybrid --bf16", "--fp8-format needs --transformer-impl transformer_engine"),
+        ("--fp8-recipe mxfp8", "--fp8-recipe has no effect without --fp8-format"),
+    ],
+)
+def test_what_does_not_fit_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        parse_arguments([*BASE, *flags.split()])
+    assert "\n" not in str(error.value)
+
+
+def test_fp8_is_refused_beside_what_it_cannot_do() -> None:
+    engine = replace(MODEL, transformer_impl="transformer_engine", fp8_format="hybrid")
+    check_states(engine, RATES, SHARDED)
+    with pytest.raises(InputError, match="--fp8-format needs --bf16"):
+        check_states(replace(engine, bf16=False), RATES, SHARDED)
+    with pytest.raises(InputError, match="--num-experts is not supported"):
+        check_states(replace(engine, num_experts=4), RATES, SHARDED)
+
+
+def test_the_machine_is_asked_before_anything_is_built() -> None:
+    aware = replace(RATES, use_precision_aware_optimizer=True)
+    engine = replace(MODEL, transformer_impl="transformer_engine", fp8_format="hybrid")
+    check_state_support(MODEL, RATES)
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="--optimizer-cpu-offload needs a CUDA GPU"):
+            check_state_support(MODEL, OFFLOAD)
+    try:
+        import transformer_engine  # noqa: F401
+    except ImportError:
+        with pytest.raises(InputError, match="--use-precision-aware-optimizer needs the package transformer_engine"):
+            check_state_support(MODEL, aware)
+        with pytest.raises(InputError, match="--fp8-format needs the package transformer_engine"):
+            check_state_support(engine, RATES)

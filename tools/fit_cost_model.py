@@ -1,0 +1,255 @@
+"""Measures forwards and backwards of segments on this machine and fits the cost model that plans training steps.
+
+    python tools/fit_cost_model.py --model qwen3-1.7b --bf16 --output costs.json
+    torchrun --nproc-per-node 4 tools/fit_cost_model.py --model llama3-70b --num-layers 8 --bf16 \\
+        --tensor-model-parallel-size 4 --sequence-parallel --output costs.json
+
+Chains of segments of six lengths, with many or few tokens before them, trained densely or hardly, run through the real
+engine; each op is timed with the device idle before it. A second, shallower model tells what a layer costs from what
+happens once. So --num-layers may be less than the model's, and the file holds for any depth, but for no other shape,
+dtype or tensor parallelism. On a GPU the bytes of activations and of workspace are measured too. Use the file with
+--cost-model in training, tools/benchmark_train.py, tools/simulate_pipeline.py and tools/plan_partition.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from benchmark_report import Report
+from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.config.checks import check_tensor_parallel, check_world_size
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine.cost_inputs import cost_shape, counted_bytes
+from megatron_dta.engine.stage_run import StageRun
+from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.model import build_model, current_mesh, initialize_parallel
+from megatron_dta.objectives import make_objective
+from megatron_dta.planning.cost_file import CostFile
+from megatron_dta.planning.cost_fit import MeasuredOp, fit_bytes, fit_errors, fit_seconds
+from megatron_dta.planning.pipeline_schedule import PipelineOp
+from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.schedule import OpKind
+from megatron_dta.planning.segment_plan import SegmentPlan
+from megatron_dta.planning.stage_program import attention_pairs
+from megatron_dta.planning.step_choice import StepChoice
+from megatron_dta.planning.step_plan import StepPlan, plan_segmented_step
+from megatron_dta.training.optimizer import data_parallel_chunks
+from model_shapes import SHAPES, benchmark_model
+
+# Halvings of --max-length: the segments of each chain, in order; and the part of its tokens that is trained.
+CHAINS = (
+    ((7, 6, 5, 4, 3, 2, 7, 6, 5, 4, 3, 7, 6, 5), 0.3),
+    ((2, 2, 3, 4, 5, 6, 7, 5, 6, 7, 4), 1.0),
+    ((4,) * 8, 0.0),
+)
+LEAST_LENGTH = 1 << 8
+# Part of the free memory of a GPU that activations may take while measuring.
+FOR_ACTIVATIONS = 0.6
+SHALLOW = 4  # The second model has the first one's layers over this.
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (--help lists the flags)")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--model", choices=list(SHAPES), required=True)
+    parser.add_argument("--num-layers", type=int, help="layers to measure with (default: the model's)")
+    parser.add_argument("--vocab-size", type=int, default=1024, help="of a model that has none (default: %(default)s)")
+    parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the cost model")
+    parser.add_argument(
+        "--max-length", type=int, default=1 << 15, help="segments are 1/4 to 1/128 of it (default: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each chain (default: %(default)s)")
+    parser.add_argument("--logprob-chunk-tokens", type=int)
+    parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    if arguments.num_layers is not None and arguments.num_layers < 2:
+        raise InputError(f"--num-layers {arguments.num_layers}: two depths are measured, so give 2 or more")
+    layers = SHAPES[arguments.model]["num_layers"]
+    if arguments.num_layers is not None and arguments.num_layers > layers:
+        raise InputError(f"--num-layers {arguments.num_layers}: {arguments.model} has only {layers}")
+    if arguments.vocab_size < 2:
+        raise InputError(f"--vocab-size must be at least 2, not {arguments.vocab_size}")
+    if arguments.max_length < LEAST_LENGTH or arguments.max_length & (arguments.max_length - 1):
+        raise InputError(f"--max-length {arguments.max_length}: must be a power of 2, and {LEAST_LENGTH} at least")
+    if arguments.repeats < 1:
+        raise InputError(f"--repeats must be at least 1, not {arguments.repeats}")
+    if not arguments.output.parent.is_dir():
+        raise InputError(f"--output {arguments.output}: its folder does not exist")
+    return arguments
+
+
+@dataclass
+class _OpCost:
+    seconds: float
+    left: float | None = None
+    peak: float | None = None
+
+
+class CostClock:
+    """Times ops one by one, with the device idle in between, in place of the engine's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.costs: dict[tuple[OpKind, int], _OpCost] = {}
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._end = self._now()
+
+    def _now(self) -> float:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    @contextmanager
+    def measure(self, op: PipelineOp) -> Iterator[None]:
+        """Time from the end of the op before: what prepares an op counts with it."""
+        before = 0
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+        yield
+        end = self._now()
+        cost = _OpCost(end - self._end)
+        if self._on_gpu:
+            cost.left = torch.cuda.memory_allocated(self._device) - before
+            cost.peak = torch.cuda.max_memory_allocated(self._device) - before
+        self.costs[op.kind, op.segment] = cost
+        self._end = self._now()
+
+
+class DepthMeasurement:
+    """A model of one depth, and what is measured on it."""
+
+    def __init__(self, arguments: argparse.Namespace, parallel: ParallelConfig, layers: int, device: torch.device):
+        self.device, self.layers, self.repeats = device, layers, arguments.repeats
+        self.longest = max(sum(arguments.max_length >> cut for cut in cuts) for cuts, _ in CHAINS)
+        config = benchmark_model(arguments.model, arguments.vocab_size, self.longest, arguments.bf16, layers)
+        check_tensor_parallel(config, parallel)
+        self.chunks = data_parallel_chunks(build_model(config, device, parallel), parallel)
+        self.engine = TreeEngine(
+            self.chunks,
+            logprob_chunk_tokens=arguments.logprob_chunk_tokens,
+            tree_attention_impl=arguments.tree_attention_impl,
+        )
+        self.objective = make_objective(ObjectiveConfig(objective="sft"))
+        self.random = np.random.default_rng(arguments.seed)
+        self.keepable = self.longest
+        if device.type == "cuda":
+            # One short chain says what a token keeps, and so how many tokens the others may keep.
+            first = self.run([arguments.max_length >> 4] * 2, 1.0, repeats=1)
+            per_token = max(op.kept_bytes / op.tokens for op in first if op.kept_bytes is not None)
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(device)
+            least = min(current_mesh().gather_from_all(FOR_ACTIVATIONS * free / max(1.0, per_token)))
+            self.keepable = int(least)
+
+    def chains(self, max_length: int) -> list[MeasuredOp]:
+        """All chains of ``CHAINS``."""
+        return [op for cuts, part in CHAINS for op in self.run([max_length >> cut for cut in cuts], part)]
+
+    def run(self, lengths: Sequence[int], trained_part: float, repeats: int | None = None) -> list[MeasuredOp]:
+        """Ops of a chain of segments; typical ones of the repeats, after one to warm up."""
+        tokens = int(sum(lengths))
+        mask = self.random.random(tokens) < trained_part
+        mask[0], mask[-1] = False, True
+        ids = self.random.integers(0, self.engine.true_vocab_size, tokens).astype(np.int32)
+        batch = prepare_batch([TrainingSample(ids, mask)], TreeConfig(tree_mode="dense", tree_segment_tokens=tokens))
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        parents = np.arange(-1, len(lengths) - 1, dtype=np.int32)
+        segments = SegmentPlan(batch.plan.segments.tree, starts, parents, max(lengths))
+        # Two of three keep their activations, as far as memory allows, so that all kinds of ops are there.
+        kept = np.zeros(len(lengths), dtype=bool)
+        for segment in reversed(range(len(lengths))):
+            fits = sum(n for n, own in zip(lengths, kept, strict=True) if own) + lengths[segment] <= self.keepable
+            kept[segment] = fits and (len(lengths) < 3 or segment % 3 != 1)
+        choice = StepChoice(segments, kept, 0, 0.0)
+        plan = plan_segmented_step([TrainingSample(ids, mask)], choice, self.engine.pipeline(None))
+        runs = []
+        for _ in range(1 + (repeats or self.repeats)):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            run = StageRun(self.engine, replace(batch, plan=plan), self.objective)
+            run.clock = CostClock(self.device)
+            run.walk()
+            runs.append(run.clock.costs)
+            del run  # Its memory is the next one's.
+        return self._measured(plan, runs[1:])
+
+    def _measured(self, plan: StepPlan, runs: list[dict[tuple[OpKind, int], _OpCost]]) -> list[MeasuredOp]:
+        segments, edges = plan.segments, np.diff(plan.segment_edges)
+        pairs, paths, found = attention_pairs(segments), segments.in_flight_tokens, []
+        for kind, s in runs[0]:
+            keeps = bool(plan.keep_activations[s])
+            name = "forward" if kind is OpKind.FORWARD else "backward" if keeps else "recompute"
+            costs = [run[kind, s] for run in runs]
+            left = max(c.left for c in costs) if name == "forward" and keeps and costs[0].left is not None else None
+            peak = max(c.peak for c in costs) if costs[0].peak is not None else None
+            counts = (int(segments.lengths[s]), int(paths[s]), int(pairs[s]), int(edges[s]))
+            # A processor that others use too is measured by its best; a GPU is not shared, but its clock varies.
+            typical = median if self.device.type == "cuda" else min
+            found.append(MeasuredOp(name, self.layers, *counts, typical(c.seconds for c in costs), left, peak))
+        return found
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        sequence_parallel=arguments.sequence_parallel,
+    )
+    start = time.perf_counter()
+    device = initialize_parallel(arguments.seed, parallel)
+    check_world_size(parallel, torch.distributed.get_world_size())
+    mesh = current_mesh()
+    if mesh.data_size > 1:
+        raise InputError("the processes must be one tensor group: set --tensor-model-parallel-size to their number")
+    all_layers = SHAPES[arguments.model]["num_layers"]
+    deepest = arguments.num_layers or all_layers
+    ops: list[MeasuredOp] = []
+    for layers in (max(1, deepest // SHALLOW), deepest):
+        measured = DepthMeasurement(arguments, parallel, layers, device)
+        ops += measured.chains(arguments.max_length)
+        engine = measured.engine
+        shape = cost_shape(engine.config, engine.true_vocab_size, engine.dtype)
+        counted = counted_bytes(engine.config, engine.true_vocab_size, engine.dtype, engine.logprob_chunk_tokens)
+        del measured, engine
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    forward, backward = fit_seconds(ops)
+    costs = CostFile(str(arguments.output), shape, all_layers, forward, backward, fit_bytes(ops, counted))
+    if mesh.rank == 0:
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+        report = Report("cost model", settings, device, arguments.output)
+        del report.results["rows"]
+        report.results |= costs.as_json() | {
+            "errors": fit_errors(ops, forward, backward),
+            "seconds_to_measure": time.perf_counter() - start,
+            "measurements": [asdict(op) for op in ops],
+        }
+        report.write()
+        shown = {key: report.results[key] for key in ("forward", "backward", "bytes", "errors", "seconds_to_measure")}
+        print(json.dumps(shown))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_entry_point(main))

@@ -1,0 +1,85 @@
+"""Where ``plan_run.py`` gets a model or a whole run from: a Hugging Face configuration, an argument file of training.
+
+What is imported here brings torch along, which takes longer than a plan, so the tool imports it where it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from megatron_dta.errors import InputError
+from megatron_dta.planning.mesh_choices import Choice, make_mesh
+from megatron_dta.planning.run_memory import StateSettings
+from megatron_dta.planning.run_shape import RunShape
+
+SIZES = (1024, 2048, 4096, 8192)
+
+
+def read_hf_config(path: str) -> RunShape:
+    """The shape that a config.json (or its folder) says."""
+    from megatron_dta.config import ModelConfig
+    from megatron_dta.conversion.hf_config import model_settings, read_hf_config
+
+    folder = Path(path)
+    if folder.is_file() and folder.name != "config.json":
+        try:
+            values = json.loads(folder.read_text(encoding="utf-8"))
+        except ValueError:
+            raise InputError(f"{path}: is not a JSON file") from None
+    else:
+        values = read_hf_config(folder.parent if folder.is_file() else folder)
+    return RunShape.of(ModelConfig(**model_settings(values, origin=path)))
+
+
+def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], StateSettings]:
+    """Model, mesh and states of an argument file of ``megatron_dta.train`` on so many processes; its checks hold."""
+    from megatron_dta.arguments import parse_settings
+    from megatron_dta.config.checks import check_tensor_parallel, check_world_size
+    from megatron_dta.config.expert_checks import check_experts
+    from megatron_dta.config.pipeline_layout import stage_layers
+
+    if not os.path.isfile(path):
+        raise InputError(f"--args-file {path}: there is no such file")
+    config = parse_settings([f"@{path}"])
+    model, parallel, tree, optimization = config.model, config.parallel, config.tree, config.optimization
+    check_world_size(parallel, num_gpus)
+    check_tensor_parallel(model, parallel)
+    check_experts(model, parallel)
+    shape = RunShape.of(model)
+    mesh = make_mesh(
+        shape,
+        num_gpus,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+        parallel.sequence_parallel,
+        tuple(stage_layers(model, parallel)),
+    )
+    states = StateSettings(
+        weights="bf16" if model.bf16 else "fp32",
+        main_grads=optimization.main_grads_dtype,
+        main_params=optimization.main_params_dtype,
+        exp_avg=optimization.exp_avg_dtype,
+        exp_avg_sq=optimization.exp_avg_sq_dtype,
+        distributed_optimizer=parallel.use_distributed_optimizer,
+        offload_fraction=optimization.optimizer_offload_fraction if optimization.optimizer_cpu_offload else 0.0,
+        logprob_chunk_tokens=tree.logprob_chunk_tokens,
+    )
+    full = model.recompute_granularity == "full"
+    if model.recompute_granularity == "selective" or (
+        full and (model.recompute_method, model.recompute_num_layers) != ("uniform", 1)
+    ):
+        raise InputError(
+            f"{path}: of Megatron's recomputation only --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1 can be planned"
+        )
+    # Where memory decides in training, the sizes that it may choose are looked at.
+    sizes = (
+        (tree.tree_segment_tokens,) if tree.tree_segment_tokens else (2048,) if tree.tree_memory_gib is None else SIZES
+    )
+    kept = None if full else tree.tree_activation_tokens
+    return shape, [Choice(mesh, size, tree.tree_memory_tokens, kept, full) for size in sizes], states

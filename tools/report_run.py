@@ -1,0 +1,57 @@
+"""Writes what a training run did as one HTML page that opens without a network.
+
+    python tools/report_run.py RUN [--output report.html]
+
+RUN is the --save folder of a run, also of one that is still going on. The page has reward and loss curves, what
+sharing saved, the trees of chosen prompts with rewards and advantages on their branches (train with
+--save-rollouts-interval), seconds of each phase, timelines of pipeline stages (--timeline-dir), the balance of
+data-parallel ranks, how far sampler and trainer differ, what drafts saved, and every metric.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_dta.errors import InputError, run_entry_point
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (--help lists the flags)")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="the --save folder of a run")
+    parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in RUN)")
+    parser.add_argument("--metrics-file", metavar="FILE", help="the metrics, if they are not in RUN")
+    parser.add_argument("--timeline-dir", metavar="DIR", help="the timelines, if the run's settings do not say")
+    parser.add_argument("--steps", type=int, metavar="N", default=3, help="saved steps to draw trees of (%(default)s)")
+    parser.add_argument("--prompts", type=int, metavar="N", default=3, help="trees of each such step (%(default)s)")
+    parser.add_argument("--prompt", metavar="TEXT", help="only groups whose id holds this text")
+    arguments = parser.parse_args()
+    for flag in ("--steps", "--prompts"):
+        value = getattr(arguments, flag[2:])
+        if value < 1:
+            raise InputError(f"{flag} must be at least 1, not {value}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    # Here and not on top: a wrong flag is told before torch is imported, which takes seconds.
+    from megatron_dta.report import read_run, report_html
+    from megatron_dta.rollouts.files import replacing
+
+    run = read_run(arguments.run, arguments.metrics_file, arguments.timeline_dir, arguments.steps)
+    path = Path(arguments.output) if arguments.output else Path(arguments.run) / "report.html"
+    text = report_html(run, arguments.prompts, arguments.prompt)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    print(f"report: {path} ({len(text.encode()) / 1e6:.1f} MB)")
+
+
+if __name__ == "__main__":
+    run_entry_point(main)
