@@ -120,7 +120,7 @@ class SamplingConfig:
     )
     rollout_cuda_graphs: bool | None = option(
         None,
-        "Decode in CUDA graphs, which does not change the samples (default: where that is possible: on one GPU per "
-        "replica, dense models).",
+        "Decode in CUDA graphs, which does not change the samples; --no-rollout-cuda-graphs does not (default: where "
+        "that is possible: one GPU per replica, dense models).",
     )
     n_samples_per_eval_prompt: int = option(1, "Rollouts per held-out prompt.", minimum=1)
