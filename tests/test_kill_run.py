@@ -9,6 +9,16 @@ from pathlib import Path
 
 from conftest import REPOSITORY, seed_all
 
+# What is remembered of the steps before, and written beside checkpoints.
+KEPT = [
+    "--keep-best-checkpoint",
+    "eval_reward",
+    "--grad-norm-outlier-factor",
+    "2",
+    "--grad-norm-outlier-action",
+    "skip",
+]
+
 
 def test_killed_runs_end_like_unbroken_ones(tmp_path: Path) -> None:
     seed = int(seed_all(20261120).integers(1 << 30))
@@ -19,7 +29,7 @@ def test_killed_runs_end_like_unbroken_ones(tmp_path: Path) -> None:
     }
     command = [sys.executable, str(worker), "--kills", "4", "--processes", "1", "2", "--seed", str(seed)]
     done = subprocess.run(
-        [*command, "--folder", str(tmp_path), "--async-save"], env=environment, capture_output=True, text=True
+        [*command, "--folder", str(tmp_path), "--async-save", *KEPT], env=environment, capture_output=True, text=True
     )
     print(done.stdout, done.stderr[-2000:])
     assert done.returncode == 0
