@@ -229,8 +229,8 @@ def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
             f"--save {checkpoint.save}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one"
         )
     if found is not None:
-        common = read_common(found)
         check_parts(found)
+        common = read_common(found)
         if own is not None or not checkpoint.finetune:
             changed = check_continues(found, common, config, objective.needs_critic)
             done = "" if common["iteration"] < config.optimization.train_iters else ": nothing is left to train"
@@ -252,8 +252,8 @@ def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
             path = find_checkpoint(folder)
             if path is None:
                 raise InputError(f"{flag} {folder}: holds no checkpoint")
-            check_weights(path, read_common(path), config.model)
             check_parts(path)
+            check_weights(path, read_common(path), config.model)
             lines.append(f"{flag} {path}")
     return lines
 
