@@ -67,7 +67,7 @@ def counts(sequences: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> tupl
 def cost(model: CostModel, sequences: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:
     """Cost of one rank that holds these sequences, in exact arithmetic."""
     tokens, pairs, edges = counts(sequences, masks)
-    per_token = Fraction(model.seconds_per_token) + Fraction(model.seconds_per_segment) / model.segment_tokens
+    per_token = max(Fraction(model.seconds_per_token), Fraction(model.floor_seconds) / model.segment_tokens)
     return float(
         per_token * tokens + Fraction(model.seconds_per_pair) * pairs + Fraction(model.seconds_per_edge) * edges
     )

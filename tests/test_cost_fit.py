@@ -22,12 +22,13 @@ from megatron_dta.planning.cost_fit import (
     predicted,
 )
 from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.cost_refit import refit
 from megatron_dta.planning.segment_bytes import SegmentBytes
 
 SHAPE = CostShape(2048, 6144, 16, 8, 128, 151936)
 # About those of a GPU.
-FORWARD = PassSeconds(2e-7, 2e-11, 4e-5, 1e-7, 1.2e-6, 1e-3)
-BACKWARD = PassSeconds(4e-7, 5e-11, 9e-5, 2e-7, 2.5e-6, 3e-3)
+FORWARD = PassSeconds(2e-7, 2e-11, 1e-7, 1.2e-6, 1e-3, 4e-3)
+BACKWARD = PassSeconds(4e-7, 5e-11, 2e-7, 2.5e-6, 2.2e-3, 3e-3)
 BYTES = SegmentBytes(50_000.0, 20_000.0, 12_288.0, 4096.0, 90_000.0, 9_000.0, 1.5e9)
 
 
@@ -48,15 +49,14 @@ def timed(rng: np.random.Generator, ops: list[MeasuredOp], noise: float) -> list
     return [replace(op, seconds=float(s)) for op, s in zip(ops, seconds, strict=True)]
 
 
-def test_predictions_are_the_sums_of_the_file() -> None:
-    op = MeasuredOp("recompute", 3, 10, 14, 95, 4, 1.0)
-    by_hand = sum(
-        3 * (10 * c.token_and_layer + 95 * c.pair_and_layer + c.segment_and_layer)
-        + 10 * c.token
-        + 4 * c.edge
-        + c.segment
-        for c in (FORWARD, BACKWARD)
-    )
+@pytest.mark.parametrize(("tokens", "is_long"), [(10, False), (30_000, True)])
+def test_predictions_are_those_of_the_file(tokens: int, is_long: bool) -> None:
+    op = MeasuredOp("recompute", 3, tokens, tokens + 4, 95, 4, 1.0)
+    each = (FORWARD, BACKWARD)
+    linear = [3 * (tokens * c.token_and_layer + 95 * c.pair_and_layer) + tokens * c.token + 4 * c.edge for c in each]
+    floors = [3 * c.floor_and_layer + c.floor for c in each]
+    assert [one > least for one, least in zip(linear, floors, strict=True)] == [is_long, is_long]
+    by_hand = sum(linear if is_long else floors)
     assert predicted([op], FORWARD, BACKWARD)[0] == pytest.approx(by_hand)
     parts = [predicted([replace(op, kind=kind)], FORWARD, BACKWARD)[0] for kind in ("forward", "backward")]
     assert sum(parts) == pytest.approx(by_hand)
@@ -69,18 +69,21 @@ def test_known_coefficients_come_back(seed: int) -> None:
     for found, truth in zip(fit_seconds(exact), (FORWARD, BACKWARD), strict=True):
         for field in fields(PassSeconds):
             assert getattr(found, field.name) == pytest.approx(getattr(truth, field.name), rel=1e-4), field.name
-    noisy = timed(rng, random_ops(rng), 0.03)
+    noisy = timed(rng, random_ops(rng, 900), 0.03)
     # Ops that something else on the machine held up.
     for index in rng.choice(len(noisy), 6, replace=False):
         noisy[index] = replace(noisy[index], seconds=3 * noisy[index].seconds)
     forward, backward = fit_seconds(noisy)
     for found, truth in ((forward, FORWARD), (backward, BACKWARD)):
-        for name in ("token_and_layer", "pair_and_layer", "edge"):
-            assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.1), name
+        for name, tolerance in (("token_and_layer", 0.1), ("pair_and_layer", 0.1), ("edge", 0.25)):
+            assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=tolerance), name
     fresh = random_ops(rng)
     np.testing.assert_allclose(
         predicted(fresh, forward, backward), predicted(fresh, FORWARD, BACKWARD), rtol=0.06, atol=1e-3
     )
+    # What runs its forward again is no part of the fit.
+    slow = [replace(op, seconds=op.seconds * (9 if op.kind == "recompute" else 1)) for op in exact]
+    assert fit_seconds(slow) == fit_seconds(exact)
     errors = fit_errors(exact, *fit_seconds(exact))
     assert set(errors) == {"forward", "backward", "recompute"}
     assert max(each["largest"] for each in errors.values()) < 1e-4
@@ -115,11 +118,13 @@ def test_bytes_never_fall_short(seed: int) -> None:
             replace(op, kept_bytes=kept if keeps else None, peak_bytes=work + (kept if op.kind != "backward" else 0.0))
         )
     found = fit_bytes(ops, BYTES)
+    most = max(op.kept_bytes or 0 for op in ops)
     assert found.kv_per_token_and_layer == BYTES.kv_per_token_and_layer
     for op in ops:
         own = found.kept(op.layers) * op.tokens
         if op.kept_bytes is not None:
-            assert op.kept_bytes <= own * (1 + 1e-9)
+            assert op.kept_bytes <= (own + found.work_fixed) * (1 + 1e-9)
+            assert op.kept_bytes <= own * (1 + 1e-9) or op.kept_bytes < most / 16
         below = own if op.kind != "backward" else 0.0
         assert op.peak_bytes <= (below + found.work(op.tokens, op.path_tokens)) * (1 + 1e-9)
     assert found.kept(28) == pytest.approx(BYTES.kept(28), rel=0.06)
@@ -137,12 +142,14 @@ def test_the_cost_model_of_a_file(tmp_path: Path) -> None:
     assert model == given.model(28, 2048)
     assert model.seconds_per_pair == pytest.approx(28 * 7e-11)
     assert model.seconds_per_token == pytest.approx(28 * 6e-7 + 3e-7)
-    assert model.seconds_per_segment == pytest.approx(28 * 1.3e-4 + 4e-3)
+    assert model.floor_seconds == pytest.approx(28 * 3.2e-3 + 7e-3)
+    assert model.floors == pytest.approx((28 * 1e-3 + 4e-3, 28 * 2.2e-3 + 3e-3))
     assert model.forward_edge_share == pytest.approx(1.2 / 3.7)
-    forward, backward = model.segment_seconds(np.asarray([100]), np.asarray([5050]), np.asarray([40]))
-    op = MeasuredOp("forward", 28, 100, 100, 5050, 40, 1.0)
-    expected = predicted([op, replace(op, kind="backward")], FORWARD, BACKWARD)
-    np.testing.assert_allclose([forward[0], backward[0]], expected)
+    for tokens in (100, 5000, 9000):
+        counts = tokens, tokens * (tokens + 1) // 2, tokens // 3
+        found = model.segment_seconds(*map(np.asarray, counts))
+        op = MeasuredOp("forward", 28, tokens, *counts, 1.0)
+        np.testing.assert_allclose(found, predicted([op, replace(op, kind="backward")], FORWARD, BACKWARD))
     half = given.model(14, 512)
     assert half.seconds_per_edge == model.seconds_per_edge
     assert half.segment_tokens == 512
@@ -176,6 +183,7 @@ def test_another_model_is_refused() -> None:
         ("forward", "token_and_layer", -1.0, "forward.token_and_layer must be a number not below 0"),
         ("forward", "token_and_layer", True, "forward.token_and_layer must be a number not below 0"),
         ("backward", "pair", 1.0, "backward.pair is not known"),
+        ("backward", "segment_and_layer", 1.0, "was fitted in an older form; .* tools/fit_cost_model.py --refit"),
         ("backward", "edge", float("nan"), "backward.edge must be"),
         ("shape", "dtype", 2, "shape.dtype must be a name"),
         ("shape", "sequence_parallel", 1, "shape.sequence_parallel must be true or false"),
@@ -211,3 +219,49 @@ def test_files_that_hold_no_costs(tmp_path: Path) -> None:
             load_cost_file(path)
     with pytest.raises(InputError, match="cannot be read"):
         load_cost_file(tmp_path / "none.json")
+
+
+def test_a_file_is_fitted_again_from_its_measurements(tmp_path: Path) -> None:
+    rng = seed_all(1)
+    path = tmp_path / "costs.json"
+    ops = timed(rng, random_ops(rng), 0.0)
+    old = CostFile(str(path), SHAPE, 28, PassSeconds(1.0), PassSeconds(1.0)).as_json()
+    old["forward"] = {"token_and_layer": 1.0, "segment_and_layer": 2.0}
+    old |= {"commit": "abc", "date": "then", "measurements": [asdict(op) for op in ops]}
+    path.write_text(json.dumps(old))
+    with pytest.raises(InputError, match="older form"):
+        load_cost_file(path)
+    new = refit(path, {"date": "now"})
+    assert (new["commit"], new["date"], new["refitted"]) == ("abc", "then", {"date": "now"})
+    assert new["bytes"] is None
+    assert new["measurements"] == old["measurements"]
+    path.write_text(json.dumps(new))
+    for found, truth in zip(
+        (load_cost_file(path).forward, load_cost_file(path).backward), (FORWARD, BACKWARD), strict=True
+    ):
+        assert asdict(found) == pytest.approx(asdict(truth), rel=1e-4)
+    for op in new["measurements"]:
+        op["kept_bytes"] = BYTES.kept(op["layers"]) * op["tokens"] if op["kind"] == "forward" else None
+        op["peak_bytes"] = 1e12
+    path.write_text(json.dumps(new))
+    measured = refit(path, {})["bytes"]
+    assert measured["kept_per_token"] == pytest.approx(BYTES.kept_per_token, rel=1e-3)
+    assert measured["input_per_token"] == 2 * SHAPE.hidden_size
+    assert measured["kv_per_token_and_layer"] == 2 * 8 * 128 * (2 + 4)
+
+    def message(measurements: object) -> str:
+        path.write_text(json.dumps(old | {"measurements": measurements}))
+        with pytest.raises(InputError) as caught:
+            refit(path, {})
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    first = asdict(ops[0])
+    assert "no measurements" in message(None)
+    assert "'measurements' must be an object (measurement 0)" in message([3])
+    assert "measurements.tokens must be a whole number" in message([first | {"tokens": 0.5}])
+    assert "measurements.pairs is missing" in message([{k: v for k, v in first.items() if k != "pairs"}])
+    assert "measurement 1 is no forward" in message([first, first | {"kind": "sideways"}])
+    assert "took some time" in message([first | {"seconds": 0}])
+    assert "no forwards of two depths" in message([first])

@@ -149,7 +149,7 @@ def test_gradients_do_not_depend_on_the_memory() -> None:
     with pytest.raises(InputError, match="too little by"):
         gradients(engine, tree)
     recomputed = []
-    for extra in (1.2e6, 1.5e6, 4e6):
+    for extra in (1.2e6, 1.5e6, 8e6):
         engine.limit_memory((constant + extra) / GIB, constant)
         found, again, segments = gradients(engine, tree)
         recomputed.append(again)
@@ -164,10 +164,10 @@ def test_gradients_do_not_depend_on_the_memory() -> None:
 def test_costs_of_another_model_are_refused_by_the_engine() -> None:
     model = build_model(tiny_model(torch.float32), initialize_parallel(1))
     shape = cost_shape(model.config, 40, torch.float32)
-    costs = CostFile("c.json", shape, 5, PassSeconds(1.0, edge=0.5), PassSeconds(2.0, segment_and_layer=3.0))
+    costs = CostFile("c.json", shape, 5, PassSeconds(1.0, edge=0.5), PassSeconds(2.0, floor_and_layer=3.0))
     engine = TreeEngine(model, costs=costs)
     assert engine.cost_model(None).seconds_per_token == 2 * 3.0
-    assert engine.cost_model(100).seconds_per_segment == 2 * 3.0
+    assert engine.cost_model(100).floor_seconds == 2 * 3.0
     assert engine.pipeline(None).is_measured
     with pytest.raises(InputError, match=r"--cost-model c\.json: was measured with --hidden-size 24"):
         TreeEngine(model, costs=replace(costs, shape=replace(shape, hidden_size=24)))

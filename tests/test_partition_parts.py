@@ -180,8 +180,13 @@ def test_cost_model_of_a_shape_and_of_a_file(tmp_path: Path) -> None:
     shape = CostModel.from_shape(28, 2048, 6144, 16, 8, 128, 151936)
     for name, value in vars(CostModel()).items():
         assert getattr(shape, name) == pytest.approx(value, rel=1e-4), name
-    model = CostModel(2.0, 3.0, 5.0, 7.0, 4)
-    assert model.cost(8, 10, 1) == 2 * 8 + 3 * 10 + 5 + 7 * 2
+    assert CostModel(2.0, 3.0, 5.0, 7.0, 4).cost(8, 10, 1) == 2 * 8 + 3 * 10 + 5
+    assert CostModel(2.0, 3.0, 5.0, 12.0, 4).cost(8, 10, 1) == 12 * 2 + 3 * 10 + 5
+    forward, backward = CostModel(3.0, 0.0, 6.0, 32.0, 4).segment_seconds(
+        np.array([4, 7, 9, 30]), 0, np.array([0, 0, 1, 0])
+    )
+    np.testing.assert_allclose(forward, [10.0, 10.0, 11.0, 30.0])
+    np.testing.assert_allclose(backward, [22.0, 22.0, 22.0, 60.0])
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"seconds_per_token": 1, "segment_tokens": 512}))
     assert CostModel.load(path) == CostModel(seconds_per_token=1, segment_tokens=512)
@@ -192,6 +197,8 @@ def test_cost_model_of_a_shape_and_of_a_file(tmp_path: Path) -> None:
         ('{"seconds_per_edge": -1}', "seconds_per_edge"),
         ('{"seconds_per_edge": NaN}', "seconds_per_edge"),
         ('{"seconds_per_token": 0}', "above 0"),
+        ('{"seconds_per_segment": 0.1}', "floor_seconds, the least that a segment takes"),
+        ('{"floor_seconds": -1}', "floor_seconds"),
         ('{"segment_tokens": 1.5}', "segment_tokens"),
     ):
         path.write_text(text)

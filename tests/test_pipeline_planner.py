@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -178,22 +179,29 @@ def test_bound_on_memory_is_reached() -> None:
 
 
 def test_costs_of_segments() -> None:
-    model = CostModel(seconds_per_token=6.0, seconds_per_pair=7.0, seconds_per_edge=3.0, seconds_per_segment=9.0)
+    model = CostModel(seconds_per_token=6.0, seconds_per_pair=7.0, seconds_per_edge=3.0)
+    model = replace(model, floor_seconds=108.0, forward_floor_share=1 / 3)
     tokens, pairs, edges = np.array([10, 20]), np.array([1, 2]), np.array([0, 5])
     costs = PipelineCosts.of_segments(model, tokens, pairs, edges, [1, 2, 1], np.array([False, True]), 0.5)
-    total = 6.0 * tokens + 7.0 * pairs + 9.0
-    forward = np.outer([0.25, 0.5, 0.25], 2.0 * tokens + 2.0 * pairs + 3.0)
+    total = 6.0 * tokens + 7.0 * pairs
+    forward = np.outer([0.25, 0.5, 0.25], 2.0 * tokens + 2.0 * pairs)
     backward = np.outer([0.25, 0.5, 0.25], total) - forward
     forward[0] += 0.25 * tokens
     backward[0] += 0.25 * tokens
     forward[2] += edges
     backward[2] += 2.0 * edges
+    weight = np.outer([0.25, 0.5, 0.25], 2.0 * tokens)
+    weight[0] += 0.25 * tokens
+    weight[2] += edges
+    # The stages' parts of the floor are 9, 18, 9 forward, twice that backward: more than the first segment's.
+    least = np.array([9.0, 18.0, 9.0])
+    assert (forward[:, 0] < least).all()
+    assert (forward[:, 1] > least).all()
+    weight[:, 0] *= 2 * least / backward[:, 0]
+    forward[:, 0], backward[:, 0] = least, 2 * least
     backward[:, 1] += forward[:, 1]
     np.testing.assert_allclose(costs.forward, forward)
     np.testing.assert_allclose(costs.backward, backward)
-    weight = np.outer([0.25, 0.5, 0.25], 2.0 * tokens + 3.0)
-    weight[0] += 0.25 * tokens
-    weight[2] += edges
     np.testing.assert_allclose(costs.weight, weight)
     np.testing.assert_allclose(costs.work, (forward + backward).sum(axis=1))
 

@@ -73,8 +73,7 @@ def forest(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
 def costs_function(masks: list[np.ndarray], stages: int, chunks: int = 1):
     def costs_of(plan: SegmentPlan) -> PipelineCosts:
         tokens, pairs, edges = segment_counts(plan, masks)
-        layers = MODEL.seconds_per_token * tokens.sum() + MODEL.seconds_per_pair * pairs.sum()
-        layers += MODEL.seconds_per_segment * len(tokens)
+        layers = float(sum(map(np.sum, MODEL.segment_seconds(tokens, pairs, np.zeros_like(edges)))))
         shares = balanced_shares(stages, chunks, layers, output_cost=MODEL.seconds_per_edge * edges.sum())
         return PipelineCosts.of_segments(MODEL, tokens, pairs, edges, shares)
 

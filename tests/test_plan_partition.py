@@ -69,7 +69,7 @@ def test_figures(tmp_path: Path, seed: int) -> None:
 def test_the_cost_model_and_the_framing_are_used(tmp_path: Path) -> None:
     path, *_ = write_turns(tmp_path / "rollouts.jsonl", 2)
     model = tmp_path / "model.json"
-    coefficients = {"seconds_per_token": 1, "seconds_per_pair": 0, "seconds_per_edge": 0, "seconds_per_segment": 0}
+    coefficients = {"seconds_per_token": 1, "seconds_per_pair": 0, "seconds_per_edge": 0, "floor_seconds": 0}
     model.write_text(json.dumps(coefficients))
     values = plan_json(path, "--data-parallel-size", 3, "--cost-model", model)
     assert values["cost_per_rank"] == values["tokens_per_rank"]

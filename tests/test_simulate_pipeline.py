@@ -58,7 +58,9 @@ def test_figures(rollouts: Path) -> None:
     assert max(values["peak_in_flight_tokens"]) <= 1.5 * values["one_stage_in_flight_tokens"]
     busy = np.asarray(values["busy_per_stage"])
     assert values["utilisation"] == pytest.approx(busy.sum() / (4 * values["makespan"]))
-    np.testing.assert_allclose(busy, busy[0])
+    # All but the last wait for the host; it has fewer layers and, beside them, logits.
+    np.testing.assert_allclose(busy[:3], busy[0])
+    assert 0.9 * busy[0] < busy[3] <= busy[0]
     assert values["makespan"] < one["makespan"]
     assert values["digest"] == run_json(rollouts, P, 4, "--tree-segment-tokens", 64)["digest"]
 
@@ -80,7 +82,7 @@ def test_options_are_used(rollouts: Path, tmp_path: Path) -> None:
     assert max(few["peak_in_flight_tokens"]) <= 450
     assert few["in_flight_limit"] == 450
     model = tmp_path / "model.json"
-    model.write_text('{"seconds_per_token": 1, "seconds_per_pair": 0, "seconds_per_edge": 0, "seconds_per_segment": 0}')
+    model.write_text('{"seconds_per_token": 1, "seconds_per_pair": 0, "seconds_per_edge": 0, "floor_seconds": 0}')
     counted = run_json(rollouts, P, 2, "--cost-model", model, "--max-sequences", 3, "--max-length", 200)
     assert sum(counted["busy_per_stage"]) == pytest.approx(counted["unique_tokens"])
     assert counted["unique_tokens"] <= 300

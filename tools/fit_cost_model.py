@@ -31,7 +31,7 @@ from benchmark_report import Report
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks import check_tensor_parallel, check_world_size
 from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.engine.cost_inputs import cost_shape, counted_bytes
+from megatron_dta.engine.cost_inputs import cost_shape
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
@@ -229,7 +229,7 @@ def main() -> int:
         ops += measured.chains(arguments.max_length)
         engine = measured.engine
         shape = cost_shape(engine.config, engine.true_vocab_size, engine.dtype)
-        counted = counted_bytes(engine.config, engine.true_vocab_size, engine.dtype, engine.logprob_chunk_tokens)
+        counted = engine.counted_bytes()
         del measured, engine
         gc.collect()
         if device.type == "cuda":

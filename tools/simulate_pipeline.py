@@ -21,7 +21,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -149,8 +148,7 @@ def layers_of(arguments: argparse.Namespace, model: CostModel, counts: Sequence[
     stages, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
     tokens, pairs, edges = counts
     output = model.seconds_per_edge * float(edges.sum())
-    everything = replace(model, seconds_per_edge=0.0, segment_tokens=1, seconds_per_segment=0.0)
-    layers_cost = float(everything.cost(tokens, pairs, edges).sum()) + model.seconds_per_segment * len(tokens)
+    layers_cost = float(sum(map(np.sum, model.segment_seconds(tokens, pairs, np.zeros_like(edges)))))
     if arguments.layers_per_stage is None:
         return balanced_shares(stages, chunks, layers_cost, output_cost=output)
     num_layers = arguments.num_layers or SHAPE["num_layers"]

@@ -28,8 +28,21 @@ def cost_shape(config: TransformerConfig, vocab_size: int, dtype: torch.dtype) -
     )
 
 
-def counted_bytes(config: TransformerConfig, vocab_size: int, dtype: torch.dtype, logit_rows: int) -> SegmentBytes:
-    """Bytes of one of the model's tokens where nothing was measured; raises InputError for a model with experts."""
+def counted_bytes(
+    config: TransformerConfig,
+    vocab_size: int,
+    dtype: torch.dtype,
+    logit_rows: int,
+    fused: bool = False,
+    fused_attention: bool = False,
+) -> SegmentBytes:
+    """Bytes of one of the model's tokens where nothing was measured; raises InputError for a model with experts.
+
+    Args:
+        logit_rows: rows of logits that exist at once.
+        fused, fused_attention: whether layers and attention run on the kernels. Without RMSNorm and SwiGLU, layers keep
+            what Megatron's modules do even so.
+    """
     if config.num_moe_experts is not None:
         raise InputError("--tree-memory-gib: how many tokens an expert gets is not known ahead; leave it out")
     return SegmentBytes.of_shape(
@@ -44,4 +57,6 @@ def counted_bytes(config: TransformerConfig, vocab_size: int, dtype: torch.dtype
         tensor_size=config.tensor_model_parallel_size,
         sequence_parallel=config.sequence_parallel,
         logit_rows=logit_rows,
+        fused=fused and config.normalization == "RMSNorm" and config.gated_linear_unit,
+        fused_attention=fused_attention,
     )

@@ -27,9 +27,9 @@ from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, choose_at
 from megatron_dta.planning.cost_file import CostFile
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.lockstep import RankPlan, plan_in_step
-from megatron_dta.planning.segment_bytes import MemoryBudget
+from megatron_dta.planning.segment_bytes import MemoryBudget, SegmentBytes
 from megatron_dta.planning.stage_program import PipelineShape
-from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.planning.step_plan import StepPlan
 from megatron_dta.planning.timeline import TimelineEvent
 
@@ -119,19 +119,24 @@ class TreeEngine:
         found = self.mesh.gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
         constant = [max(each for rank, each in found if rank == stage) for stage in range(self.mesh.pipeline_size)]
         each = self.costs.bytes if self.costs is not None else None
-        if each is None:
-            each = counted_bytes(self.config, self.true_vocab_size, self.dtype, self.logprob_chunk_tokens)
-        self.memory = MemoryBudget(gib, tuple(constant), each)
+        self.memory = MemoryBudget(gib, tuple(constant), each or self.counted_bytes())
+
+    def counted_bytes(self) -> SegmentBytes:
+        """What a step takes for each token, by counting."""
+        fused = self.tree_models[0].has_fused_layers
+        rows = self.logprob_chunk_tokens
+        return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, fused, self.uses_kernels)
 
     def cost_model(self, segment_tokens: int | None) -> CostModel:
         """What the whole model needs for tokens, pairs of attention and logprobs, up to a factor of all.
 
         Args:
-            segment_tokens: most tokens of a segment; None where they are chosen, for the usual number.
+            segment_tokens: most tokens of a segment; None where they are chosen: the usual number, or with measured
+                costs the most that the choice may be.
         """
-        config, segment_tokens = self.config, segment_tokens or DEFAULT_SEGMENT_TOKENS
+        config = self.config
         if self.costs is not None:
-            return self.costs.model(config.num_layers, segment_tokens)
+            return self.costs.model(config.num_layers, segment_tokens or max(SIZES))
         return CostModel.from_shape(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -141,7 +146,7 @@ class TreeEngine:
             kv_channels=config.kv_channels,
             vocab_size=self.true_vocab_size,
             swiglu=config.gated_linear_unit,
-            segment_tokens=segment_tokens,
+            segment_tokens=segment_tokens or DEFAULT_SEGMENT_TOKENS,
         )
 
     def pipeline(self, segment_tokens: int | None) -> PipelineShape:

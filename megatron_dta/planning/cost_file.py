@@ -2,11 +2,12 @@
 
 A pass over a segment takes, forward and backward apart,
 
-    seconds = layers * (a tokens + b pairs + d) + (a' tokens + c edges + d')
+    seconds = max(layers * d + d', layers * (a tokens + b pairs) + a' tokens + c edges)
 
-where the second part is what happens once, not in every layer: embedding, logits, their gradients. The file says for
-which model it holds: any number of layers of the same shape, dtype and tensor parallelism. How many pipeline stages or
-replicas share the work does not matter to what a segment costs. Another shape is refused, not scaled.
+What the layers' number does not multiply happens once: embedding, logits, their gradients. The first, the floor, is
+what the host takes to launch the pass, while the device computes what the second says. The file says for which model
+it holds: any number of layers of the same shape, dtype and tensor parallelism. How many pipeline stages or replicas
+share the work does not matter to what a segment costs. Another shape is refused, not scaled.
 
 Bytes are those that one rank's tensors take (``segment_bytes``); a file that was made without a GPU has none.
 """
@@ -50,14 +51,19 @@ class CostShape:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Coefficients of a forward, or of a backward; see the top of the file. None is negative."""
+    """Coefficients of a forward, or of a backward; see the top of the file. None is negative.
+
+    Attributes:
+        token_and_layer, pair_and_layer, token, edge: a, b, a', c.
+        floor_and_layer, floor: d, d'.
+    """
 
     token_and_layer: float = 0.0
     pair_and_layer: float = 0.0
-    segment_and_layer: float = 0.0
     token: float = 0.0
     edge: float = 0.0
-    segment: float = 0.0
+    floor_and_layer: float = 0.0
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ class CostFile:
             ]
             return sum(seconds), seconds[0] / sum(seconds) if sum(seconds) else 0.5
 
-        token, pair, edge, segment = (total(name) for name in ("token", "pair", "edge", "segment"))
-        return CostModel(token[0], pair[0], edge[0], segment[0], segment_tokens, token[1], pair[1], edge[1], segment[1])
+        token, pair, edge, floor = (total(name) for name in ("token", "pair", "edge", "floor"))
+        return CostModel(token[0], pair[0], edge[0], floor[0], segment_tokens, token[1], pair[1], edge[1], floor[1])
 
     def check(self, shape: CostShape) -> None:
         """Raise InputError unless the file holds for a model of ``shape``, naming the first difference."""
@@ -119,26 +125,38 @@ class CostFile:
 
 def load_cost_file(path: str | Path) -> CostFile:
     """Read and check a file; raises InputError with one line that names the file and what is wrong."""
-    values = _read(path)
-    if values.get("what") != WHAT:
-        raise InputError(f"{path}: is not a file of tools/fit_cost_model.py (its 'what' is not {WHAT!r})")
-    layers = values.get("num_layers")
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise InputError(f"{path}: field num_layers must be a whole number above 0, not {layers!r}")
+    values = read_measured(path)
+    for name in ("forward", "backward"):
+        if isinstance(values.get(name), dict) and "segment_and_layer" in values[name]:
+            raise InputError(
+                f"{path}: was fitted in an older form; fit it again from its measurements: "
+                f"tools/fit_cost_model.py --refit {path} --output FILE"
+            )
     measured = values.get("bytes")
     found = CostFile(
         str(path),
-        _part(path, values, "shape", CostShape),
-        layers,
-        _part(path, values, "forward", PassSeconds),
-        _part(path, values, "backward", PassSeconds),
-        None if measured is None else _part(path, values, "bytes", SegmentBytes),
+        read_part(path, values, "shape", CostShape),
+        values["num_layers"],
+        read_part(path, values, "forward", PassSeconds),
+        read_part(path, values, "backward", PassSeconds),
+        None if measured is None else read_part(path, values, "bytes", SegmentBytes),
     )
     try:
         found.model()
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return found
+
+
+def read_measured(path: str | Path) -> dict[str, Any]:
+    """The values of a file of ``tools/fit_cost_model.py``, of which only what it is and its layers are checked."""
+    values = _read(path)
+    if values.get("what") != WHAT:
+        raise InputError(f"{path}: is not a file of tools/fit_cost_model.py (its 'what' is not {WHAT!r})")
+    layers = values.get("num_layers")
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise InputError(f"{path}: field num_layers must be a whole number above 0, not {layers!r}")
+    return values
 
 
 def load_cost_model(path: str | Path, segment_tokens: int | None = None) -> tuple[CostModel, CostFile | None]:
@@ -165,8 +183,8 @@ def _read(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def _part(path: str | Path, values: Mapping[str, Any], name: str, kind: type) -> Any:
-    """One object of the file as a dataclass of numbers (one sign: none is negative), flags and names."""
+def read_part(path: str | Path, values: Mapping[str, Any], name: str, kind: type) -> Any:
+    """One object of a file as a dataclass of numbers (one sign: none is negative), flags and names."""
     given = values.get(name)
     if not isinstance(given, dict):
         raise InputError(f"{path}: field {name!r} must be an object")

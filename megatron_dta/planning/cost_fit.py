@@ -1,11 +1,14 @@
 """Fits the cost model to measured segments: non-negative least squares, every op weighted by what it should take.
 
-Each measured op is a sum of coefficients times counts (``PassSeconds``): a forward's, a backward's, or both where a
-backward began with a second forward. All are fitted together, every op weighted by the inverse of its predicted time,
-since a step may be made of long segments or of short ones (the measured time as the weight would favour ops that
-happened to be fast). What a layer adds is told from what happens once by measuring models
-of different depths. Bytes are fitted in the same way and then raised until nothing that was measured exceeds them: a
-plan must fit, so they may only err on the high side.
+A pass takes its floor or what its counts need, whichever is more (``PassSeconds``). Which of the two it is for an op is
+not known beforehand: ops are told apart, each part is fitted to its own ops, and the fit tells them apart anew, until
+nothing changes; of several beginnings the best fit is taken. Forwards and backwards are fitted apart. A backward that
+began with a second forward is a sum of both, and only a check. Every op is weighted by the inverse of its predicted
+time, since a step may be made of long segments or of short ones (the measured time as the weight would favour ops that
+happened to be fast). What a layer adds is told from what happens once by measuring models of different depths.
+
+Bytes are fitted by least squares and then raised until nothing that was measured exceeds them: a plan must fit, so they
+may only err on the high side.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from megatron_dta.planning.cost_file import PassSeconds
 from megatron_dta.planning.segment_bytes import SegmentBytes
 
 _TOLERANCE = 1e-10
-_REWEIGHTED = 6
+_ALTERNATIONS = 20
 _OUTLIER = 0.2  # Relative error from which an op counts as one.
+_TELLING = 1 / 16  # Part of the most kept bytes from which an op tells what a token keeps.
+_LINEAR = 4  # Coefficients of ``PassSeconds`` before those of the floor.
 
 
 @dataclass(frozen=True)
@@ -81,29 +86,61 @@ def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndar
 
 def fit_seconds(ops: Sequence[MeasuredOp]) -> tuple[PassSeconds, PassSeconds]:
     """Coefficients of forward and backward. Ops of two depths are needed to tell layers from the rest."""
-    half = len(fields(PassSeconds))
-    rows = np.zeros((len(ops), 2 * half))
-    for row, op in zip(rows, ops, strict=True):
-        if op.kind != "backward":
-            row[:half] = _counts(op)
-        if op.kind != "forward":
-            row[half:] = _counts(op)
+    return _fit_pass([op for op in ops if op.kind == "forward"]), _fit_pass([op for op in ops if op.kind == "backward"])
+
+
+def _fit_pass(ops: Sequence[MeasuredOp]) -> PassSeconds:
+    """The best of fits that begin with all ops of up to some number of tokens at the floor."""
+    best, least = PassSeconds(), np.inf
     seconds = np.asarray([op.seconds for op in ops])
-    weight = 1 / seconds
-    for _ in range(_REWEIGHTED):
-        found = nonnegative_least_squares(rows * weight[:, None], seconds * weight)
-        expected = np.maximum(rows @ found, 1e-3 * seconds)
+    sizes = np.asarray([op.tokens for op in ops])
+    for size in [0, *np.unique(sizes)[:-1].tolist()]:
+        found = _alternate(ops, seconds, sizes <= size)
+        if found.token_and_layer + found.token <= 0 and best.token_and_layer + best.token > 0:
+            continue
+        error = np.abs(np.log(_seconds(ops, found) / seconds))
+        loss = float(np.where(error < _OUTLIER, error**2, _OUTLIER * (2 * error - _OUTLIER)).sum())
+        if loss < least:
+            best, least = found, loss
+    return best
+
+
+def _alternate(ops: Sequence[MeasuredOp], seconds: np.ndarray, at_floor: np.ndarray) -> PassSeconds:
+    """Fit the ops at the floor and those above it in turn, each time told apart by the fit before."""
+    columns = np.asarray([_counts(op) for op in ops])
+    linear, floor = columns[:, :_LINEAR], columns[:, _LINEAR:]
+    weight, found = 1 / seconds, np.zeros(columns.shape[1])
+    for _ in range(_ALTERNATIONS):
+        above = ~at_floor
+        found[:_LINEAR] = nonnegative_least_squares(linear[above] * weight[above, None], (seconds * weight)[above])
+        found[_LINEAR:] = 0.0
+        if at_floor.any():
+            found[_LINEAR:] = nonnegative_least_squares(
+                floor[at_floor] * weight[at_floor, None], (seconds * weight)[at_floor]
+            )
+        own, least = linear @ found[:_LINEAR], floor @ found[_LINEAR:]
+        expected = np.maximum(np.maximum(own, least), 1e-3 * seconds)
         # An op that something else on the machine held up counts less (Huber's weights).
         error = np.maximum(np.abs(seconds / expected - 1), _OUTLIER)
         weight = np.sqrt(_OUTLIER / error) / expected
-    return PassSeconds(*found[:half].tolist()), PassSeconds(*found[half:].tolist())
+        told = own < least
+        if told.all():
+            break
+        at_floor = told
+    return PassSeconds(*found.tolist())
 
 
 def predicted(ops: Sequence[MeasuredOp], forward: PassSeconds, backward: PassSeconds) -> np.ndarray:
-    """Seconds of each op by the coefficients, float64 [ops]."""
-    of_pass = [np.asarray([getattr(each, field.name) for field in fields(each)]) for each in (forward, backward)]
-    passes = {"forward": of_pass[:1], "backward": of_pass[1:], "recompute": of_pass}
-    return np.asarray([sum(float(_counts(op) @ each) for each in passes[op.kind]) for op in ops])
+    """Seconds of each op by the coefficients, float64 [ops]; a recomputing one runs both passes."""
+    kinds = np.asarray([op.kind for op in ops])
+    return (kinds != "backward") * _seconds(ops, forward) + (kinds != "forward") * _seconds(ops, backward)
+
+
+def _seconds(ops: Sequence[MeasuredOp], each: PassSeconds) -> np.ndarray:
+    """Seconds of one pass over each op's segment, float64 [ops]."""
+    columns = np.asarray([_counts(op) for op in ops]).reshape(len(ops), len(fields(PassSeconds)))
+    parts = columns * np.asarray([getattr(each, field.name) for field in fields(each)])
+    return np.maximum(parts[:, :_LINEAR].sum(axis=1), parts[:, _LINEAR:].sum(axis=1))
 
 
 def fit_errors(ops: Sequence[MeasuredOp], forward: PassSeconds, backward: PassSeconds) -> dict[str, dict[str, float]]:
@@ -123,28 +160,39 @@ def fit_errors(ops: Sequence[MeasuredOp], forward: PassSeconds, backward: PassSe
 
 
 def fit_bytes(ops: Sequence[MeasuredOp], counted: SegmentBytes) -> SegmentBytes | None:
-    """Bytes from the ops that measured them; K, V and inputs, which are known exactly, are those ``counted``.
+    """Bytes from the ops that measured them; K, V and inputs, which are known exactly, are those ``counted``, and so is
+    the room for each token of a segment, which shows only in segments longer than those that are measured.
 
-    None if nothing was measured. No measured op takes more than the result says.
+    None if nothing was measured. No measured op takes more than the result says, its work included.
     """
     kept = [op for op in ops if op.kept_bytes is not None]
     if not kept:
         return None
     columns = np.asarray([[op.layers * op.tokens, op.tokens] for op in kept], dtype=np.float64)
     left = np.asarray([op.kept_bytes for op in kept], dtype=np.float64)
-    weight = 1 / np.maximum(left, 1.0)
-    per_token = nonnegative_least_squares(columns * weight[:, None], left * weight)
-    per_token *= max(1.0, float((left / np.maximum(columns @ per_token, 1.0)).max()))
+    per_token = nonnegative_least_squares(columns, left)
+    # Of small ops rounding by the allocator is a large part; it belongs to the fixed room.
+    telling = left >= _TELLING * left.max()
+    per_token *= max(1.0, float((left / np.maximum(columns @ per_token, 1.0))[telling].max()))
     found = replace(counted, kept_per_token_and_layer=float(per_token[0]), kept_per_token=float(per_token[1]))
     # What an op needs beyond the activations of its segment, which a backward of a kept one finds there.
     ran = [op for op in ops if op.peak_bytes is not None]
     room = np.asarray(
         [op.peak_bytes - (op.kind != "backward" and _keeps(op)) * found.kept(op.layers) * op.tokens for op in ran]
     )
-    columns = np.asarray([[op.tokens, op.path_tokens, 1] for op in ran], dtype=np.float64)
-    work = nonnegative_least_squares(columns, np.maximum(room, 0.0))
-    work[2] += max(0.0, float((room - columns @ work).max()))
-    return replace(found, work_per_token=float(work[0]), work_per_path_token=float(work[1]), work_fixed=float(work[2]))
+    backward = np.asarray([op.kind != "forward" for op in ran])
+    columns = np.asarray([[op.path_tokens, 1] for op in ran], dtype=np.float64)
+    per_path = nonnegative_least_squares(columns[backward], np.maximum(room, 0.0)[backward])[0]
+    found = replace(found, work_per_path_token=float(per_path))
+    tokens = np.asarray([op.tokens for op in ran], dtype=np.float64)
+    own = np.maximum(room, 0.0) - per_path * columns[:, 0]
+    over = np.where(own > found.work_per_token * tokens, own, 0.0)
+    return replace(found, work_fixed=float(max(over.max(initial=0.0), (left - kept_bytes(kept, found)).max())))
+
+
+def kept_bytes(ops: Sequence[MeasuredOp], each: SegmentBytes) -> np.ndarray:
+    """What the ops' segments keep by ``each``, float64 [ops]."""
+    return np.asarray([each.kept(op.layers) * op.tokens for op in ops])
 
 
 def _keeps(op: MeasuredOp) -> bool:
@@ -155,5 +203,5 @@ def _keeps(op: MeasuredOp) -> bool:
 def _counts(op: MeasuredOp) -> np.ndarray:
     """In the order of ``PassSeconds``."""
     return np.asarray(
-        [op.layers * op.tokens, op.layers * op.pairs, op.layers, op.tokens, op.edges, 1.0], dtype=np.float64
+        [op.layers * op.tokens, op.layers * op.pairs, op.tokens, op.edges, op.layers, 1.0], dtype=np.float64
     )

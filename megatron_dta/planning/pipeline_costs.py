@@ -4,18 +4,18 @@ A virtual stage holds a share of the layers; the first one also embeds tokens, t
 loss. Costs come from the same counts and coefficients as those that divide work over data-parallel ranks
 (``cost_model``), segment by segment:
 
-    layers' share * (a * tokens + b * pairs + d)    on every virtual stage
-    e * tokens                                      on the first one
-    c * edges                                       on the last one
+    layers' share * (a * tokens + b * pairs)    on every virtual stage
+    e * tokens                                  on the first one
+    c * edges                                   on the last one
 
-split into forward and backward by the shares of the cost model. A segment whose activations are recomputed runs its
-forward a second time in its backward.
+and at least the layers' share of the floor, split into forward and backward by the shares of the cost model. A segment
+whose activations are recomputed runs its forward a second time in its backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -90,11 +90,11 @@ class PipelineCosts:
         total = float(sum(layers))
         share = np.asarray(layers, dtype=np.float64)[:, None] / (total if total else 1.0)
         nothing = np.zeros(len(tokens))
-        in_layers = model.segment_seconds(np.asarray(tokens), np.asarray(pairs), nothing)
-        at_the_end = replace(model, seconds_per_segment=0.0).segment_seconds(nothing, nothing, np.asarray(edges))
+        in_layers = model.linear_seconds(np.asarray(tokens), np.asarray(pairs), nothing)
+        at_the_end = model.linear_seconds(nothing, nothing, np.asarray(edges))
         forward, backward = (share * seconds for seconds in in_layers)
         # Of a backward, weight gradients are what attention is not, and as much as the forward of the same products.
-        gemm = replace(model, seconds_per_pair=0.0).segment_seconds(np.asarray(tokens), nothing, nothing)
+        gemm = model.linear_seconds(np.asarray(tokens), nothing, nothing)
         weight = share * np.minimum(*gemm)
         embedding = embedding_seconds_per_token * np.asarray(tokens, dtype=np.float64)
         # A look-up forward; the gradient of the table belongs to the weights.
@@ -104,6 +104,10 @@ class PipelineCosts:
         forward[-1] += at_the_end[0]
         backward[-1] += at_the_end[1]
         weight[-1] += np.minimum(*at_the_end)
+        # Of a backward that waits for the host, weight gradients are the same part.
+        longer = np.maximum(backward, share * model.floors[1])
+        weight *= np.divide(longer, backward, out=np.ones_like(backward), where=backward > 0)
+        forward, backward = np.maximum(forward, share * model.floors[0]), longer
         if recomputed is not None:
             backward = backward + forward * np.asarray(recomputed, dtype=bool)
         return cls(forward, backward, np.minimum(weight, backward))

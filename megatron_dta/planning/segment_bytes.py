@@ -4,8 +4,9 @@
     activations    of each segment in flight that keeps them, from its forward to its backward
     inputs         of each segment in flight whose forward runs again: what came in from the stage before
     one segment    whatever its kind, the segment that runs backward has its activations (they were kept, or its forward
-                   has just run again), and its backward needs room of its own: gradients inside a layer, the gathered
-                   K and V of its root path, a chunk of logits, the gradient of the largest weight
+                   has just run again), and its backward needs room of its own: the gathered K and V of its root path,
+                   and gradients inside a layer or, at another time, a chunk of logits and the gradient of the largest
+                   weight; the more of the two counts
 
 Weights, gradients and optimizer states are constant through a step and no part of this. So the last segment of a path
 keeps its activations for nothing: its backward, which needs them, is the next op.
@@ -32,8 +33,9 @@ class SegmentBytes:
         kept_per_token: the same, once for all layers of a rank.
         kv_per_token_and_layer: K, V, dK and dV.
         input_per_token: hidden states that come in from the stage before.
-        work_per_token, work_per_path_token, work_fixed: room that a running segment needs beyond its activations, for
-            each of its tokens, for each token of its root path (its own included), and whatever its length.
+        work_per_token, work_per_path_token, work_fixed: room that a running segment needs beyond its activations: for
+            each token of its root path (its own included), and for each of its tokens or whatever its length, which
+            of these two is more.
     """
 
     kept_per_token_and_layer: float
@@ -58,36 +60,50 @@ class SegmentBytes:
         tensor_size: int = 1,
         sequence_parallel: bool = False,
         logit_rows: int = 1024,
+        fused: bool = True,
+        fused_attention: bool = True,
     ) -> SegmentBytes:
-        """Bytes by counting tensors, with fused norms and activation functions, which compute their outputs again.
+        """Bytes by counting tensors. Measured bytes (``CostFile``) are better.
 
-        A layer keeps its input, the mixed queries, keys and values, the normed and rotated queries, attention's output
-        and log-sum-exp, the residual stream behind attention, and the output of the first feed-forward product. Between
-        them the backward needs about the gradients of all of these at once. Measured bytes (``CostFile``) are better.
+        A fused layer keeps its input, the mixed queries, keys and values, attention's output and log-sum-exp, the
+        residual stream behind attention, the output of the first feed-forward product, and the statistics of two
+        norms; everything else it computes again. Layers of plain modules keep what each of their operations read, in
+        float32 where a norm computes in it; of these the most that any norm and activation function keeps is counted.
+        Between them the backward needs about the gradients of all that a fused layer keeps at once.
 
         Args:
             element_bytes: of weights and activations; gradients of K and V take at least 4.
             logit_rows: rows of logits that exist at once.
+            fused: whether layers run on the fused kernels, norms and activation function included.
+            fused_attention: whether attention runs on its kernels, which add ancestors' gradients up where they are.
         """
         query, groups = num_attention_heads * kv_channels // tensor_size, num_query_groups * kv_channels // tensor_size
         hidden = hidden_size / (tensor_size if sequence_parallel else 1)
         ffn = (2 if swiglu else 1) * ffn_hidden_size / tensor_size
         mixed = query + 2 * groups
-        kept = element_bytes * (2 * hidden + mixed + 2 * query + ffn) + 4 * num_attention_heads / tensor_size
         accumulator = max(4, element_bytes)
+        statistics = 4 * num_attention_heads / tensor_size + 8 * hidden / hidden_size
+        kept = fused_kept = element_bytes * (2 * hidden + mixed + query + ffn) + statistics
+        if not fused:
+            norms = 2 * element_bytes + 4 * accumulator
+            wide = 5 * ffn / 2 if swiglu else 2 * ffn
+            # Queries and keys are mixed, normed and rotated one by one, each read by what follows.
+            kept = norms * hidden + element_bytes * (7 * query + 5 * groups + wide) + 2 * statistics
         kv = 2 * groups * (element_bytes + accumulator)
         table = hidden_size * vocab_size / tensor_size
         # Gradients of what is kept, outputs of norms and of the activation function, whole hidden states of the group.
-        work = kept + element_bytes * (4 * hidden_size + ffn + ffn_hidden_size / tensor_size)
-        logits = logit_rows * vocab_size / tensor_size * (2 * element_bytes + accumulator)
+        work = fused_kept + element_bytes * (4 * hidden_size + ffn + ffn_hidden_size / tensor_size)
+        # Logits, their gradient and room for a chunk's softmax; plain operations make copies in float32.
+        row = 3 * element_bytes if fused else 2 * element_bytes + 3 * accumulator
+        logits = logit_rows * vocab_size / tensor_size * row
         return cls(
             kept_per_token_and_layer=kept,
             kept_per_token=element_bytes * 4 * hidden_size,
             kv_per_token_and_layer=kv,
             input_per_token=element_bytes * hidden,
             work_per_token=work,
-            work_per_path_token=kv,
-            work_fixed=logits + table * (element_bytes + accumulator),
+            work_per_path_token=2 * groups * element_bytes if fused_attention else kv,
+            work_fixed=logits + table * (element_bytes if fused else element_bytes + accumulator),
         )
 
     def kept(self, layers: float) -> float:
@@ -96,7 +112,7 @@ class SegmentBytes:
 
     def work(self, tokens: np.ndarray | float, path_tokens: np.ndarray | float) -> np.ndarray | float:
         """Room for a running segment of ``tokens`` tokens at the end of a path of ``path_tokens``."""
-        return self.work_per_token * tokens + self.work_per_path_token * path_tokens + self.work_fixed
+        return np.maximum(self.work_per_token * tokens, self.work_fixed) + self.work_per_path_token * path_tokens
 
 
 @dataclass(frozen=True)
