@@ -315,6 +315,8 @@ def test_meshes_and_clusters_that_cannot_be_are_refused() -> None:
         make_mesh(SMALL, 8, experts=2)
     with pytest.raises(InputError, match="--num-gpus 12 is not a multiple"):
         Cluster(12)
+    with pytest.raises(InputError, match="offloaded states are float32"):
+        StateSettings(offload_fraction=0.5, exp_avg="bf16")
     with pytest.raises(InputError, match="--gemm-tflops"):
         Cluster(8, gemm_tflops=0.0)
     assert all(Cluster(8, **values).gemm_rate > 0 for values in PRESETS.values())
