@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dta_kernels.launch import Launcher
+from dta_kernels.launch import Launcher, ceil_div
 
 _ELEMENTS = 4096
 
@@ -42,12 +42,16 @@ def _gather_kernel(
 
 
 @lru_cache
+def _rows(num_groups: int, head_size: int) -> int:
+    """Keys of a program."""
+    return max(1, _ELEMENTS // triton.next_power_of_2(num_groups * head_size))
+
+
+@lru_cache
 def _gather(num_groups: int, head_size: int, own: bool) -> Launcher:
     block = triton.next_power_of_2(num_groups * head_size)
-    rows = max(1, _ELEMENTS // block)
-    return Launcher(
-        _gather_kernel, D=head_size, WIDTH=num_groups * head_size, BLOCK=block, ROWS=rows, OWN=own, num_warps=4
-    )
+    sizes = dict(D=head_size, WIDTH=num_groups * head_size, BLOCK=block, ROWS=_rows(num_groups, head_size))
+    return Launcher(_gather_kernel, **sizes, OWN=own, num_warps=4)
 
 
 def gather_keys(
@@ -74,9 +78,8 @@ def gather_keys(
         return
     if values.stride(2) != 1:
         raise ValueError("the channels of a head's values must be neighbors")
-    rows = max(1, _ELEMENTS // triton.next_power_of_2(G * D))
     num_ancestors = M - values.shape[0] if own else M
     _gather(G, D, own)(
-        (triton.cdiv(M, rows),), keys_SGD, values_SGD, slots_M, values, *out_MGD, num_ancestors, M,
+        (ceil_div(M, _rows(G, D)),), keys_SGD, values_SGD, slots_M, values, *out_MGD, num_ancestors, M,
         values.stride(0), values.stride(1),
     )  # fmt: skip

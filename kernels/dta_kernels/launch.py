@@ -19,7 +19,11 @@ from torch.nn import Parameter
 from triton.runtime.jit import JITFunction
 
 _TRIED_VERSIONS = ("3.6.",)
-_INT32 = range(-(2**31), 2**31)
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """``number / divisor`` rounded up; ``triton.cdiv`` takes as long as a launch."""
+    return -(-number // divisor)
 
 
 class Launcher:
@@ -45,44 +49,33 @@ class Launcher:
             return
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
-        found = self._key(device, arguments)
-        binary = None if found is None else self._binaries.get(found[0])
-        if binary is None or _has_hooks():
-            compiled = self._kernel[grid](*arguments, **self._constants)
-            if found is not None and compiled is not None:
-                self._binaries[found[0]] = compiled.run, compiled.function, compiled.packed_metadata
-            return
-        run, function, metadata = binary
-        columns, rows, planes = (*grid, 1, 1)[:3]
-        stream = driver.get_current_stream(device)
-        run(columns, rows, planes, stream, function, metadata, None, None, None, *found[1], *self._last)
-
-    def _key(self, device: int, arguments: tuple) -> tuple[tuple, list] | None:
-        """What decides about the binary, and the arguments as it takes them; None where only Triton can tell."""
-        key, values = [device], []
+        key, values, is_known = [device], [], True
+        # The loop is most of what a launch costs.
         for argument, is_compiled_in in zip(arguments, self._compiled_in, strict=True):
             kind = type(argument)
             if kind is Tensor or kind is Parameter:
-                address = argument.data_ptr()
                 key.append(argument.dtype)
-                if address % 16:
+                argument = argument.data_ptr()
+                if argument & 15:
                     key.append("unaligned")
-                values.append(address)
-                continue
-            if kind is int:
-                if argument not in _INT32:
-                    return None
+            elif kind is int:
                 key.append(argument if is_compiled_in else int)
+                is_known = is_known and -(2**31) <= argument < 2**31
             elif kind is float or argument is None:
                 key.append(kind)
             elif hasattr(argument, "block_shape"):
                 key.append(argument.base.dtype)
             else:
-                return None
+                is_known = False
             values.append(argument)
-        return tuple(key), values
-
-
-def _has_hooks() -> bool:
-    runtime = triton.knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+        found = self._binaries.get(tuple(key)) if is_known else None
+        hooks = triton.knobs.runtime
+        if found is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            compiled = self._kernel[grid](*arguments, **self._constants)
+            if is_known and compiled is not None:
+                self._binaries[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata
+            return
+        run, function, metadata = found
+        rows, planes = grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1
+        stream = driver.get_current_stream(device)
+        run(grid[0], rows, planes, stream, function, metadata, None, None, None, *values, *self._last)

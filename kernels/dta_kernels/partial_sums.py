@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dta_kernels.launch import Launcher
+from dta_kernels.launch import Launcher, ceil_div
 
 _ROWS, _COLUMNS = 64, 32
 
@@ -57,4 +57,4 @@ def add_partial_sums(sums_C: tuple[Tensor, Tensor], partials_PC: tuple[Tensor, T
     if partials_PC[1].shape != (P, C) or any(each.shape != (C,) for each in sums_C):
         raise ValueError("both sums must be vectors with a column's entry for each column of the partial sums")
     if P:
-        _add_pair()((triton.cdiv(C, _COLUMNS), 2), *partials_PC, *sums_C, P, C)
+        _add_pair()((ceil_div(C, _COLUMNS), 2), *partials_PC, *sums_C, P, C)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dta_kernels.launch import Launcher
+from dta_kernels.launch import Launcher, ceil_div
 
 # Programs of the backward pass, over tokens and groups.
 _MAX_PROGRAMS = 1024
@@ -201,16 +201,22 @@ def _backward_kernel(
         _store_weight_gradient(grad_k_weight_out + partial, k_first, k_second, k_rest, D, HALF, BLOCK_HALF, BLOCK_REST)
 
 
+@lru_cache
 def _rows(num_pairs: int) -> int:
     """Tokens of a program at once."""
     return max(1, min(16, 1024 // triton.next_power_of_2(num_pairs)))
 
 
+_KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
+
+
 @lru_cache
-def _launcher(kernel: object, layout: QKVLayout, num_pairs: int, norm: bool, **more: bool) -> Launcher:
+def _launcher(name: str, layout: QKVLayout, num_pairs: int, norm: bool, keys: bool | None = None) -> Launcher:
+    """By the kernel's name: its hash takes as long as a launch."""
+    more = {} if keys is None else {"KEYS": keys}
     rest = layout.head_size - 2 * num_pairs
     return Launcher(
-        kernel,
+        _KERNELS[name],
         **more,
         HEADS=layout.heads_per_group,
         ROWS=_rows(num_pairs),
@@ -270,8 +276,8 @@ def qkv_rope_into(
     if N == 0:
         return
     has_keys = k_NGD is not None
-    _launcher(_forward_kernel, layout, pairs, norm, KEYS=has_keys)(
-        (layout.num_groups, triton.cdiv(N, _rows(pairs))), mixed_NW, cos, sin, q_weight_D if norm else cos,
+    _launcher("forward", layout, pairs, norm, has_keys)(
+        (layout.num_groups, ceil_div(N, _rows(pairs))), mixed_NW, cos, sin, q_weight_D if norm else cos,
         k_weight_D if norm else cos, q_NHD, k_NGD if has_keys else q_NHD, N, layout.num_groups, eps,
     )  # fmt: skip
 
@@ -312,16 +318,17 @@ def qkv_rope_partial_gradients(
     Without norms they hold nothing.
     """
     N, norm, pairs = mixed_NW.shape[0], q_weight_D is not None, cos.shape[1]
-    tiles = triton.cdiv(N, _rows(pairs))
-    programs = min(tiles, triton.cdiv(_MAX_PROGRAMS, layout.num_groups))
+    tiles = ceil_div(N, _rows(pairs))
+    programs = min(tiles, ceil_div(_MAX_PROGRAMS, layout.num_groups))
     grad_mixed_NW = torch.empty_like(mixed_NW)
-    partial = mixed_NW.new_empty((2, programs * layout.num_groups, layout.head_size), dtype=torch.float32).unbind()
+    size = (programs * layout.num_groups, layout.head_size)
+    partial = mixed_NW.new_empty(size, dtype=torch.float32), mixed_NW.new_empty(size, dtype=torch.float32)
     if N:
         # The last programs may have no tokens; their share of the weights' gradients is zero.
-        _launcher(_backward_kernel, layout, pairs, norm)(
+        _launcher("backward", layout, pairs, norm)(
             (layout.num_groups, programs), grad_q_NHD.contiguous(), grad_k_NGD.contiguous(), grad_v_NGD.contiguous(),
             mixed_NW, cos, sin, q_weight_D if norm else cos, k_weight_D if norm else cos, grad_mixed_NW, *partial, N,
-            triton.cdiv(tiles, programs), layout.num_groups, eps,
+            ceil_div(tiles, programs), layout.num_groups, eps,
         )  # fmt: skip
     return grad_mixed_NW, partial
 

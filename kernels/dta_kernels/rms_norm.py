@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dta_kernels.launch import Launcher
+from dta_kernels.launch import Launcher, ceil_div
 
 # Programs of the backward pass: enough to fill any GPU twice over, few enough that their sums are a small tensor.
 _MAX_PROGRAMS = 512
@@ -99,10 +99,15 @@ def _backward_kernel(
     tl.store(grad_weight_out + program.to(tl.int64) * num_columns + column, grad_weight, mask=exists)
 
 
+_KERNELS = {"forward": _forward_kernel, "again": _again_kernel, "backward": _backward_kernel}
+
+
 @lru_cache
-def _launcher(kernel: object, num_columns: int, **more: bool) -> Launcher:
-    block = triton.next_power_of_2(num_columns)
-    return Launcher(kernel, **more, BLOCK=block, num_warps=4 if block <= 1024 else 8 if block <= 4096 else 16)
+def _launcher(name: str, num_columns: int, add: bool | None = None) -> Launcher:
+    """By the kernel's name: its hash takes as long as a launch."""
+    block, more = triton.next_power_of_2(num_columns), {} if add is None else {"ADD": add}
+    num_warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
+    return Launcher(_KERNELS[name], **more, BLOCK=block, num_warps=num_warps)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -135,7 +140,7 @@ def rms_norm_forward(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | No
     rstd_N = x.new_empty(N, dtype=torch.float32)
     if N:
         other = added.contiguous() if adds else x
-        _launcher(_forward_kernel, C, ADD=adds)((N,), x, other, weight_C, normed, residual, rstd_N, C, eps)
+        _launcher("forward", C, adds)((N,), x, other, weight_C, normed, residual, rstd_N, C, eps)
     return RMSNormOutput(normed, residual, rstd_N)
 
 
@@ -159,9 +164,9 @@ def rms_norm_partial_gradients(
         grad_normed = grad_normed.contiguous()
         adds = grad_residual is not None
         # The last programs may have no rows; they write zeros.
-        _launcher(_backward_kernel, C, ADD=adds)(
+        _launcher("backward", C, adds)(
             (programs,), grad_normed, grad_residual.contiguous() if adds else grad_normed, x, rstd_N, weight_C, grad,
-            grad_weight_PC, N, triton.cdiv(N, programs), C,
+            grad_weight_PC, N, ceil_div(N, programs), C,
         )  # fmt: skip
     return grad, grad_weight_PC
 
@@ -186,4 +191,4 @@ def rms_norm_again(residual: Tensor, rstd_N: Tensor, weight_C: Tensor, normed: T
     """Write the normed rows of an earlier pass into ``normed``, bit for bit; all tensors contiguous."""
     C, N = weight_C.shape[0], rstd_N.shape[0]
     if N:
-        _launcher(_again_kernel, C)((N,), residual, rstd_N, weight_C, normed, C)
+        _launcher("again", C)((N,), residual, rstd_N, weight_C, normed, C)

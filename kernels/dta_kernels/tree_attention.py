@@ -363,12 +363,12 @@ def _check(
     shape = plan.shape
     expected = (plan.num_queries, shape.num_heads, shape.head_size)
     keys = (plan.num_keys, shape.num_groups, shape.head_size)
-    if (tuple(q_NHD.shape), tuple(k_MGD.shape), tuple(v_MGD.shape)) != (expected, keys, keys):
+    if q_NHD.shape != expected or k_MGD.shape != keys or v_MGD.shape != keys:
         raise ValueError(
             f"queries {tuple(q_NHD.shape)}, keys {tuple(k_MGD.shape)} and values {tuple(v_MGD.shape)} do not fit a "
             f"plan for {expected} and {keys}"
         )
-    if {q_NHD.dtype, k_MGD.dtype, v_MGD.dtype} != {shape.dtype}:
+    if not q_NHD.dtype == k_MGD.dtype == v_MGD.dtype == shape.dtype:
         raise ValueError(f"queries, keys and values must be {shape.dtype} as planned")
     if key_end_M.shape != (plan.num_keys,) or key_end_M.dtype != torch.int32:
         raise ValueError(f"key_end must be int32 [{plan.num_keys}], got {key_end_M.dtype} {tuple(key_end_M.shape)}")
