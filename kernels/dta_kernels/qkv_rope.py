@@ -15,12 +15,15 @@ W = G (P + 2) D.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dta_kernels.launch import Launcher, ceil_div
 
 # Programs of the backward pass, over tokens and groups.
 _MAX_PROGRAMS = 1024
@@ -198,20 +201,33 @@ def _backward_kernel(
         _store_weight_gradient(grad_k_weight_out + partial, k_first, k_second, k_rest, D, HALF, BLOCK_HALF, BLOCK_REST)
 
 
-def _settings(layout: QKVLayout, num_pairs: int, norm: bool) -> dict[str, int | bool]:
+@lru_cache
+def _rows(num_pairs: int) -> int:
+    """Tokens of a program at once."""
+    return max(1, min(16, 1024 // triton.next_power_of_2(num_pairs)))
+
+
+_KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
+
+
+@lru_cache
+def _launcher(name: str, layout: QKVLayout, num_pairs: int, norm: bool, keys: bool | None = None) -> Launcher:
+    """By the kernel's name: its hash takes as long as a launch."""
+    more = {} if keys is None else {"KEYS": keys}
     rest = layout.head_size - 2 * num_pairs
-    block = triton.next_power_of_2(num_pairs)
-    return {
-        "HEADS": layout.heads_per_group,
-        "ROWS": max(1, min(16, 1024 // block)),
-        "D": layout.head_size,
-        "HALF": num_pairs,
-        "REST": rest,
-        "BLOCK_HALF": block,
-        "BLOCK_REST": triton.next_power_of_2(max(1, rest)),
-        "NORM": norm,
-        "num_warps": 4,
-    }
+    return Launcher(
+        _KERNELS[name],
+        **more,
+        HEADS=layout.heads_per_group,
+        ROWS=_rows(num_pairs),
+        D=layout.head_size,
+        HALF=num_pairs,
+        REST=rest,
+        BLOCK_HALF=triton.next_power_of_2(num_pairs),
+        BLOCK_REST=triton.next_power_of_2(max(1, rest)),
+        NORM=norm,
+        num_warps=4,
+    )
 
 
 class _QKVRope(torch.autograd.Function):
@@ -229,10 +245,10 @@ class _QKVRope(torch.autograd.Function):
         mixed_NW = mixed_NW.contiguous()
         N, (G, P, D) = mixed_NW.shape[0], layout
         q_NHD, k_NGD = mixed_NW.new_empty((N, G * P, D)), mixed_NW.new_empty((N, G, D))
-        _launch_forward(mixed_NW, cos, sin, q_weight_D, k_weight_D, layout, eps, q_NHD, k_NGD)
+        qkv_rope_into(mixed_NW, cos, sin, q_weight_D, k_weight_D, layout, eps, q_NHD, k_NGD)
         ctx.save_for_backward(mixed_NW, cos, sin, q_weight_D, k_weight_D)
         ctx.layout, ctx.eps = layout, eps
-        return q_NHD, k_NGD, mixed_NW.view(N, G, P + 2, D)[:, :, P + 1]
+        return q_NHD, k_NGD, values_of(mixed_NW, layout)
 
     @staticmethod
     def backward(ctx, grad_q_NHD: Tensor, grad_k_NGD: Tensor, grad_v_NGD: Tensor):
@@ -245,18 +261,24 @@ class _QKVRope(torch.autograd.Function):
         return grad_mixed_NW, None, None, *grad_weights, None, None
 
 
-def _launch_forward(
+def values_of(mixed_NW: Tensor, layout: QKVLayout) -> Tensor:
+    """The values [N, G, D] where they stand in the mixed rows."""
+    G, P, D = layout
+    return mixed_NW.view(mixed_NW.shape[0], G, P + 2, D)[:, :, P + 1]
+
+
+def qkv_rope_into(
     mixed_NW: Tensor, cos: Tensor, sin: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None,
     layout: QKVLayout, eps: float, q_NHD: Tensor, k_NGD: Tensor | None,
 ) -> None:  # fmt: skip
-    N, norm = mixed_NW.shape[0], q_weight_D is not None
+    """Write queries and, unless it is None, keys of ``qkv_rope``, without autograd; all tensors contiguous."""
+    N, norm, pairs = mixed_NW.shape[0], q_weight_D is not None, cos.shape[1]
     if N == 0:
         return
-    settings = _settings(layout, cos.shape[1], norm)
-    grid = (layout.num_groups, triton.cdiv(N, settings["ROWS"]))
-    _forward_kernel[grid](
-        mixed_NW, cos, sin, q_weight_D if norm else cos, k_weight_D if norm else cos, q_NHD,
-        q_NHD if k_NGD is None else k_NGD, N, layout.num_groups, eps, KEYS=k_NGD is not None, **settings,
+    has_keys = k_NGD is not None
+    _launcher("forward", layout, pairs, norm, has_keys)(
+        (layout.num_groups, ceil_div(N, _rows(pairs))), mixed_NW, cos, sin, q_weight_D if norm else cos,
+        k_weight_D if norm else cos, q_NHD, k_NGD if has_keys else q_NHD, N, layout.num_groups, eps,
     )  # fmt: skip
 
 
@@ -273,20 +295,42 @@ def qkv_rope_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients by the mixed rows, and by the two weights in float32 [D] (None without norms)."""
-    N, norm = mixed_NW.shape[0], q_weight_D is not None
-    settings = _settings(layout, cos.shape[1], norm)
-    tiles = triton.cdiv(N, settings["ROWS"])
-    programs = min(tiles, triton.cdiv(_MAX_PROGRAMS, layout.num_groups))
+    grad_mixed_NW, partial = qkv_rope_partial_gradients(
+        grad_q_NHD, grad_k_NGD, grad_v_NGD, mixed_NW, cos, sin, q_weight_D, k_weight_D, layout, eps
+    )
+    return grad_mixed_NW, *([None, None] if q_weight_D is None else [each.sum(0) for each in partial])
+
+
+def qkv_rope_partial_gradients(
+    grad_q_NHD: Tensor,
+    grad_k_NGD: Tensor,
+    grad_v_NGD: Tensor,
+    mixed_NW: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    layout: QKVLayout,
+    eps: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """``qkv_rope_backward`` with the weights' gradients in the parts of each program, float32 [programs, D].
+
+    Without norms they hold nothing.
+    """
+    N, norm, pairs = mixed_NW.shape[0], q_weight_D is not None, cos.shape[1]
+    tiles = ceil_div(N, _rows(pairs))
+    programs = min(tiles, ceil_div(_MAX_PROGRAMS, layout.num_groups))
     grad_mixed_NW = torch.empty_like(mixed_NW)
-    partial = [mixed_NW.new_empty((programs * layout.num_groups, layout.head_size), dtype=torch.float32) for _ in "qk"]
+    size = (programs * layout.num_groups, layout.head_size)
+    partial = mixed_NW.new_empty(size, dtype=torch.float32), mixed_NW.new_empty(size, dtype=torch.float32)
     if N:
         # The last programs may have no tokens; their share of the weights' gradients is zero.
-        _backward_kernel[(layout.num_groups, programs)](
-            grad_q_NHD.contiguous(), grad_k_NGD.contiguous(), grad_v_NGD.contiguous(), mixed_NW, cos, sin,
-            q_weight_D if norm else cos, k_weight_D if norm else cos, grad_mixed_NW, *partial, N,
-            triton.cdiv(tiles, programs), layout.num_groups, eps, **settings,
+        _launcher("backward", layout, pairs, norm)(
+            (layout.num_groups, programs), grad_q_NHD.contiguous(), grad_k_NGD.contiguous(), grad_v_NGD.contiguous(),
+            mixed_NW, cos, sin, q_weight_D if norm else cos, k_weight_D if norm else cos, grad_mixed_NW, *partial, N,
+            ceil_div(tiles, programs), layout.num_groups, eps,
         )  # fmt: skip
-    return grad_mixed_NW, *([each.sum(0) for each in partial] if norm else [None, None])
+    return grad_mixed_NW, partial
 
 
 def qkv_rope(
@@ -318,4 +362,4 @@ def queries_again(
     mixed_NW: Tensor, cos: Tensor, sin: Tensor, q_weight_D: Tensor | None, layout: QKVLayout, eps: float, q_NHD: Tensor
 ) -> None:
     """Write the queries of an earlier pass into ``q`` [N, G P, D], bit for bit; all tensors contiguous."""
-    _launch_forward(mixed_NW, cos, sin, q_weight_D, q_weight_D, layout, eps, q_NHD, None)
+    qkv_rope_into(mixed_NW, cos, sin, q_weight_D, q_weight_D, layout, eps, q_NHD, None)

@@ -16,12 +16,15 @@ Legend: N rows, C columns, P programs.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dta_kernels.launch import Launcher, ceil_div
 
 # Programs of the backward pass: enough to fill any GPU twice over, few enough that their sums are a small tensor.
 _MAX_PROGRAMS = 512
@@ -96,30 +99,26 @@ def _backward_kernel(
     tl.store(grad_weight_out + program.to(tl.int64) * num_columns + column, grad_weight, mask=exists)
 
 
-def _settings(num_columns: int) -> dict[str, int]:
-    block = triton.next_power_of_2(num_columns)
-    return {"BLOCK": block, "num_warps": 4 if block <= 1024 else 8 if block <= 4096 else 16}
+_KERNELS = {"forward": _forward_kernel, "again": _again_kernel, "backward": _backward_kernel}
+
+
+@lru_cache
+def _launcher(name: str, num_columns: int, add: bool | None = None) -> Launcher:
+    """By the kernel's name: its hash takes as long as a launch."""
+    block, more = triton.next_power_of_2(num_columns), {} if add is None else {"ADD": add}
+    num_warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
+    return Launcher(_KERNELS[name], **more, BLOCK=block, num_warps=num_warps)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        x = x.contiguous()
-        C = weight_C.shape[0]
-        N = x.numel() // C
-        normed = torch.empty_like(x)
-        residual = x.view_as(x) if added is None else torch.empty_like(x)
-        rstd_N = x.new_empty(N, dtype=torch.float32)
-        if N:
-            other = x if added is None else added.contiguous()
-            _forward_kernel[(N,)](
-                x, other, weight_C, normed, residual, rstd_N, C, eps, ADD=added is not None, **_settings(C)
-            )
-        ctx.save_for_backward(x if added is None else residual, weight_C, rstd_N)
+        normed, residual, rstd_N = rms_norm_forward(x, weight_C, eps, added)
+        ctx.save_for_backward(residual, weight_C, rstd_N)
         ctx.adds = added is not None
         ctx.mark_non_differentiable(rstd_N)
         ctx.set_materialize_grads(False)
-        return normed, residual, rstd_N
+        return normed, residual.view_as(residual) if added is None else residual, rstd_N
 
     @staticmethod
     def backward(ctx, grad_normed: Tensor | None, grad_residual: Tensor | None, _: None):
@@ -130,23 +129,46 @@ class _RMSNorm(torch.autograd.Function):
         return grad, grad_weight_C.to(weight_C.dtype), None, grad if ctx.adds else None
 
 
+def rms_norm_forward(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None = None) -> RMSNormOutput:
+    """``rms_norm`` without autograd; without ``added`` the residual is ``x`` itself, made contiguous."""
+    x = x.contiguous()
+    C = weight_C.shape[0]
+    N = x.numel() // C
+    adds = added is not None
+    normed = torch.empty_like(x)
+    residual = torch.empty_like(x) if adds else x
+    rstd_N = x.new_empty(N, dtype=torch.float32)
+    if N:
+        other = added.contiguous() if adds else x
+        _launcher("forward", C, adds)((N,), x, other, weight_C, normed, residual, rstd_N, C, eps)
+    return RMSNormOutput(normed, residual, rstd_N)
+
+
 def rms_norm_backward(
     grad_normed: Tensor, grad_residual: Tensor | None, x: Tensor, rstd_N: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradient by ``x``, and by the weight in float32 [C]; ``x`` is what was normalized."""
+    grad, grad_weight_PC = rms_norm_partial_gradients(grad_normed, grad_residual, x, rstd_N, weight_C)
+    return grad, grad_weight_PC.sum(0)
+
+
+def rms_norm_partial_gradients(
+    grad_normed: Tensor, grad_residual: Tensor | None, x: Tensor, rstd_N: Tensor, weight_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm_backward`` with the weight's gradient in the parts of each program, float32 [P, C]."""
     C, N = weight_C.shape[0], rstd_N.shape[0]
     grad = torch.empty_like(x)
     programs = min(N, _MAX_PROGRAMS)
     grad_weight_PC = x.new_empty((programs, C), dtype=torch.float32)
     if N:
         grad_normed = grad_normed.contiguous()
-        rows = triton.cdiv(N, programs)
+        adds = grad_residual is not None
         # The last programs may have no rows; they write zeros.
-        _backward_kernel[(programs,)](
-            grad_normed, grad_normed if grad_residual is None else grad_residual.contiguous(), x, rstd_N, weight_C,
-            grad, grad_weight_PC, N, rows, C, ADD=grad_residual is not None, **_settings(C),
+        _launcher("backward", C, adds)(
+            (programs,), grad_normed, grad_residual.contiguous() if adds else grad_normed, x, rstd_N, weight_C, grad,
+            grad_weight_PC, N, ceil_div(N, programs), C,
         )  # fmt: skip
-    return grad, grad_weight_PC.sum(0)
+    return grad, grad_weight_PC
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None = None) -> RMSNormOutput:
@@ -169,4 +191,4 @@ def rms_norm_again(residual: Tensor, rstd_N: Tensor, weight_C: Tensor, normed: T
     """Write the normed rows of an earlier pass into ``normed``, bit for bit; all tensors contiguous."""
     C, N = weight_C.shape[0], rstd_N.shape[0]
     if N:
-        _again_kernel[(N,)](residual, rstd_N, weight_C, normed, C, **_settings(C))
+        _launcher("again", C)((N,), residual, rstd_N, weight_C, normed, C)

@@ -9,10 +9,14 @@ Legend: N rows, F width of the feed-forward layer.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dta_kernels.launch import Launcher, ceil_div
 
 _BLOCK = 2048
 
@@ -45,8 +49,17 @@ def _backward_kernel(grad_in, x_in, grad_out, width, BLOCK: tl.constexpr):
     tl.store(grad_out + offset + width, grad_up.to(grad_out.dtype.element_ty), mask=exists)
 
 
+_KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
+
+
+@lru_cache
+def _launcher(name: str) -> Launcher:
+    """By the kernel's name: its hash takes as long as a launch."""
+    return Launcher(_KERNELS[name], BLOCK=_BLOCK, num_warps=4)
+
+
 def _grid(num_rows: int, width: int) -> tuple[int, int]:
-    return num_rows, triton.cdiv(width, _BLOCK)
+    return num_rows, ceil_div(width, _BLOCK)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -60,13 +73,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        width = x.shape[-1] // 2
-        grad_x = torch.empty_like(x)
-        if x.numel():
-            grid = _grid(x.numel() // (2 * width), width)
-            _backward_kernel[grid](grad.contiguous(), x, grad_x, width, BLOCK=_BLOCK, num_warps=4)
-        return grad_x
+        return swiglu_backward(grad, *ctx.saved_tensors)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -74,8 +81,17 @@ def swiglu(x: Tensor) -> Tensor:
     return _SwiGLU.apply(x)
 
 
+def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient by ``x``, which is contiguous."""
+    width = x.shape[-1] // 2
+    grad_x = torch.empty_like(x)
+    if x.numel():
+        _launcher("backward")(_grid(x.numel() // (2 * width), width), grad.contiguous(), x, grad_x, width)
+    return grad_x
+
+
 def swiglu_into(x: Tensor, y: Tensor) -> None:
     """Write ``swiglu(x)`` into ``y``, without autograd; both contiguous."""
     width = y.shape[-1]
     if y.numel():
-        _forward_kernel[_grid(y.numel() // width, width)](x, y, width, BLOCK=_BLOCK, num_warps=4)
+        _launcher("forward")(_grid(y.numel() // width, width), x, y, width)

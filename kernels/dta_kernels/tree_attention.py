@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dta_kernels.launch import Launcher
 from dta_kernels.prefix_attention import prefix_backward, prefix_forward
+from dta_kernels.shared_by_layers import SharedByLayers
 from dta_kernels.tree_attention_backward import (
     key_gradients_kernel,
     prepare_kernel,
@@ -68,7 +71,13 @@ def interpreted() -> bool:
 
 
 def tree_attention_forward(
-    q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor, plan: TreeAttentionPlan, scale: float
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    key_end_M: Tensor,
+    plan: TreeAttentionPlan,
+    scale: float,
+    shared: SharedByLayers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the keys it sees.
 
@@ -76,6 +85,7 @@ def tree_attention_forward(
         q_NHD, k_MGD, v_MGD: queries, and keys and values of [ancestors, own]; one dtype.
         key_end_M: int32, ``local_key_end`` of the plan's segment.
         scale: factor on the scores, above 0.
+        shared: of the layers that go through this segment.
 
     Returns:
         ``(out_NHD, lse_HN)``: the output in the queries' dtype, the log-sum-exp of the scaled scores in float32. A
@@ -88,30 +98,19 @@ def tree_attention_forward(
     lse_HN = q_NHD.new_empty((shape.num_heads, plan.num_queries), dtype=torch.float32)
     pack = settings.pack(shape.group_size)
     n, P = plan.prefix
+    shared = shared or SharedByLayers()
     if settings.hopper:
         from dta_kernels.tree_attention_hopper_launch import forward_on_hopper
 
-        forward_on_hopper(q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end_M, plan, scale)
+        forward_on_hopper(q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end_M, plan, scale, shared)
         return out_NHD, lse_HN
     prefix_out, prefix_lse = prefix_forward(q_NHD[:n], k_MGD[:P], v_MGD[:P], scale) if n else (None, None)
-    forward_kernel[(shape.num_heads // pack, plan.forward.programs.shape[0])](
-        q_NHD,
-        _keys(k_MGD, settings),
-        _keys(v_MGD, settings),
-        out_NHD,
-        lse_HN,
-        key_end_M,
-        plan.forward.programs,
-        plan.forward.blocks,
-        prefix_out,
-        prefix_lse,
-        plan.num_queries,
-        plan.num_keys,
-        plan.num_ancestors,
-        n,
-        scale,
-        **_constants(plan, settings, pack),
-    )
+    launch = shared.get("forward", lambda: _launcher(forward_kernel, shape, settings, pack, settings, n > 0))
+    launch(
+        (shape.num_heads // pack, plan.forward.programs.shape[0]), q_NHD, _keys(shared, "k", k_MGD, settings),
+        _keys(shared, "v", v_MGD, settings), out_NHD, lse_HN, key_end_M, plan.forward.programs, plan.forward.blocks,
+        prefix_out, prefix_lse, plan.num_queries, plan.num_keys, plan.num_ancestors, n, scale,
+    )  # fmt: skip
     return out_NHD, lse_HN
 
 
@@ -126,6 +125,7 @@ def tree_attention_backward(
     plan: TreeAttentionPlan,
     scale: float,
     into: KeyGradients | None = None,
+    shared: SharedByLayers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``tree_attention_forward``, from its outputs.
 
@@ -135,6 +135,8 @@ def tree_attention_backward(
     Args:
         into: None returns all of dK and dV. Otherwise the ancestors' dK and dV are added in place at their slots, and
             what stands at the own slots (from descendants) is added to the own dK and dV; it is undefined afterwards.
+        shared: of the layers that go through this segment; it then holds what a backward pass needs beside its inputs
+            and outputs.
 
     Returns:
         ``(dq_NHD, dk, dv)``: dq in the queries' dtype. Without ``into`` dk and dv are float32 [M, G, D]; with it they
@@ -145,7 +147,8 @@ def tree_attention_backward(
     grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN = (tensor.contiguous() for tensor in tensors)
     shape, backward = plan.shape, plan.config.key_gradients
     pack = backward.pack(shape.group_size)
-    tiles = _prepare(grad_out_NHD, out_NHD, lse_HN, q_NHD, pack, backward)
+    shared = shared or SharedByLayers()
+    tiles = _prepare(grad_out_NHD, out_NHD, lse_HN, q_NHD, pack, backward, shared)
     dq_NHD = torch.empty_like(q_NHD)
     if into is not None:
         _check_accumulators(plan, into)
@@ -165,9 +168,11 @@ def tree_attention_backward(
         rectangle = (grad_out_NHD[:n], q_NHD[:n], k_MGD[:P], v_MGD[:P], out_NHD[:n], lse_HN[:, :n])
         prefix = prefix_backward(*rectangle, scale)
     launch = _BackwardLaunch(
-        plan, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, prefix, *tiles
+        plan, shared, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, prefix, *tiles
     )
-    dscores = q_NHD.new_empty(plan.stored_elements) if plan.stored_groups else launch.delta
+    dscores = launch.delta
+    if plan.stored_groups:
+        dscores = shared.get("dscores", lambda: q_NHD.new_empty(plan.stored_elements))
     num_groups = plan.stored_groups or shape.num_groups
     for index, part in enumerate(plan.parts):
         for first_group in range(0, shape.num_groups, num_groups):
@@ -190,11 +195,12 @@ def _zeros_like(k_MGD: Tensor) -> KeyGradients:
     return KeyGradients(keys, values, torch.arange(k_MGD.shape[0], device=k_MGD.device))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _BackwardLaunch:
     """The tensors of one backward pass, and its launches."""
 
     plan: TreeAttentionPlan
+    shared: SharedByLayers
     scale: float
     target: KeyGradients
     num_added: int
@@ -227,37 +233,56 @@ class _BackwardLaunch:
             from dta_kernels.tree_attention_hopper_launch import key_gradients_on_hopper
 
             key_gradients_on_hopper(
-                plan, (self.grad_out_tiles, self.q_tiles), arrays, self.num_added, first_group, groups, self.scale
-            )
+                plan, self.shared, (self.grad_out_tiles, self.q_tiles), arrays, self.num_added, first_group, groups,
+                self.scale,
+            )  # fmt: skip
             return
-        key_gradients_kernel[(groups, part.columns.programs.shape[0])](
-            self.grad_out_tiles, self.q_tiles, *arrays, *self.prefix[1:], plan.num_queries, plan.num_keys,
-            plan.num_ancestors, self.num_added, num_prefix_keys, first_group, self.scale,
-            **_constants(plan, settings, self.pack),
-            STORE=plan.stored_groups > 0,
-            ACCUMULATE=target.keys is not None,
+        more = {"STORE": plan.stored_groups > 0, "ACCUMULATE": target.keys is not None}
+        launch = self._launcher("key gradients", key_gradients_kernel, settings, settings, **more)
+        launch(
+            (groups, part.columns.programs.shape[0]), self.grad_out_tiles, self.q_tiles, *arrays, *self.prefix[1:],
+            plan.num_queries, plan.num_keys, plan.num_ancestors, self.num_added, num_prefix_keys, first_group,
+            self.scale,
         )  # fmt: skip
+
+    def _launcher(
+        self, name: str, kernel: object, settings: KernelConfig, tile: KernelConfig, **more: bool
+    ) -> Launcher:
+        plan = self.plan
+        return self.shared.get(
+            name, lambda: _launcher(kernel, plan.shape, settings, self.pack, tile, plan.prefix[0] > 0, **more)
+        )
 
     def query_gradients_from_scores(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
         plan, settings = self.plan, self.plan.config.query_gradients_from_scores
         tile, chunks = plan.config.key_gradients, plan.shape.group_size // self.pack
-        query_gradients_from_scores_kernel[(groups * chunks, part.rows.programs.shape[0])](
-            dscores, _keys(self.k, settings, tile.keys), self.dq, part.rows.programs, part.rows.blocks,
-            self.prefix[0], plan.num_queries, plan.num_keys, plan.prefix[0], first_group * chunks, self.scale,
-            **_constants(plan, settings, self.pack, tile),
+        launch = self._launcher("query gradients", query_gradients_from_scores_kernel, settings, tile)
+        launch(
+            (groups * chunks, part.rows.programs.shape[0]), dscores,
+            _keys(self.shared, "k of tiles", self.k, settings, tile.keys), self.dq, part.rows.programs,
+            part.rows.blocks, self.prefix[0], plan.num_queries, plan.num_keys, plan.prefix[0], first_group * chunks,
+            self.scale,
         )  # fmt: skip
 
     def query_gradients(self, part: BackwardPart, grad_out_NHD: Tensor) -> None:
         plan, settings = self.plan, self.plan.config.query_gradients
-        query_gradients_kernel[(plan.shape.num_heads // self.pack, part.rows.programs.shape[0])](
-            grad_out_NHD, self.q, _keys(self.k, settings), _keys(self.v, settings), self.delta, self.lse_2, self.dq,
-            self.key_end, part.rows.programs, part.rows.blocks, self.prefix[0], plan.num_queries, plan.num_keys,
-            plan.num_ancestors, plan.prefix[0], self.scale, **_constants(plan, settings, self.pack),
+        launch = self._launcher("query gradients", query_gradients_kernel, settings, settings)
+        launch(
+            (plan.shape.num_heads // self.pack, part.rows.programs.shape[0]), grad_out_NHD, self.q,
+            _keys(self.shared, "k again", self.k, settings), _keys(self.shared, "v again", self.v, settings),
+            self.delta, self.lse_2, self.dq, self.key_end, part.rows.programs, part.rows.blocks, self.prefix[0],
+            plan.num_queries, plan.num_keys, plan.num_ancestors, plan.prefix[0], self.scale,
         )  # fmt: skip
 
 
 def _prepare(
-    grad_out_NHD: Tensor, out_NHD: Tensor, lse_HN: Tensor, q_NHD: Tensor, pack: int, settings: KernelConfig
+    grad_out_NHD: Tensor,
+    out_NHD: Tensor,
+    lse_HN: Tensor,
+    q_NHD: Tensor,
+    pack: int,
+    settings: KernelConfig,
+    shared: SharedByLayers,
 ) -> tuple[Tensor, Tensor, Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
     """delta, base-2 log-sum-exp, dO and Q as ``key_gradients_kernel`` reads them."""
     N, H, D = q_NHD.shape
@@ -265,33 +290,55 @@ def _prepare(
     chunk_stride = -(-N * pack // 4) * 4 if settings.hopper else N * pack
     # What stands between the chunks is read, and multiplied by zero.
     empty = lse_HN.new_empty if chunk_stride == N * pack else lse_HN.new_zeros
-    delta, lse_2 = (empty(H // pack, chunk_stride) for _ in range(2))
-    tiles = (torch.empty_like(grad_out_NHD), torch.empty_like(q_NHD)) if settings.tma else (grad_out_NHD, q_NHD)
+    delta, lse_2 = (shared.get(name, lambda: empty(H // pack, chunk_stride)) for name in ("delta", "lse_2"))
+    tiles = (grad_out_NHD, q_NHD)
+    if settings.tma:
+        tiles = tuple(shared.get(name, lambda: torch.empty_like(q_NHD)) for name in ("tiles of dO", "tiles of q"))
     rows = 64
-    prepare_kernel[(-(-N * H // rows),)](
-        grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N, chunk_stride,
-        H=H, D=D, BLOCK_D=padded_head_size(D), PACK=pack, ROWS=rows, COPY=settings.tma, num_warps=4,
+    launch = shared.get("prepare", lambda: _prepare_launcher(H, D, pack, rows, settings.tma))
+    launch(
+        (-(-N * H // rows),), grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N, chunk_stride
     )  # fmt: skip
     if settings.tma and not settings.hopper:
         block = [settings.rows, padded_head_size(D)]
-        tiles = tuple(TensorDescriptor(tile, [N * H, D], [D, 1], block) for tile in tiles)
+        names = ("tiles of dO as descriptor", "tiles of q as descriptor")
+        tiles = tuple(
+            shared.of_tensor(name, tile, lambda x: TensorDescriptor(x, [N * H, D], [D, 1], block))
+            for name, tile in zip(names, tiles, strict=True)
+        )
     return delta, lse_2, *tiles
 
 
-def _keys(x_MGD: Tensor, settings: KernelConfig, block: int | None = None) -> Tensor | TensorDescriptor:
-    """Keys or values as a kernel reads them."""
+def _keys(
+    shared: SharedByLayers, name: str, x_MGD: Tensor, settings: KernelConfig, block: int | None = None
+) -> Tensor | TensorDescriptor:
+    """Keys or values as a kernel reads them; ``name`` is that of one use."""
     if not settings.tma:
         return x_MGD
     M, G, D = x_MGD.shape
-    return TensorDescriptor(x_MGD, [M, G * D], [G * D, 1], [block or settings.keys, D])
+    return shared.of_tensor(
+        name, x_MGD, lambda x: TensorDescriptor(x, [M, G * D], [G * D, 1], [block or settings.keys, D])
+    )
 
 
-def _constants(
-    plan: TreeAttentionPlan, settings: KernelConfig, pack: int, tile: KernelConfig | None = None
-) -> dict[str, object]:
-    """Compile-time arguments of a kernel; ``tile`` sets the tile's sizes where they are another kernel's."""
-    shape, tile = plan.shape, tile or settings
-    return {
+@lru_cache
+def _prepare_launcher(H: int, D: int, pack: int, rows: int, copy: bool) -> Launcher:
+    constants = dict(H=H, D=D, BLOCK_D=padded_head_size(D), PACK=pack, ROWS=rows, COPY=copy)
+    return Launcher(prepare_kernel, **constants, num_warps=4)
+
+
+@lru_cache
+def _launcher(
+    kernel: object,
+    shape: AttentionShape,
+    settings: KernelConfig,
+    pack: int,
+    tile: KernelConfig,
+    has_prefix: bool,
+    **more: bool,
+) -> Launcher:
+    """The kernel with its compile-time arguments; ``tile`` sets the tile's sizes, which may be another kernel's."""
+    constants = {
         "H": shape.num_heads,
         "G": shape.num_groups,
         "D": shape.head_size,
@@ -300,13 +347,14 @@ def _constants(
         "BLOCK_Q": tile.rows // pack,
         "BLOCK_K": tile.keys,
         "TMA": settings.tma,
-        "PREFIX": plan.prefix[0] > 0,
+        "PREFIX": has_prefix,
         # Products of float32 stay float32's: the default would round their inputs to 10 bits.
         "PRECISION": "ieee",
         "UPCAST": interpreted() and shape.dtype == torch.bfloat16,
         "num_warps": settings.num_warps,
         "num_stages": settings.num_stages,
     }
+    return Launcher(kernel, **constants, **more)
 
 
 def _check(
@@ -315,12 +363,12 @@ def _check(
     shape = plan.shape
     expected = (plan.num_queries, shape.num_heads, shape.head_size)
     keys = (plan.num_keys, shape.num_groups, shape.head_size)
-    if (tuple(q_NHD.shape), tuple(k_MGD.shape), tuple(v_MGD.shape)) != (expected, keys, keys):
+    if q_NHD.shape != expected or k_MGD.shape != keys or v_MGD.shape != keys:
         raise ValueError(
             f"queries {tuple(q_NHD.shape)}, keys {tuple(k_MGD.shape)} and values {tuple(v_MGD.shape)} do not fit a "
             f"plan for {expected} and {keys}"
         )
-    if {q_NHD.dtype, k_MGD.dtype, v_MGD.dtype} != {shape.dtype}:
+    if not q_NHD.dtype == k_MGD.dtype == v_MGD.dtype == shape.dtype:
         raise ValueError(f"queries, keys and values must be {shape.dtype} as planned")
     if key_end_M.shape != (plan.num_keys,) or key_end_M.dtype != torch.int32:
         raise ValueError(f"key_end must be int32 [{plan.num_keys}], got {key_end_M.dtype} {tuple(key_end_M.shape)}")

@@ -13,8 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dta_kernels import tree_attention_hopper, tree_attention_hopper_backward
+from dta_kernels.launch import Launcher
+from dta_kernels.shared_by_layers import SharedByLayers
 from dta_kernels.tree_attention_config import KernelConfig
-from dta_kernels.tree_attention_plan import TreeAttentionPlan
+from dta_kernels.tree_attention_plan import AttentionShape, TreeAttentionPlan
 
 
 def forward_on_hopper(
@@ -26,22 +28,27 @@ def forward_on_hopper(
     key_end_M: Tensor,
     plan: TreeAttentionPlan,
     scale: float,
+    shared: SharedByLayers,
 ) -> None:
     """Write ``out_NHD`` and ``lse_HN``."""
     shape, settings = plan.shape, plan.config.forward
     _check(plan, settings, rows=128)
     M, G, D = k_MGD.shape
     pack = settings.pack(shape.group_size)
-    keys, values = (_descriptor(x, [M, G * D], [settings.keys, D]) for x in (k_MGD, v_MGD))
-    tree_attention_hopper.forward_kernel[(shape.num_heads // pack, plan.forward.programs.shape[0])](
-        q_NHD, keys, values, out_NHD, lse_HN, key_end_M, plan.forward.programs, plan.forward.blocks,
-        plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
-        H=shape.num_heads, G=G, D=D, PACK=pack, BLOCK_K=settings.keys, num_warps=4,
+    keys, values = (
+        shared.of_tensor(name, x, lambda x: _descriptor(x, [M, G * D], [settings.keys, D]))
+        for name, x in (("k", k_MGD), ("v", v_MGD))
+    )
+    launch = shared.get("forward", lambda: _forward_launcher(shape, pack, settings.keys))
+    launch(
+        (shape.num_heads // pack, plan.forward.programs.shape[0]), q_NHD, keys, values, out_NHD, lse_HN, key_end_M,
+        plan.forward.programs, plan.forward.blocks, plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
     )  # fmt: skip
 
 
 def key_gradients_on_hopper(
     plan: TreeAttentionPlan,
+    shared: SharedByLayers,
     tiles: tuple[Tensor, Tensor],
     arrays: tuple[Tensor | None, ...],
     num_added: int,
@@ -62,23 +69,43 @@ def key_gradients_on_hopper(
     D = shape.head_size
     size = [plan.num_queries * shape.num_heads, D]
     k, v, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores, key_end, programs, *table = arrays
-    statistics = (_row_descriptor(x, 64) for x in (lse_2, delta))
-    scores = _descriptor(dscores, [dscores.numel() // 64, 64], [64, 64])
-    tree_attention_hopper_backward.key_gradients_kernel[(groups, programs.shape[0])](
-        *(_descriptor(tile, size, [64, D]) for tile in tiles), *statistics, scores, k, v, dk, dv, grad_keys,
-        grad_values, slots, key_end, programs, *table, plan.num_queries, plan.num_keys, plan.num_ancestors, num_added,
-        first_group, scale, H=shape.num_heads, G=shape.num_groups, D=D, PACK=settings.pack(shape.group_size),
-        ACCUMULATE=grad_keys is not None, num_warps=4,
+    descriptors = [
+        shared.of_tensor(("descriptor", index), x, make)
+        for index, (x, make) in enumerate(
+            [(tile, lambda x: _descriptor(x, size, [64, D])) for tile in tiles]
+            + [(row, _row_descriptor) for row in (lse_2, delta)]
+            + [(dscores, lambda x: _descriptor(x, [x.numel() // 64, 64], [64, 64]))]
+        )
+    ]
+    pack, accumulate = settings.pack(shape.group_size), grad_keys is not None
+    launch = shared.get("key gradients", lambda: _key_gradients_launcher(shape, pack, accumulate))
+    launch(
+        (groups, programs.shape[0]), *descriptors, k, v, dk, dv, grad_keys, grad_values, slots, key_end, programs,
+        *table, plan.num_queries, plan.num_keys, plan.num_ancestors, num_added, first_group, scale,
     )  # fmt: skip
+
+
+@lru_cache
+def _forward_launcher(shape: AttentionShape, pack: int, keys: int) -> Launcher:
+    kernel = tree_attention_hopper.forward_kernel
+    constants = dict(H=shape.num_heads, G=shape.num_groups, D=shape.head_size, PACK=pack, BLOCK_K=keys)
+    return Launcher(kernel, **constants, num_warps=4)
+
+
+@lru_cache
+def _key_gradients_launcher(shape: AttentionShape, pack: int, accumulate: bool) -> Launcher:
+    kernel = tree_attention_hopper_backward.key_gradients_kernel
+    constants = dict(H=shape.num_heads, G=shape.num_groups, D=shape.head_size, PACK=pack, ACCUMULATE=accumulate)
+    return Launcher(kernel, **constants, num_warps=4)
 
 
 def _descriptor(x: Tensor, shape: list[int], block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, shape, [shape[1], 1], block, _layout(*block, x.dtype))
 
 
-def _row_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """Of a float32 vector of any shape."""
-    return TensorDescriptor(x, [x.numel()], [1], [block], _row_layout())
+def _row_descriptor(x: Tensor) -> TensorDescriptor:
+    """Of a float32 vector of any shape, in blocks of 64."""
+    return TensorDescriptor(x, [x.numel()], [1], [64], _row_layout())
 
 
 # Making a layout takes the host as long as a launch.

@@ -9,6 +9,8 @@ Legend: N rows of a pass (tokens), V outputs of a linear map (for the logprobs t
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -27,10 +29,16 @@ def add_weight_gradient(sum_VC: Tensor, grad_NV: Tensor, input_NC: Tensor) -> No
         sum_VC.addmm_(grad_NV.t(), input_NC)
     elif not sum_VC.is_cuda:
         sum_VC.addmm_(grad_NV.t().to(sum_VC.dtype), input_NC.to(sum_VC.dtype))
-    elif "dtype_out" in torch.ops.aten.addmm.overloads():
+    elif _has_mixed_product():
         torch.ops.aten.addmm.dtype_out(sum_VC, grad_NV.t(), input_NC, sum_VC.dtype, out=sum_VC)
     else:
         sum_VC += grad_NV.t() @ input_NC
+
+
+@lru_cache
+def _has_mixed_product() -> bool:
+    """Whether PyTorch adds a product of 16-bit matrices to a float32 matrix."""
+    return "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def add_row_gradients(sum_VC: Tensor, row_N: Tensor, grad_NC: Tensor) -> None:

@@ -70,6 +70,7 @@ class StageRun:
             shape = AttentionShape(heads, groups, head_size, engine.dtype)
             self.attention_plans = plan_segment_attention(step.segments, step.paths, shape, engine.device)
         self.lengths = step.segments.lengths.tolist()
+        self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}
         self.transport = None
         if mesh.pipeline_size > 1:
             self.transport = StageTransport(engine.tree_models[0], self.program.messages, self.lengths)
@@ -97,13 +98,12 @@ class StageRun:
 
     def walk(self) -> None:
         """Run all ops; gradients are reduced, where that overlaps, with the last backward of each part."""
-        last = {op.chunk: index for index, op in enumerate(self.program.ops) if op.kind is OpKind.BACKWARD}
-        for index, op in enumerate(self.program.ops):
+        for op in self.program.ops:
             try:
                 if op.kind is OpKind.FORWARD:
                     self._forward(op, keep=self.training and bool(self.keep_activations[op.segment]))
                 else:
-                    is_last = last[op.chunk] == index
+                    is_last = self.last_backward[op.chunk] == op.segment
                     with self.engine.gradient_sync(op.chunk, allowed=is_last):
                         self._backward(op, is_last)
             except Exception as error:
@@ -220,4 +220,5 @@ class StageRun:
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
             attention_plan=self.attention_plans[segment] if self.attention_plans and self.lengths[segment] else None,
+            is_last=self.last_backward.get(chunk) == segment,
         )

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from dta_kernels.swiglu import swiglu, swiglu_into
 from megatron_dta.config import ModelConfig
+from megatron_dta.model.attention_context import check_context
+from megatron_dta.model.direct_layer import DirectLayer, is_plain
 from megatron_dta.model.fused_attention import FusedSelfAttention
 from megatron_dta.model.fused_norm import FusedRMSNorm
 from megatron_dta.model.rematerialize import call_without_keeping_input, mark_recomputable
@@ -42,7 +44,9 @@ def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
 
 
 class FusedLayer(TransformerLayer):
-    """Megatron's layer without experts and dropout; the same submodules."""
+    """Megatron's layer without experts and dropout; the same submodules, or in the plain case ``direct_layer``."""
+
+    direct: DirectLayer | None = None
 
     def forward(
         self,
@@ -54,6 +58,12 @@ class FusedLayer(TransformerLayer):
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Output [n, 1, hidden size] of the layer, and no context of a cross-attention."""
+        context = check_context(packed_seq_params)
+        # Gradient buffers come after the layer is built; with them it is complete.
+        if self.direct is None and _is_swiglu(self.config) and is_plain(self):
+            self.direct = DirectLayer(self)
+        if self.direct is not None and self.direct.takes(hidden_states, context):
+            return self.direct(hidden_states, context), None
         normed, residual = _normed(self.input_layernorm, hidden_states)
         branch = self.self_attention(
             normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params

@@ -10,9 +10,22 @@ Legend: L layers, S slots, G key/value heads on this rank, D head size.
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from dta_kernels.tree_attention_reference import accumulation_dtype
+
+
+class LayerSlots(NamedTuple):
+    """One layer's part of a pool, [S, G, D] each."""
+
+    keys: Tensor
+    values: Tensor
+    grad_keys: Tensor | None
+    grad_values: Tensor | None
 
 
 class KVPool:
@@ -39,6 +52,18 @@ class KVPool:
         gradient_dtype = accumulation_dtype(dtype)
         self.grad_keys_LSGD = torch.empty(shape, dtype=gradient_dtype, device=device) if with_gradients else None
         self.grad_values_LSGD = torch.empty(shape, dtype=gradient_dtype, device=device) if with_gradients else None
+
+    @cached_property
+    def layers(self) -> list[LayerSlots]:
+        """The layers' parts, views."""
+        tensors = (self.keys_LSGD, self.values_LSGD, self.grad_keys_LSGD, self.grad_values_LSGD)
+        none = [None] * len(self.keys_LSGD)
+        return [LayerSlots(*views) for views in zip(*(none if t is None else t.unbind() for t in tensors), strict=True)]
+
+    @cached_property
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        """Room for the keys and values [S, G, D] that one layer of one segment attends to."""
+        return torch.empty_like(self.keys_LSGD[0]), torch.empty_like(self.values_LSGD[0])
 
     def open(self, slots: slice) -> None:
         """Prepare a segment's slots at its first forward: its descendants' gradients start from zero."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ import dta_kernels.tree_attention_reference as reference
 from dta_kernels.tree_attention_plan import TreeAttentionPlan, local_key_end_on_device
 from megatron_dta.model.attention_context import AttentionContext
 from megatron_dta.model.kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from dta_kernels.shared_by_layers import SharedByLayers
 
 
 @dataclass
@@ -35,6 +39,8 @@ class SegmentContext(AttentionContext):
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
         attention_plan: for the Triton kernels; None where the reference computes the attention.
+        is_last: whether its backward is the last of the pass through the part, the one that reduces gradients. Others
+            need not reach weights whose gradients go straight into their buffers.
     """
 
     pool: KVPool | None = None
@@ -45,6 +51,7 @@ class SegmentContext(AttentionContext):
     key_index: Tensor | None = None
     key_end: Tensor | None = None
     attention_plan: TreeAttentionPlan | None = None
+    is_last: bool = True
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if query.shape[0] == 0:
@@ -58,6 +65,62 @@ class SegmentContext(AttentionContext):
         if self.ancestor_slots.shape[0] == 0:
             return keys_SGD[self.slots], values_SGD[self.slots]
         return keys_SGD.index_select(0, self.key_slots), values_SGD.index_select(0, self.key_slots)
+
+    def attend_by_kernels(
+        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output [N, heads, D] and log-sum-exp [heads, N] in one layer of the part, without autograd.
+
+        Args:
+            key: None where the keys stand in the pool already (``own_keys``).
+        """
+        # Here and not above: Triton need not be installed where the reference runs.
+        from dta_kernels.gather_keys import gather_keys
+        from dta_kernels.tree_attention import tree_attention_forward
+
+        pool = self.pool.layers[layer]
+        if key is not None:
+            pool.keys[self.slots] = key
+        if self.ancestor_slots.shape[0]:
+            keys, values = self._gathered
+            gather_keys(pool.keys, pool.values, self.key_slots, (keys, values), value)
+        else:
+            keys, values = pool.keys[self.slots], pool.values[self.slots]
+            values.copy_(value)
+        return tree_attention_forward(query, keys, values, self.local_key_end, self.attention_plan, scale, self._shared)
+
+    def attention_gradients(
+        self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients by queries and own keys and values of ``attend_by_kernels``; the pool gets its ancestors'."""
+        from dta_kernels.gather_keys import gather_keys
+        from dta_kernels.tree_attention import KeyGradients, tree_attention_backward
+
+        pool = self.pool.layers[layer]
+        if self.ancestor_slots.shape[0]:
+            keys, values = self._gathered
+            gather_keys(pool.keys, pool.values, self.key_slots, (keys, values))
+        else:
+            keys, values = pool.keys[self.slots], pool.values[self.slots]
+        into = KeyGradients(pool.grad_keys, pool.grad_values, self.key_slots)
+        plan, ends = self.attention_plan, self.local_key_end
+        return tree_attention_backward(grad_out, query, keys, values, out, lse, ends, plan, scale, into, self._shared)
+
+    def own_keys(self, layer: int) -> Tensor:
+        """Where the segment's keys [N, G, D] of one layer of the part stand in the pool."""
+        return self.pool.layers[layer].keys[self.slots]
+
+    @cached_property
+    def _gathered(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.pool.gathered
+        num_keys = self.key_slots.shape[0]
+        return keys[:num_keys], values[:num_keys]
+
+    @cached_property
+    def _shared(self) -> SharedByLayers:
+        from dta_kernels.shared_by_layers import SharedByLayers
+
+        return SharedByLayers()
 
     @cached_property
     def key_slots(self) -> Tensor:
@@ -76,15 +139,12 @@ class _SegmentAttention(torch.autograd.Function):
     def forward(
         ctx, query: Tensor, key: Tensor, value: Tensor, segment: SegmentContext, layer: int, scale: float
     ) -> Tensor:
-        segment.pool.keys_LSGD[layer, segment.slots] = key
-        segment.pool.values_LSGD[layer, segment.slots] = value
-        keys, values = segment.keys_and_values(layer)
         if segment.attention_plan is not None:
-            # Here and not above: Triton need not be installed where the reference runs.
-            from dta_kernels.tree_attention import tree_attention_forward
-
-            out, lse = tree_attention_forward(query, keys, values, segment.local_key_end, segment.attention_plan, scale)
+            out, lse = segment.attend_by_kernels(layer, query, key, value, scale)
         else:
+            segment.pool.keys_LSGD[layer, segment.slots] = key
+            segment.pool.values_LSGD[layer, segment.slots] = value
+            keys, values = segment.keys_and_values(layer)
             out, lse = reference.tree_attention_forward(
                 query, keys, values, segment.query_index, segment.key_index, segment.key_end, scale
             )
@@ -97,15 +157,9 @@ class _SegmentAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         query, out, lse = ctx.saved_tensors
         segment, layer, pool = ctx.segment, ctx.layer, ctx.segment.pool
-        keys, values = segment.keys_and_values(layer)
         if segment.attention_plan is not None:
-            from dta_kernels.tree_attention import KeyGradients, tree_attention_backward
-
-            into = KeyGradients(pool.grad_keys_LSGD[layer], pool.grad_values_LSGD[layer], segment.key_slots)
-            own = tree_attention_backward(
-                grad_out, query, keys, values, out, lse, segment.local_key_end, segment.attention_plan, ctx.scale, into
-            )
-            return *own, None, None, None
+            return *segment.attention_gradients(layer, grad_out, query, out, lse, ctx.scale), None, None, None
+        keys, values = segment.keys_and_values(layer)
         dq, dk, dv = reference.tree_attention_backward(
             grad_out, query, keys, values, out, lse, segment.query_index, segment.key_index, segment.key_end, ctx.scale
         )
