@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_dta.planning.timeline import TimelineEvent, write_chrome_trace, write_timeline
+from megatron_dta.planning.timeline import WORK_KINDS, TimelineEvent, write_chrome_trace, write_timeline
 
 
 def write_step_timeline(
@@ -37,6 +37,8 @@ def write_step_timeline(
 
 def _scaled(planned: Sequence[TimelineEvent], measured: Sequence[TimelineEvent]) -> list[TimelineEvent]:
     """``planned`` with as much work as ``measured``: the cost model's unit need not be seconds of this machine."""
-    work = sum(event.end - event.start for event in planned)
-    factor = sum(event.end - event.start for event in measured) / work if work else 1.0
+    work, measured_work = (
+        sum(event.end - event.start for event in events if event.kind in WORK_KINDS) for events in (planned, measured)
+    )
+    factor = measured_work / work if work else 1.0
     return [replace(event, start=event.start * factor, end=event.end * factor) for event in planned]
