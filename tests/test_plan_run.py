@@ -174,12 +174,12 @@ def test_a_measured_cost_model_is_reproduced(tensor: int) -> None:
         tensor_model_parallel_size=tensor,
         sequence_parallel=tensor > 1,
     )
-    forward, backward = (PassSeconds(*(rng.random(6) * [1e-6, 1e-9, 1e-4, 1e-6, 1e-6, 0])) for _ in range(2))
+    forward, backward = (PassSeconds(*(rng.random(6) * [1e-6, 1e-9, 1e-6, 1e-6, 1e-4, 0])) for _ in range(2))
     measured = CostFile("x", of, shape.num_layers, forward, backward)
     cluster = calibrated(Cluster(8), measured)
     mesh = RunMesh(tensor, 1, 1, (shape.num_layers,), sequence_parallel=tensor > 1)
     found, expected = mesh_costs(shape, mesh, cluster, measured.model()), measured.model()
-    for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge", "seconds_per_segment"):
+    for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge", "floor_seconds"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9), name
 
 
@@ -195,7 +195,10 @@ def test_a_plan_is_that_of_training_and_its_parts_add_up(pipeline: int, chunks: 
     assert found.work.tokens in own
     if pipeline > 1:
         costs = PipelineCosts.of_segments(
-            mesh_costs(SMALL, mesh, plan.cluster), *counts, mesh.layers, np.zeros(segments.num_segments, bool)
+            mesh_costs(SMALL, mesh, plan.cluster, None, segments.segment_tokens),
+            *counts,
+            mesh.layers,
+            np.zeros(segments.num_segments, bool),
         )
         send = send_seconds(SMALL, mesh, plan.cluster, segments.segment_tokens)
         schedule = plan_pipeline(segments.segment_parent, segments.lengths, costs, pipeline, chunks, send_seconds=send)
@@ -312,9 +315,25 @@ def test_meshes_and_clusters_that_cannot_be_are_refused() -> None:
         make_mesh(SMALL, 8, experts=2)
     with pytest.raises(InputError, match="--num-gpus 12 is not a multiple"):
         Cluster(12)
+    with pytest.raises(InputError, match="offloaded states are float32"):
+        StateSettings(offload_fraction=0.5, exp_avg="bf16")
     with pytest.raises(InputError, match="--gemm-tflops"):
         Cluster(8, gemm_tflops=0.0)
     assert all(Cluster(8, **values).gemm_rate > 0 for values in PRESETS.values())
+
+
+def test_short_segments_wait_for_their_launches() -> None:
+    plan = planner(8, floor_seconds_per_layer=1.0)
+    found = plan.simulate(Choice(make_mesh(SMALL, 8), 128))
+    assert found.time.computing == pytest.approx(12.0 * found.work.segments)
+    free = planner(8, floor_seconds_per_layer=0.0).simulate(Choice(make_mesh(SMALL, 8), 128))
+    assert free.time.launches == 0
+    assert free.time.gemm == found.time.gemm
+    # Each of a rank's experts is launched.
+    few, many = (
+        stage_time(EXPERTS, make_mesh(EXPERTS, 8, experts=e), plan.cluster, found.work, 0).launches for e in (8, 2)
+    )
+    assert few < many
 
 
 def test_links_between_nodes_are_slower() -> None:

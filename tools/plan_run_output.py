@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.planning.flops import StepCounts
 from megatron_dta.planning.mesh_search import Planner, Prediction
 from megatron_dta.planning.segment_bytes import GIB
 
@@ -19,7 +18,7 @@ MEMORY_NAMES = {"keys_values": "K, V, dK, dV of paths", "workspace": "workspace,
 TIME_NAMES = {
     "gemm": "GEMM of the layers",
     "tensor": "tensor, sequence, expert communication",
-    "segments": "overhead of segments",
+    "launches": "waiting for launches",
     "bubble": "pipeline bubble",
     "data": "data-parallel reduction",
 }
@@ -43,12 +42,11 @@ def useful_share(planner: Planner, prediction: Prediction) -> float:
     """Operations that no implementation can leave out, of all GPUs' peak over the step."""
     shape, step = planner.shape, planner.step
     partition = step.partition(1)
-    counts = StepCounts(
-        *(int(c[0]) for c in (partition.tokens_per_rank, partition.pairs_per_rank, partition.edges_per_rank))
-    )
+    counts = partition.tokens_per_rank, partition.pairs_per_rank, partition.edges_per_rank
+    tokens, pairs, rows = (int(each[0]) for each in counts)
     weights = shape.active_parameters - shape.hidden_size * shape.vocab_size
-    flops = 6.0 * weights * counts.tokens + 12.0 * shape.num_layers * shape.query_width * counts.pairs
-    flops += 6.0 * shape.hidden_size * shape.vocab_size * counts.rows
+    flops = 6.0 * weights * tokens + 12.0 * shape.num_layers * shape.query_width * pairs
+    flops += 6.0 * shape.hidden_size * shape.vocab_size * rows
     peak = planner.cluster.gemm_tflops * 1e12 * planner.cluster.num_gpus
     return flops / prediction.time.total / peak
 

@@ -55,6 +55,8 @@ PIPELINE_FACTOR = DEFAULT_FACTOR
 USABLE = 0.94
 # For each of the best that are asked for, so many more may turn out not to fit when they are planned.
 TRIED = 3
+# How often fewer activations are kept, where a plan needs more than it seemed.
+CORRECTIONS = 3
 # Pipelines of more ops are scheduled once, without a search: when many are looked at, and for the best of them.
 LOOKED_AT_OPS, CAREFUL_OPS = 30_000, 200_000
 GRANULE = 256  # Numbers of tokens are multiples of it.
@@ -145,7 +147,7 @@ class Planner:
             schedule = PipelineSchedule(1, 1, [ops])
         else:
             measured = None if self.measured is None else self.measured.model(self.shape.num_layers)
-            model = mesh_costs(self.shape, mesh, self.cluster, measured)
+            model = mesh_costs(self.shape, mesh, self.cluster, measured, work.segment_tokens)
             costs = PipelineCosts.of_segments(model, *counts, mesh.layers, again)
             send = send_seconds(self.shape, mesh, self.cluster, work.segment_tokens)
             schedule = _schedule(segments, costs, mesh, send, max_ops)
@@ -215,6 +217,22 @@ class Planner:
             least, most = (middle, most) if fits else (least, middle)
         return self.estimate(replace(choice, activation_tokens=least * GRANULE))
 
+    def _planned_to_fit(self, choice: Choice) -> Prediction:
+        """``choice`` planned; where that needs more than it seemed, with fewer tokens' activations kept."""
+        memory = self.cluster.gpu_memory_gib
+        planned = self.simulate(choice, LOOKED_AT_OPS)
+        for _ in range(CORRECTIONS):
+            missing = planned.misses(memory) * GIB
+            kept = planned.choice.activation_tokens
+            if missing <= 0 or choice.full_recompute or kept == 0:
+                break
+            of_token = self._bytes(choice).kept(len(choice.mesh.stage_layers(planned.stage)))
+            if kept is None:
+                kept = int(planned.work.in_flight_tokens * (PIPELINE_FACTOR if choice.mesh.pipeline > 1 else 1.0))
+            kept = max(0, int(kept - missing / of_token) // GRANULE * GRANULE)
+            planned = self.simulate(replace(choice, activation_tokens=kept), LOOKED_AT_OPS)
+        return planned
+
     def search(self, choices: Iterable[Choice], top: int = 5) -> tuple[list[Prediction], list[Prediction]]:
         """The best choices, planned and simulated, fastest first; and those that do not fit, the nearest first."""
         fits: list[Prediction] = []
@@ -241,7 +259,7 @@ class Planner:
                 break
             if sizes in seen:
                 continue  # The settings of a mesh that looked best stand for it.
-            planned = self.simulate(estimate.choice, LOOKED_AT_OPS)
+            planned = self._planned_to_fit(estimate.choice)
             if planned.misses(memory) > 0:
                 misses.append(planned)
                 continue

@@ -1,7 +1,8 @@
 """The machines of a planned run and how fast they are: what data sheets say, times how much of it is reached.
 
 Peaks come from a preset or from flags. ``GEMM_TFLOPS`` is what a product of large matrices reaches; that of the H200 is
-measured, those of the others are estimates. How much of a peak this project reaches is set by a few shares, which a
+measured, those of the others are estimates. How much of a peak this project reaches is set by a few shares, fitted to
+steps of the 1.7B, 8B and 14B shapes on one and four H200 (``benchmarks/step_*.json``, within 7%), which a
 cost model fitted to measured segments corrects (``run_time.calibrated``).
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from megatron_dta.errors import InputError
+from megatron_dta.planning.cost_model import FLOOR_SECONDS_PER_LAYER, CostModel
 from megatron_dta.planning.run_shape import RunShape
 
 # Products that a row of logits takes part in: forward, again in the backward, and the two gradients.
@@ -37,8 +39,9 @@ class Cluster:
         host_gigabytes_per_second: at which a GPU's share of the host updates states that are offloaded.
         gemm_share, logit_share, attention_share, hbm_share, link_share: what is reached of gemm_tflops (the first
             three), hbm_gigabytes_per_second and the links.
-        seconds_per_segment_and_layer: time that a layer adds to each segment, forward and backward, whatever its
-            length.
+        short_segment_tokens: in segments of so many tokens products and elementwise work take twice their time.
+        floor_seconds_per_layer: what the host takes to launch a layer's forward and backward; a segment takes no less.
+        forward_floor_share: the forward's part of that.
     """
 
     num_gpus: int
@@ -49,17 +52,19 @@ class Cluster:
     nvlink_gbps: float = 3600.0
     network_gbps: float = 400.0
     host_gigabytes_per_second: float = 20.0
-    gemm_share: float = 0.66
-    logit_share: float = 0.66
-    attention_share: float = 0.5
-    hbm_share: float = 0.7
+    gemm_share: float = 0.89
+    logit_share: float = 0.89
+    attention_share: float = 0.76
+    hbm_share: float = 0.35
     link_share: float = 0.75
-    seconds_per_segment_and_layer: float = 1e-4
+    short_segment_tokens: float = 800.0
+    floor_seconds_per_layer: float = FLOOR_SECONDS_PER_LAYER
+    forward_floor_share: float = CostModel.forward_floor_share
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            may_be_zero = field.name == "seconds_per_segment_and_layer"
+            may_be_zero = field.name in ("floor_seconds_per_layer", "forward_floor_share", "short_segment_tokens")
             if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
                 raise InputError(f"--{field.name.replace('_', '-')} must be a number above 0, not {value}")
         if self.num_gpus % min(self.num_gpus, self.gpus_per_node):

@@ -97,6 +97,8 @@ class StateSettings:
                 raise InputError(f"{name} {getattr(self, name)!r}: choose one of {known}")
         if not 0 <= self.offload_fraction <= 1:
             raise InputError(f"--optimizer-offload-fraction {self.offload_fraction}: must be from 0 to 1")
+        if self.offload_fraction and {self.main_params, self.exp_avg, self.exp_avg_sq} != {"fp32"}:
+            raise InputError("--optimizer-offload-fraction: offloaded states are float32; leave their dtypes out")
 
     @property
     def optimizer_bytes(self) -> int:

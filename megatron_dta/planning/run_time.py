@@ -5,7 +5,7 @@ attention     scores and values of visible pairs
 logits        rows of logits of trained edges, on the last stage
 elementwise   norms, rotation, activation, residuals, and reading ancestors' keys and values
 tensor        communication of the tensor group, and of experts
-segments      what every segment costs beside its tokens
+launches      waiting for the host, which takes its time to launch a short segment
 bubble        waiting for other stages
 data          adding up gradients over the replicas
 optimizer     reading and writing weights and states
@@ -17,6 +17,8 @@ a forward again, and is part of the first four.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+
+import numpy as np
 
 from megatron_dta.planning.cost_file import CostFile
 from megatron_dta.planning.cost_model import CostModel
@@ -37,6 +39,8 @@ from megatron_dta.planning.run_memory import (
 from megatron_dta.planning.run_shape import RunShape
 from megatron_dta.planning.run_work import ReplicaWork
 
+# Of the kernels of a layer without experts, those that each of a rank's experts adds: 5 of some 30.
+LAUNCHES_PER_EXPERT = 1 / 6
 # The forward's part of a layer's elementwise work and communication.
 FORWARD_PART = 1 / 3
 
@@ -50,7 +54,7 @@ class StepTime:
     logits: float = 0.0
     elementwise: float = 0.0
     tensor: float = 0.0
-    segments: float = 0.0
+    launches: float = 0.0
     bubble: float = 0.0
     data: float = 0.0
     optimizer: float = 0.0
@@ -67,7 +71,7 @@ class StepTime:
     @property
     def computing(self) -> float:
         """Seconds in which the stage runs segments."""
-        return self.gemm + self.attention + self.logits + self.elementwise + self.tensor + self.segments
+        return self.gemm + self.attention + self.logits + self.elementwise + self.tensor + self.launches
 
 
 def stage_time(
@@ -95,14 +99,41 @@ def stage_time(
     )
     # Keys and values of ancestors are gathered in forward and backward, their gradients added in float32.
     gathered = len(layers) * 2.0 * shape.kv_width / mesh.tensor * (2 * 2 * 2 + 2 * 4)
-    return StepTime(
-        gemm=gemm_flops / mesh.tensor / cluster.gemm_rate * again_gemm,
+    longer = 1 + cluster.short_segment_tokens / work.segment_tokens
+    time = StepTime(
+        gemm=gemm_flops / mesh.tensor / cluster.gemm_rate * again_gemm * longer,
         attention=attention_flops / mesh.tensor / cluster.attention_rate * again_attention,
-        logits=logit_flops / mesh.tensor / cluster.logit_rate,
-        elementwise=(moved * work.tokens + gathered * work.path_tokens) / cluster.hbm_rate * again,
+        logits=logit_flops / mesh.tensor / cluster.logit_rate * longer,
+        elementwise=(moved * work.tokens + gathered * work.path_tokens) / cluster.hbm_rate * again * longer,
         tensor=_token_communication(shape, mesh, cluster, layers) * work.tokens * again,
-        segments=work.segments * len(layers) * cluster.seconds_per_segment_and_layer * again,
     )
+    launched = sum(count * layer_launches(shape, mesh, layer) for layer, count in kinds)
+    return replace(time, launches=_waiting_for_launches(time, cluster, work, launched, recomputed))
+
+
+def layer_launches(shape: RunShape, mesh: RunMesh, layer: int) -> float:
+    """Kernels of a layer over those of one without experts: a rank's experts run one by one."""
+    return 1.0 + (shape.num_experts / mesh.experts * LAUNCHES_PER_EXPERT if shape.moe_layers[layer] else 0.0)
+
+
+def _waiting_for_launches(
+    time: StepTime, cluster: Cluster, work: ReplicaWork, num_layers: float, recomputed: float
+) -> float:
+    """Seconds by which segments take longer than their work, as the host takes longer to launch them.
+
+    An estimate takes all segments for alike.
+    """
+    by_tokens = time.gemm + time.elementwise + time.tensor
+    if work.planned is None:
+        seconds, count = np.asarray(time.computing / max(1, work.segments)), work.segments
+    else:
+        tokens, pairs, edges = (each / max(1, each.sum()) for each in work.planned[1])
+        seconds, count = by_tokens * tokens + time.attention * pairs + time.logits * edges, 1
+    floor = num_layers * cluster.floor_seconds_per_layer
+    forward = floor * cluster.forward_floor_share
+    waiting = np.maximum(0.0, forward * (1 + recomputed) - FORWARD_PART * seconds)
+    waiting = waiting + np.maximum(0.0, floor - forward - (1 - FORWARD_PART) * seconds)
+    return float(waiting.sum()) * count
 
 
 def _token_communication(shape: RunShape, mesh: RunMesh, cluster: Cluster, layers: list[int]) -> float:
@@ -123,24 +154,34 @@ def _token_communication(shape: RunShape, mesh: RunMesh, cluster: Cluster, layer
     return seconds
 
 
-def mesh_costs(shape: RunShape, mesh: RunMesh, cluster: Cluster, measured: CostModel | None = None) -> CostModel:
+def mesh_costs(
+    shape: RunShape,
+    mesh: RunMesh,
+    cluster: Cluster,
+    measured: CostModel | None = None,
+    segment_tokens: int = CostModel.segment_tokens,
+) -> CostModel:
     """The whole model's cost on such a mesh: what its stages' shares of are simulated. See ``CostModel``.
 
     Args:
         measured: takes the forward's shares from it.
+        segment_tokens: most tokens of a segment.
     """
     whole = replace(mesh, pipeline=1, chunks=1, layers=(shape.num_layers,))
 
-    def seconds(tokens: int = 0, pairs: int = 0, edges: int = 0, segments: int = 0) -> float:
-        work = ReplicaWork(tokens, pairs, edges, segments, 1, 0, 0)
-        return stage_time(shape, whole, cluster, work, 0).computing
+    def seconds(tokens: int = 0, pairs: int = 0, edges: int = 0) -> float:
+        return stage_time(
+            shape, whole, cluster, ReplicaWork(tokens, pairs, edges, 0, segment_tokens, 0, 0), 0
+        ).computing
 
     return replace(
         measured or CostModel(),
         seconds_per_token=seconds(tokens=1),
         seconds_per_pair=seconds(pairs=1),
         seconds_per_edge=seconds(edges=1),
-        seconds_per_segment=seconds(segments=1),
+        floor_seconds=cluster.floor_seconds_per_layer
+        * sum(count * layer_launches(shape, mesh, layer) for layer, count in shape.kinds(range(shape.num_layers))),
+        forward_floor_share=cluster.forward_floor_share,
     )
 
 
@@ -185,6 +226,7 @@ def calibrated(cluster: Cluster, measured: CostFile) -> Cluster:
     Another model, or another tensor parallelism, is then predicted with the same shares. Products, elementwise work and
     communication of a layer are slower or faster by one factor; attention and logits by their own.
     """
+    cluster = replace(cluster, short_segment_tokens=0.0)  # What was measured says how long short segments take.
     of, layers = measured.shape, measured.num_layers
     names = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
     shape = RunShape(num_layers=layers, swiglu=of.swiglu, **{name: getattr(of, name) for name in names})
@@ -202,5 +244,6 @@ def calibrated(cluster: Cluster, measured: CostFile) -> Cluster:
         link_share=cluster.link_share * (token if tensor > 1 else 1.0),
         attention_share=cluster.attention_share * pair,
         logit_share=cluster.logit_share * edge,
-        seconds_per_segment_and_layer=found.seconds_per_segment / layers,
+        floor_seconds_per_layer=found.floor_seconds / layers,
+        forward_floor_share=found.forward_floor_share,
     )
