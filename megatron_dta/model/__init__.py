@@ -26,6 +26,7 @@ __all__ = [
     "Model",
     "RowChunk",
     "SegmentContext",
+    "StageChannels",
     "StagedModel",
     "TokenRouting",
     "TreeGPTModel",
@@ -39,5 +40,6 @@ __all__ = [
     "destroy_parallel",
     "initialize_parallel",
     "plan_segment_attention",
+    "stage_channels",
     "without_adapters",
 ]
