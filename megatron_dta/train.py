@@ -24,15 +24,16 @@ def main() -> None:
     from rich.console import Console
 
     from megatron_dta.arguments import parse_arguments
+    from megatron_dta.config.device_queues import set_device_queues
 
     config = parse_arguments()
-    if config.parallel.tensor_model_parallel_size > 1:
-        # Kernels then start in the order in which they were given, which Megatron needs to hide its communication.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
+    parallel = config.parallel
+    warning = set_device_queues(os.environ, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     # All processes compute the same metrics; the first one reports them.
     is_first = os.environ.get("RANK", "0") == "0"
     console = Console(highlight=False, quiet=not is_first)
+    if warning is not None:
+        console.print(f"warning: {warning}", soft_wrap=True, markup=False)
     if config.logging.dry_run:
         from megatron_dta.training.dry_run import dry_run
 

@@ -14,6 +14,7 @@ from conftest import seed_all
 from megatron_dta.planning.flops import StepCounts
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.step_plan import plan_step
+from megatron_dta.planning.timeline import read_timeline, timeline_utilisation
 from megatron_dta.rollouts import write_rollouts
 from test_trainer import make_rollouts
 
@@ -57,7 +58,8 @@ def test_operations_are_those_of_every_product_written_out():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_trees_beside_dense(tmp_path, processes):
     write_rollouts(tmp_path / "rollouts.jsonl", make_rollouts(seed_all(3), 6, 4))
-    mesh = ("--pipeline-model-parallel-size", "2") if processes == 2 else ()
+    folder = tmp_path / "timelines"
+    mesh = ("--pipeline-model-parallel-size", "2", "--timeline-dir", str(folder)) if processes == 2 else ()
     found = run(str(tmp_path / "rollouts.jsonl"), "--model", "tiny", "--steps", "1", *mesh, processes=processes)
     dense, tree = found["rows"]
     assert (dense["mode"], tree["mode"]) == ("dense", "dta")
@@ -66,6 +68,18 @@ def test_trees_beside_dense(tmp_path, processes):
     assert tree["share_of_bound"] == pytest.approx(dense["seconds"] / tree["seconds"] / tree["bound"])
     assert found["settings"]["processes"] == processes
     assert min(row["predicted_peak_gib"] for row in found["rows"]) > 0
+    if processes == 1:
+        return
+    for row in found["rows"]:
+        events = read_timeline(folder / f"{row['mode']}.json")
+        assert row["measured_utilisation"] == pytest.approx(timeline_utilisation(events, 2))
+        # Without what messages and the host take the stages cannot be less busy.
+        assert row["measured_utilisation"] <= row["replayed_utilisation"] + 1e-9 <= 1 + 1e-9
+        work = sum(row["busy_seconds"]) / row["measured_utilisation"]
+        assert work == pytest.approx(2 * row["pipeline_seconds"])
+        assert len(row["planned_busy_seconds"]) == len(row["waiting_seconds"]) == 2
+        names = {path.name for path in folder.iterdir() if path.name.startswith(row["mode"])}
+        assert names == {f"{row['mode']}{end}.json" for end in ("", "_planned", "_trace")}
 
 
 def test_several_files_on_one_model(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from megatron_dta.planning.pipeline_segments import (
     ideal_utilisation,
     pipeline_segment_tokens,
     plan_pipeline_segments,
+    tokens_of_floor,
 )
 from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.rollouts import load_rollouts
@@ -54,6 +57,13 @@ def test_sizes() -> None:
     assert pipeline_segment_tokens(10, 2048, 16384, 8) == 256
     assert pipeline_segment_tokens(100, 32, 256, 4) == 25
     assert pipeline_segment_tokens(100, 1, 1, 64) == 1
+    # Not below what takes as long as its launches, if half of the budget holds the P - 1 more.
+    assert pipeline_segment_tokens(10**6, 4096, 16384, 4, 700) == 1600
+    assert pipeline_segment_tokens(10**6, 4096, 16384, 4, 2000) == 1984
+    assert pipeline_segment_tokens(10**6, 4096, 16384, 4, 9999) == 2688
+    assert pipeline_segment_tokens(10**6, 2048, 16384, 4, 9999) == 2048
+    assert pipeline_segment_tokens(10, 2048, 16384, 8, 700) == 640
+    assert pipeline_segment_tokens(10**6, 4096, 16384, 1, 700) == 4096
     assert (ideal_utilisation(9, 4), ideal_utilisation(0, 4)) == (0.75, 1.0)
 
 
@@ -95,6 +105,23 @@ def test_near_the_ideal_within_the_memory(seed: int, stages: int) -> None:
         assert plan.segments.segment_tokens == 2048
     else:
         assert plan.segments.segment_tokens <= plan_pipeline_segments(tree, 2048, None, stages).segment_tokens < 2048
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_size_of_the_floor_is_the_fastest(seed: int) -> None:
+    """With launches that take long, of all sizes that memory allows."""
+    sequences, masks = forest(seed)
+    tree, slow = build_prefix_tree(sequences), replace(MODEL, floor_seconds=1500 * MODEL.seconds_per_token)
+
+    def costs_of(plan: SegmentPlan) -> PipelineCosts:
+        return PipelineCosts.of_segments(slow, *segment_counts(plan, masks), [1.0] * 4)
+
+    assert tokens_of_floor(slow) == 1500
+    chosen = choose_pipeline(tree, costs_of, 4, floor_tokens=tokens_of_floor(slow), segment_tokens=4096)
+    unaware = choose_pipeline(tree, costs_of, 4, segment_tokens=4096, pipeline_tokens=512)
+    assert chosen.segments.segment_tokens > 512
+    assert chosen.timeline.makespan < 0.8 * unaware.timeline.makespan
+    assert max(peak_in_flight(chosen.schedule, chosen.segments.lengths)) <= 1.5 * chosen.one_stage_tokens
 
 
 def test_given_sizes_and_limits_are_kept() -> None:

@@ -95,10 +95,13 @@ def test_a_steps_timeline_is_written_beside_its_plan(folder):
     for step in (2, 3):
         measured = read_timeline(folder / "timelines" / f"step_{step}.json")
         planned = read_timeline(folder / "timelines" / f"step_{step}_planned.json")
-        assert {event.kind for event in measured} < set(WORK_KINDS)
+        assert {event.kind for event in measured} == {"F", "B", "wait"}
+        waited = {(event.stage, event.segment, event.chunk) for event in measured if event.kind == "wait"}
+        assert waited == {(event.stage, event.segment, event.chunk) for event in planned}
         for stage in (0, 1):
-            own = [event for event in measured if event.stage == stage]
+            everything = [event for event in measured if event.stage == stage]
+            assert all(before.end <= after.start for before, after in pairwise(everything))
+            own = [event for event in everything if event.kind in WORK_KINDS]
             ops = [(event.kind, event.segment, event.chunk) for event in own]
             assert ops == [(event.kind, event.segment, event.chunk) for event in planned if event.stage == stage]
             assert all(event.start < event.end for event in own)
-            assert all(before.end <= after.start for before, after in pairwise(own))

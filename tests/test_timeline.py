@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from megatron_dta.planning.timeline import (
     write_chrome_trace,
     write_timeline,
 )
+from megatron_dta.planning.timeline_replay import replay, stage_seconds
 from megatron_dta.plots import plot_timelines
 
 GOOD = {"stage": 0, "kind": "F", "segment": 1, "chunk": 0, "start": 0.0, "end": 1.0}
@@ -33,6 +35,29 @@ def simulated() -> tuple[list[TimelineEvent], float]:
     schedule = plan_pipeline(parents, lengths, costs, 3, 2, split_backward=True)
     timeline = simulate(schedule, parents, costs)
     return timeline_events(schedule, timeline), timeline.utilisation
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replay_finds_a_plan_that_came_true(seed: int) -> None:
+    """Events with the plan's times give the plan; later starts change nothing, longer ops do."""
+    rng = seed_all(seed)
+    parents, lengths = np.minimum(np.arange(-1, 11), 2), rng.integers(1, 9, 12)
+    costs = PipelineCosts(rng.random((6, 12)), rng.random((6, 12)))
+    schedule = plan_pipeline(parents, lengths, costs, 3, 2)
+    timeline = simulate(schedule, parents, costs)
+    events = timeline_events(schedule, timeline)
+    late = [replace(event, start=7 * i + event.start, end=7 * i + event.end) for i, event in enumerate(events)]
+    late += [TimelineEvent(1, "wait", 3, 0, 0.0, 5.0)]
+    for found in (replay(schedule, parents, events), replay(schedule, parents, late)):
+        assert found.makespan == pytest.approx(timeline.makespan, rel=1e-9)
+        np.testing.assert_allclose(found.start[2], timeline.start[2], rtol=1e-9, atol=1e-9)
+    busy, waited = stage_seconds(late, 3)
+    np.testing.assert_allclose(busy, timeline.busy, rtol=1e-9)
+    assert waited == [0.0, 5.0, 0.0]
+    slow = [replace(event, end=event.end + 100.0 * (event.stage == 1)) for event in events]
+    assert replay(schedule, parents, slow).makespan >= 100 * 2 * 2 * 12
+    with pytest.raises(ValueError, match=r"was not measured"):
+        replay(schedule, parents, events[1:])
 
 
 def test_events_of_a_simulation_come_back(tmp_path: Path) -> None:

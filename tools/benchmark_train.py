@@ -8,7 +8,8 @@ Weights are random; gradients are accumulated in float32. Every mode takes one s
 ones, of which the median counts. Operations are counted once for every token of the mode's forest
 (megatron_dta/planning/flops.py); the share of the peak is against a measured product of 8192 x 8192 matrices. The
 speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several pipeline stages
-one more step is run whose ops are timed: the share of the stages' time that they compute stands beside the planned one.
+one more step is run whose ops are timed: the share of the stages' time that they compute stands beside the planned one
+and that of a replay, the plan in the measured times of its ops (megatron_dta/planning/timeline_replay.py).
 Several files are measured one after another on the same model; each row names its file.
 """
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -29,6 +32,7 @@ from megatron.core.distributed import finalize_model_grads
 from benchmark_report import Report
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks import check_tensor_parallel, check_world_size
+from megatron_dta.config.device_queues import set_device_queues
 from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
@@ -41,10 +45,12 @@ from megatron_dta.planning.prediction import predicted_seconds
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.segment_bytes import GIB, MemoryBudget
 from megatron_dta.planning.stage_program import stage_peak_bytes
-from megatron_dta.planning.timeline import timeline_utilisation
+from megatron_dta.planning.timeline import timeline_span, timeline_utilisation
+from megatron_dta.planning.timeline_replay import replay, stage_seconds
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import data_parallel_chunks
+from megatron_dta.training.timelines import write_timeline_files
 from model_shapes import SHAPES, benchmark_model
 from step_profile import profile_step
 
@@ -88,6 +94,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="one more step that says which kernels take the time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument(
+        "--timeline-dir", type=Path, help="on several stages: write when each ran which segment, planned and measured"
+    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
     arguments = parser.parse_args()
     if arguments.tree_memory_gib is not None and arguments.tree_memory_gib <= 0:
@@ -106,6 +115,8 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError("two of the files have the same name, so rows could not be told apart")
     if arguments.bf16_gradients and not arguments.bf16:
         raise InputError("--bf16-gradients needs --bf16")
+    if arguments.timeline_dir is not None and arguments.pipeline_model_parallel_size == 1:
+        raise InputError("--timeline-dir is of a pipeline's stages; give --pipeline-model-parallel-size too")
     return arguments
 
 
@@ -217,7 +228,7 @@ class Benchmark:
             profiled["profile"] = profile_step(lambda: self.engine.forward_backward(batch, self.objective))
         return (
             profiled
-            | self._pipeline(batch)
+            | self._pipeline(batch, mode)
             | self._predicted(batch, step)
             | {
                 "seconds": step,
@@ -256,15 +267,27 @@ class Benchmark:
         )
         return (self.constant + step) / GIB
 
-    def _pipeline(self, batch: TreeBatch) -> dict[str, Any]:
-        """Shares of the stages' time that they compute, as planned and as it was."""
+    def _pipeline(self, batch: TreeBatch, mode: str) -> dict[str, Any]:
+        """Shares of the stages' time that they compute, as planned and as it was, and each stage's seconds."""
         if self.mesh.pipeline_size == 1:
             return {}
         result = self.engine.forward_backward(batch, self.objective, record_timeline=True)
         segments, stages = batch.plan.segments.num_segments, self.mesh.pipeline_size
+        planned, parents = batch.plan.training, batch.plan.segments.segment_parent
+        start, end = timeline_span(result.timeline)
+        busy, waited = stage_seconds(result.timeline, stages)
+        folder = self.arguments.timeline_dir
+        if folder is not None and self.mesh.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_timeline_files(folder / mode, result.timeline, planned.planned_events())
         return {
-            "planned_utilisation": batch.plan.training.timeline.utilisation,
+            "planned_utilisation": planned.timeline.utilisation,
+            "replayed_utilisation": replay(planned.schedule, parents, result.timeline).utilisation,
             "measured_utilisation": timeline_utilisation(result.timeline, stages),
+            "pipeline_seconds": end - start,
+            "planned_busy_seconds": planned.timeline.busy,
+            "busy_seconds": busy,
+            "waiting_seconds": waited,
             "ideal_utilisation": segments / (segments + stages - 1),
         }
 
@@ -284,6 +307,10 @@ class Benchmark:
 
 def main() -> int:
     arguments = parse_arguments()
+    queues = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    warning = set_device_queues(os.environ, *queues)
+    if warning is not None and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {warning}", file=sys.stderr)
     benchmark = Benchmark(arguments)
     is_first = benchmark.mesh.rank == 0
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}

@@ -37,7 +37,7 @@ from megatron_dta.planning.pipeline_bounds import makespan_bound
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_layers import balanced_shares, check_layers_per_stage, layers_per_stage
 from megatron_dta.planning.pipeline_schedule import check_schedule, peak_in_flight, tree_1f1b
-from megatron_dta.planning.pipeline_segments import PipelinePlan, choose_pipeline
+from megatron_dta.planning.pipeline_segments import PipelinePlan, choose_pipeline, tokens_of_floor
 from megatron_dta.planning.pipeline_simulation import simulate
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.segment_counts import segment_counts
@@ -193,6 +193,7 @@ def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[Pipeline
         arguments.split_backward,
         arguments.send_seconds,
         arguments.pipeline_segment_tokens,
+        tokens_of_floor(model),
     )
     costs_of(plan.segments)  # The layers of the plan that was chosen.
     seconds = time.perf_counter() - begin

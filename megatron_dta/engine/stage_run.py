@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
@@ -25,7 +26,14 @@ from megatron_dta.engine.expert_pass import ExpertPass
 from megatron_dta.engine.loss_pass import LossPass, Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_transport import StageTransport
-from megatron_dta.model import AttentionShape, KVPool, SegmentContext, accumulation_dtype, plan_segment_attention
+from megatron_dta.model import (
+    AttentionShape,
+    KVPool,
+    SegmentContext,
+    accumulation_dtype,
+    plan_segment_attention,
+    stage_channels,
+)
 from megatron_dta.planning.pipeline_schedule import PipelineOp
 from megatron_dta.planning.schedule import OpKind
 from megatron_dta.planning.stage_program import stage_program
@@ -40,12 +48,13 @@ class _InFlight:
 
     Attributes:
         stage_input: hidden states that came in, a leaf; None on the first virtual stage.
-        graph: outputs of the forward, None where it is run again.
+        graph: outputs of the forward, None where it is run again. Of an output that went to the next stage only the
+            place in the graph, so that its memory is free as soon as it is sent.
     """
 
     context: SegmentContext
     stage_input: Tensor | None
-    graph: list[Tensor] | None
+    graph: list[Tensor | GradientEdge] | None
 
 
 class StageRun:
@@ -73,7 +82,15 @@ class StageRun:
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}
         self.transport = None
         if mesh.pipeline_size > 1:
-            self.transport = StageTransport(engine.tree_models[0], self.program.messages, self.lengths)
+            self.transport = StageTransport(
+                engine.tree_models[0],
+                stage_channels(),
+                mesh.pipeline_rank,
+                self.program.messages,
+                self.lengths,
+                engine.dtype,
+                engine.device,
+            )
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
 
@@ -121,6 +138,10 @@ class StageRun:
     def _timed(self, op: PipelineOp) -> AbstractContextManager:
         return nullcontext() if self.clock is None else self.clock.measure(op)
 
+    def _receive(self, op: PipelineOp, stage: int) -> Tensor:
+        with nullcontext() if self.clock is None else self.clock.waiting(op):
+            return self.transport.receive(op.kind, op.segment, stage)
+
     def _virtual_stage(self, chunk: int) -> int:
         return chunk * self.engine.mesh.pipeline_size + self.engine.mesh.pipeline_rank
 
@@ -130,12 +151,12 @@ class StageRun:
     def _forward(self, op: PipelineOp, keep: bool) -> None:
         """F: run the segment; ``keep`` holds its graph for the backward."""
         segment, chunk = op.segment, op.chunk
-        stage, context = self._virtual_stage(chunk), self._context(op)
-        self.pools[chunk].open(context.slots)
-        stage_input = None
+        stage, stage_input = self._virtual_stage(chunk), None
         if stage > 0:
-            stage_input = self.transport.receive(OpKind.FORWARD, segment, stage).requires_grad_(self.training)
+            stage_input = self._receive(op, stage).requires_grad_(self.training)
         with self._timed(op):
+            context = self._context(op)
+            self.pools[chunk].open(context.slots)
             with torch.set_grad_enabled(keep):
                 graph = self._run_model(op, context, stage_input)
             if self.experts:
@@ -146,6 +167,8 @@ class StageRun:
                     self.loss.complete(segment)
         if not self._is_last(chunk):
             self.transport.send(OpKind.FORWARD, segment, stage, graph[0])
+            if keep:
+                graph = [get_gradient_edge(graph[0])]
         if self.training:
             self.in_flight[segment, chunk] = _InFlight(context, stage_input, graph if keep else None)
             self.tokens += self.lengths[segment]
@@ -157,7 +180,7 @@ class StageRun:
         stage, live = self._virtual_stage(chunk), self.in_flight.pop((op.segment, op.chunk))
         graph, arrived = live.graph, None
         if not self._is_last(chunk):
-            arrived = self.transport.receive(OpKind.BACKWARD, segment, stage)
+            arrived = self._receive(op, stage)
         with self._timed(op):
             if graph is None:
                 self.recomputed_tokens += self.lengths[segment]

@@ -10,6 +10,7 @@ from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initia
 from megatron_dta.model.provider import build_model, build_stock_model
 from megatron_dta.model.segment_attention import choose_attention, plan_segment_attention
 from megatron_dta.model.segment_context import SegmentContext
+from megatron_dta.model.stage_channels import StageChannels, stage_channels
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.token_routing import TokenRouting
 from megatron_dta.model.tree_model import TreeGPTModel
@@ -25,6 +26,7 @@ __all__ = [
     "Model",
     "RowChunk",
     "SegmentContext",
+    "StageChannels",
     "StagedModel",
     "TokenRouting",
     "TreeGPTModel",
@@ -38,5 +40,6 @@ __all__ = [
     "destroy_parallel",
     "initialize_parallel",
     "plan_segment_attention",
+    "stage_channels",
     "without_adapters",
 ]

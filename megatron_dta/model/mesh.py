@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from megatron_dta import cpu_compat
 from megatron_dta.config import ParallelConfig
 from megatron_dta.config.checks import check_world_size
+from megatron_dta.model.stage_channels import forget_stage_channels, make_stage_channels
 
 # Groups for objects on the host, of all ranks and of the replica's; made by ``initialize_parallel``.
 _host_group: ProcessGroup | None = None
@@ -152,11 +153,14 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
     check_world_size(parallel, torch.distributed.get_world_size())
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            distributed_timeout_minutes=parallel.distributed_timeout_minutes, **_sizes(parallel)
+            distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+            high_priority_stream_groups=_high_priority_groups(parallel),
+            **_sizes(parallel),
         )
     elif _sizes_of_mesh() != _sizes(parallel):
         raise ValueError(f"the mesh exists already, with {_sizes_of_mesh()}; destroy it first (destroy_parallel)")
     _make_host_groups(parallel.timeout)
+    make_stage_channels(_host_group, parallel.timeout)
     _make_expert_group(parallel.timeout)
     global _initial_seed
     _initial_seed = seed
@@ -176,6 +180,7 @@ def destroy_parallel() -> None:
     """Take the mesh down, so that ``initialize_parallel`` can make another; the process group stays."""
     global _replica_group, _expert_group
     _replica_group = _expert_group = None
+    forget_stage_channels()
     parallel_state.destroy_model_parallel()
 
 
@@ -198,6 +203,16 @@ def _sizes_of_mesh() -> dict[str, int | None]:
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
+
+
+def _high_priority_groups(parallel: ParallelConfig) -> list[str] | None:
+    """Groups whose kernels start before others that wait.
+
+    On several stages nothing else lets communication of a tensor group start before the computation beside it
+    (``config.device_queues``).
+    """
+    is_nccl = torch.distributed.get_backend() == "nccl"
+    return ["tp"] if is_nccl and parallel.pipeline_model_parallel_size > 1 else None
 
 
 @contextmanager

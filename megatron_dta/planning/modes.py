@@ -31,6 +31,7 @@ def plan_forest(
     num_stages: int = 1,
     max_in_flight_tokens: int | None = None,
     paths: Sequence[KnownPath] | None = None,
+    floor_tokens: int = 0,
 ) -> SegmentPlan:
     """Forest and segments of ``sequences`` for a mode.
 
@@ -41,6 +42,7 @@ def plan_forest(
         memory_tokens: budget of in-flight tokens, or None for the planner's default.
         num_stages, max_in_flight_tokens: pipeline stages and what each may hold; more stages are kept busy by more and
             smaller segments (not by smaller packs).
+        floor_tokens: below which smaller segments are not faster, see ``pipeline_segments``.
         paths: nodes of the sequences, if known; then the forest of "dta" is not searched for.
 
     Raises:
@@ -51,7 +53,7 @@ def plan_forest(
     tree = build_forest(sequences, tree_mode, paths)
     if num_stages == 1:
         return plan_segments(tree, segment_tokens, memory_tokens)
-    return plan_pipeline_segments(tree, segment_tokens, memory_tokens, num_stages, max_in_flight_tokens)
+    return plan_pipeline_segments(tree, segment_tokens, memory_tokens, num_stages, max_in_flight_tokens, floor_tokens)
 
 
 def build_forest(

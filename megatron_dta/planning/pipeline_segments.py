@@ -8,14 +8,20 @@ unequal cost. Where a single stage would run segments of 2,048 tokens in a budge
 
 Few tokens are cut smaller still, to have 4 segments for each stage, as N segments keep P stages busy for
 N / (N + P - 1) of the time; but not below 256 tokens, where weights would be read for too few tokens.
+
+No segment is faster than the host launches it. One of S tokens takes max(floor, a S), a step of T tokens
+max(floor, a S) (T / S + P - 1), which is least at S = floor / a: below it more segments take as long each, above it the
+bubble grows. So sizes are not below that, as far as (P - 1) S stays within half of the budget.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_dta.errors import InputError
+from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_planner import DEFAULT_FACTOR, plan_pipeline
 from megatron_dta.planning.pipeline_schedule import PipelineSchedule
@@ -34,18 +40,28 @@ SEGMENTS_PER_STAGE = 4
 ENOUGH_TOKENS = 256
 
 
-def pipeline_segment_tokens(num_tokens: int, segment_tokens: int, memory_tokens: int, num_stages: int) -> int:
+def tokens_of_floor(model: CostModel) -> int:
+    """Tokens that a segment needs to take longer than its launches, where attention is little."""
+    return math.ceil(model.floor_seconds / model.seconds_per_token)
+
+
+def pipeline_segment_tokens(
+    num_tokens: int, segment_tokens: int, memory_tokens: int, num_stages: int, floor_tokens: int = 0
+) -> int:
     """Most tokens of a segment on ``num_stages`` stages, see the top of the file.
 
     Args:
         num_tokens: tokens of the forest.
         segment_tokens: most tokens of a segment on one stage (``--tree-segment-tokens``), which is not exceeded.
         memory_tokens: budget of in-flight tokens that the segments are planned with.
+        floor_tokens: tokens of a segment that takes as long as its launches (``tokens_of_floor``).
     """
     if num_stages == 1:
         return segment_tokens
     enough = max(ENOUGH_TOKENS, _rounded(num_tokens / (SEGMENTS_PER_STAGE * num_stages)))
-    return min(segment_tokens, enough, _rounded(memory_tokens / (SHARE_OF_BUDGET * num_stages)))
+    size = min(enough, _rounded(memory_tokens / (SHARE_OF_BUDGET * num_stages)))
+    at_floor = min(_rounded(floor_tokens), _rounded(memory_tokens / (2 * (num_stages - 1)))) if floor_tokens else 0
+    return min(segment_tokens, max(size, at_floor))
 
 
 def plan_pipeline_segments(
@@ -54,6 +70,7 @@ def plan_pipeline_segments(
     memory_tokens: int | None,
     num_stages: int,
     max_in_flight_tokens: int | None = None,
+    floor_tokens: int = 0,
 ) -> SegmentPlan:
     """``plan_segments`` with the size for a pipeline and the budget of a single stage.
 
@@ -62,7 +79,7 @@ def plan_pipeline_segments(
     Raises InputError as ``plan_segments`` does, and for a limit below the longest sequence.
     """
     memory_tokens = _budget(tree, segment_tokens, memory_tokens, max_in_flight_tokens)
-    size = pipeline_segment_tokens(tree.num_tokens, segment_tokens, memory_tokens, num_stages)
+    size = pipeline_segment_tokens(tree.num_tokens, segment_tokens, memory_tokens, num_stages, floor_tokens)
     return plan_segments(tree, size, memory_tokens)
 
 
@@ -108,6 +125,7 @@ def choose_pipeline(
     split_backward: bool = False,
     send_seconds: float = 0.0,
     pipeline_tokens: int | None = None,
+    floor_tokens: int = 0,
 ) -> PipelinePlan:
     """Segments and schedule with the size of segments chosen by simulation.
 
@@ -120,12 +138,13 @@ def choose_pipeline(
         segment_tokens, memory_tokens: as for ``plan_segments``, of one stage.
         max_in_flight_tokens: limit in place of 1.5 times one stage's.
         pipeline_tokens: most tokens of a segment in the pipeline; None to choose.
+        floor_tokens: see ``pipeline_segment_tokens``; smaller segments are not tried.
     """
     memory_tokens = _budget(tree, segment_tokens, memory_tokens, max_in_flight_tokens)
     alone = plan_segments(tree, segment_tokens, memory_tokens)
     if pipeline_tokens is None:
-        largest = pipeline_segment_tokens(tree.num_tokens, segment_tokens, memory_tokens, num_stages)
-        sizes = _sizes(largest) if num_stages > 1 else [largest]
+        largest = pipeline_segment_tokens(tree.num_tokens, segment_tokens, memory_tokens, num_stages, floor_tokens)
+        sizes = _sizes(largest, min(floor_tokens, largest)) if num_stages > 1 else [largest]
     else:
         sizes = [pipeline_tokens]
     best: PipelinePlan | None = None
@@ -171,10 +190,11 @@ def _budget(tree: PrefixTree, segment_tokens: int, memory_tokens: int | None, li
     return min(memory_tokens, max(longest, int(limit / DEFAULT_FACTOR)))
 
 
-def _sizes(largest: int) -> list[int]:
-    """The sizes to try, largest first."""
+def _sizes(largest: int, least: int) -> list[int]:
+    """The sizes to try from ``largest`` down to ``least`` (to a granule), largest first."""
     sizes = {_rounded(largest * part) for part in PARTS}
-    return sorted((size for size in sizes if size >= min(LEAST_TRIED, largest)), reverse=True)
+    least = max(min(LEAST_TRIED, largest), _rounded(least) if least else 0)
+    return sorted((size for size in sizes if size >= least), reverse=True)
 
 
 def _rounded(tokens: float) -> int:

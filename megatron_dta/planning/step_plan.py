@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_dta.planning.loss_batches import LossBatch, make_loss_batches
 from megatron_dta.planning.modes import build_forest, plan_forest
+from megatron_dta.planning.pipeline_segments import tokens_of_floor
 from megatron_dta.planning.root_paths import RootPaths, root_paths
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.segments import SegmentPlan, default_memory_tokens
@@ -192,7 +193,8 @@ def _choose(
         return choose_step(tree, masks, pipeline, segment_tokens, memory_tokens, activation_tokens)
     size = segment_tokens or DEFAULT_SEGMENT_TOKENS
     stages = (pipeline.num_stages, pipeline.max_in_flight_tokens)
-    segments = plan_forest(sequences, tree_mode, size, memory_tokens, *stages, _known_paths(samples))
+    floor = tokens_of_floor(pipeline.cost_model)
+    segments = plan_forest(sequences, tree_mode, size, memory_tokens, *stages, _known_paths(samples), floor)
     budget = 0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(segments.tree, size)
     return replace(choose_kept_of(segments, masks, pipeline, activation_tokens), memory_tokens=budget)
 

@@ -22,6 +22,7 @@ from megatron_dta.plots.files import checked_path, write_figure
 COLORS = {"F": "#3b75af", "B": "#d9822b", "I": "#d9822b", "W": "#5a9e4b"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
 OTHER_COLOR = "#9a9a9a"
+WAITING = "wait"  # as white as a stage that is idle for another reason
 MAX_OUTLINED_OPS = 400  # on a stage; beyond it, outlines would hide the boxes
 MAX_LABELLED_OPS = 40  # on a stage
 
@@ -40,6 +41,7 @@ def plot_timelines(
     longest = 0.0
     for axes, (name, events) in zip(rows, timelines, strict=True):
         start, end = timeline_span(events)
+        events = [event for event in events if event.kind != WAITING]
         longest = max(longest, end - start)
         _draw(axes, events, num_stages, start)
         share = timeline_utilisation(events, num_stages)
@@ -48,7 +50,7 @@ def plot_timelines(
     rows[-1].set_xlabel("seconds")
     if title:
         figure.suptitle(title, fontsize=12)
-    kinds = {event.kind for _, events in timelines for event in events}
+    kinds = {event.kind for _, events in timelines for event in events} - {WAITING}
     handles = [Patch(color=COLORS.get(kind, OTHER_COLOR), label=NAMES.get(kind, kind)) for kind in _ordered(kinds)]
     if handles:
         rows[0].legend(

@@ -1,0 +1,81 @@
+"""Channels between pipeline stages: a process group for messages up the ranks of a pipeline and one for those down.
+
+Within a group every pair of ranks has a communicator and a stream of its own (PyTorch makes them at the first message
+of a pair), on which messages pass one after the other. With one group for each direction a message never waits for one
+that goes the other way.
+
+A send or receive of NCCL is a kernel that holds its share of the device from its launch until both sides are done, so
+one that waits for its peer takes that share from the computation. By default it is up to 32 multiprocessors, about a
+quarter of an H200. A few move a segment's hidden states in a fraction of a millisecond. The kernels get the device
+before the computation's next ones (high priority), so that they are soon over.
+
+None of this helps where all streams share one queue of the device, see ``config.device_queues``.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
+# Multiprocessors that a message takes at most.
+MESSAGE_CTAS = 4
+
+
+class StageChannels(NamedTuple):
+    """Groups of the ranks of this pipeline.
+
+    Attributes:
+        up: for messages to a later rank of the pipeline.
+        down: for messages to an earlier one.
+        ranks: the pipeline's ranks in the order of their stages.
+    """
+
+    up: ProcessGroup
+    down: ProcessGroup
+    ranks: tuple[int, ...]
+
+
+_channels: StageChannels | None = None
+
+
+def stage_channels() -> StageChannels:
+    """What ``make_stage_channels`` made."""
+    if _channels is None:
+        raise RuntimeError("the channels between pipeline stages are not made yet; call initialize_parallel")
+    return _channels
+
+
+def make_stage_channels(host_group: ProcessGroup | None, timeout: timedelta) -> None:
+    """Make the groups, once; all ranks call this. Nothing is made for a single stage."""
+    global _channels
+    own = tuple(torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+    if _channels is not None or len(own) == 1:
+        return
+    found: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, own, group=host_group)
+    pipelines = [list(ranks) for ranks in sorted(set(found))]
+    up, down = (
+        torch.distributed.new_subgroups_by_enumeration(pipelines, timeout=timeout, pg_options=_options(timeout))[0]
+        for _ in ("up", "down")
+    )
+    _channels = StageChannels(up, down, own)
+
+
+def forget_stage_channels() -> None:
+    """Let another mesh make its own."""
+    global _channels
+    _channels = None
+
+
+def _options(timeout: timedelta) -> object | None:
+    """Settings of NCCL; other backends have none."""
+    if torch.distributed.get_backend() != "nccl":
+        return None
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MESSAGE_CTAS
+    options._timeout = timeout  # new_group warns of another one
+    return options
