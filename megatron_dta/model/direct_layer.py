@@ -4,14 +4,14 @@ A layer made of modules costs the host more time than a GPU takes for a few thou
 with their hooks, a dozen calls of modules, a reduction, a conversion and an addition for every norm's weight. Here the
 same kernels and products follow each other in one forward and one backward, in the order in which ``fused_layer`` and
 autograd run them; outputs and gradients are the same bit for bit but for those of the norms' weights, which are added
-up in float32 straight in Megatron's buffers (``main_grad``), like those of the linear layers.
+up in float32 straight in Megatron's buffers (``main_grad``), like those of the linear layers. What is kept for the
+backward is what ``fused_layer`` says.
 
-What is kept for the backward is what ``fused_layer`` says. The weights are handed to autograd only in the pass whose
-backward reduces gradients: Megatron's hooks have nothing to do in others.
-
-The plain case: training of a dense model with RMSNorm and SwiGLU on one tensor rank, every weight in a gradient buffer
-and none frozen, no adapters, no hooks at the modules, Triton kernels for the attention. Everything else goes through
-the modules.
+The plain case: training of a dense model with RMSNorm and SwiGLU on one tensor rank, every parameter in a gradient
+buffer and none frozen, no adapters, no hooks at the modules, Triton kernels for the attention. Autograd does not know
+of the parameters here, so their hooks, with which Megatron adds up gradients over the replicas, do not run. They have
+something to do in a pass's last backward only, and there in an order that is the same on all ranks: its segment goes
+through the modules, like everything that is not the plain case.
 
 Legend: N tokens, C hidden size, W width of the mixed QKV, G key/value heads, P query heads of a group, D head size.
 """
@@ -29,14 +29,14 @@ from dta_kernels.partial_sums import add_partial_sums
 from dta_kernels.qkv_rope import qkv_rope_into, qkv_rope_partial_gradients, queries_again, values_of
 from dta_kernels.rms_norm import rms_norm_again, rms_norm_forward, rms_norm_partial_gradients
 from dta_kernels.swiglu import swiglu_backward, swiglu_into
-from dta_kernels.weight_gradients import add_weight_gradient, gradient_placeholder
+from dta_kernels.weight_gradients import add_weight_gradient
 from megatron_dta.model.attention_context import AttentionContext
 from megatron_dta.model.fused_norm import FusedRMSNorm
 from megatron_dta.model.main_grad import MainGradColumnParallelLinear, MainGradRowParallelLinear, main_grad_of
 from megatron_dta.model.segment_context import SegmentContext
 
 _LINEAR = (MainGradColumnParallelLinear, MainGradRowParallelLinear)
-# PyTorch's tables of a module's hooks; a version that had none of these names would fail at once.
+# PyTorch's tables of a module's hooks; where a version has other names, all goes through the modules.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -57,10 +57,8 @@ class DirectLayer:
         self.head_eps = attention.q_layernorm.eps if self.has_norms else 0.0
         linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
         self.qkv, self.proj, self.fc1, self.fc2 = (each.weight for each in linear)
-        # The output of the first three goes through a kernel or an addition of its own, so their order is the modules'.
         self.biases = tuple(each.bias for each in linear)
-        self.weights = (*self.norms, *self.head_norms, self.qkv, self.proj, self.fc1, self.fc2)
-        self.parameters = (*self.weights, *(bias for bias in self.biases if bias is not None))
+        self.parameters = tuple(layer.parameters())
         modules = (layer.self_attention, mlp, *norms, *linear, attention.core_attention)
         modules += (attention.q_layernorm, attention.k_layernorm) if self.has_norms else ()
         self.hooks = tuple(getattr(module, name) for module in modules for name in _HOOKS)
@@ -73,17 +71,14 @@ class DirectLayer:
             and context.rotary_tables is not None
             and context.position_ids.shape[0] == hidden.shape[0]
             and hidden.is_contiguous()
+            and (not torch.is_grad_enabled() or (hidden.requires_grad and not context.is_last))
             and all(parameter.requires_grad for parameter in self.parameters)
             and not any(self.hooks)
         )
 
     def __call__(self, hidden: Tensor, context: SegmentContext) -> Tensor:
         """Output [N, 1, C] of the layer for ``hidden`` [N, 1, C]."""
-        if not torch.is_grad_enabled():
-            return self.forward(hidden, context)[0]
-        # A bias has its gradient from autograd, and so has a layer without a gradient to hand on nothing but weights.
-        reaches_weights = context.is_last or not hidden.requires_grad or len(self.parameters) > len(self.weights)
-        return _Layer.apply(hidden, self, context, *(self.parameters if reaches_weights else ()))
+        return _Layer.apply(hidden, self, context) if torch.is_grad_enabled() else self.forward(hidden, context)[0]
 
     def forward(self, x: Tensor, context: SegmentContext) -> tuple[Tensor, _Kept]:
         """The layer's output, and what ``backward`` needs."""
@@ -104,8 +99,8 @@ class DirectLayer:
         output = _product(active, self.fc2, self.biases[3]).view(N, 1, C).add_(stream)
         return output, _Kept(x, rstd, mixed, out, lse, stream, stream_rstd, gated)
 
-    def backward(self, grad: Tensor, kept: _Kept, context: SegmentContext) -> tuple[Tensor, list[Tensor]]:
-        """The gradient by the layer's input and those by the biases; weights' gradients go into their buffers."""
+    def backward(self, grad: Tensor, kept: _Kept, context: SegmentContext) -> Tensor:
+        """The gradient by the layer's input; those by the parameters are added to their buffers."""
         x, stream, mixed, gated, out = kept.x, kept.stream, kept.mixed, kept.gated, kept.out
         (N, _, C), layer = x.shape, self.index - context.first_layer
         grad_rows = grad.reshape(N, C)
@@ -137,8 +132,10 @@ class DirectLayer:
         add_partial_sums(_buffers(self.norms), (input_norm, mlp_norm))
         if self.has_norms:
             add_partial_sums(_buffers(self.head_norms), head_norms)
-        by_output = zip(self.biases, (grad_mixed, stream_rows, grad_gated, grad_rows), strict=True)
-        return grad_x, [rows.sum(0) for bias, rows in by_output if bias is not None]
+        for bias, rows in zip(self.biases, (grad_mixed, stream_rows, grad_gated, grad_rows), strict=True):
+            if bias is not None:
+                bias.main_grad.add_(rows.sum(0))
+        return grad_x
 
 
 @dataclass(slots=True)
@@ -161,8 +158,8 @@ class _Layer(torch.autograd.Function):
     """Tensors are kept beside autograd, so that they are free when the layer's backward is done and not the graph's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: DirectLayer, context: SegmentContext, *parameters: Parameter) -> Tensor:
-        ctx.layer, ctx.context, ctx.reaches_weights = layer, context, bool(parameters)
+    def forward(ctx: Any, x: Tensor, layer: DirectLayer, context: SegmentContext) -> Tensor:
+        ctx.layer, ctx.context = layer, context
         output, ctx.kept = layer.forward(x, context)
         return output
 
@@ -171,15 +168,7 @@ class _Layer(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         if kept is None:
             raise RuntimeError("a layer's backward can run once: what it needs is freed then")
-        grad_x, biases = ctx.layer.backward(grad, kept, ctx.context)
-        if not ctx.reaches_weights:
-            return grad_x, None, None
-        return grad_x, None, None, *map(_added, ctx.layer.weights), *biases
-
-
-def _added(weight: Parameter) -> Tensor:
-    weight.grad_added_to_main_grad = True
-    return gradient_placeholder(weight)
+        return ctx.layer.backward(grad, kept, ctx.context), None, None
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -200,17 +189,15 @@ def _buffers(weights: tuple[Parameter, ...]) -> tuple[Tensor, ...]:
 
 def is_plain(layer: Module) -> bool:
     """Whether the layer is one that ``DirectLayer`` computes, with all its gradient buffers in place."""
-    attention, mlp, config = layer.self_attention, layer.mlp, layer.config
+    attention, mlp = layer.self_attention, layer.mlp
+    if layer.config.tensor_model_parallel_size > 1 or not all(hasattr(layer, name) for name in _HOOKS):
+        return False
     linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
     norms = (layer.input_layernorm, layer.pre_mlp_layernorm)
     if not all(type(each) in _LINEAR for each in linear) or not all(type(each) is FusedRMSNorm for each in norms):
         return False
-    weights = [each.weight for each in (*linear, *norms)]
-    if attention.has_norms:
-        weights += [attention.q_layernorm.weight, attention.k_layernorm.weight]
     return (
         attention.is_fused
         and not attention.checkpoint_core_attention
-        and config.tensor_model_parallel_size == 1
-        and all(main_grad_of(weight) is not None for weight in weights)
+        and all(main_grad_of(parameter) is not None for parameter in layer.parameters())
     )

@@ -39,8 +39,8 @@ class SegmentContext(AttentionContext):
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
         attention_plan: for the Triton kernels; None where the reference computes the attention.
-        is_last: whether its backward is the last of the pass through the part, the one that reduces gradients. Others
-            need not reach weights whose gradients go straight into their buffers.
+        is_last: whether its backward is the last of the pass through the part, in which the hooks of all parameters
+            must run; others need not reach parameters whose gradients go straight into their buffers.
     """
 
     pool: KVPool | None = None
