@@ -10,7 +10,7 @@ tree      trees (TreePO) against as many independent rollouts: trajectories and 
           from a lognormal distribution (--mean-length, --length-sigma, --max-length), which random weights do not have.
 attention the decoding kernel alone, by settings; needs a GPU.
 das       decoding recorded samples with speculation and without, measured and as predicted: see ``das_parts``.
-das-noise how far rounding moves samples in bfloat16: speculation, and another batch size.
+das-noise how far rounding moves samples in bfloat16, with drafts and at another batch size: see ``noise_part``.
 tree-tokens   the tokens of the same comparison, without a model.
 """
 
@@ -28,11 +28,12 @@ import numpy as np
 import torch
 
 from benchmark_report import Report
-from das_parts import add_das_arguments, add_noise_arguments, run_das, run_noise
+from das_parts import add_das_arguments, run_das
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
+from noise_part import add_noise_arguments, run_noise
 from paged_attention_part import add_attention_arguments, run_attention
 from rollout_setup import (
     Setup,
@@ -115,7 +116,11 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
 def _measured_run(
     arguments: argparse.Namespace, engine: InProcessEngine, setup: Setup, count: int, max_tokens: int
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of sampling ``max_tokens`` for every request, and what the engine's counters have gained."""
+    """Seconds of sampling ``max_tokens`` for every request, and what the engine's counters have gained.
+
+    Requests of one token are held: else the first sample of a prompt would be gone before the others, which in a longer
+    run find what it has computed.
+    """
     rng = np.random.default_rng(arguments.seed)
     before = engine.statistics()
     engine.start(SamplingParams(max_tokens, eos_id=-1, seed=arguments.seed), 0)
@@ -123,11 +128,13 @@ def _measured_run(
         0, setup.model.true_vocab_size, (-(-count // arguments.samples_per_prompt), arguments.prompt_tokens)
     ).astype(np.int32)
     requests = [
-        GenerationRequest(i, prompts[i // arguments.samples_per_prompt], max_tokens, key=i) for i in range(count)
+        GenerationRequest(i, prompts[i // arguments.samples_per_prompt], max_tokens, key=i, hold=max_tokens == 1)
+        for i in range(count)
     ]
     synchronize(setup.device)
     generate(engine, requests)
     counts = counts_since(before, engine)
+    engine.release([request.request_id for request in requests if request.hold])
     return counts["seconds"], counts
 
 

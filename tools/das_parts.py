@@ -1,8 +1,9 @@
-"""The parts of the rollout benchmark that measure speculation on the engine.
+"""The part of the rollout benchmark that measures speculation on the engine.
 
 ``das``: recorded samples, whose acceptance is that of the record (``forced_engine``), with speculation and without; the
-measured makespans beside those that ``replay_das`` would predict from what a forward costs here. ``das-noise``: how far
-the rounding of another number of tokens in a pass moves samples, with drafts and with another batch size.
+measured makespans beside those that ``replay_das`` would predict from what a forward costs here. All makespans have the
+prompts in them: measured ones from the first submission to the last token, predicted ones with the time that the
+prompts took in the run itself.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ import argparse
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
-from statistics import median
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import numpy as np
 
-from forced_engine import FixedDrafting, ForcedEngine, KnownDrafting
+from forced_engine import FixedDrafting, ForcedEngine, WaveTime
 from megatron_dta.errors import InputError
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.engines.drafting import Drafting, SuffixDrafting
 from megatron_dta.sampling.engines.in_process import InProcessEngine
-from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.replay import (
     RecordedSample,
-    plain_makespan,
+    plain_lives,
     recorded_samples,
     remember,
     replay_wave,
@@ -42,6 +43,8 @@ from rollout_setup import Setup, build_engine, check_arguments, counts_since, sy
 _PASSES, _WARM_PASSES = 40, 8
 """Passes from which the cost of one is taken, and how many of them come before it is."""
 
+_WARM_RUNS = 3
+
 
 def add_das_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``das``."""
@@ -52,15 +55,6 @@ def add_das_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-degenerate", action="store_true", help="cut samples where they are in a loop or noise")
     parser.add_argument("--das-budget", choices=BUDGETS, default="straggler")
     parser.add_argument("--das-draft-tokens", type=int, default=DraftParams().width)
-
-
-def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of ``das-noise``."""
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--response-tokens", type=int, default=128)
-    parser.add_argument("--requests", type=int, help="default: --batch")
-    parser.add_argument("--temperature", type=float, default=0.1, help="random weights at 1 draw nearly uniformly")
-    parser.add_argument("--draft-tokens", type=int, default=7)
 
 
 def run_das(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
@@ -83,17 +77,14 @@ def run_das(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]
 
     predicted = speculator(drafted_cost)
     reports = [replay_wave(predicted, part, len(history)) for part in parts]
-    measured = {
-        "plain": _makespan(arguments, setup, parts, lambda: None),
-        "das": _makespan(arguments, setup, parts, lambda: SuffixDrafting(speculator(drafted_cost))),
-    }
+    plain, _ = _measured(arguments, setup, parts, lambda: None)
+    das, counts = _measured(arguments, setup, parts, lambda: SuffixDrafting(speculator(drafted_cost)))
+    # The first forward of a replay is the one that the prompts end with.
+    predicted_plain = plain.prompt_seconds + sum(
+        float(plain_cost.seconds(plain_lives(part)[1:]).sum()) for part in parts
+    )
+    predicted_das = das.prompt_seconds + sum(sum(report.seconds[1:]) for report in reports)
     tokens = sum(len(sample.generated) for sample in samples)
-    steps = measured["das"]["decoded_tokens"] - measured["das"]["accepted_drafts"]
-    seconds = {name: found["makespan"] for name, found in measured.items()}
-    predicted_seconds = {
-        "plain": sum(plain_makespan(part, plain_cost) for part in parts),
-        "das": sum(report.makespan for report in reports),
-    }
     return [
         {
             "part": "das",
@@ -101,23 +92,45 @@ def run_das(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]
             "waves": len(parts),
             "live_batch": largest,
             "longest": max(len(sample.generated) for sample in samples),
-            "plain_seconds": seconds["plain"],
-            "das_seconds": seconds["das"],
-            "saved": 1 - seconds["das"] / seconds["plain"],
-            "predicted_plain_seconds": predicted_seconds["plain"],
-            "predicted_das_seconds": predicted_seconds["das"],
-            "predicted_saved": 1 - predicted_seconds["das"] / predicted_seconds["plain"],
-            "tokens_per_forward": tokens / steps,
+            "plain_seconds": plain.seconds,
+            "das_seconds": das.seconds,
+            "saved": 1 - das.seconds / plain.seconds,
+            "predicted_plain_seconds": predicted_plain,
+            "predicted_das_seconds": predicted_das,
+            "predicted_saved": 1 - predicted_das / predicted_plain,
+            "plain_prompt_seconds": plain.prompt_seconds,
+            "das_prompt_seconds": das.prompt_seconds,
+            "plain_forwards": plain.forwards,
+            "das_forwards": das.forwards,
+            "plain_pass_ms": 1e3 * plain.pass_seconds,
+            "das_pass_ms": 1e3 * das.pass_seconds,
+            "least_pass_ms": 1e3 * setup.bound_seconds(0),
+            "doubts": doubts({"plain": plain, "das": das}, setup.bound_seconds(0)),
+            "tokens_per_forward": tokens / (counts["decoded_tokens"] - counts["accepted_drafts"]),
             "predicted_tokens_per_forward": tokens / sum(sum(report.steps) for report in reports),
-            "plain_forwards": measured["plain"]["forwards"],
-            "das_forwards": measured["das"]["forwards"],
-            "drafted_tokens": measured["das"]["drafted_tokens"],
-            "accepted_tokens": measured["das"]["accepted_drafts"],
-            "prompt_seconds": measured["plain"]["prompt_seconds"],
+            "drafted_tokens": counts["drafted_tokens"],
+            "accepted_tokens": counts["accepted_drafts"],
             "cost": asdict(drafted_cost),
             "plain_cost": asdict(plain_cost),
         }
     ]
+
+
+def doubts(measured: dict[str, WaveTime], least_pass: float) -> list[str]:
+    """Why a measurement cannot be right, in words; nothing where it can.
+
+    least_pass: seconds in which a pass reads the weights.
+    """
+    found = []
+    for name, time in measured.items():
+        if time.forwards > time.prompt_forwards and time.pass_seconds < least_pass:
+            found.append(
+                f"{name}: a pass of {1e3 * time.pass_seconds:.3g} ms is shorter than the {1e3 * least_pass:.3g} ms in "
+                "which the weights are read: the time is not attributed right, or --memory-bandwidth-gbs is too low"
+            )
+        if time.captures:
+            found.append(f"{name}: {time.captures} graphs were captured while time was taken")
+    return found
 
 
 def _recorded(
@@ -146,50 +159,39 @@ def _recorded(
     return history, waves(now, live)[: arguments.waves]
 
 
-def _makespan(
+def _measured(
     arguments: argparse.Namespace,
     setup: Setup,
     parts: Sequence[Sequence[RecordedSample]],
     make_drafting: Callable[[], Drafting | None],
-) -> dict[str, float]:
-    """Seconds of decoding all waves without their prompts, the median of the runs, and counts.
+) -> tuple[WaveTime, dict[str, float]]:
+    """Time of all waves, prompts included, in the run of the median, and what the engine's counters gained in a run.
 
-    The first run captures and warms up. Each run drafts anew, so that all begin with the same history.
+    Each run drafts anew, so that all begin with the same history and run the same passes: what the first one has
+    compiled and captured serves the others. It is repeated until nothing is captured any more.
     """
     recorded = {i: s.generated.astype(np.int32) for i, s in enumerate(s for part in parts for s in part)}
     engine = build_engine(setup, arguments, None, partial(ForcedEngine, recorded))
-    spent, prompts, counts = [], [], {}
-    for run in range(arguments.runs + 1):
+
+    def run() -> tuple[WaveTime, dict[str, float]]:
         engine.draft_with(make_drafting())
         before = engine.statistics()
-        first = 0
+        times, first = [], 0
         for part in parts:
-            _generate(engine, setup, part, first)
+            engine.start(SamplingParams(1, eos_id=-1), 0)
+            requests = [
+                GenerationRequest(i, s.prompt.astype(np.int32), len(s.generated), first + i) for i, s in enumerate(part)
+            ]
+            synchronize(setup.device)
+            times.append(engine.timed(requests)[1])
             first += len(part)
-        counts = counts_since(before, engine)
-        engine.draft_with(None)
-        before, first = engine.statistics(), 0
-        for part in parts:
-            _generate(engine, setup, part, first, 1)
-            first += len(part)
-        if run:
-            prompts.append(counts_since(before, engine)["seconds"])
-            spent.append(counts["seconds"])
-    return counts | {"makespan": median(spent) - median(prompts), "prompt_seconds": median(prompts)}
+        return reduce(add, times), counts_since(before, engine)
 
-
-def _generate(
-    engine: InProcessEngine, setup: Setup, samples: Sequence[RecordedSample], first_key: int, most: int | None = None
-) -> list[GenerationResult]:
-    engine.start(SamplingParams(1, eos_id=-1), 0)
-    synchronize(setup.device)
-    return generate(
-        engine,
-        [
-            GenerationRequest(i, s.prompt.astype(np.int32), most or len(s.generated), first_key + i)
-            for i, s in enumerate(samples)
-        ],
-    )
+    for _ in range(_WARM_RUNS):
+        if run()[0].captures == 0:
+            break
+    runs = sorted((run() for _ in range(arguments.runs)), key=lambda found: found[0].seconds)
+    return runs[len(runs) // 2]
 
 
 def _drafted_cost(arguments: argparse.Namespace, setup: Setup, live: int) -> ForwardCost:
@@ -229,51 +231,3 @@ def _run_random(arguments: argparse.Namespace, setup: Setup, engine: InProcessEn
     prompts = np.random.default_rng(rows).integers(0, setup.model.true_vocab_size, (rows, 128)).astype(np.int32)
     generate(engine, [GenerationRequest(i, prompt, length, i) for i, prompt in enumerate(prompts)])
     return counts_since(before, engine)["seconds"]
-
-
-def run_noise(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
-    """One row for each other way of running the same requests: how far its samples are from plain decoding's."""
-    check_arguments(arguments, "prompt_tokens", "response_tokens", "draft_tokens")
-    count = arguments.requests or arguments.batch
-    rng = np.random.default_rng(arguments.seed)
-    prompts = rng.integers(0, setup.model.true_vocab_size, (count, arguments.prompt_tokens)).astype(np.int32)
-    requests = [GenerationRequest(i, prompt, arguments.response_tokens, i) for i, prompt in enumerate(prompts)]
-    params = SamplingParams(1, eos_id=-1, temperature=arguments.temperature, seed=arguments.seed)
-
-    def sampled(drafting: Drafting | None = None, batch: int | None = None) -> list[GenerationResult]:
-        changed = argparse.Namespace(**vars(arguments) | {"batch": batch or arguments.batch})
-        engine = build_engine(setup, changed, drafting)
-        engine.start(params, 0)
-        return generate(engine, requests)
-
-    reference = sampled()
-    answers = {i: result.token_ids for i, result in enumerate(reference)}
-    known = KnownDrafting(answers, arguments.draft_tokens, setup.model.true_vocab_size, arguments.seed)
-    runs = {
-        "the same again": sampled(),
-        "another batch size": sampled(batch=max(1, arguments.batch // 4)),
-        "drafts": sampled(known),
-    }
-    return [{"part": "das-noise", "run": name, **_distance(reference, run)} for name, run in runs.items()]
-
-
-def _distance(reference: Sequence[GenerationResult], other: Sequence[GenerationResult]) -> dict[str, float]:
-    """Up to where each pair of samples parts: how often it does, and how far the logprobs of equal tokens differ.
-
-    The divergence is the mean of exp(d) - 1 - d over the reference's tokens, d the difference of their logprobs.
-    """
-    flips = compared = 0
-    differences = []
-    for one, two in zip(reference, other, strict=True):
-        same = np.logical_and.accumulate(one.token_ids == two.token_ids)
-        equal = int(same.sum())
-        flips += equal < len(same)
-        compared += min(equal + 1, len(same))
-        differences.append(two.logprobs[:equal].astype(np.float64) - one.logprobs[:equal])
-    d = np.concatenate(differences)
-    return {
-        "flips_per_thousand": 1e3 * flips / compared,
-        "kl": float((np.exp(d) - 1 - d).mean()) if len(d) else 0.0,
-        "mean_logprob_difference": float(np.abs(d).mean()) if len(d) else 0.0,
-        "compared_tokens": compared,
-    }

@@ -9,25 +9,72 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_dta.sampling.engines.drafting import Drafting
 from megatron_dta.sampling.engines.in_process import InProcessEngine
+from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
 from megatron_dta.sampling.engines.scheduler import Sequence
 
 
+@dataclass(frozen=True)
+class WaveTime:
+    """Where the time of requests that began together went.
+
+    Attributes:
+        seconds: from their submission until the last one was complete.
+        prompt_seconds: of these, until the last one had its first token; others may have had more by then.
+        forwards, prompt_forwards: passes in these times.
+        captures: graphs that were captured meanwhile.
+    """
+
+    seconds: float
+    prompt_seconds: float
+    forwards: int
+    prompt_forwards: int
+    captures: int
+
+    def __add__(self, other: WaveTime) -> WaveTime:
+        return WaveTime(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def pass_seconds(self) -> float:
+        """Mean of the passes behind the prompts; 0 without any."""
+        passes = self.forwards - self.prompt_forwards
+        return (self.seconds - self.prompt_seconds) / passes if passes else 0.0
+
+
 class ForcedEngine(InProcessEngine):
-    """Its request with key k gives ``recorded[k]`` (int32), of which it may ask for a part."""
+    """Its request with key k gives ``recorded[k]`` (int32), of which it may ask for a part.
+
+    Attributes:
+        own: by key, the tokens that the engine drew itself behind each prefix of the record, and their logprobs. Passes
+            of a burst behind the first have no part in this: their inputs are the engine's own tokens.
+    """
 
     def __init__(self, recorded: dict[int, np.ndarray], *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._recorded = recorded
+        self.own = {key: (np.full(len(tokens), -1), np.zeros(len(tokens))) for key, tokens in recorded.items()}
+        self._prompts_over, self._prompt_forwards = 0.0, 0
 
     def draft_with(self, drafting: Drafting | None) -> None:
         """Use another drafting from now on, while nothing runs; what is captured stays."""
         self._drafting = drafting
+
+    def timed(self, requests: Rows[GenerationRequest]) -> tuple[list[GenerationResult], WaveTime]:
+        """Run the requests, which is all that runs. Every pass that gives tokens waits for the device, so the host's
+        clock is the device's."""
+        before = self.statistics()
+        self._prompts_over = began = time.perf_counter()
+        results = generate(self, requests)
+        ended, after = time.perf_counter(), self.statistics()
+        forwards, captures = (int(after[name] - before[name]) for name in ("forwards", "captures"))
+        prompt_forwards = self._prompt_forwards - int(before["forwards"])
+        return results, WaveTime(ended - began, self._prompts_over - began, forwards, prompt_forwards, captures)
 
     def _take(
         self,
@@ -37,11 +84,17 @@ class ForcedEngine(InProcessEngine):
         began: float,
         num_tokens: int,
     ) -> list[Sequence]:
-        forced = []
-        for row, (own, logprobs) in zip(rows, sampled, strict=True):
-            done = row.known - row.context_length
-            forced.append((self._recorded[row.request.key][done : done + len(own)], logprobs))
-        return super()._take(rows, forced, drafts, began, num_tokens)
+        forced, done = [], [row.known - row.context_length for row in rows]
+        for row, (own, logprobs), first in zip(rows, sampled, done, strict=True):
+            forced.append((self._recorded[row.request.key][first : first + len(own)], logprobs))
+        ended = super()._take(rows, forced, drafts, began, num_tokens)
+        for row, (own, logprobs), first in zip(rows, sampled, done, strict=True):
+            taken = row.known - row.context_length - first if drafts is not None else 1
+            tokens, their_logprobs = self.own[row.request.key]
+            tokens[first : first + taken], their_logprobs[first : first + taken] = own[:taken], logprobs[:taken]
+        if 0 in done:
+            self._prompts_over, self._prompt_forwards = time.perf_counter(), int(self._counts["forwards"])
+        return ended
 
 
 class _Silent(Drafting):

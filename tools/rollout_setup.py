@@ -97,6 +97,7 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
         max_position_embeddings=arguments.max_position_embeddings,
         qk_layernorm=True,
         swiglu=True,
+        disable_bias_linear=True,
         bf16=dtype == "bf16",
     )
     model = build_model(config, device).eval()

@@ -83,18 +83,20 @@ def draw(weights_BV: Tensor, noise_B: Tensor) -> Tensor:
     Weights are float64 and need not sum to 1. An index of weight 0 is never drawn: ``noise`` is at most 1 - 2^-52, so
     noise x total stays below the total, and the first sum above it belongs to a positive weight.
 
-    First a block of indices is found and then the index in it: a sum over a whole row in order would leave a GPU idle.
+    First a block of indices is found and then the index in it: running sums over a whole row would take a GPU longer
+    than the logits do, sums of blocks and the running sum of one of them are a single reading of the row.
     """
     num_rows, size = weights_BV.shape
     missing = -size % _DRAW_BLOCK
     padded_BV = F.pad(weights_BV, (0, missing)) if missing else weights_BV
-    sums_BKW = padded_BV.view(num_rows, -1, _DRAW_BLOCK).cumsum(dim=-1)
-    sums_BK = sums_BKW[:, :, -1].cumsum(dim=-1)
+    weights_BKW = padded_BV.view(num_rows, -1, _DRAW_BLOCK)
+    sums_BK = weights_BKW.sum(dim=-1).cumsum(dim=-1)
     threshold_B1 = noise_B.unsqueeze(-1) * sums_BK[:, -1:]
     # Only a row of NaN passes its end; the caller reports it, which an index error inside a kernel would not.
     block_B1 = torch.searchsorted(sums_BK, threshold_B1, right=True).clamp_max(sums_BK.shape[1] - 1)
     before_B1 = F.pad(sums_BK, (1, 0)).gather(1, block_B1)
-    sums_BW = sums_BKW.gather(1, block_B1.unsqueeze(-1).expand(-1, -1, _DRAW_BLOCK)).squeeze(1)
+    own_BW = weights_BKW.gather(1, block_B1.unsqueeze(-1).expand(-1, -1, _DRAW_BLOCK)).squeeze(1)
+    sums_BW = own_BW.cumsum(dim=-1)
     # Rounding must not carry the rest past the block.
     below_B1 = torch.nextafter(sums_BW[:, -1:], torch.zeros_like(threshold_B1))
     rest_B1 = torch.minimum(threshold_B1 - before_B1, below_B1)
@@ -106,13 +108,17 @@ def draw(weights_BV: Tensor, noise_B: Tensor) -> Tensor:
 def sampling_mode(model: Model) -> Iterator[None]:
     """No autograd, and Megatron's evaluation mode, which turns activation recompute off; restored afterwards.
 
+    A model that is in that mode is left alone: changing it goes through every module, which takes milliseconds.
+
     ``torch.inference_mode`` would be wrong: Megatron caches its rotary table, and a table made there cannot be used in
     training.
     """
     was_training = model.training
-    model.eval()
+    if was_training:
+        model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        if was_training:
+            model.train()

@@ -103,6 +103,9 @@ class DecodeSteps:
         shape: of the rank's heads.
         page_size: of the cache.
         max_rows: most rows of a pass.
+
+    Attributes:
+        captures: passes captured so far; each takes the time of several eager passes.
     """
 
     def __init__(self, model: TreeGPTModel, shape: HeadShape, page_size: int, max_rows: int) -> None:
@@ -118,6 +121,7 @@ class DecodeSteps:
         self._passes: dict[tuple, tuple[StaticPass, Callable[[], Tensor]]] = {}
         self._weights: tuple[int, ...] = ()
         self._pool: object = None
+        self.captures = 0
 
     def start(self) -> None:
         """A phase of sampling begins: the weights are where they were, or all graphs are dropped."""
@@ -176,6 +180,7 @@ class DecodeSteps:
             static = StaticPass(
                 num_tokens, tiles, run, self._shape, self._page_size, self._tables, self._addresses, self._layer_rows
             )
+            self.captures += 1
             self._passes[key] = static, self._capture(lambda: self._pass(static, params))
         return self._passes[key]
 

@@ -48,7 +48,7 @@ from megatron_dta.speculation.degenerate import DegenerateDetector
 _PASSES_BETWEEN_DRAFTS = 4
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
-_COUNTS += ("stopped_degenerate", "static_forwards")
+_COUNTS += ("stopped_degenerate", "static_forwards", "captures")
 
 
 class InProcessEngine(RolloutEngine):
@@ -159,8 +159,9 @@ class InProcessEngine(RolloutEngine):
 
     def statistics(self) -> dict[str, float]:
         """Besides those of all engines: ``forwards`` (passes), ``static_forwards`` (of them in graphs),
-        ``preemptions``, ``recomputed_tokens`` (after those), ``evictions`` (held requests that lost their K/V),
-        ``peak_pages``, ``drafted_tokens`` and ``accepted_drafts`` (of the former), ``stopped_degenerate`` (requests).
+        ``captures`` (of graphs), ``preemptions``, ``recomputed_tokens`` (after those), ``evictions`` (held requests
+        that lost their K/V), ``peak_pages``, ``drafted_tokens`` and ``accepted_drafts`` (of the former),
+        ``stopped_degenerate`` (requests).
         """
         counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
         return counts | {"peak_pages": float(max(counts["peak_pages"], self._scheduler.pool.peak_pages))}
@@ -243,6 +244,7 @@ class InProcessEngine(RolloutEngine):
         tokens, logprobs = self._steps.run(cache, burst, self._params)
         self._counts["forwards"] += len(noise)
         self._counts["static_forwards"] += len(noise)
+        self._counts["captures"] = float(self._steps.captures)
         self._scheduler.complete(plan)
         if is_drafted:
             ends = np.cumsum(counts)[:-1]
