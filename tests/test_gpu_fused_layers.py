@@ -5,6 +5,9 @@ python -m pytest -m gpu tests/test_gpu_fused_layers.py
 
 from __future__ import annotations
 
+import gc
+import math
+
 import pytest
 import torch
 
@@ -129,21 +132,28 @@ def test_new_lengths_compile_nothing_and_nothing_waits_for_the_device():
 @pytest.mark.parametrize("settings", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])
 def test_a_step_equals_that_of_megatrons_modules(settings):
     shape = settings | dict(hidden_size=192, ffn_hidden_size=320, kv_channels=64)
-    samples = random_training_samples(branching_sequences(seed_all(29), count=12), seed=29)
     tree = tree_config("dta", 40, tree_attention_impl="reference")
-    weights = weights_of(model_config(torch.bfloat16, **shape), seed=3)
-    outcomes = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for impl in ("reference", "triton"):
-            model = model_config(dtype, **shape, fused_layer_impl=impl)
-            own = {name: weight.to(dtype) for name, weight in weights.items()}
-            outcomes[dtype, impl] = run_tree(model, own, samples, GRPO, tree, TEMPERATURE)[0]
-    exact = outcomes[torch.float32, "reference"]
-    found = compare_outcomes(outcomes[torch.float32, "triton"], exact)
-    assert found.largest() < 2e-5, found
-    rounded = {impl: compare_outcomes(outcomes[torch.bfloat16, impl], exact) for impl in ("reference", "triton")}
-    print(rounded)
-    assert rounded["triton"].gradient < 1.5 * rounded["reference"].gradient
+    ratios = []
+    for seed in range(29, 37):
+        samples = random_training_samples(branching_sequences(seed_all(seed), count=12), seed=seed)
+        weights = weights_of(model_config(torch.bfloat16, **shape), seed=seed)
+        outcomes = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            for impl in ("reference", "triton"):
+                model = model_config(dtype, **shape, fused_layer_impl=impl)
+                own = {name: weight.to(dtype) for name, weight in weights.items()}
+                outcomes[dtype, impl] = run_tree(model, own, samples, GRPO, tree, TEMPERATURE)[0]
+        exact = outcomes[torch.float32, "reference"]
+        found = compare_outcomes(outcomes[torch.float32, "triton"], exact)
+        assert found.largest() < 2e-5, found
+        rounded = [compare_outcomes(outcomes[torch.bfloat16, impl], exact) for impl in ("reference", "triton")]
+        ratios.append(
+            [math.log(getattr(rounded[1], name) / getattr(rounded[0], name)) for name in ("logprob", "gradient")]
+        )
+    # One draw says little: in the mean over draws the rounding may not be larger.
+    means = [math.exp(sum(column) / len(column)) for column in zip(*ratios, strict=True)]
+    print("rounding beside that of Megatron's modules, logprobs and gradients:", means)
+    assert max(means) < 1.15, (means, ratios)
 
 
 def test_a_step_does_not_wait_for_the_device():
@@ -163,7 +173,8 @@ def test_a_layer_keeps_what_the_formula_says():
         config = model_config(torch.bfloat16, **QWEN3, **WIDE, num_layers=layers, max_position_embeddings=tokens)
         model = build_model(config, device)
         context, ids = segment_context(model, tokens, device), torch.randint(0, 7, (1, tokens), device=device)
-        model(ids, context)
+        model(ids, context).sum().backward()
+        gc.collect()
         before = torch.cuda.memory_allocated()
         hidden = model(ids, context)
         kept.append(torch.cuda.memory_allocated() - before)
