@@ -112,3 +112,15 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "has token id 200000, but qwen3-1.7b has 151936" in done.stderr
+
+
+def test_renumbered_tokens_make_the_same_forest(tmp_path):
+    rollouts = make_rollouts(seed_all(5), 4, 4)
+    for rollout in rollouts:
+        rollout.token_ids[:] = rollout.token_ids * 7 + 190_000
+    write_rollouts(tmp_path / "rollouts.jsonl", rollouts)
+    arguments = (str(tmp_path / "rollouts.jsonl"), "--model", "tiny", "--num-layers", "1", "--steps", "1")
+    plain, renumbered = (run(*arguments, *more)["rows"] for more in ((), ("--renumber-tokens",)))
+    for name in ("tokens", "unique_tokens", "segments"):
+        assert [row[name] for row in plain] == [row[name] for row in renumbered]
+    assert renumbered[0]["tflop"] < plain[0]["tflop"]  # a smaller vocabulary

@@ -67,6 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
+    parser.add_argument(
+        "--renumber-tokens", action="store_true", help="number the tokens that occur from 0: for another vocabulary"
+    )
     parser.add_argument("--max-sequences", type=int, help="take only so many sequences of each file")
     parser.add_argument("--max-tokens", type=int, help="take no more sequences of each file than have so many tokens")
     parser.add_argument("--model", choices=list(SHAPES), default="qwen3-1.7b")
@@ -123,7 +126,12 @@ def parse_arguments() -> argparse.Namespace:
 def load_samples(arguments: argparse.Namespace, file: str) -> list[TrainingSample]:
     """The sequences of a file, of which the first are taken."""
     rollouts = load_rollouts(file, framing=arguments.framing, max_sequences=arguments.max_sequences)
-    samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
+    token_ids = [rollout.token_ids for rollout in rollouts]
+    if arguments.renumber_tokens:
+        # The distinct tokens in their order: the same forest.
+        found = np.unique(np.concatenate(token_ids))
+        token_ids = [np.searchsorted(found, ids).astype(ids.dtype) for ids in token_ids]
+    samples = [TrainingSample(ids, rollout.loss_mask) for ids, rollout in zip(token_ids, rollouts, strict=True)]
     if arguments.max_tokens is None:
         return samples
     lengths = np.cumsum([len(sample.token_ids) for sample in samples])
@@ -138,7 +146,9 @@ def model_config(arguments: argparse.Namespace, sets: dict[str, list[TrainingSam
     vocab_size = SHAPES[arguments.model]["vocab_size"] or max(most.values())
     for file, needed in most.items():
         if needed > vocab_size:
-            raise InputError(f"{file}: has token id {needed - 1}, but {arguments.model} has {vocab_size}")
+            raise InputError(
+                f"{file}: has token id {needed - 1}, but {arguments.model} has {vocab_size}; give --renumber-tokens"
+            )
     longest = max(len(sample.token_ids) for samples in sets.values() for sample in samples)
     return benchmark_model(
         arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers, arguments.fused_layer_impl
