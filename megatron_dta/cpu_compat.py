@@ -2,7 +2,7 @@
 
 Megatron-Core 0.16.1 to 0.19 names the CUDA device in places that a model, its optimizer and its checkpoints pass
 through. ``install`` repairs exactly those, only where CUDA is absent; nothing changes what is computed.
-``write_checkpoints_in_process`` and ``place_parameters_of_all_buckets`` are for every machine.
+``write_checkpoints_in_process``, ``place_parameters_of_all_buckets`` and ``collect_states_by`` are for every machine.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 _installed = False
 _buckets_placed = False
+_collected = False
 
 # Modules that create small tensors on the literal "cuda": loss scales, overflow flags, the gradient norm.
 _MODULES_WITH_CUDA_LITERALS = (
@@ -206,6 +207,31 @@ def place_parameters_of_all_buckets() -> None:
         gather = DistributedOptimizer.get_parameter_state_dp_zero
         DistributedOptimizer.get_parameter_state_dp_zero = _with_padding(gather)
         _buckets_placed = True
+
+
+def collect_states_by(collect: Callable[[Any], Any]) -> None:
+    """Let a distributed optimizer whose state is wanted on all ranks be collected by ``collect(optimizer)``.
+
+    Megatron would gather all of it into the memory of every rank; there is no other way to say who gets what. Loading
+    and gathering on one rank stay Megatron's.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    global _collected
+    if _collected:
+        return
+    gather = DistributedOptimizer.get_parameter_state_dp_zero
+
+    @functools.wraps(gather)
+    def gather_or_collect(
+        optimizer: Any, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> Any:
+        if return_on_all_ranks and not empty_data:
+            return collect(optimizer)
+        return gather(optimizer, use_gloo_comm, empty_data, return_on_all_ranks)
+
+    DistributedOptimizer.get_parameter_state_dp_zero = gather_or_collect
+    _collected = True
 
 
 def _with_padding(gather: Callable[..., Any]) -> Callable[..., Any]:

@@ -217,3 +217,25 @@ def poison_one_rank(rank: int, stretch: Stretch) -> list[bool]:
     applied.append(part.step())
     part.save(stretch.save)
     return applied
+
+
+def save_every_way(rank: int, stretches: list[Stretch]) -> None:
+    """After some steps the same state: by all data-parallel ranks, at once and in the background, and by the first."""
+    from megatron_dta.training.checkpoint import CheckpointSaver
+
+    for stretch in stretches:
+        part = Rank(stretch)
+        if stretch.load is not None:
+            part.load(stretch.load)
+        for _ in range(stretch.steps):
+            part.step()
+        for name, parallel, background in (("first", False, False), ("all", True, False), ("later", True, True)):
+            settings = CheckpointConfig(
+                save=str(stretch.save / name), async_save=background, ckpt_fully_parallel_save=parallel
+            )
+            saver = CheckpointSaver(replace(part.config, checkpoint=settings), part.model, part.optimizer)
+            saver.save(part.iteration, {})
+            if background:
+                part.step()  # which must not be seen in what is written
+            saver.finish()
+            part.mesh.wait_for_all()

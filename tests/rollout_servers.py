@@ -30,6 +30,7 @@ from rollout_server_forms import (
     log_softmax,
     nucleus_logprobs,
     shared,
+    vllm_metrics,
 )
 
 
@@ -66,6 +67,9 @@ class RolloutServer:
         self.violations: list[str] = []
         self.label = "default"
         self.paused, self.running, self.most_running = False, 0, 0
+        # Settings of speculation as the server tells them, None without; and how much was drafted and accepted.
+        self.speculation: dict[str, Any] | None = None
+        self.drafted, self.accepted = 0, 0
         self._cache: list[tuple[int, ...]] = []
         self._cache_is_old = False
         self._loop, self._port, self._stopped = asyncio.new_event_loop(), port, False
@@ -202,6 +206,13 @@ class RolloutServer:
         self._cache.append(tuple(tokens))
         return tokens[len(context) :], logprobs, stopped, min(cached, len(context) - 1)
 
+    def draft(self, tokens: list[int]) -> tuple[int, int]:
+        """Of a response, drafted and accepted tokens as if it had guessed every third one, and as many wrongly."""
+        drafted, accepted = 2 * (len(tokens) // 3), len(tokens) // 3
+        self.drafted += drafted
+        self.accepted += accepted
+        return drafted, accepted
+
     def returned(self, raw: np.ndarray, scaled: np.ndarray, kept: np.ndarray) -> np.ndarray:
         raise NotImplementedError
 
@@ -223,6 +234,12 @@ class VllmServer(RolloutServer):
             return web.Response()
         if self.labels and path == "/weight_info" and request.method == "GET":
             return web.json_response({"weight_version": self.label})
+        if path == "/server_info" and request.method == "GET":
+            as_json = request.query.get("config_format", "text") == "json"
+            config = {"speculative_config": self.speculation} if as_json else "model='m', speculative_config=None"
+            return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
+        if path == "/metrics" and request.method == "GET":
+            return web.Response(text=vllm_metrics(self.drafted, self.accepted) if self.speculation else "")
         if request.method != "POST":
             return web.json_response({"detail": "Method Not Allowed"}, status=405)
         if path == self.generate_path:
@@ -262,6 +279,8 @@ class VllmServer(RolloutServer):
             body["prompt"], body.get("max_tokens", 16), body.get("temperature", 1.0), body.get("top_p", 1.0),
             body.get("seed", 0), stops, body.get("allowed_token_ids"),
         )  # fmt: skip
+        if self.speculation:
+            self.draft(tokens)
         names = [f"token_id:{token}" for token in tokens]
         choice = {
             "index": 0,
@@ -307,9 +326,20 @@ class VllmServer(RolloutServer):
 
 
 class SglangServer(RolloutServer):
-    """The forms of SGLang 0.5.23."""
+    """The forms of SGLang 0.5.23.
+
+    Attributes:
+        corpora: texts of the corpora that it has, by name.
+        corpus_faults: messages with which the next corpora are refused.
+    """
 
     kind, generate_path = "sglang", "/generate"
+    draft_names = ("spec_num_proposed_drafts", "spec_num_correct_drafts")
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.corpora: dict[str, list[str]] = {}
+        self.corpus_faults: list[str] = []
 
     def refusal(self, message: str) -> dict[str, Any]:
         return {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
@@ -322,6 +352,8 @@ class SglangServer(RolloutServer):
             return web.Response()
         if path == "/model_info" and request.method == "GET":
             return web.json_response({"model_path": "m", "is_generation": True, "weight_version": self.label})
+        if path == "/server_info" and request.method == "GET":
+            return web.json_response({"model_path": "m"} | (self.speculation or {"speculative_algorithm": None}))
         if path == "/flush_cache":
             if self.running:
                 return web.Response(text="Flush cache failed.\n", status=400)
@@ -341,6 +373,10 @@ class SglangServer(RolloutServer):
             check(body, {"torch_empty_cache": bool})
             self.paused = False
             return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+        if path in ("/add_external_corpus", "/remove_external_corpus"):
+            success, message = self._change_corpora(path, body)
+            content = {"success": success, "message": message}
+            return web.json_response(content, status=200 if success else 400)
         if path == "/update_weights_from_disk":
             check(body, SGLANG_FROM_DISK, ("model_path",))
             try:
@@ -351,6 +387,28 @@ class SglangServer(RolloutServer):
             self.label = body.get("weight_version", self.label)
             return web.json_response({"success": True, "message": "Succeeded.", "num_paused_requests": 0})
         return web.json_response({"detail": "Not Found"}, status=404)
+
+    def _change_corpora(self, path: str, body: Any) -> tuple[bool, str]:
+        if self.running:
+            self.violations.append("corpora changed under running requests")
+        if not self.speculation:
+            return False, "Ngram speculative decoding is not enabled."
+        if path == "/remove_external_corpus":
+            name = check(body, {"corpus_id": str}, ("corpus_id",))["corpus_id"]
+            return self.corpora.pop(name, None) is not None, f"'{name}'"
+        check(body, {"corpus_id": str, "file_path": str}, ("file_path",))
+        if self.corpus_faults:
+            return False, self.corpus_faults.pop(0)
+        if body["corpus_id"] in self.corpora:
+            return False, f"External corpus '{body['corpus_id']}' already exists."
+        texts = [json.loads(line) for line in Path(body["file_path"]).read_text().splitlines()]
+        most = self.speculation["speculative_ngram_external_corpus_max_tokens"]
+        if not all(isinstance(text, str) for text in texts) or not texts:
+            return False, "expected a JSON string."
+        if sum(len(text) + 1 for each in (*self.corpora.values(), texts) for text in each) > most:
+            return False, f"External ngram corpus exceeds the configured token limit ({most})"
+        self.corpora[body["corpus_id"]] = texts
+        return True, ""
 
     async def _generate(self, body: dict[str, Any]) -> web.Response:
         self.bodies.append(body)
@@ -375,6 +433,8 @@ class SglangServer(RolloutServer):
             "completion_tokens": len(tokens),
             "cached_tokens": cached,
         }
+        if self.speculation:
+            meta |= dict(zip(self.draft_names, self.draft(tokens), strict=True))
         if body.get("return_logprob"):
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [[p, t, None] for p, t in zip(logprobs, tokens, strict=True)]

@@ -67,18 +67,41 @@ def test_trees_beside_dense(tmp_path, processes):
     assert tree["bound"] == pytest.approx(dense["tflop"] / tree["tflop"])
     assert tree["share_of_bound"] == pytest.approx(dense["seconds"] / tree["seconds"] / tree["bound"])
     assert found["settings"]["processes"] == processes
+    assert min(row["predicted_peak_gib"] for row in found["rows"]) > 0
     if processes == 1:
         return
     for row in found["rows"]:
-        events = read_timeline(folder / f"{row['mode']}.json")
+        events = read_timeline(folder / f"rollouts_{row['mode']}.json")
         assert row["measured_utilisation"] == pytest.approx(timeline_utilisation(events, 2))
         # Without what messages and the host take the stages cannot be less busy.
         assert row["measured_utilisation"] <= row["replayed_utilisation"] + 1e-9 <= 1 + 1e-9
         work = sum(row["busy_seconds"]) / row["measured_utilisation"]
         assert work == pytest.approx(2 * row["pipeline_seconds"])
         assert len(row["planned_busy_seconds"]) == len(row["waiting_seconds"]) == 2
-        names = {path.name for path in folder.iterdir() if path.name.startswith(row["mode"])}
-        assert names == {f"{row['mode']}{end}.json" for end in ("", "_planned", "_trace")}
+        names = {path.name for path in folder.iterdir() if f"_{row['mode']}" in path.name}
+        assert names == {f"rollouts_{row['mode']}{end}.json" for end in ("", "_planned", "_trace")}
+
+
+def test_several_files_on_one_model(tmp_path):
+    paths = [tmp_path / name for name in ("few.jsonl", "more.jsonl")]
+    for path, seed, count in zip(paths, (3, 4), (3, 6), strict=True):
+        write_rollouts(path, make_rollouts(seed_all(seed), count, 4))
+    arguments = (str(paths[0]), str(paths[1]), "--model", "tiny", "--num-layers", "1", "--steps", "1")
+    found = run(*arguments, "--max-tokens", "150")["rows"]
+    assert [(row["file"], row["mode"]) for row in found] == [
+        (path.name, mode) for path in paths for mode in ("dense", "dta")
+    ]
+    assert all(row["tokens"] <= 150 for row in found)
+    for dense, tree in (found[:2], found[2:]):
+        assert dense["tokens"] == tree["tokens"]
+        assert tree["bound"] == pytest.approx(dense["tflop"] / tree["tflop"])
+    for wrong, message in (
+        ([*arguments, "--max-tokens", "1"], "--max-tokens 1: the first sequence of"),
+        ([str(paths[0]), *arguments], "same name"),
+    ):
+        done = subprocess.run([sys.executable, TOOL, *wrong], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert message in done.stderr.splitlines()[-1]
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):

@@ -79,6 +79,12 @@ def test_fitted_on_this_machine_and_used_for_a_step(tmp_path: Path) -> None:
     assert found.bytes is None
     assert json.loads(done.stdout.splitlines()[-1])["forward"] == content["forward"]
     assert not list(tmp_path.glob("*.tmp"))
+    again = tmp_path / "again.json"
+    done = run(FIT, "--refit", output, "--output", again)
+    assert done.returncode == 0, done.stderr[-2000:]
+    fitted = json.loads(again.read_text())
+    assert fitted.pop("refitted")["command"] == "--refit costs.json"
+    assert fitted == content
 
     step = (tmp_path / "rollouts.jsonl", "--model", "tiny", "--steps", 1, "--tree-mode", "dta", "--json")
     done = run(STEP, *step, "--cost-model", output)
@@ -104,6 +110,9 @@ def test_fitted_on_this_machine_and_used_for_a_step(tmp_path: Path) -> None:
         (("--output", "c.json"), "--model"),
         (("--model", "qwen4", "--output", "c.json"), "--model"),
         (("--model", "tiny"), "--output"),
+        (("--output", "c.json"), "--model is needed"),
+        (("--refit", "c.json", "--output", "d.json", "--bf16"), "--bf16 has no effect with --refit"),
+        (("--refit", "c.json", "--output", "d.json", "--repeats", "4"), "--repeats has no effect with --refit"),
         (("--model", "tiny", "--output", "no/folder/c.json"), "its folder does not exist"),
         (("--model", "tiny", "--output", "c.json", "--num-layers", "1"), "two depths"),
         (("--model", "tiny", "--output", "c.json", "--num-layers", "3"), "tiny has only 2"),

@@ -1,7 +1,7 @@
 """Measures a training step (forward, backward, reduction of gradients; no optimizer) on a rollout file: trees beside
 dense.
 
-    python tools/benchmark_train.py FILE [--model qwen3-1.7b] [--tree-mode dense dta] [--bf16] [--json]
+    python tools/benchmark_train.py FILE ... [--model qwen3-1.7b] [--tree-mode dense dta] [--bf16] [--json]
     torchrun --nproc-per-node 4 tools/benchmark_train.py FILE --tensor-model-parallel-size 4 --sequence-parallel ...
 
 Weights are random; gradients are accumulated in float32. Every mode takes one step to warm up and then --steps timed
@@ -10,6 +10,7 @@ ones, of which the median counts. Operations are counted once for every token of
 speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several pipeline stages
 one more step is run whose ops are timed: the share of the stages' time that they compute stands beside the planned one
 and that of a replay, the plan in the measured times of its ops (megatron_dta/planning/timeline_replay.py).
+Several files are measured one after another on the same model; each row names its file.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import json
 import os
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.distributed import finalize_model_grads
 
@@ -41,6 +43,8 @@ from megatron_dta.planning.flops import StepCounts
 from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.prediction import predicted_seconds
 from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.segment_bytes import GIB, MemoryBudget
+from megatron_dta.planning.stage_program import stage_peak_bytes
 from megatron_dta.planning.timeline import timeline_span, timeline_utilisation
 from megatron_dta.planning.timeline_replay import replay, stage_seconds
 from megatron_dta.rollouts import load_rollouts
@@ -61,9 +65,10 @@ PARALLEL = (
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", help="rollouts: .jsonl, .parquet or .npz")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
-    parser.add_argument("--max-sequences", type=int, help="take only so many sequences")
+    parser.add_argument("--max-sequences", type=int, help="take only so many sequences of each file")
+    parser.add_argument("--max-tokens", type=int, help="take no more sequences of each file than have so many tokens")
     parser.add_argument("--model", choices=list(SHAPES), default="qwen3-1.7b")
     parser.add_argument("--num-layers", type=int, help="take only so many layers of the model")
     parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
@@ -103,6 +108,11 @@ def parse_arguments() -> argparse.Namespace:
         arguments.tree_segment_tokens = 4096
     if arguments.steps < 1:
         raise InputError(f"--steps must be at least 1, not {arguments.steps}")
+    if arguments.max_tokens is not None and arguments.max_tokens < 1:
+        raise InputError(f"--max-tokens must be at least 1, not {arguments.max_tokens}")
+    names = [Path(file).name for file in arguments.files]
+    if len(set(names)) < len(names):
+        raise InputError("two of the files have the same name, so rows could not be told apart")
     if arguments.bf16_gradients and not arguments.bf16:
         raise InputError("--bf16-gradients needs --bf16")
     if arguments.timeline_dir is not None and arguments.pipeline_model_parallel_size == 1:
@@ -110,17 +120,26 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def load_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
-    rollouts = load_rollouts(arguments.file, framing=arguments.framing, max_sequences=arguments.max_sequences)
-    return [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
+def load_samples(arguments: argparse.Namespace, file: str) -> list[TrainingSample]:
+    """The sequences of a file, of which the first are taken."""
+    rollouts = load_rollouts(file, framing=arguments.framing, max_sequences=arguments.max_sequences)
+    samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
+    if arguments.max_tokens is None:
+        return samples
+    lengths = np.cumsum([len(sample.token_ids) for sample in samples])
+    count = int(np.searchsorted(lengths, arguments.max_tokens, side="right"))
+    if not count:
+        raise InputError(f"--max-tokens {arguments.max_tokens}: the first sequence of {file} has {lengths[0]} tokens")
+    return samples[:count]
 
 
-def model_config(arguments: argparse.Namespace, samples: list[TrainingSample]) -> ModelConfig:
-    needed = 1 + max(int(sample.token_ids.max()) for sample in samples)
-    vocab_size = SHAPES[arguments.model]["vocab_size"] or needed
-    if needed > vocab_size:
-        raise InputError(f"{arguments.file}: has token id {needed - 1}, but {arguments.model} has {vocab_size}")
-    longest = max(len(sample.token_ids) for sample in samples)
+def model_config(arguments: argparse.Namespace, sets: dict[str, list[TrainingSample]]) -> ModelConfig:
+    most = {file: 1 + max(int(sample.token_ids.max()) for sample in samples) for file, samples in sets.items()}
+    vocab_size = SHAPES[arguments.model]["vocab_size"] or max(most.values())
+    for file, needed in most.items():
+        if needed > vocab_size:
+            raise InputError(f"{file}: has token id {needed - 1}, but {arguments.model} has {vocab_size}")
+    longest = max(len(sample.token_ids) for samples in sets.values() for sample in samples)
     return benchmark_model(
         arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers, arguments.fused_layer_impl
     )
@@ -148,8 +167,9 @@ class Benchmark:
     """A model with gradient buffers, and the steps that are timed on it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.samples = arguments, load_samples(arguments)
-        self.model_config = model_config(arguments, self.samples)
+        self.arguments, self.sets = arguments, {file: load_samples(arguments, file) for file in arguments.files}
+        self.samples = self.sets[arguments.files[0]]
+        self.model_config = model_config(arguments, self.sets)
         self.parallel = ParallelConfig(**{name: getattr(arguments, name) for name in PARALLEL})
         check_tensor_parallel(self.model_config, self.parallel)
         self.device = initialize_parallel(arguments.seed, self.parallel)
@@ -163,13 +183,15 @@ class Benchmark:
             tree_attention_impl=arguments.tree_attention_impl,
             costs=load_cost_file(arguments.cost_model) if arguments.cost_model else None,
         )
+        self.constant = constant_bytes(self.chunks)
         if arguments.tree_memory_gib is not None:
-            self.engine.limit_memory(arguments.tree_memory_gib, constant_bytes(self.chunks))
+            self.engine.limit_memory(arguments.tree_memory_gib, self.constant)
         self.objective = make_objective(ObjectiveConfig(objective="sft"))
         self.peak = gemm_peak(self.device, self.model_config.params_dtype)
 
-    def measure(self, mode: str) -> dict[str, Any]:
-        """Plan and time a mode's step."""
+    def measure(self, file: str, mode: str) -> dict[str, Any]:
+        """Plan and time a mode's step over the sequences of a file."""
+        self.samples = self.sets[file]
         longest = max(len(sample.token_ids) for sample in self.samples)
         segment_tokens = self.arguments.tree_segment_tokens
         tree = TreeConfig(
@@ -206,7 +228,7 @@ class Benchmark:
             profiled["profile"] = profile_step(lambda: self.engine.forward_backward(batch, self.objective))
         return (
             profiled
-            | self._pipeline(batch, mode)
+            | self._pipeline(batch, file, mode)
             | self._predicted(batch, step)
             | {
                 "seconds": step,
@@ -220,6 +242,7 @@ class Benchmark:
                 "tflop": flops / 1e12,
                 "share_of_gemm_peak": flops / step / (self.peak * self.mesh.world_size),
                 "peak_memory_gib": memory,
+                "predicted_peak_gib": self._predicted_peak(batch),
                 "peak_in_flight_tokens": result.peak_in_flight_tokens,
                 "recomputed_tokens": result.recomputed_tokens,
             }
@@ -233,7 +256,18 @@ class Benchmark:
         expected = max(self.mesh.gather_from_all(predicted_seconds(batch.plan, shape)))
         return {"predicted_seconds": expected, "prediction_error": expected / seconds - 1}
 
-    def _pipeline(self, batch: TreeBatch, mode: str) -> dict[str, Any]:
+    def _predicted_peak(self, batch: TreeBatch) -> float:
+        """GiB of this process by measured or counted bytes, weights and gradients included."""
+        costs, shape = self.engine.costs, self.engine.pipeline(batch.plan.segments.segment_tokens)
+        each = (costs.bytes if costs is not None else None) or self.engine.counted_bytes()
+        budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, each)
+        plan, stage = batch.plan, self.mesh.pipeline_rank
+        step = stage_peak_bytes(
+            plan.segments, plan.training, plan.keep_activations, replace(shape, memory=budget), stage
+        )
+        return (self.constant + step) / GIB
+
+    def _pipeline(self, batch: TreeBatch, file: str, mode: str) -> dict[str, Any]:
         """Shares of the stages' time that they compute, as planned and as it was, and each stage's seconds."""
         if self.mesh.pipeline_size == 1:
             return {}
@@ -245,7 +279,7 @@ class Benchmark:
         folder = self.arguments.timeline_dir
         if folder is not None and self.mesh.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            write_timeline_files(folder / mode, result.timeline, planned.planned_events())
+            write_timeline_files(folder / f"{Path(file).stem}_{mode}", result.timeline, planned.planned_events())
         return {
             "planned_utilisation": planned.timeline.utilisation,
             "replayed_utilisation": replay(planned.schedule, parents, result.timeline).utilisation,
@@ -282,17 +316,18 @@ def main() -> int:
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     settings |= {"gemm_tflops": benchmark.peak / 1e12, "processes": benchmark.mesh.world_size}
     report = Report("training step", settings, benchmark.device, arguments.output if is_first else None)
-    dense: dict[str, Any] | None = None
-    for mode in arguments.tree_mode:
-        row = {"mode": mode, **benchmark.measure(mode)}
-        if mode == "dense":
-            dense = row
-        elif dense is not None:
-            row["speed_up"] = dense["seconds"] / row["seconds"]
-            row["bound"] = dense["tflop"] / row["tflop"]
-            row["share_of_bound"] = row["speed_up"] / row["bound"]
-        if is_first:
-            report.add(row)
+    for file in arguments.files:
+        dense: dict[str, Any] | None = None
+        for mode in arguments.tree_mode:
+            row = {"file": Path(file).name, "mode": mode, **benchmark.measure(file, mode)}
+            if mode == "dense":
+                dense = row
+            elif dense is not None:
+                row["speed_up"] = dense["seconds"] / row["seconds"]
+                row["bound"] = dense["tflop"] / row["tflop"]
+                row["share_of_bound"] = row["speed_up"] / row["bound"]
+            if is_first:
+                report.add(row)
     if arguments.json and is_first:
         print(json.dumps(report.results))
     return 0

@@ -3,12 +3,15 @@
     python tools/fit_cost_model.py --model qwen3-1.7b --bf16 --output costs.json
     torchrun --nproc-per-node 4 tools/fit_cost_model.py --model llama3-70b --num-layers 8 --bf16 \\
         --tensor-model-parallel-size 4 --sequence-parallel --output costs.json
+    python tools/fit_cost_model.py --refit costs.json --output new.json
 
 Chains of segments of six lengths, with many or few tokens before them, trained densely or hardly, run through the real
 engine; each op is timed with the device idle before it. A second, shallower model tells what a layer costs from what
 happens once. So --num-layers may be less than the model's, and the file holds for any depth, but for no other shape,
-dtype or tensor parallelism. On a GPU the bytes of activations and of workspace are measured too. Use the file with
---cost-model in training, tools/benchmark_train.py, tools/simulate_pipeline.py and tools/plan_partition.py.
+dtype or tensor parallelism. --refit FILE fits again from the measurements in such a file, which needs no GPU, and
+writes them with the new coefficients to --output. On a GPU the bytes of activations and of workspace are measured too.
+Use the file with --cost-model in training, tools/benchmark_train.py, tools/simulate_pipeline.py and
+tools/plan_partition.py.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import make_objective
-from megatron_dta.planning.cost_file import CostFile
+from megatron_dta.planning.cost_file import CostFile, load_cost_file
 from megatron_dta.planning.cost_fit import MeasuredOp, fit_bytes, fit_errors, fit_seconds
+from megatron_dta.planning.cost_refit import refit
 from megatron_dta.planning.pipeline_schedule import PipelineOp
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.schedule import OpKind
@@ -57,6 +61,7 @@ CHAINS = (
 LEAST_LENGTH = 1 << 8
 # Part of the free memory of a GPU that activations may take while measuring.
 FOR_ACTIVATIONS = 0.6
+SHOWN = ("forward", "backward", "bytes", "errors")
 SHALLOW = 4  # The second model has the first one's layers over this.
 
 
@@ -67,7 +72,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_arguments() -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--model", choices=list(SHAPES), required=True)
+    parser.add_argument("--model", choices=list(SHAPES))
+    parser.add_argument("--refit", type=Path, metavar="FILE", help="fit the measurements in FILE; no other flags")
     parser.add_argument("--num-layers", type=int, help="layers to measure with (default: the model's)")
     parser.add_argument("--vocab-size", type=int, default=1024, help="of a model that has none (default: %(default)s)")
     parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
@@ -82,6 +88,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    if not arguments.output.parent.is_dir():
+        raise InputError(f"--output {arguments.output}: its folder does not exist")
+    if arguments.refit is not None:
+        for name in vars(arguments).keys() - {"refit", "output"}:
+            if getattr(arguments, name) != parser.get_default(name):
+                raise InputError(f"--{name.replace('_', '-')} has no effect with --refit, which measures nothing")
+        return arguments
+    if arguments.model is None:
+        raise InputError("--model is needed: the model to measure (or --refit FILE, to fit again)")
     if arguments.num_layers is not None and arguments.num_layers < 2:
         raise InputError(f"--num-layers {arguments.num_layers}: two depths are measured, so give 2 or more")
     layers = SHAPES[arguments.model]["num_layers"]
@@ -93,8 +108,6 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError(f"--max-length {arguments.max_length}: must be a power of 2, and {LEAST_LENGTH} at least")
     if arguments.repeats < 1:
         raise InputError(f"--repeats must be at least 1, not {arguments.repeats}")
-    if not arguments.output.parent.is_dir():
-        raise InputError(f"--output {arguments.output}: its folder does not exist")
     return arguments
 
 
@@ -209,8 +222,22 @@ class DepthMeasurement:
         return found
 
 
+def fit_again(arguments: argparse.Namespace) -> None:
+    """Write the measurements of ``--refit`` with what is fitted to them now."""
+    report = Report("cost model", {}, torch.device("cpu"), arguments.output)
+    fitted = report.results
+    when = {name: fitted[name] for name in ("date", "commit")} | {"command": f"--refit {arguments.refit.name}"}
+    report.results = refit(arguments.refit, when)
+    report.write()
+    load_cost_file(arguments.output)
+    print(json.dumps({key: report.results[key] for key in SHOWN}))
+
+
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.refit is not None:
+        fit_again(arguments)
+        return 0
     parallel = ParallelConfig(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         sequence_parallel=arguments.sequence_parallel,
@@ -246,8 +273,7 @@ def main() -> int:
             "measurements": [asdict(op) for op in ops],
         }
         report.write()
-        shown = {key: report.results[key] for key in ("forward", "backward", "bytes", "errors", "seconds_to_measure")}
-        print(json.dumps(shown))
+        print(json.dumps({key: report.results[key] for key in (*SHOWN, "seconds_to_measure")}))
     return 0
 
 

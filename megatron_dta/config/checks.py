@@ -321,7 +321,8 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
         "--save": (
             config.checkpoint.save is not None,
-            "save_interval async_save keep_checkpoints keep_best_checkpoint save_rollouts_interval",
+            "save_interval async_save ckpt_fully_parallel_save keep_checkpoints keep_best_checkpoint "
+            "save_rollouts_interval",
         ),
         "--keep-best-checkpoint": (config.checkpoint.keep_best_checkpoint is not None, "best_checkpoint_mode"),
         "--grad-norm-outlier-factor": (

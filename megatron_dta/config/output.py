@@ -17,6 +17,9 @@ class CheckpointConfig:
     load: str | None = option(None, "Folder of a checkpoint to start from, while --save holds none.")
     save_interval: int | None = option(None, "Steps between checkpoints; one is always saved at the end.", minimum=1)
     async_save: bool = option(False, "Write checkpoints while training goes on; one counts when it is complete.")
+    ckpt_fully_parallel_save: bool | None = option(
+        True, "Let all data-parallel ranks write parts of what they hold alike, instead of the first of them all of it."
+    )
     keep_checkpoints: int | None = option(
         None, "Keep only so many of the newest checkpoints in --save (default: all).", minimum=1
     )

@@ -49,6 +49,14 @@ def check_rollout_engine(config: TrainConfig) -> None:
             "--reward-failure drop would leave holes in sampled trees, whose leaves are compared; leave it out with "
             "--rollout-method treepo"
         )
+    if engine == "sglang" and config.speculation.rollout_speculation == "das":
+        if config.sampling.tokenizer_type == "NullTokenizer":
+            raise InputError(
+                "--rollout-speculation das gives SGLang the text of past rollouts, which --tokenizer-type "
+                "NullTokenizer does not know; give the model's tokenizer, or leave out --rollout-speculation"
+            )
+        if config.speculation.das_draft_tokens < 2:
+            raise InputError("--das-draft-tokens 1: SGLang divides a draft between two sources; give at least 2")
     if sampling.rollout_max_staleness:
         _check_staleness(config)
     if config.speculation.rollout_stop_degenerate and config.treepo.rollout_method == "treepo":
@@ -98,11 +106,14 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         "--rollout-engine in-process": (
             engine == "in-process",
             "inference_dynamic_batching_block_size inference_dynamic_batching_buffer_size_gb "
-            "inference_dynamic_batching_max_tokens rollout_cuda_graphs rollout_speculation rollout_stop_degenerate",
+            "inference_dynamic_batching_max_tokens rollout_cuda_graphs das_budget rollout_stop_degenerate",
+        ),
+        "another --rollout-engine than replay": (
+            engine != "replay",
+            "inference_max_requests rollout_speculation",
         ),
         "--rollout-speculation das": (
             config.speculation.rollout_speculation == "das",
             "das_window das_max_tokens das_depth das_draft_tokens das_budget",
         ),
-        "another --rollout-engine than replay": (engine != "replay", "inference_max_requests"),
     }

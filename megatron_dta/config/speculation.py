@@ -14,7 +14,7 @@ class SpeculationConfig:
     rollout_speculation: str = option(
         "none",
         "Guess several tokens a pass from suffix trees of recent rollouts and verify them: the same samples in fewer "
-        "passes.",
+        "passes. Servers of vLLM or SGLang do so themselves, as tools/rollout_server_command.py starts them.",
         choices=("none", "das"),
     )
     das_window: int = option(16, "Collections of rollouts for which a rollout is drafted from.", minimum=1)

@@ -1,7 +1,8 @@
 """Searches the segments of a step on a single stage: their size S and the budget M of tokens in flight.
 
-Planning a pair (S, M) takes some milliseconds, and all planning may take a small share of the step. So a number of
-pairs is looked at, with few of the segment planner's strategies; the best of them are planned with care. First come the
+Planning a pair (S, M) takes some milliseconds, and all planning may take a small share of the step, so there are as
+many looks at pairs as the predicted seconds allow: counted, not timed, so that all ranks choose the same. A look takes
+few of the segment planner's strategies; the best pairs are planned with all, where that is allowed. First come the
 sizes from the largest on, each with the budget that seems best for it; the search ends where no smaller segments can be
 faster, or some have been slower than the best. Then budgets and sizes around the best pairs.
 
@@ -31,6 +32,11 @@ SLOWER_SIZES = 2
 LOOKED_AT = 2
 MORE_LOOKS = 8
 CAREFUL = 2
+# Looks may take this share of a step; what one takes at least, for each token, and for each node of the forest.
+LOOKING_SHARE = 0.012
+LOOK_SECONDS, LOOK_TOKEN_SECONDS, LOOK_NODE_SECONDS = 1e-3, 2e-8, 5e-6
+# Looks that planning a pair with all strategies takes the time of.
+CARE_LOOKS = 2
 # Steps around a pair, and the granule of sizes between those that are given.
 BUDGET_STEP = 1 / 16
 SIZE_STEP = 1 / 16
@@ -54,6 +60,7 @@ class StepSearch:
     activation_tokens: int | None
     is_free: bool
     found: dict[tuple[int, int], StepChoice | None] = field(default_factory=dict)
+    looks: int = 0
     work: float = 0.0
     missing: float = 0.0
 
@@ -63,9 +70,8 @@ class StepSearch:
         floor = self.shape.cost_model.floor_seconds
         for size in sizes:
             best = self._best()
-            if slower >= SLOWER_SIZES or (
-                best and best.seconds <= max(self.work, floor * -(-self.tree.num_tokens // size))
-            ):
+            least = max(self.work, floor * -(-self.tree.num_tokens // size))
+            if slower >= SLOWER_SIZES or (best and (best.seconds <= least or self._looks_left() <= CARE_LOOKS)):
                 break
             bounds = self._budgets(size)
             if bounds is None and size != sizes[-1]:
@@ -81,12 +87,18 @@ class StepSearch:
         fitting = [choice for choice in self.found.values() if choice is not None]
         return min(fitting, key=lambda choice: choice.seconds, default=None)
 
+    def _looks_left(self) -> int:
+        """How many more looks the best plan's seconds allow."""
+        look = LOOK_SECONDS + LOOK_TOKEN_SECONDS * self.tree.num_tokens + LOOK_NODE_SECONDS * self.tree.num_nodes
+        return int(LOOKING_SHARE * self._best().seconds / look) - self.looks
+
     @property
     def _longest(self) -> int:
         return int(self.tree.sequence_lengths.max(initial=0))
 
     def _look(self, size: int, budget: int, strategies: int = LOOKED_AT) -> StepChoice | None:
         """Plan a pair; None if it does not fit."""
+        self.looks += 1 if strategies == LOOKED_AT else CARE_LOOKS
         planned = plan_segments(self.tree, size, budget, strategies)
         if self.is_free:
             planned = merge_slivers(planned, budget)
@@ -126,7 +138,7 @@ class StepSearch:
 
     def _look_around(self) -> None:
         """Vary the best pair, always the best so far."""
-        for _ in range(MORE_LOOKS):
+        for _ in range(min(MORE_LOOKS, self._looks_left() - CARE_LOOKS)):
             best = self._best()
             (size, budget) = next(pair for pair, choice in self.found.items() if choice is best)
             pair = next((pair for pair in self._around(size, budget) if pair not in self.found), None)
@@ -155,8 +167,11 @@ class StepSearch:
         """The best pairs with all strategies."""
         fitting = [(choice.seconds, pair) for pair, choice in self.found.items() if choice is not None]
         pairs = [pair for _, pair in sorted(fitting)[:CAREFUL]]
-        for pair in pairs or [(least_size, self.memory_tokens or self._longest)]:
-            self._look(*pair, strategies=len(STRATEGIES))
+        for pair in pairs:
+            if self._looks_left() >= CARE_LOOKS:
+                self._look(*pair, strategies=len(STRATEGIES))
+        if not pairs:
+            self._look(least_size, self.memory_tokens or self._longest, strategies=len(STRATEGIES))
         best = self._best()
         if best is None:
             raise too_little(self.shape.memory, 0, self.missing, self.tree, least_size, self.memory_tokens)

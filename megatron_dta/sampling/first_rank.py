@@ -102,6 +102,10 @@ class FirstRankSource(RolloutSource):
         """
         return self._statistics
 
+    def timing(self) -> dict[str, float]:
+        """What ``inner`` says of the collection that it has sampled last; on the first rank only."""
+        return {} if self._inner is None else self._inner.timing()
+
     def state_dict(self, wait: bool = True) -> dict[str, Any]:
         """See ``RolloutSource``; the same on every rank."""
         if wait:
@@ -115,6 +119,9 @@ class FirstRankSource(RolloutSource):
             state["collections"] = [[pack_rollout(r) for r in ready[number]] for number in sorted(ready)]
             if isinstance(self._engine, ReplayEngine):
                 state["replay"] = self._engine.state_dict()
+            inner = self._inner.state_dict(wait)
+            if inner:
+                state["inner"] = inner
         return self._mesh.from_first(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,12 +131,14 @@ class FirstRankSource(RolloutSource):
             self._producer.restore(dict(zip(state["numbers"], collections, strict=True)))
             if isinstance(self._engine, ReplayEngine) and "replay" in state:
                 self._engine.load_state_dict(state["replay"])
+            self._inner.load_state_dict(state.get("inner", {}))
 
     def close(self) -> None:
         """See ``RolloutSource``."""
         if self._producer is not None:
             self._engine.interrupt()
             self._producer.close()
+            self._inner.close()
             self._engine.close()
             if self._writer is not None:
                 self._writer.close()

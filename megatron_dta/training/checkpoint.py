@@ -108,7 +108,9 @@ class CheckpointSaver:
         self.finish()
         state = _complete_state(self._config, self._model, self._optimizer, iteration, progress, self._critic)
         background = self._config.checkpoint.async_save
-        self._pending = iteration, CheckpointWrite(self._folder / iteration_folder(iteration), state, background)
+        parallel = bool(self._config.checkpoint.ckpt_fully_parallel_save)
+        path = self._folder / iteration_folder(iteration)
+        self._pending = iteration, CheckpointWrite(path, state, background, parallel)
         self._next_best = best
         if not background:
             self.finish()
@@ -146,7 +148,8 @@ def save_checkpoint(
         progress: where the loop stands, made of numbers, strings, lists and tensors, the same on every rank.
     """
     state = _complete_state(config, model, optimizer, iteration, progress)
-    write = CheckpointWrite(Path(folder) / iteration_folder(iteration), state)
+    parallel = bool(config.checkpoint.ckpt_fully_parallel_save)
+    write = CheckpointWrite(Path(folder) / iteration_folder(iteration), state, fully_parallel=parallel)
     _let_count(write, iteration)
     return write.path
 
@@ -166,13 +169,14 @@ def _complete_state(
 ) -> dict[str, Any]:
     """All that a checkpoint holds: shards of this rank, and what is the same on every rank."""
     model_state = trained_part(model.sharded_state_dict(), config.model)
+    parallel = bool(config.checkpoint.ckpt_fully_parallel_save)
     own = {"settings": json.dumps(settings_by_flag(config)), "progress": progress}
     if config.model.lora_rank is not None:
         own[ADAPTERS_ONLY] = True
     return {
         "model": model_state,
-        **optimizer.sharded_state_dict(model_state),
-        **({} if critic is None else {"critic": critic.sharded_state_dict()}),
+        **optimizer.sharded_state_dict(model_state, fully_parallel=parallel),
+        **({} if critic is None else {"critic": critic.sharded_state_dict(fully_parallel=parallel)}),
         "iteration": iteration,
         "rng_state": current_mesh().gather_from_all(capture_random_state()),
         "megatron_dta": own,
@@ -288,7 +292,8 @@ def _has_adapters(common: dict[str, Any]) -> bool:
 def save_weights(path: Path, config: TrainConfig, model: Model) -> None:
     """Write only the weights as the checkpoint ``path``."""
     settings = {"settings": json.dumps(settings_by_flag(config))}
-    CheckpointWrite(path, {"model": model.sharded_state_dict(), "megatron_dta": settings}).finish()
+    state = {"model": model.sharded_state_dict(), "megatron_dta": settings}
+    CheckpointWrite(path, state, fully_parallel=bool(config.checkpoint.ckpt_fully_parallel_save)).finish()
 
 
 def save_base(config: TrainConfig, model: Model) -> None:
@@ -297,7 +302,8 @@ def save_base(config: TrainConfig, model: Model) -> None:
         return
     settings = {"settings": json.dumps(settings_by_flag(replace(config, model=without_lora(config.model))))}
     state = {"model": base_part(model.sharded_state_dict()), "megatron_dta": settings}
-    CheckpointWrite(Path(config.checkpoint.save) / BASE, state).finish()
+    parallel = bool(config.checkpoint.ckpt_fully_parallel_save)
+    CheckpointWrite(Path(config.checkpoint.save) / BASE, state, fully_parallel=parallel).finish()
 
 
 def _check_same_model(

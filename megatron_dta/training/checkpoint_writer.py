@@ -5,6 +5,9 @@
        the host, while training goes on
     3. ranks agree that all have written; the first one adds the metadata and renames the folder
 
+With ``fully_parallel`` (``--ckpt-fully-parallel-save``), data-parallel ranks divide what all of them hold between them,
+by size, with Megatron's own distribution; without it the first of them writes it. What is in a checkpoint is the same.
+
 An error on one rank before step 3 ends the save on all, and the unfinished folder never gets its proper name. Planning
 and agreeing talk to other ranks, so they run on the main thread, at moments that are the same on every rank.
 """
@@ -21,6 +24,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -31,15 +35,21 @@ from megatron_dta.training.checkpoint_files import unfinished_name
 
 
 class _AgreeingStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's writer of shards, which first hears from all ranks whether the parts before it were written."""
+    """Megatron's writer of shards, which first hears from all ranks whether the parts before it were written.
 
-    def __init__(self, path: Path) -> None:
+    Only then may they talk to each other of who writes what.
+    """
+
+    def __init__(self, path: Path, fully_parallel: bool) -> None:
         super().__init__("torch_dist", 1)
-        self.path, self.reached = path, False
+        self.path, self.fully_parallel, self.reached = path, fully_parallel, False
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         self.reached = True
         raise_on_all(self.path, None)
+        group = current_mesh().data_group
+        if self.fully_parallel and group is not None:
+            FullyParallelSaveStrategyWrapper(self, group).apply_saving_parallelization(sharded_state_dict)
         # Newer versions say whose writers to use, by default those of a package that need not be there.
         own_writers = ("mcore",) if args or kwargs else ()
         return super().async_save(sharded_state_dict, checkpoint_dir, *own_writers)
@@ -48,7 +58,9 @@ class _AgreeingStrategy(TorchDistSaveShardedStrategy):
 class CheckpointWrite:
     """A checkpoint being written. Every rank makes one, and calls ``finish`` once, at the same moment of its run."""
 
-    def __init__(self, path: Path, state: dict[str, Any], background: bool = False) -> None:
+    def __init__(
+        self, path: Path, state: dict[str, Any], background: bool = False, fully_parallel: bool = False
+    ) -> None:
         cpu_compat.write_checkpoints_in_process()
         self.path, self._unfinished = path, unfinished_name(path)
         self._thread: threading.Thread | None = None
@@ -57,7 +69,7 @@ class CheckpointWrite:
         on_first_rank(path, self._make_folder)
         if background:
             _copy_host_tensors(state)
-        strategy = _AgreeingStrategy(path)
+        strategy = _AgreeingStrategy(path, fully_parallel)
         try:
             self._request = dist_checkpointing.save(
                 state, str(self._unfinished), strategy, async_sharded_save=background

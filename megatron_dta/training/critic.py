@@ -67,12 +67,14 @@ class Critic:
             "critic_skipped": not outcome.applied,
         }
 
-    def sharded_state_dict(self, is_loading: bool = False, with_optimizer: bool = True) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, is_loading: bool = False, with_optimizer: bool = True, fully_parallel: bool = False
+    ) -> dict[str, Any]:
         """The critic's part of a checkpoint."""
         model_state = self.model.sharded_state_dict()
         state = {"model": model_state}
         if with_optimizer:
-            state |= self.optimizer.sharded_state_dict(model_state, is_loading)
+            state |= self.optimizer.sharded_state_dict(model_state, is_loading, fully_parallel)
         add_prefix_for_sharding(state, _PREFIX)
         return state
 

@@ -25,6 +25,7 @@ from megatron_dta import cpu_compat
 from megatron_dta.config import OptimizationConfig, ParallelConfig
 from megatron_dta.config.state_checks import DTYPES
 from megatron_dta.model import Model
+from megatron_dta.training.optimizer_parts import keep_owned, owned_state
 
 # Megatron's layout of a distributed optimizer's state that loads on any mesh, gathered on the host.
 _RESHARDABLE = {
@@ -32,6 +33,8 @@ _RESHARDABLE = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 
+# With ``owned_state`` in the place of what would give all of it to all ranks.
+_DIVIDED = {"distrib_optim_fully_reshardable_mem_efficient": False}
 
 # A parameter's state has the same name whether its optimizer is the only one or one of several.
 _UNPREFIXED = {"chained_optim_avoid_prefix": True}
@@ -65,6 +68,7 @@ class TrainingOptimizer:
         self._is_distributed = parallel.use_distributed_optimizer
         if self._is_distributed:
             cpu_compat.place_parameters_of_all_buckets()
+            cpu_compat.collect_states_by(owned_state)
         self.chunks = data_parallel_chunks(model, parallel, in_float32=settings.main_grads_dtype == "fp32")
         optimizer_config = _optimizer_config(settings, model.config.params_dtype, self._is_distributed)
         self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
@@ -111,19 +115,26 @@ class TrainingOptimizer:
         """Rate that the next step uses."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, model_state: dict[str, Any], is_loading: bool = False, fully_parallel: bool = False
+    ) -> dict[str, Any]:
         """Optimizer and schedule for Megatron's distributed checkpoint; ``model_state`` is the model's part of it.
 
         An optimizer that has not taken a step has no state, and then no part.
+
+        Args:
+            fully_parallel: let all data-parallel ranks have parts of a distributed optimizer's state, not the first.
         """
         state = {"opt_param_scheduler": self.schedule.state_dict()}
         if is_loading and self._is_distributed:
             for optimizer in self._optimizers():
                 _make_empty_state(optimizer)
         if is_loading or len(self.optimizer.state):
-            metadata = {"metadata": _UNPREFIXED | (_RESHARDABLE if self._is_distributed else {})}
-            found = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, **metadata)
-            state["optimizer"] = _without_classes(found)
+            divided = fully_parallel and self._is_distributed and not is_loading
+            metadata = _UNPREFIXED | (_RESHARDABLE if self._is_distributed else {}) | (_DIVIDED if divided else {})
+            found = self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+            found = _without_classes(found)
+            state["optimizer"] = keep_owned(found) if divided else found
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

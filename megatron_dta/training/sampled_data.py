@@ -16,10 +16,11 @@ from megatron_dta.sampling.engines.build import build_drafting, build_engine, re
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.first_rank import FirstRankEvaluation, FirstRankSource
 from megatron_dta.sampling.method import build_sampling_evaluation, build_sampling_source
+from megatron_dta.sampling.server_corpus import DraftingServersSource, RolloutCorpus
 from megatron_dta.sampling.speculating_source import SpeculatingSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.training.loop import Progress
-from megatron_dta.training.rollout_weights import RolloutWeights
+from megatron_dta.training.rollout_weights import RolloutWeights, weights_folder
 from megatron_dta.training.stored_data import load_files
 
 
@@ -46,8 +47,15 @@ def build_sampled_data(
     engine = None
     if first:
         engine = _replay(config) if is_replay else server_engine(config, report)
+    inner = build_sampling_source(engine, task, config) if first else None
+    if first and config.speculation.rollout_speculation == "das":
+        corpus = None
+        if config.sampling.rollout_engine == "sglang":
+            das = config.speculation
+            corpus = RolloutCorpus(weights_folder(config), task.tokenizer, das.das_window, das.das_max_tokens)
+        inner = DraftingServersSource(inner, engine, corpus)
     source = FirstRankSource(
-        build_sampling_source(engine, task, config) if first else None,
+        inner,
         engine,
         None if is_replay else RolloutWeights(config, model),
         lambda: progress.iteration,

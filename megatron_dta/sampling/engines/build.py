@@ -15,6 +15,7 @@ from megatron_dta.sampling.engines.http_engine import HttpEngine
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.replay import ReplayEngine
+from megatron_dta.sampling.engines.server_speculation import ServerSpeculation
 from megatron_dta.sampling.engines.sglang import SglangProtocol
 from megatron_dta.sampling.engines.vllm import VllmProtocol
 from megatron_dta.speculation.drafter import DrafterParams
@@ -75,7 +76,7 @@ def build_engine(
     )
 
 
-def server_engine(config: TrainConfig, report: Callable[[str], None]) -> RolloutEngine:
+def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEngine:
     """The engine on the servers of ``--rollout-server-url``.
 
     Args:
@@ -95,6 +96,7 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> Rollout
         exact_logprobs=config.objective.needs_rollout_logprobs,
         vocab_size=config.model.vocab_size,
         report=report,
+        speculation=ServerSpeculation.of(config) if config.speculation.rollout_speculation == "das" else None,
     )
 
 

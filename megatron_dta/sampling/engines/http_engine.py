@@ -6,6 +6,8 @@ no tokens are mixed. What fails for good makes ``poll`` raise: the step that wan
 
 Requests of one prompt, and a request and its ``parent``, go to the same server, which then has their prefix in its
 cache. ``hold`` and ``release`` have no meaning beyond that: the servers evict on their own.
+
+What is done about servers that draft is in ``server_drafts``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ from megatron_dta.sampling.engines.interface import (
     RolloutEngine,
     check_request,
 )
-from megatron_dta.sampling.engines.server_protocol import LogprobsError, Piece, ServerProtocol, request_seed
+from megatron_dta.sampling.engines.server_drafts import ServerDrafts
+from megatron_dta.sampling.engines.server_protocol import (
+    LogprobsError,
+    Piece,
+    ServerProtocol,
+    request_seed,
+)
+from megatron_dta.sampling.engines.server_speculation import ServerSpeculation
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 
@@ -57,6 +66,10 @@ class HttpEngine(RolloutEngine):
         exact_logprobs: refuse servers whose logprobs are not the trainer's (False where they are not used).
         vocab_size: ids outside of it are refused; None checks nothing.
         report: gets a line when a server is left out.
+        speculation: refuse servers that draft otherwise, and count what they accept; None: do neither.
+
+    Attributes:
+        drafts: what servers drafted for training; None without ``speculation``.
     """
 
     needs_checkpoint = True
@@ -69,10 +82,12 @@ class HttpEngine(RolloutEngine):
         exact_logprobs: bool = True,
         vocab_size: int | None = None,
         report: Callable[[str], None] = lambda line: None,
+        speculation: ServerSpeculation | None = None,
     ) -> None:
         self._protocol, self._exact_logprobs, self._vocab_size = protocol, exact_logprobs, vocab_size
         self._client = HttpClient(urls, protocol.health_path, settings, report)
         self._client.still_current = self._has_label
+        self.drafts = None if speculation is None else ServerDrafts(self._client, protocol, speculation, report)
         # Another trainer's weights of the same number are other weights.
         self._run, self._label = uuid.uuid4().hex[:8], ""
         self._policy_version, self._interrupted = 0, False
@@ -100,6 +115,29 @@ class HttpEngine(RolloutEngine):
         # Nobody reads the logprobs of an evaluation.
         if self._exact_logprobs and params.domain is not Domain.EVALUATION:
             self._client.start(self._check_logprobs(params)).result()
+        if self._counted_drafts is not None:
+            self._client.start(self._counted_drafts.begin()).result()
+
+    @property
+    def _counted_drafts(self) -> ServerDrafts | None:
+        """Those of the present phase, unless it is an evaluation."""
+        return self.drafts if self._params.domain is not Domain.EVALUATION else None
+
+    def join(self) -> None:
+        """See the interface; asks servers that count drafts for all requests together."""
+        if self._counted_drafts is not None:
+            self._client.start(self._counted_drafts.end()).result()
+
+    def load_corpus(self, path: Path) -> None:
+        """Let all servers draft from the texts in ``path`` (JSON strings, one a line), and no longer from others.
+
+        Raises:
+            ValueError: the servers are not known to draft from corpora.
+        """
+        self._refuse_running()
+        if self.drafts is None or not self._protocol.takes_corpora:
+            raise ValueError(f"{self._protocol.name} takes no corpora here")
+        self._client.start(self.drafts.load_corpus(path.resolve(), f"{self._run}-{path.stem}")).result()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if self._params is None:
@@ -211,6 +249,8 @@ class HttpEngine(RolloutEngine):
             )
             self._counts["reused_tokens"] += piece.cached_tokens
             self._counts["prefilled_tokens"] += len(context) - piece.cached_tokens
+            if self._counted_drafts is not None:
+                self._counted_drafts.add(piece)
             tokens.append(piece.token_ids)
             logprobs.append(piece.logprobs)
             left -= len(piece.token_ids)
@@ -272,6 +312,8 @@ class HttpEngine(RolloutEngine):
             server.problem = str(error)
             # It may have been started with other settings when it comes back.
             self._checked.pop(server.url, None)
+            if self.drafts is not None:
+                self.drafts.forget(server)
             return True
         self._client.take_back(server)
         return False

@@ -24,6 +24,7 @@ import numpy as np
 
 from megatron_dta.sampling.engines.http_client import HttpClient, Server, ServerError, TransientFailureError
 from megatron_dta.sampling.engines.interface import GenerationRequest
+from megatron_dta.sampling.engines.server_speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 
 # Servers round logprobs to float32 and compute some of them in bfloat16.
@@ -40,6 +41,7 @@ class Piece:
         stopped: whether a token ended it, rather than the length cap.
         cached_tokens: context tokens that the server had in its prefix cache, where it says so.
         weight_versions: labels of the weights that sampled it, where the server says so.
+        drafted, accepted: tokens that it was guessed by, where the server says so.
     """
 
     token_ids: np.ndarray
@@ -47,6 +49,8 @@ class Piece:
     stopped: bool
     cached_tokens: int = 0
     weight_versions: frozenset[str] = frozenset()
+    drafted: int = 0
+    accepted: int = 0
 
 
 class ServerProtocol(ABC):
@@ -55,11 +59,13 @@ class ServerProtocol(ABC):
     Attributes:
         name: as users know the server.
         generate_path, health_path: where to POST requests, and what to GET to know that the server can work.
+        takes_corpora: whether it drafts from corpora that it is given.
     """
 
     name: str
     generate_path: str
     health_path: str
+    takes_corpora = False
 
     @abstractmethod
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
@@ -80,6 +86,21 @@ class ServerProtocol(ABC):
     @abstractmethod
     async def weights_label(self, client: HttpClient, server: Server) -> str | None:
         """The label of the server's weights; None where it does not tell."""
+
+    @abstractmethod
+    async def speculation_differs(
+        self, client: HttpClient, server: Server, speculation: ServerSpeculation
+    ) -> str | None:
+        """How a server's settings do not fit; None if they do. ``ServerError`` if it does not tell."""
+
+    async def draft_counts(self, client: HttpClient, server: Server) -> DraftCounts | None:
+        """What a server has drafted so far, where its replies do not say it."""
+        del client, server
+        return None
+
+    async def load_corpus(self, client: HttpClient, server: Server, path: Path, name: str, old: str | None) -> None:
+        """Let it draft from a corpus, in the place of the one named ``old``; ``ServerError`` if it cannot."""
+        raise NotImplementedError(f"{self.name} takes no corpora")
 
 
 def request_seed(params: SamplingParams, iteration: int, request: GenerationRequest, position: int) -> int:
@@ -137,6 +158,10 @@ def make_piece(
 
 class LogprobsError(ServerError):
     """A server returns other logprobs than the trainer's: a matter of its settings, not of its health."""
+
+
+class SpeculationError(ServerError):
+    """A server drafts otherwise than the flags say: a matter of its settings, not of its health."""
 
 
 def refuse_logprobs(server: Server, params: SamplingParams, returned: str, fix: str) -> LogprobsError:

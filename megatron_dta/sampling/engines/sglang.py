@@ -6,8 +6,10 @@ everywhere, and a folder in memory such as ``/dev/shm`` is as fast on one machin
 
     python -m sglang.launch_server --model-path MODEL --port 30000
 
-Everything else is set there as usual, such as speculative decoding (``--speculative-algorithm NGRAM``). Seeds of
-requests count with ``--enable-deterministic-inference`` only.
+Everything else is set there as usual; speculative decoding by the command that ``tools/rollout_server_command.py``
+prints (``server_speculation``). Then a reply says how much was drafted for it, ``/server_info`` how the server was told
+to draft, and ``/add_external_corpus`` takes a corpus: a file of JSON strings, one a line, that the server reads.
+Seeds of requests count with ``--enable-deterministic-inference`` only.
 
 **Logprobs** are those of softmax(logits / temperature) before the nucleus: the trainer's. Where the server's
 environment has SGLANG_RETURN_ORIGINAL_LOGPROB=1 they are those of temperature 1. Which of them a server returns shows
@@ -16,6 +18,8 @@ in how far apart the logprobs of some tokens lie at temperatures 1 and 2: halvin
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,13 @@ from megatron_dta.sampling.engines.server_protocol import (
     make_piece,
     refuse_logprobs,
 )
+from megatron_dta.sampling.engines.server_speculation import ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 
 _PROBED_TOKENS = 8
+# In the newer and in the older versions.
+_DRAFTED = ("spec_num_proposed_drafts", "spec_draft_token_num")
+_ACCEPTED = ("spec_num_correct_drafts", "spec_accept_token_num")
 
 
 class SglangProtocol(ServerProtocol):
@@ -42,6 +50,7 @@ class SglangProtocol(ServerProtocol):
     generate_path = "/generate"
     # /health may answer without the model having run.
     health_path = "/health_generate"
+    takes_corpora = True
 
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
         return {
@@ -78,7 +87,7 @@ class SglangProtocol(ServerProtocol):
         meta = reply["meta_info"]
         spans = meta.get("weight_versions")
         labels = [field_of(span, "version") for span in spans] if spans else [meta.get("weight_version")]
-        return make_piece(
+        piece = make_piece(
             token_ids,
             [field_of(entry, 0) for entry in entries],
             field_of(meta, "finish_reason", "type"),
@@ -86,6 +95,8 @@ class SglangProtocol(ServerProtocol):
             meta.get("cached_tokens"),
             frozenset(str(label) for label in labels if label is not None),
         )
+        drafted, accepted = (_count(meta, names) for names in (_DRAFTED, _ACCEPTED))
+        return replace(piece, drafted=drafted, accepted=min(accepted, len(piece.token_ids)))
 
     async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
         if params.temperature in (0, 1):
@@ -133,3 +144,27 @@ class SglangProtocol(ServerProtocol):
         except ServerError:
             return None
         return info.get("weight_version") if isinstance(info, dict) else None
+
+    async def speculation_differs(
+        self, client: HttpClient, server: Server, speculation: ServerSpeculation
+    ) -> str | None:
+        info = await client.ask(server, "GET", "/server_info")
+        if not isinstance(info, dict):
+            raise ServerError(f"{server}: GET /server_info says nothing of its settings")
+        return speculation.sglang_differs(info)
+
+    async def load_corpus(self, client: HttpClient, server: Server, path: Path, name: str, old: str | None) -> None:
+        # The limit of tokens is one for all corpora together, so the old one goes first.
+        if old is not None:
+            with suppress(ServerError):  # a server that was started anew does not have it
+                await client.ask(server, "POST", "/remove_external_corpus", {"corpus_id": old})
+        body = {"corpus_id": name, "file_path": str(path)}
+        done = await client.ask(server, "POST", "/add_external_corpus", body)
+        if not isinstance(done, dict) or done.get("success") is not True:
+            raise ServerError(f"{server}: POST /add_external_corpus: {done}")
+
+
+def _count(meta: dict[str, Any], names: tuple[str, ...]) -> int:
+    """A count that has had several names."""
+    found = next((meta[name] for name in names if name in meta), 0)
+    return found if isinstance(found, int) and found >= 0 else 0

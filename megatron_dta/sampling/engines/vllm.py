@@ -6,9 +6,10 @@ endpoints move tensors between GPUs only. The endpoints for that exist in the se
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --port 8000
 
-Everything else is set there as usual, such as speculative decoding
-(``--speculative-config '{"method": "suffix", "num_speculative_tokens": 16}'``), parallelism and memory. A drafter with
-weights of its own keeps those it was started with.
+Everything else is set there as usual, such as parallelism and memory, and speculative decoding: by the command that
+``tools/rollout_server_command.py`` prints (``server_speculation``), or with a drafter of its own weights, which keeps
+those it was started with. How much was drafted comes from the counters of ``/metrics``, and how the server was told to
+draft from ``/server_info?config_format=json`` of the development mode.
 
 **Logprobs.** By default (``--logprobs-mode raw_logprobs``) they are those of the logits before temperature and nucleus:
 the trainer's at temperature 1. With ``processed_logprobs`` they are those of what was drawn from, after temperature and
@@ -19,6 +20,7 @@ when only one token is allowed: its processed logprob is 0.
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,13 @@ from megatron_dta.sampling.engines.server_protocol import (
     make_piece,
     refuse_logprobs,
 )
+from megatron_dta.sampling.engines.server_speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
+_DRAFT_COUNTER = re.compile(
+    r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE
+)
 _DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
 
 
@@ -120,6 +126,22 @@ class VllmProtocol(ServerProtocol):
         except ServerError:
             return None
         return info.get("weight_version") if isinstance(info, dict) else None
+
+    async def speculation_differs(
+        self, client: HttpClient, server: Server, speculation: ServerSpeculation
+    ) -> str | None:
+        info = await client.ask(server, "GET", "/server_info?config_format=json")
+        config = info.get("vllm_config") if isinstance(info, dict) else None
+        if not isinstance(config, dict):
+            raise ServerError(f"{server}: GET /server_info says no vllm_config")
+        return speculation.vllm_differs(config.get("speculative_config"))
+
+    async def draft_counts(self, client: HttpClient, server: Server) -> DraftCounts | None:
+        text = await client.ask(server, "GET", "/metrics", attempts=1)
+        found = {"draft_tokens": 0.0, "accepted_tokens": 0.0}
+        for name, value in _DRAFT_COUNTER.findall(text if isinstance(text, str) else ""):
+            found[name] += float(value)
+        return DraftCounts(0, int(found["draft_tokens"]), int(found["accepted_tokens"]))
 
     async def _control(self, client: HttpClient, server: Server, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
