@@ -71,15 +71,15 @@ def test_trees_beside_dense(tmp_path, processes):
     if processes == 1:
         return
     for row in found["rows"]:
-        events = read_timeline(folder / f"{row['mode']}.json")
+        events = read_timeline(folder / f"rollouts_{row['mode']}.json")
         assert row["measured_utilisation"] == pytest.approx(timeline_utilisation(events, 2))
         # Without what messages and the host take the stages cannot be less busy.
         assert row["measured_utilisation"] <= row["replayed_utilisation"] + 1e-9 <= 1 + 1e-9
         work = sum(row["busy_seconds"]) / row["measured_utilisation"]
         assert work == pytest.approx(2 * row["pipeline_seconds"])
         assert len(row["planned_busy_seconds"]) == len(row["waiting_seconds"]) == 2
-        names = {path.name for path in folder.iterdir() if path.name.startswith(row["mode"])}
-        assert names == {f"{row['mode']}{end}.json" for end in ("", "_planned", "_trace")}
+        names = {path.name for path in folder.iterdir() if f"_{row['mode']}" in path.name}
+        assert names == {f"rollouts_{row['mode']}{end}.json" for end in ("", "_planned", "_trace")}
 
 
 def test_several_files_on_one_model(tmp_path):

@@ -238,7 +238,7 @@ class Benchmark:
             profiled["profile"] = profile_step(lambda: self.engine.forward_backward(batch, self.objective))
         return (
             profiled
-            | self._pipeline(batch, mode)
+            | self._pipeline(batch, file, mode)
             | self._predicted(batch, step)
             | {
                 "seconds": step,
@@ -277,7 +277,7 @@ class Benchmark:
         )
         return (self.constant + step) / GIB
 
-    def _pipeline(self, batch: TreeBatch, mode: str) -> dict[str, Any]:
+    def _pipeline(self, batch: TreeBatch, file: str, mode: str) -> dict[str, Any]:
         """Shares of the stages' time that they compute, as planned and as it was, and each stage's seconds."""
         if self.mesh.pipeline_size == 1:
             return {}
@@ -289,7 +289,7 @@ class Benchmark:
         folder = self.arguments.timeline_dir
         if folder is not None and self.mesh.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            write_timeline_files(folder / mode, result.timeline, planned.planned_events())
+            write_timeline_files(folder / f"{Path(file).stem}_{mode}", result.timeline, planned.planned_events())
         return {
             "planned_utilisation": planned.timeline.utilisation,
             "replayed_utilisation": replay(planned.schedule, parents, result.timeline).utilisation,
