@@ -15,6 +15,7 @@ from dta_kernels.paged_attention import (
     LONGEST_SPLIT_RUN,
     PagedConfig,
     Parts,
+    copy_pages,
     paged_attention,
     paged_config,
     tiles_of,
@@ -156,3 +157,25 @@ def test_settings_of_decoding_hold_one_token():
         assert config.rows >= 16
         assert config.min_part % config.keys == 0
     assert np.log2(paged_config(5, 128, torch.bfloat16, 33).rows) == 6
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_are_copied_all_at_once(seed: int, dtype: torch.dtype):
+    """Against a copy of each pool, with sources that are other copies' targets; no other page changes."""
+    generator = seed_all(seed)
+    shape = (9, int(generator.choice([3, 16])), int(generator.integers(1, 4)), int(generator.choice([20, 128])))
+    pools = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(6)]
+    pools[0][2] = NAN
+    targets = generator.permutation(9)[:5]
+    sources = generator.integers(0, 9, 5)
+    sources[:2] = targets[1:3]
+    old = [pool.clone() for pool in pools]
+    addresses = torch.tensor([pool.data_ptr() for pool in pools], device=DEVICE).view(3, 2)
+    pairs = torch.from_numpy(np.stack([sources, targets])).to(DEVICE)
+    copy_pages(pairs[0], pairs[1], addresses, pools[0][0].numel(), dtype)
+    for before, after in zip(old, pools, strict=True):
+        expected = before.clone()
+        expected[pairs[1]] = before[pairs[0]]
+        assert torch.equal(after.nan_to_num(7.0), expected.nan_to_num(7.0))

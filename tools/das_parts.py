@@ -43,8 +43,6 @@ from rollout_setup import Setup, build_engine, check_arguments, counts_since, sy
 _PASSES, _WARM_PASSES = 40, 8
 """Passes from which the cost of one is taken, and how many of them come before it is."""
 
-_WARM_RUNS = 3
-
 
 def add_das_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``das``."""
@@ -167,8 +165,8 @@ def _measured(
 ) -> tuple[WaveTime, dict[str, float]]:
     """Time of all waves, prompts included, in the run of the median, and what the engine's counters gained in a run.
 
-    Each run drafts anew, so that all begin with the same history and run the same passes: what the first one has
-    compiled and captured serves the others. It is repeated until nothing is captured any more.
+    Each run drafts anew, so that all begin with the same history and run the same passes: what the first one, which is
+    not timed, has compiled and captured serves the others.
     """
     recorded = {i: s.generated.astype(np.int32) for i, s in enumerate(s for part in parts for s in part)}
     engine = build_engine(setup, arguments, None, partial(ForcedEngine, recorded))
@@ -187,9 +185,7 @@ def _measured(
             first += len(part)
         return reduce(add, times), counts_since(before, engine)
 
-    for _ in range(_WARM_RUNS):
-        if run()[0].captures == 0:
-            break
+    run()
     runs = sorted((run() for _ in range(arguments.runs)), key=lambda found: found[0].seconds)
     return runs[len(runs) // 2]
 

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
 import torch
 
 from megatron_dta.config import ModelConfig
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model, build_model, initialize_parallel
-from megatron_dta.sampling.engines.decode_steps import why_not_captured
+from megatron_dta.sampling.engines.decode_steps import bucket, why_not_captured
 from megatron_dta.sampling.engines.drafting import Drafting
 from megatron_dta.sampling.engines.in_process import InProcessEngine
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.params import SamplingParams
 
 # Qwen3's shapes; "tiny" is for a look on a laptop.
 SHAPES = {
@@ -132,6 +135,17 @@ def build_engine(
         static_passes=arguments.cuda_graphs is not False and reason is None,
         burst=arguments.burst,
     )
+
+
+def warm_up(setup: Setup, engine: InProcessEngine, rows: int, params: SamplingParams) -> None:
+    """Compile and capture what passes of up to ``rows`` decoding rows need, and let the allocator have memory."""
+    if setup.device.type == "cuda":
+        # From here on nothing asks the driver for memory, which takes milliseconds each time.
+        torch.empty(int(0.45 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device=setup.device)
+    for count in sorted({min(rows, bucket(n)) for n in range(1, rows + 1)}):
+        # The samples of one prompt get copies of its last page.
+        engine.start(params, 0)
+        generate(engine, [GenerationRequest(i, np.arange(100, dtype=np.int32), 3, i) for i in range(count)])
 
 
 def counts_since(before: dict[str, float], engine: InProcessEngine) -> dict[str, float]:

@@ -1,6 +1,12 @@
 """The parts of the rollout benchmark that compare trees with independent rollouts at equal leaves.
 
 Lengths are those of ``simulated_lengths``, for a model with random weights ends nowhere in particular.
+
+How many queries there are for the rows of a pass decides what trees gain. Queries that all fit at once take as long as
+the longest path either way: fewer rows make a pass hardly shorter. With several times as many trajectories as rows
+(--queries x --width against --batch), as in training, the rows are full until the end, and what counts is how many
+tokens have to be decoded, over how long contexts. Leaves of trees are longer than independent rollouts, for long paths
+branch more often: ``leaf_tokens_per_second`` is the rate that knows of it.
 """
 
 from __future__ import annotations
@@ -17,8 +23,10 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.tree import SampledTree
-from rollout_setup import Setup, build_engine, check_arguments, counts_since, synchronize
+from rollout_setup import Setup, build_engine, check_arguments, counts_since, synchronize, warm_up
 from simulated_lengths import LengthDistribution, SimulatedLengths
+
+_COUNTS = ("decoded_tokens", "prefilled_tokens", "reused_tokens", "forwards", "static_forwards", "captures")
 
 
 def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,14 +60,14 @@ def run_tree(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]
     trees: dict[str, list[SampledTree]] = {}
     # One engine for all runs: what it captures once is no part of what is measured.
     engine = build_engine(setup, arguments)
-    for run in range(arguments.runs + 1):
+    warm_up(setup, engine, arguments.batch, _sampling(arguments))
+    for _ in range(arguments.runs):
         for method, settings in _settings(arguments).items():
             synchronize(setup.device)
             before = engine.statistics()
             trees[method] = _sample(arguments, settings, engine)
             counts[method] = counts_since(before, engine)
-            if run:  # the first one warms up
-                seconds[method].append(counts[method]["seconds"])
+            seconds[method].append(counts[method]["seconds"])
             engine.close()
     rows = []
     for method, found in trees.items():
@@ -71,12 +79,15 @@ def run_tree(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]
                 "trajectories_per_second": leaves / spent,
                 "decoded_tokens_per_second": counts[method]["decoded_tokens"] / spent,
                 "leaf_tokens_per_second": sum(tree.response_length(i) for tree in found for i in tree.leaves) / spent,
-                **{name: counts[method][name] for name in ("decoded_tokens", "prefilled_tokens", "reused_tokens")},
+                **{name: counts[method][name] for name in _COUNTS},
+                "pass_ms": 1e3 * spent / counts[method]["forwards"],
+                "mean_rows": counts[method]["decoded_tokens"] / counts[method]["forwards"],
                 "seconds_of_runs": seconds[method],
             }
         )
     rows.append({"part": "tree", "method": "ratio", **compare_tokens(trees["tree"], trees["independent"])})
-    rows[-1]["trajectories_per_second"] = rows[0]["trajectories_per_second"] / rows[1]["trajectories_per_second"]
+    for name in ("trajectories_per_second", "leaf_tokens_per_second"):
+        rows[-1][name] = rows[0][name] / rows[1][name]
     return rows
 
 
@@ -127,8 +138,11 @@ def _sample(arguments: argparse.Namespace, settings: TreeSettings, inner: Rollou
     engine = SimulatedLengths(inner, lengths, arguments.prompt_tokens)
     prompts = rng.integers(0, 1000, (arguments.queries, arguments.prompt_tokens)).astype(np.int32)
     queries = [TreeQuery(i, prompt) for i, prompt in enumerate(prompts)]
-    params = SamplingParams(arguments.max_length, eos_id=-1, seed=arguments.seed)
-    return TreeSampler(engine, settings).sample(queries, params, 0)
+    return TreeSampler(engine, settings).sample(queries, _sampling(arguments), 0)
+
+
+def _sampling(arguments: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(arguments.max_length, eos_id=-1, seed=arguments.seed)
 
 
 def _check(arguments: argparse.Namespace) -> None:

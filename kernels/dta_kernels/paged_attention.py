@@ -172,6 +172,23 @@ def write_pages(key_NGD: Tensor, value_NGD: Tensor, addresses: Tensor, slots: Te
     )  # fmt: skip
 
 
+def copy_pages(sources: Tensor, targets: Tensor, addresses: Tensor, page_elements: int, dtype: torch.dtype) -> None:
+    """Copy whole pages (int64 [n] each, on the device) in all layers, all at once: a source may be another's target.
+
+    addresses: int64 [layers, 2] on the device: where each layer's pages of K and of V begin, each page of
+    ``page_elements`` next to each other.
+    """
+    from dta_kernels.paged_attention_kernels import move_pages_kernel
+
+    n, block = sources.shape[0], min(2048, _power_of_two(page_elements))
+    if n == 0 or addresses.numel() == 0:
+        return
+    between = torch.empty(addresses.numel() * n * page_elements, dtype=dtype, device=addresses.device)
+    grid = (n, addresses.numel(), -(-page_elements // block))
+    for pages, gather in ((sources, True), (targets, False)):
+        move_pages_kernel[grid](between, addresses, pages, n, page_elements, block, gather, num_warps=4)
+
+
 def paged_attention_reference(
     query_NHD: Tensor,
     out_NHD: Tensor,

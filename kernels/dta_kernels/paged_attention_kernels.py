@@ -162,3 +162,20 @@ def write_pages_kernel(
     tl.store(keys_of + target, k, mask=exists)
     v = tl.load(value + token * value_stride + group * value_group_stride + channel, mask=exists)
     tl.store(values_of + target, v, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_pages"], do_not_specialize_on_alignment=["pages", "addresses"])
+def move_pages_kernel(
+    between, addresses, pages, num_pages, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr
+):
+    """Grid (pages, tensors, blocks of a page): pages of every layer's K and V into ``between``, or out of it."""
+    i, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    exists = element < ELEMENTS
+    pool = tl.multiple_of(tl.load(addresses + tensor).to(tl.pointer_type(between.dtype.element_ty)), 16)
+    inside = pool + tl.load(pages + i) * ELEMENTS + element
+    outside = between + (tensor * num_pages.to(tl.int64) + i) * ELEMENTS + element
+    if GATHER:
+        tl.store(outside, tl.load(inside, mask=exists), mask=exists)
+    else:
+        tl.store(inside, tl.load(outside, mask=exists), mask=exists)

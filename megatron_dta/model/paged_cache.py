@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dta_kernels.paged_attention import copy_pages
+
 
 class PagedCache:
     """Pages of every layer of the rank.
@@ -66,6 +68,11 @@ class PagedCache:
         if len(sources) == 0:
             return
         pairs = torch.from_numpy(np.array([sources, targets], dtype=np.int64)).to(self.device, non_blocking=True)
+        if self.device.type == "cuda" and self.keys:
+            # Two launches instead of two for each layer's K and for its V: these copies run between short passes.
+            page = next(iter(self.keys.values()))[0]
+            copy_pages(pairs[0], pairs[1], self.addresses, page.numel(), page.dtype)
+            return
         for of_layers in (self.keys, self.values):
             for tensor in of_layers.values():
                 tensor[pairs[1]] = tensor[pairs[0]]
