@@ -21,6 +21,8 @@
 
 # --- Rollout servers of train_with_servers: the command that starts one on the nodes of its group, and its port.
 # DTA_SERVER_COMMAND="vllm serve /shared/models/Qwen3-8B --port 8000 --tensor-parallel-size 8"
+# Or from the flags of the run, with its speculation:
+# DTA_SERVER_COMMAND="python tools/rollout_server_command.py --exec @/shared/run.args --port 8000 -- --tensor-parallel-size 8"
 # DTA_SERVER_PORT=8000
 
 # --- Whatever the network needs.

@@ -61,7 +61,7 @@ def test_two_ranks_write_the_same_as_one(tmp_path: Path) -> None:
         for way in ("all", "later"):
             assert_same_tensors(tmp_path / name / way, tmp_path / name / "first")
         shares = written_by(tmp_path / name / "all", 2) / written_by(tmp_path / name / "all", 2).sum()
-        assert shares.min() > 0.4, (name, shares)
+        assert shares.min() > 0.3, (name, shares)
         # Of experts each rank has its own.
         assert written_by(tmp_path / name / "first", 2)[1] == 0 or name == "experts"
 

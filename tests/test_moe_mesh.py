@@ -16,6 +16,10 @@ from megatron_dta.parity import compare_outcomes, random_training_samples, run_s
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.plain_router import PlainRouter
 from megatron_dta.parity.shards import join_shards
+from megatron_dta.planning.lockstep import RankPlan, plan_in_step
+from megatron_dta.planning.schedule import OpKind
+from megatron_dta.planning.stage_program import PipelineShape
+from megatron_dta.planning.step_plan import plan_step
 from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
 from moe_worker import sample
 from test_mesh import GRPO, _partition, _siblings
@@ -39,6 +43,7 @@ CUTS = {
     "dta": ("dta", 6, None),
     "dta-mixed": ("dta", 7, 12),
     "dta-recomputed": ("dta", 9, 0),
+    "dta-slots": ("dta", 2, 0),
 }
 SEED = 17
 
@@ -47,6 +52,8 @@ def _meshes(count: int) -> dict[str, tuple[int, ParallelConfig, list[list[int]]]
     """(processes, mesh, samples of each data-parallel rank)."""
     return {
         "ep2": (2, EP, _partition(count, [4, 0])),
+        # Trees so unlike that slots are faster than a common tree.
+        "ep2-shapes": (2, EP, [[4, 5, 7, 9, 10, 12, 13, 14], [0, 1, 2, 3, 6, 8, 11]]),
         "ep2-idle": (2, EP, _partition(count, [0, count])),
         "ep2-overlap": (2, replace(EP, **OVERLAP), _partition(count, [9, 0])),
         "etp1-tp2": (2, ParallelConfig(expert_tensor_parallel_size=1, **SP), _partition(count, [count])),
@@ -67,6 +74,7 @@ def _combinations() -> list[tuple[str, str, str]]:
     """(mesh, model, cut)."""
     found = [("ep2", "qwen3", cut) for cut in CUTS]
     found += [("ep2", name, "dta-mixed") for name in ("qwen3-balanced", "deepseek", "recompute")]
+    found += [("ep2-shapes", name, "dta-slots") for name in ("qwen3", "deepseek")]
     found += [("ep2-idle", name, "dta") for name in ("qwen3", "deepseek")]
     found += [("etp1-tp2", "qwen3-balanced", "dta-mixed")]
     found += [("ep2-overlap", "qwen3", "dta"), ("ep2-over-tp2", "deepseek", "dta")]
@@ -149,6 +157,23 @@ def joined(ranks: list[RankResult], model: object, partition: list[list[int]]) -
         for index, values in zip(partition[rank.data_rank], rank.logprobs, strict=True):
             assert np.array_equal(logprobs.setdefault(index, values), values)
     return Outcome(ranks[0].loss, [logprobs[index] for index in sorted(logprobs)], gradients)
+
+
+def test_ranks_of_other_shapes_run_in_slots(references) -> None:
+    """In the case of that name: a backward's segments are not those of any one forward."""
+    _, segment_tokens, activation_tokens = CUTS["dta-slots"]
+    steps = [
+        plan_step([references.samples[i] for i in part], "dta", segment_tokens, activation_tokens=activation_tokens)
+        for part in references.meshes["ep2-shapes"][2]
+    ]
+    plans = [
+        plan_in_step(step, [RankPlan.of(s) for s in steps], own, PipelineShape()) for own, step in enumerate(steps)
+    ]
+    together: dict[OpKind, set[tuple[int, ...]]] = {OpKind.FORWARD: set(), OpKind.BACKWARD: set()}
+    for ops in zip(*(plan.training.schedule.ops[0] for plan in plans), strict=True):
+        assert ops[0].kind is ops[1].kind
+        together[ops[0].kind].add(tuple(op.segment for op in ops))
+    assert together[OpKind.FORWARD] != together[OpKind.BACKWARD]
 
 
 @pytest.mark.parametrize(("mesh", "name", "cut"), _combinations(), ids=lambda value: str(value))

@@ -70,7 +70,7 @@ class CommonTree:
 
 def build_common_tree(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> CommonTree:
     """The common tree of the ranks' forests; the same for the same forests, wherever it is built."""
-    walks = [_Walk(forest) for forest in forests]
+    walks = [SegmentTree(forest) for forest in forests]
     budget = max([memory_tokens, *(walk.peak for walk in walks)])
     best: tuple[tuple[int, int], list[int], list[list[int]]] | None = None
     for factor in FACTORS:
@@ -99,7 +99,7 @@ def _path_totals(parents: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
     return np.asarray(totals, dtype=np.int64)
 
 
-class _Walk:
+class SegmentTree:
     """A rank's tree with what its subtrees cost and hold.
 
     A segment costs its tokens and, as it is not for nothing to run one at all, a share of the mean length.
@@ -125,7 +125,7 @@ class _Walk:
 class _Zip:
     """One way to walk all trees at once."""
 
-    def __init__(self, walks: Sequence[_Walk], budget: int, factor: float, largest_first: bool) -> None:
+    def __init__(self, walks: Sequence[SegmentTree], budget: int, factor: float, largest_first: bool) -> None:
         self.walks, self.budget, self.factor, self.largest_first = walks, budget, factor, largest_first
         # Of each rank: segments that may begin, sorted by the cost of their subtrees; tokens in flight; and for every
         # segment the cost of what is left to run below it, for the last place that of the whole forest.

@@ -1,21 +1,31 @@
 """A step's plan for a rank that must run in step with others: the same ops on every rank, some on empty segments.
 
-The ranks tell each other their segment trees, every one builds the same common tree (``common_tree``) and plans the
-passes over it. A node of the common tree is one of the rank's segments or an *empty segment*: one of no tokens behind
+The ranks tell each other their segment trees, and every one makes the same plan of all: a list of slots
+(``common_slots``) or, where that is no slower or there are several stages, a common tree (``common_tree``) over which
+the passes are planned. A slot or a node is one of the rank's segments or an *empty segment*: one of no tokens behind
 the end of the stream, with no rows, edges, pairs or losses, whose forward and backward join whatever the ranks do
 together in every layer and change nothing. Nothing else in a plan knows of them.
 
-Which segments are recomputed is chosen on the common tree too: a second forward is one that all ranks run.
+Which segments are recomputed is chosen on the common tree too: a second forward is one that all ranks run. In slots all
+segments are, which takes longer for each of them and is done only where so many fewer empty ones outweigh it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dta.planning.common_tree import CommonTree, SegmentForest, build_common_tree
+from megatron_dta.planning.common_slots import (
+    BACKWARD,
+    BACKWARD_AGAIN,
+    FORWARD,
+    CommonSlots,
+    build_common_slots,
+)
+from megatron_dta.planning.common_tree import CommonTree, SegmentForest, SegmentTree, build_common_tree
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_planner import plan_pipeline
 from megatron_dta.planning.pipeline_schedule import (
@@ -26,7 +36,7 @@ from megatron_dta.planning.pipeline_schedule import (
 from megatron_dta.planning.pipeline_simulation import message_order, simulate
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.root_paths import RootPaths
-from megatron_dta.planning.schedule import depth_first_schedule
+from megatron_dta.planning.schedule import OpKind, depth_first_schedule
 from megatron_dta.planning.stage_program import PassPlan, PipelineShape, attention_pairs
 from megatron_dta.planning.step_plan import StepPlan
 
@@ -67,12 +77,17 @@ def plan_in_step(
         least_segments: run this many segments even if no rank has any.
     """
     tree = build_common_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+    kept = choose_kept_segments(tree, step.activation_tokens)
+    num_forwards = max([least_segments, *(len(rank.edges) for rank in ranks)])
+    if shape.num_stages == 1 and len(ranks) > 1 and tree.num_segments >= max(1, least_segments):
+        slots = build_common_slots([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+        if slots.cost < _tree_cost(tree, ranks, kept):
+            return _plan_slots(step, ranks, own, shape, slots, num_forwards)
     segment_of = tree.segment_of[own]
     if tree.num_segments < least_segments:
         tree, segment_of = _empty_tree(least_segments, len(ranks)), np.full(least_segments, -1, dtype=np.int32)
-    kept = choose_kept_segments(tree, step.activation_tokens)
+        kept = choose_kept_segments(tree, step.activation_tokens)
     num_own = step.segments.num_segments
-    num_forwards = max([least_segments, *(len(rank.edges) for rank in ranks)])
     num_empty = max(int(np.count_nonzero(segment_of < 0)), num_forwards - num_own)
     number = segment_of.astype(np.int64)
     number[number < 0] = num_own + np.arange(np.count_nonzero(number < 0))
@@ -83,6 +98,37 @@ def plan_in_step(
     extended = _with_empty_segments(step, num_empty)
     return replace(
         extended, keep_activations=keep_activations, training=_renumbered(training, number), forward_only=forward_only
+    )
+
+
+def _tree_cost(tree: CommonTree, ranks: Sequence[RankPlan], kept: np.ndarray) -> int:
+    """What the common tree takes, in the unit of ``CommonSlots.cost``."""
+    costs = [np.append(np.asarray(SegmentTree(rank.forest).costs, dtype=np.int64), 0) for rank in ranks]
+    largest = np.max([of_rank[nodes] for of_rank, nodes in zip(costs, tree.segment_of, strict=True)], axis=0)
+    return int((largest * (FORWARD + np.where(kept, BACKWARD, BACKWARD_AGAIN))).sum())
+
+
+def _plan_slots(
+    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, slots: CommonSlots, num_forwards: int
+) -> StepPlan:
+    """``plan_in_step`` by slots. Which of a rank's empty segments a slot has does not matter: the oldest ends first."""
+    num_own = step.segments.num_segments
+    num_empty, waiting = 0, deque[int]()
+    ops = []
+    for slot in slots.slots:
+        segment = slot.segments[own]
+        if segment < 0 and slot.is_backward:
+            segment = waiting.popleft()
+        elif segment < 0:
+            segment, num_empty = num_own + num_empty, num_empty + 1
+            waiting.append(segment)
+        ops.append(PipelineOp(OpKind.BACKWARD if slot.is_backward else OpKind.FORWARD, segment))
+    num_empty = max(num_empty, num_forwards - num_own)
+    return replace(
+        _with_empty_segments(step, num_empty),
+        keep_activations=np.zeros(num_own + num_empty, dtype=bool),
+        training=PassPlan(PipelineSchedule(1, 1, [ops]), []),
+        forward_only=_forward_pass(num_forwards, ranks, shape),
     )
 
 
