@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
-from megatron_dta.planning.pipeline_segments import plan_pipeline_segments
+from megatron_dta.planning.pipeline_segments import plan_pipeline_segments, tokens_of_floor
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
@@ -84,8 +85,9 @@ def _for_pipeline(
         budgets = [memory_tokens]
         if memory_tokens is None and shape.memory is not None:
             budgets.append(longest)
-        for budget in budgets:
-            segments = plan_pipeline_segments(tree, size, budget, stages, shape.max_in_flight_tokens)
+        # Segments as long as their launches take, and shorter ones, which need less memory.
+        for budget, floor in product(budgets, (0, tokens_of_floor(shape.cost_model))):
+            segments = plan_pipeline_segments(tree, size, budget, stages, shape.max_in_flight_tokens, floor)
             forward, backward = shape.cost_model.segment_seconds(*segment_counts(segments, loss_masks))
             count = max(1, segments.num_segments)
             # Of equal segments; schedules of unequal ones come near to it.
