@@ -30,12 +30,17 @@ def test_experts_are_refused():
         parse_arguments([*line.split(), "--transformer-impl", "transformer_engine"])
 
 
+@pytest.mark.parametrize("own_gradients", [False, True], ids=["fused", "autograd"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_every_linear_layer_is_transformer_engines(monkeypatch, sequence_parallel):
+def test_every_linear_layer_is_transformer_engines(monkeypatch, sequence_parallel, own_gradients):
     # Without Transformer Engine, Megatron's classes cannot be built upon.
     for name in ("TEColumnParallelLinear", "TERowParallelLinear"):
         monkeypatch.setattr(transformer_engine, name, type(name, (), {}))
-    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+        no_gradient_accumulation_fusion=own_gradients,
+    )
     spec = block_spec(MODEL, parallel, range(2))
     assert len(spec.layer_specs) == 2
     for layer in spec.layer_specs:
@@ -45,6 +50,8 @@ def test_every_linear_layer_is_transformer_engines(monkeypatch, sequence_paralle
         assert names == ["TEColumnParallelLinear"] * 2
         names = [part.__name__ for part in (attention.linear_proj, mlp.linear_fc2)]
         assert names == ["TERowParallelLinear"] * 2
+        # Turned off, the layers are Transformer Engine's as they are.
+        assert (mlp.linear_fc1 is transformer_engine.TEColumnParallelLinear) == own_gradients
 
 
 def test_the_gradient_buffer_decides_on_accumulation():

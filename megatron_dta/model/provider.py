@@ -149,7 +149,7 @@ def block_spec(
     else:
         spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
     if model.transformer_impl == "transformer_engine":
-        use_transformer_engine(spec)
+        use_transformer_engine(spec, not parallel.no_gradient_accumulation_fusion)
     if fused:
         # Here and not above: Triton need not be installed where the reference runs.
         from megatron_dta.model.fused_layer import fuse_layers

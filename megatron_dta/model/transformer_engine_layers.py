@@ -2,7 +2,8 @@
 
 Norms and linear layers stay apart, so our fused norms and the tree attention work between them, and names and shapes of
 weights are those of the local layers. Where a weight has a gradient buffer (Megatron's distributed data parallelism
-gives it one), Transformer Engine adds the gradient to it in float32 as it computes it.
+gives it one), Transformer Engine adds the gradient to it in float32 as it computes it, unless that is turned off
+(``--no-gradient-accumulation-fusion``).
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
-def use_transformer_engine(spec: TransformerBlockSubmodules) -> None:
-    """Put Transformer Engine's linear layers into the spec of a block without experts."""
+def use_transformer_engine(spec: TransformerBlockSubmodules, into_main_grad: bool = True) -> None:
+    """Put Transformer Engine's linear layers into the spec of a block without experts.
+
+    Args:
+        into_main_grad: whether they add weights' gradients to the buffers; otherwise autograd does.
+    """
     # Here and not above: it need not be installed (``check_transformer_impl``) where nothing asks for it.
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-    column, row = _into_main_grad(TEColumnParallelLinear), _into_main_grad(TERowParallelLinear)
+    column, row = TEColumnParallelLinear, TERowParallelLinear
+    if into_main_grad:
+        column, row = _into_main_grad(column), _into_main_grad(row)
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv, attention.linear_proj = column, row
