@@ -157,10 +157,12 @@ def test_what_does_not_fit_is_refused(flags: str, message: str) -> None:
 
 
 def test_fp8_is_refused_beside_what_it_cannot_do() -> None:
-    engine = replace(MODEL, transformer_impl="transformer_engine", fp8_format="hybrid")
+    widths = dict(hidden_size=32, ffn_hidden_size=64, num_attention_heads=2, num_query_groups=2, kv_channels=16)
+    engine = replace(MODEL, transformer_impl="transformer_engine", fp8_format="hybrid", fp8_recipe="tensorwise")
+    engine = replace(engine, **widths)
     check_states(engine, RATES, SHARDED)
     with pytest.raises(InputError, match="--fp8-format needs --bf16"):
-        check_states(replace(engine, bf16=False), RATES, SHARDED)
+        check_states(replace(engine, bf16=False, params_dtype=torch.float32), RATES, SHARDED)
     with pytest.raises(InputError, match="--num-experts is not supported"):
         check_states(replace(engine, num_experts=4), RATES, SHARDED)
 

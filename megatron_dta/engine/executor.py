@@ -23,7 +23,15 @@ from megatron_dta.engine.expert_pass import mean_ffn_width, with_auxiliary_losse
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
+from megatron_dta.model import (
+    Mesh,
+    Model,
+    StagedModel,
+    TreeGPTModel,
+    choose_attention,
+    current_mesh,
+    weights_quantized_once,
+)
 from megatron_dta.planning.cost_file import CostFile
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.lockstep import RankPlan, plan_in_step
@@ -184,7 +192,7 @@ class TreeEngine:
         batch = self._in_step(batch)
         self._check_agreement(batch, training=True)
         run = StageRun(self, batch, objective, OpClock(self.mesh, self.device) if record_timeline else None)
-        with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
+        with _synchronization_is_an_error() if forbid_synchronization else nullcontext(), self._constant_weights():
             run.walk()
         result = with_auxiliary_losses(_result(run, batch, self.mesh), run.experts, self.mesh)
         if pair_metrics:
@@ -199,6 +207,10 @@ class TreeEngine:
         """Keep a backward of a part from starting the reduction of its gradients, unless ``allowed``."""
         part = self.chunks[chunk]
         return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
+
+    def _constant_weights(self) -> AbstractContextManager:
+        """Let the passes of a step share what is made of the weights."""
+        return weights_quantized_once(self.tree_models) if self.config.fp8 else nullcontext()
 
     def _syncs_in_backward(self) -> bool:
         """Whether replicas' gradients are reduced within the last backward, and not only after it."""
@@ -228,7 +240,8 @@ class TreeEngine:
         batch = self._in_step(batch)
         self._check_agreement(batch, training=False)
         run = StageRun(self, batch, objective=None)
-        run.walk()
+        with self._constant_weights():
+            run.walk()
         pairs = run.loss.pair_logprobs().cpu().numpy()
         if self.mesh.pipeline_size > 1:
             pairs = self.mesh.from_last_stage(pairs)

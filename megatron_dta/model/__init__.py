@@ -13,6 +13,7 @@ from megatron_dta.model.segment_context import SegmentContext
 from megatron_dta.model.stage_channels import StageChannels, stage_channels
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.token_routing import TokenRouting
+from megatron_dta.model.transformer_engine_layers import TreeTELinear, weights_quantized_once
 from megatron_dta.model.tree_model import TreeGPTModel
 from megatron_dta.model.value_model import TreeValueModel
 
@@ -30,6 +31,7 @@ __all__ = [
     "StagedModel",
     "TokenRouting",
     "TreeGPTModel",
+    "TreeTELinear",
     "TreeValueModel",
     "accumulation_dtype",
     "adapters_of",
@@ -41,5 +43,6 @@ __all__ = [
     "initialize_parallel",
     "plan_segment_attention",
     "stage_channels",
+    "weights_quantized_once",
     "without_adapters",
 ]

@@ -21,12 +21,10 @@ from torch import Tensor
 
 from dta_kernels.linear_logprobs import RowChunk, linear_logprobs
 from dta_kernels.parallel_linear_logprobs import parallel_linear_logprobs
+from megatron_dta.config.transformer_engine_checks import FP8_UNITS
 from megatron_dta.model.attention_context import AttentionContext, check_context
 from megatron_dta.model.main_grad import main_grad_of, output_rows
 from megatron_dta.model.rotary import rotary_tables
-
-# Rows of a product in FP8 come in multiples of 16, with blocks of 32 that share a scale (MXFP8) of 32.
-_FP8_ROWS = 32
 
 
 class TreeGPTModel(GPTModel):
@@ -69,7 +67,7 @@ class TreeGPTModel(GPTModel):
     @property
     def _row_unit(self) -> int:
         """A pass has a multiple of so many rows: as many on each rank, and in FP8 what its products need."""
-        return self._row_ranks * (_FP8_ROWS if self.config.fp8 else 1)
+        return self._row_ranks * (FP8_UNITS[self.config.fp8_recipe] if self.config.fp8 else 1)
 
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
         """Hidden states [n, hidden size] after the final norm.
