@@ -120,7 +120,10 @@ class FakeTELinear(torch.nn.Module):
         self.asked: list[bool | None] = []
 
     def get_extra_state(self) -> torch.Tensor:
-        raise AssertionError("no extra state is asked for")
+        return torch.ones(3, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        raise AssertionError("its own extra state is not used")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
@@ -179,8 +182,18 @@ def test_the_quantized_weight_is_shared_within_a_step_only():
 
 
 def test_state_dictionaries_are_those_of_local_layers():
+    device = initialize_parallel(1)
+    local = build_model(replace(MODEL, transformer_impl="local"), device).decoder.layers[0].mlp.linear_fc1
     layer = tree_layer()
-    assert list(layer.state_dict()) == ["weight"]
+    state = layer.state_dict()
+    assert state.keys() == local.state_dict().keys() == {"weight", "_extra_state"}
+    assert state["_extra_state"] is local.state_dict()["_extra_state"] is None
     layer.load_state_dict({"weight": torch.zeros(2, 3)})
+    layer.load_state_dict({"weight": torch.ones(2, 3), "_extra_state": torch.ones(5, dtype=torch.uint8)})
+    assert torch.equal(layer.weight, torch.ones(2, 3))
+
+
+def test_what_a_layer_keeps():
+    layer = tree_layer()
     assert layer.save_original_input
     assert layer.quantized_bytes == 12

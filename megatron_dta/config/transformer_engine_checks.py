@@ -1,7 +1,7 @@
 """Transformer Engine and FP8: what does not fit together, and what a machine cannot do.
 
-``check_transformer_impl`` and ``check_fp8`` need the settings, and that the package is there; ``check_fp8_support`` asks
-the GPU.
+``check_transformer_impl`` and ``check_fp8`` need the settings, and the first that the package is there;
+``check_fp8_support`` asks the GPU.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class LoraAdapter(torch.nn.Module):
 
 
 def _is_column_parallel(linear: torch.nn.Module) -> bool | None:
-    """Whether a linear layer's outputs are divided over the tensor ranks, not its inputs; None if it is no such layer."""
+    """Whether the tensor ranks divide a linear layer's outputs, and not its inputs; None if it is no such layer."""
     if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
         return isinstance(linear, ColumnParallelLinear)
     return linear.parallel_mode == "column" if isinstance(linear, TreeTELinear) else None

@@ -143,16 +143,15 @@ def layer_spec(
 
 def block_spec(
     model: ModelConfig, parallel: ParallelConfig, layers: range, fused: bool = False
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of one layer where all are the same, else of the given ``layers`` and the final norm.
+) -> TransformerBlockSubmodules:
+    """The spec of the given ``layers`` and of the final norm.
 
     With ``fused`` the layers are those of ``fused_layer``.
     """
     if parallel.sequence_parallel:
         spec = sequence_parallel_spec(model, layers)
-    elif model.num_experts is None and not fused and model.transformer_impl == "local":
-        spec = layer_spec(model)
     else:
+        # Of a layer's spec alone Megatron would take Transformer Engine's final norm wherever that is installed.
         spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
     if model.transformer_impl == "transformer_engine":
         check_fp8_support(model)
@@ -244,7 +243,7 @@ def build_stock_model(model: ModelConfig, device: torch.device, router: type | N
         router: takes the place of Megatron's router, which computes in float32 whatever the model's dtype.
     """
     specs = [layer_spec(model, layer, tree_attention=False, router=router) for layer in range(model.num_layers)]
-    spec = TransformerBlockSubmodules(specs, WrappedTorchNorm) if model.num_experts is not None else specs[0]
+    spec = TransformerBlockSubmodules(specs, WrappedTorchNorm)
     stock = GPTModel(transformer_config(model), spec, **model_arguments(model))
     set_frequencies(stock, model)
     return stock.to(device=device, dtype=model.params_dtype)

@@ -68,13 +68,19 @@ class TreeTELinear:
     rereads_input = False
     weight_is_constant = False
 
-    # A scale that outlives a pass would be an extra state. There is none, so checkpoints are those of local layers.
-    get_extra_state = torch.nn.Module.get_extra_state
-    set_extra_state = torch.nn.Module.set_extra_state
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.save_original_input = self.rereads_input
+        # State dictionaries need not name the extra state, which is empty; Megatron's local layers have this too.
+        self.register_load_state_dict_pre_hook(
+            lambda _, state, prefix, *__: state.setdefault(prefix + "_extra_state", None)
+        )
+
+    def get_extra_state(self) -> None:
+        """Nothing: no scale outlives a pass. So checkpoints are those of Megatron's local layers."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore what another program has kept for its FP8 passes."""
 
     def forward(self, x: Tensor) -> Any:
         """As Megatron's layer: the output, and a bias that is added later or None."""
