@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig,
 from megatron_dta.config.state_checks import check_state_support, check_states
 from megatron_dta.errors import InputError
 from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.training import optimizer as optimizer_module
 from megatron_dta.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_dta.training.checkpoint_files import find_checkpoint
 from megatron_dta.training.optimizer import TrainingOptimizer
@@ -181,3 +183,24 @@ def test_the_machine_is_asked_before_anything_is_built() -> None:
             check_state_support(MODEL, aware)
         with pytest.raises(InputError, match="--fp8-format needs the package transformer_engine"):
             check_state_support(engine, RATES)
+
+
+class CountsInGroups(torch.optim.SGD):
+    """Keeps its number of steps as Transformer Engine's Adam does: an int in each group, and none in the states."""
+
+    def get_unscaled_state(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("steps", [[3.0], [torch.tensor(3.0)], [3], []])
+def test_steps_are_loaded_to_where_an_optimizer_counts_them(steps: list) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    loads = []
+    for adam in (CountsInGroups([parameter], lr=0.1), torch.optim.AdamW([parameter], lr=0.1)):
+        wrapper = SimpleNamespace(optimizer=adam, load_state_dict=loads.append)
+        optimizer_module._load(wrapper, {"optimizer": {"state": {"common_step": 9}, "param_groups": []}}, steps)
+    in_groups, in_states = (loaded["optimizer"] for loaded in loads)
+    assert in_groups["state"] == {}
+    assert [type(group.get("step")) for group in in_groups["param_groups"]] == [int if steps else type(None)]
+    assert "step" not in in_states["param_groups"][0]
+    assert in_states["state"] == ({"common_step": torch.tensor(3.0)} if steps else {})
