@@ -232,9 +232,22 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
     for values, step in zip(of_parameters, taken, strict=True):
         if step is not None:
             values["step"] = step
-    on_gpu = getattr(optimizer.optimizer, "gpu_optimizer", None)  # of states that are partly on the host
-    if steps and on_gpu is not None and _counts_in_groups(on_gpu):
-        for group in on_gpu.param_groups:
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        _put_beside_parameters(optimizer.optimizer, steps)
+
+
+def _put_beside_parameters(hybrid: HybridDeviceOptimizer, steps: list[Any]) -> None:
+    """States as loaded, all on the host, to where each one's parameter is updated.
+
+    Megatron tells the two sides apart by their optimizers' class, which is one where only PyTorch's Adam is installed.
+    """
+    for parameter, values in hybrid.state.items():
+        inner = hybrid.param_to_inner_param[parameter]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value is not inner:
+                values[name] = value.to(inner.device)
+    if steps and hybrid.gpu_optimizer is not None and _counts_in_groups(hybrid.gpu_optimizer):
+        for group in hybrid.gpu_optimizer.param_groups:
             group["step"] = int(steps[0])
 
 
