@@ -192,7 +192,7 @@ def test_weights_pass_from_one_kind_of_layers_to_the_other(tmp_path: Path, befor
     weights = rounded_weights(61)
     first, second = (build_model(model, initialize_parallel(number)) for number, model in enumerate(models))
     first.load_state_dict(weights)
-    TreeEngine(first, TEMPERATURE).compute_logprobs(prepare_batch(samples_of(61, 5), tree_config("dta", 32)))
+    TreeEngine(first, TEMPERATURE).compute_logprobs(prepare_batch(samples_of(61, 8), tree_config("dta", 32)))
     save_weights(tmp_path / "weights", TrainConfig(model=models[0]), first)
     load_weights(tmp_path / "weights", models[1], second)
     second.load_state_dict(second.state_dict())
