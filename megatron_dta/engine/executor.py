@@ -200,7 +200,8 @@ class TreeEngine:
         part = self.chunks[chunk]
         return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
 
-    def _syncs_in_backward(self) -> bool:
+    @property
+    def syncs_in_backward(self) -> bool:
         """Whether replicas' gradients are reduced within the last backward, and not only after it."""
         part = self.chunks[0]
         return hasattr(part, "ddp_config") and part.ddp_config.overlap_grad_reduce
@@ -212,7 +213,7 @@ class TreeEngine:
         one all the same, so that it joins the reduction in the same order.
         """
         step, alone = batch.plan, len(self.mesh.expert_data_ranks) == 1
-        least = int(self._syncs_in_backward())
+        least = int(self.syncs_in_backward)
         if alone and step.segments.num_segments >= least:
             return batch
         if self._stepped is None or self._stepped[0] is not step:

@@ -201,15 +201,14 @@ class StageRun:
         The step's last backward reaches every parameter, the output weight too: it may be what starts its reduction.
         """
         hidden, logprobs, entropy = graph
-        # Without edges of its own a segment still passes on what its descendants left at its K and V.
-        outputs, gradients = [hidden], [torch.zeros_like(hidden)]
-        if logprobs.shape[0] or is_last:
-            grad_logprobs, grad_entropy = self.loss.gradients(segment)
-            outputs.append(logprobs)
-            gradients.append(grad_logprobs)
-            if grad_entropy is not None:
-                outputs.append(entropy)
-                gradients.append(grad_entropy)
+        if not logprobs.shape[0] and not is_last:
+            # Without edges of its own a segment still passes on what its descendants left at its K and V.
+            return [hidden], [torch.zeros_like(hidden)]
+        grad_logprobs, grad_entropy = self.loss.gradients(segment)
+        outputs, gradients = [logprobs], [grad_logprobs]
+        if grad_entropy is not None:
+            outputs.append(entropy)
+            gradients.append(grad_entropy)
         return outputs, gradients
 
     def _run_model(self, op: PipelineOp, context: SegmentContext, stage_input: Tensor | None) -> list[Tensor]:
@@ -243,5 +242,5 @@ class StageRun:
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
             attention_plan=self.attention_plans[segment] if self.attention_plans and self.lengths[segment] else None,
-            is_last=self.last_backward.get(chunk) == segment,
+            runs_hooks=self.engine.syncs_in_backward and self.last_backward.get(chunk) == segment,
         )
