@@ -123,9 +123,9 @@ class TreeEngine:
 
     def counted_bytes(self) -> SegmentBytes:
         """What a step takes for each token, by counting."""
-        fused = self.tree_models[0].has_fused_layers
-        rows = self.logprob_chunk_tokens
-        return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, fused, self.uses_kernels)
+        part, rows = self.tree_models[0], self.logprob_chunk_tokens
+        ways = (part.has_fused_layers, self.uses_kernels, part.adds_to_main_grad)
+        return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, *ways)
 
     def cost_model(self, segment_tokens: int | None) -> CostModel:
         """What the whole model needs for tokens, pairs of attention and logprobs, up to a factor of all.

@@ -29,9 +29,9 @@ from megatron_dta.engine.stage_transport import StageTransport
 from megatron_dta.model import (
     AttentionShape,
     KVPool,
+    SegmentAttentionPlans,
     SegmentContext,
     accumulation_dtype,
-    plan_segment_attention,
     stage_channels,
 )
 from megatron_dta.planning.pipeline_schedule import PipelineOp
@@ -77,7 +77,7 @@ class StageRun:
             _, _, groups, head_size = self.pools[0].keys_LSGD.shape
             heads = engine.config.num_attention_heads // engine.config.tensor_model_parallel_size
             shape = AttentionShape(heads, groups, head_size, engine.dtype)
-            self.attention_plans = plan_segment_attention(step.segments, step.paths, shape, engine.device)
+            self.attention_plans = SegmentAttentionPlans(step.segments, step.paths, shape, engine.device)
         self.lengths = step.segments.lengths.tolist()
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}
         self.transport = None
@@ -241,6 +241,6 @@ class StageRun:
             query_index=plan.stream[own],
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
-            attention_plan=self.attention_plans[segment] if self.attention_plans and self.lengths[segment] else None,
+            attention_plan=self.attention_plans.of_segment(segment) if self.attention_plans is not None else None,
             runs_hooks=self.engine.syncs_in_backward and self.last_backward.get(chunk) == segment,
         )

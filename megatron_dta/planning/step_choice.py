@@ -155,9 +155,9 @@ def _least_bytes(segments: SegmentPlan, kept: np.ndarray, shape: PipelineShape, 
     for segment, parent in enumerate(parents):
         if parent >= 0:
             above[segment] = above[parent] + unit * lengths[parent] * kept[parent]
-        work = max(each.work_per_token * lengths[segment], each.work_fixed)
+        work = float(each.work(lengths[segment], lengths[segment]))
         peak = max(peak, above[segment] + unit * lengths[segment] + work)
-    return peak + segments.peak_in_flight_tokens * sum(own) * each.kv_per_token_and_layer
+    return each.fixed + peak + segments.peak_in_flight_tokens * sum(each.slot(layers) for layers in own)
 
 
 def choose_kept_of(

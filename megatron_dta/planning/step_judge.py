@@ -61,7 +61,7 @@ def judge(
         kept = choose_kept_segments(segments, activation_tokens)
     else:
         layers, each = float(sum(shape.layers)), budget.bytes
-        slots = segments.peak_in_flight_tokens * layers * each.kv_per_token_and_layer
+        slots = each.fixed + segments.peak_in_flight_tokens * each.slot(layers)
         unit = each.kept(layers)
         needed = np.ceil(segments.lengths + each.work(segments.lengths, segments.in_flight_tokens) / unit)
         needed = needed.astype(np.int64)
@@ -84,7 +84,7 @@ def too_little(
     memory_tokens: int | None,
 ) -> InputError:
     """The refusal of a step that lacks ``missing`` bytes on pipeline rank ``rank``, with what would do."""
-    constant, needed = memory.constant[rank] / GIB, memory.gib + missing / GIB
+    constant, needed = memory.constant[rank] / GIB, memory.needed_gib(rank, missing)
     enough = math.ceil(100 * needed + 1e-6) / 100
     longest = int(tree.sequence_lengths.max(initial=0))
     in_flight = f"with {memory_tokens} tokens in flight" if memory_tokens else f"of sequences of {longest} tokens"

@@ -124,8 +124,9 @@ class StepSearch:
     def _bytes(self, size: int) -> tuple[float, float, float]:
         """Of a token: its activations, and its slot with the room for its path; and what there is for all of them."""
         layers, each = float(sum(self.shape.layers)), self.shape.memory.bytes
-        room = self.shape.memory.available(0) - float(each.work(min(size, self.tree.num_tokens), 0))
-        return each.kept(layers), layers * each.kv_per_token_and_layer + each.work_per_path_token, room
+        size = min(size, self.tree.num_tokens)
+        room = self.shape.memory.available(0) - each.fixed - float(each.work(size, max(size, self._longest)))
+        return each.kept(layers), each.slot(layers), room
 
     def _likely_budget(self, size: int, bounds: tuple[int, int] | None) -> int:
         """The budget with which all activations just fit, within the bounds."""
