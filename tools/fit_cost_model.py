@@ -8,10 +8,11 @@
 Segments run through the real engine: chains of six lengths, with many or few tokens before them, trained densely or
 hardly, and forests of short sequences, which have many tokens and few pairs of attention. Short segments are timed with
 the device idle before each op, for what the host takes to launch them. Long ones follow each other without a pause, as
-in a training step: a GPU that works without a pause has a lower clock, by 8% on an H200. A second, shallower model tells
-what a layer costs from what happens once. So --num-layers may be less than the model's, and the file holds for any depth, but for no other shape,
-dtype or tensor parallelism. --refit FILE fits again from the measurements in such a file, which needs no GPU, and
-writes them with the new coefficients to --output. On a GPU the bytes of activations and of workspace are measured too.
+in a training step: a GPU that works without a pause has a lower clock, by 8% on an H200. A second, shallower model
+tells what a layer costs from what happens once. So --num-layers may be less than the model's, and the file holds for
+any depth, but for no other shape, dtype or tensor parallelism. --refit FILE fits again from the measurements in such a
+file, which needs no GPU, and writes them with the new coefficients to --output. On a GPU the bytes of activations are
+measured too, and whether the room that is counted for a backward suffices.
 Use the file with --cost-model in training, tools/benchmark_train.py, tools/simulate_pipeline.py and
 tools/plan_partition.py.
 """
@@ -53,7 +54,6 @@ from megatron_dta.planning.step_choice import StepChoice
 from megatron_dta.planning.step_plan import StepPlan, plan_segmented_step
 from megatron_dta.training.optimizer import data_parallel_chunks
 from model_shapes import SHAPES, benchmark_model
-
 
 
 @dataclass(frozen=True)

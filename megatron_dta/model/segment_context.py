@@ -39,9 +39,9 @@ class SegmentContext(AttentionContext):
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
         attention_plan: for the Triton kernels; None where the reference computes the attention.
-        runs_hooks: whether the hooks of all parameters must run in its backward: in the last of a pass through the part,
-            where replicas' gradients are reduced within it. Other backwards need not reach parameters whose gradients
-            go straight into their buffers.
+        runs_hooks: whether the hooks of all parameters must run in its backward: in the last of a pass through the
+            part, where replicas' gradients are reduced within it. Other backwards need not reach parameters whose
+            gradients go straight into their buffers.
     """
 
     pool: KVPool | None = None

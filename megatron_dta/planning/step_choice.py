@@ -25,7 +25,7 @@ from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
 from megatron_dta.planning.segments import default_memory_tokens
 from megatron_dta.planning.stage_program import PipelineShape, plan_passes, stage_peak_bytes
-from megatron_dta.planning.step_judge import StepChoice, judge, too_little
+from megatron_dta.planning.step_judge import StepChoice, judge, too_little, with_peak
 from megatron_dta.planning.step_search import StepSearch
 from megatron_dta.tree import PrefixTree
 
@@ -172,6 +172,8 @@ def choose_kept_of(
     if shape.num_stages == 1:
         choice, _, missing = judge(segments, loss_masks, shape, 0)
         stage = 0
+        if choice is not None:
+            choice = with_peak(choice, shape)
     else:
         choice, missing, stage = _within_memory(segments, loss_masks, shape, 0)
     if choice is None:
