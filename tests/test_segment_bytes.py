@@ -134,8 +134,10 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypat
     used = []
     for segment, (tokens, path) in enumerate(zip(segments.lengths, segments.in_flight_tokens, strict=True)):
         forward, backward = (run.clock.ops[kind, segment] for kind in (OpKind.FORWARD, OpKind.BACKWARD))
-        # The gathered keys are part of the pool, the attention's blocks and positions of those in flight of what is fixed.
-        once = each.kv_per_token * segments.peak_in_flight_tokens + 4 * SHAPE["kv_channels"] * tokens + 4096
+        # Gathered keys are the pool's; the attention's blocks, and positions of those in flight, are in what is fixed.
+        # The output is dropped right behind the op.
+        once = each.kv_per_token * segments.peak_in_flight_tokens + 4096
+        once += (4 * SHAPE["kv_channels"] + each.input_per_token) * tokens
         activations = each.kept(layers) * tokens
         room = float(each.work(tokens, path))
         assert forward.left <= kept[segment] * activations + 64 * path + once
