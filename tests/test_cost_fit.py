@@ -177,6 +177,8 @@ def test_another_model_is_refused() -> None:
     ("part", "key", "value", "message"),
     [
         ("", "what", "training step", "not a file of tools/fit_cost_model.py"),
+        ("", "version", 3, "is of version 3, but this program reads up to 2"),
+        ("", "version", True, "is of version True"),
         ("", "num_layers", 0, "num_layers must be a whole number above 0"),
         ("", "forward", [], "'forward' must be an object"),
         ("", "bytes", 3, "'bytes' must be an object"),
@@ -201,6 +203,22 @@ def test_bad_files_get_one_line(tmp_path: Path, part: str, key: str, value: obje
         load_cost_file(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_files_of_version_1_have_fewer_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    given = CostFile(str(path), SHAPE, 28, FORWARD, BACKWARD, BYTES)
+    content = given.as_json()
+    assert content["version"] == 2
+    for name in ("scores_per_token", "scores_per_pair", "most_scores", "kv_per_token", "fixed"):
+        del content["bytes"][name]
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"bytes\.scores_per_token is missing"):
+        load_cost_file(path)
+    del content["version"]
+    path.write_text(json.dumps(content))
+    assert load_cost_file(path) == given
+    assert BYTES.fixed == BYTES.most_scores == 0
 
 
 def test_files_that_hold_no_costs(tmp_path: Path) -> None:

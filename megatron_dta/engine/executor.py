@@ -124,7 +124,8 @@ class TreeEngine:
     def counted_bytes(self) -> SegmentBytes:
         """What a step takes for each token, by counting."""
         part, rows = self.tree_models[0], self.logprob_chunk_tokens
-        ways = (part.has_fused_layers, self.uses_kernels, part.adds_to_main_grad)
+        in_buffers = part.adds_to_main_grad and all(parameter.requires_grad for parameter in part.parameters())
+        ways = (part.has_fused_layers, self.uses_kernels, in_buffers)
         return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, *ways)
 
     def cost_model(self, segment_tokens: int | None) -> CostModel:

@@ -142,17 +142,21 @@ class SegmentBytes:
             work_per_path_token=_INDEX_BYTES if fused_attention else kv,
             work_fixed=logit_rows * vocab_size / tensor_size * row + largest_gradient,
         )
-        if not fused_attention:
-            return found
+        heads = num_attention_heads / tensor_size
+        return found._with_scores(query, groups, heads, element_bytes) if fused_attention else found
+
+    def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int) -> SegmentBytes:
+        """These bytes where attention runs on its kernels: of the rank's channels of queries, and of keys, and heads."""
+        mixed = query + 2 * groups
         # Tiles of dO and Q, and two rows of statistics: like dS they stay to the end of the segment's backward.
-        stays = 2 * element_bytes * query + 8 * num_attention_heads / tensor_size
+        stays = 2 * element_bytes * query + 8 * heads
         # The gradients by the layer's output and by the stream, by Q, K and V; queries and dO, or the mixed gradient.
-        around = element_bytes * (2 * hidden + mixed + max(2 * query, mixed)) + stays
+        around = 2 * self.input_per_token + element_bytes * (mixed + max(2 * query, mixed)) + stays
         return replace(
-            found,
+            self,
             # From the second layer on dS is there too, but the activations of the layer before are free.
-            scores_per_token=max(around, work + stays - kept),
-            scores_per_pair=element_bytes * num_attention_heads / tensor_size,
+            scores_per_token=max(around, self.work_per_token + stays - self.kept_per_token_and_layer),
+            scores_per_pair=element_bytes * heads,
             most_scores=MOST_SCORES,
             kv_per_token=2 * element_bytes * groups,
             fixed=FIXED_BYTES,
