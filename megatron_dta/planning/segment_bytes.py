@@ -146,7 +146,7 @@ class SegmentBytes:
         return found._with_scores(query, groups, heads, element_bytes) if fused_attention else found
 
     def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int) -> SegmentBytes:
-        """These bytes where attention runs on its kernels: of the rank's channels of queries, and of keys, and heads."""
+        """These bytes where attention runs on its kernels: of a rank's channels of queries, and of keys, and heads."""
         mixed = query + 2 * groups
         # Tiles of dO and Q, and two rows of statistics: like dS they stay to the end of the segment's backward.
         stays = 2 * element_bytes * query + 8 * heads
