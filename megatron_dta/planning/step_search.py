@@ -121,8 +121,10 @@ class StepSearch:
                 most = default_memory_tokens(self.tree, min(size, UNLIMITED_SEGMENT_TOKENS))
             return most, most
         kept, slot, room = self._bytes(size)
-        most = min(most, int((room - kept * min(size, self.tree.num_tokens)) // slot))
-        return (self._longest, most) if most >= self._longest else None
+        size = min(size, self.tree.num_tokens)
+        most = min(most, int((room - kept * size) // slot))
+        # With less in flight than a full segment has there would be no full segments.
+        return (self._longest, most) if most >= max(self._longest, size) else None
 
     def _bytes(self, size: int) -> tuple[float, float, float]:
         """Of a token: its activations, and its slot with the room for its path; and what there is for all of them."""
