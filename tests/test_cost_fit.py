@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import seed_all
+from conftest import REPOSITORY, seed_all
 from megatron_dta.errors import InputError
 from megatron_dta.planning.cost_file import CostFile, CostShape, PassSeconds, load_cost_file, load_cost_model
 from megatron_dta.planning.cost_fit import (
@@ -283,3 +283,30 @@ def test_a_file_is_fitted_again_from_its_measurements(tmp_path: Path) -> None:
     assert "measurement 1 is no forward" in message([first, first | {"kind": "sideways"}])
     assert "took some time" in message([first | {"seconds": 0}])
     assert "no forwards of two depths" in message([first])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_measured_cases_tell_coefficients_apart(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a device that pauses between ops is 8% faster, and for segments of many short sequences."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
+    from fit_cost_model import CASES
+
+    rng, ops = seed_all(seed), []
+    for layers, case in itertools.product((7, 28), CASES):
+        path = 0
+        for tokens in (1 << 15 >> cut for cut in case.cuts):
+            path = path + tokens if case.sequences is None else tokens
+            pairs = tokens * path - tokens * (tokens - 1) // 2
+            if case.sequences is not None:
+                each = 1 << 15 >> case.sequences
+                pairs = tokens // each * (each * (each + 1) // 2)
+            for kind, truth in (("forward", FORWARD), ("backward", BACKWARD)):
+                op = MeasuredOp(kind, layers, tokens, path, pairs, int(case.trained * tokens), 1.0)
+                floor = truth.floor_and_layer * layers + truth.floor
+                seconds = predicted([op], FORWARD, BACKWARD)[0]
+                clock = 0.92 if case.paused and seconds > floor else 1.0
+                ops.append(replace(op, seconds=max(floor, clock * seconds) * rng.uniform(0.97, 1.03)))
+    found = fit_seconds(ops)
+    for tokens, pairs, edges in ((8192, 900_000, 8192), (8192, 33_000_000, 900), (6000, 130_000_000, 2000)):
+        both = [MeasuredOp(kind, 28, tokens, tokens, pairs, edges, 1.0) for kind in ("forward", "backward")]
+        assert predicted(both, *found).sum() == pytest.approx(predicted(both, FORWARD, BACKWARD).sum(), rel=0.04)
