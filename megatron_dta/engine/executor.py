@@ -131,9 +131,10 @@ class TreeEngine:
 
     def counted_bytes(self) -> SegmentBytes:
         """What a step takes for each token, by counting."""
-        fused = self.tree_models[0].has_fused_layers
-        rows = self.logprob_chunk_tokens
-        return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, fused, self.uses_kernels)
+        part, rows = self.tree_models[0], self.logprob_chunk_tokens
+        in_buffers = part.adds_to_main_grad and all(parameter.requires_grad for parameter in part.parameters())
+        ways = (part.has_fused_layers, self.uses_kernels, in_buffers)
+        return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, *ways)
 
     def cost_model(self, segment_tokens: int | None) -> CostModel:
         """What the whole model needs for tokens, pairs of attention and logprobs, up to a factor of all.
@@ -212,7 +213,8 @@ class TreeEngine:
         """Let the passes of a step share what is made of the weights."""
         return weights_quantized_once(self.tree_models) if self.config.fp8 else nullcontext()
 
-    def _syncs_in_backward(self) -> bool:
+    @property
+    def syncs_in_backward(self) -> bool:
         """Whether replicas' gradients are reduced within the last backward, and not only after it."""
         part = self.chunks[0]
         return hasattr(part, "ddp_config") and part.ddp_config.overlap_grad_reduce
@@ -224,7 +226,7 @@ class TreeEngine:
         one all the same, so that it joins the reduction in the same order.
         """
         step, alone = batch.plan, len(self.mesh.expert_data_ranks) == 1
-        least = int(self._syncs_in_backward())
+        least = int(self.syncs_in_backward)
         if alone and step.segments.num_segments >= least:
             return batch
         if self._stepped is None or self._stepped[0] is not step:

@@ -8,7 +8,7 @@ from megatron_dta.model.kv_pool import KVPool
 from megatron_dta.model.lora import LoraAdapter, adapters_of, without_adapters
 from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
 from megatron_dta.model.provider import build_model, build_stock_model
-from megatron_dta.model.segment_attention import choose_attention, plan_segment_attention
+from megatron_dta.model.segment_attention import SegmentAttentionPlans, choose_attention
 from megatron_dta.model.segment_context import SegmentContext
 from megatron_dta.model.stage_channels import StageChannels, stage_channels
 from megatron_dta.model.staged_model import Model, StagedModel
@@ -26,6 +26,7 @@ __all__ = [
     "Mesh",
     "Model",
     "RowChunk",
+    "SegmentAttentionPlans",
     "SegmentContext",
     "StageChannels",
     "StagedModel",
@@ -41,7 +42,6 @@ __all__ = [
     "current_mesh",
     "destroy_parallel",
     "initialize_parallel",
-    "plan_segment_attention",
     "stage_channels",
     "weights_quantized_once",
     "without_adapters",

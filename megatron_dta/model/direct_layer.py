@@ -10,8 +10,9 @@ backward is what ``fused_layer`` says.
 The plain case: training of a dense model with RMSNorm and SwiGLU on one tensor rank, every parameter in a gradient
 buffer and none frozen, no adapters, no hooks at the modules, Triton kernels for the attention. Autograd does not know
 of the parameters here, so their hooks, with which Megatron adds up gradients over the replicas, do not run. They have
-something to do in a pass's last backward only, and there in an order that is the same on all ranks: its segment goes
-through the modules, like everything that is not the plain case.
+something to do in a pass's last backward only, if sums over the replicas overlap with it (``--overlap-grad-reduce``),
+and there in an order that is the same on all ranks: its segment goes through the modules then, like everything that is
+not the plain case.
 
 Legend: N tokens, C hidden size, W width of the mixed QKV, G key/value heads, P query heads of a group, D head size.
 """
@@ -71,7 +72,7 @@ class DirectLayer:
             and context.rotary_tables is not None
             and context.position_ids.shape[0] == hidden.shape[0]
             and hidden.is_contiguous()
-            and (not torch.is_grad_enabled() or (hidden.requires_grad and not context.is_last))
+            and (not torch.is_grad_enabled() or (hidden.requires_grad and not context.runs_hooks))
             and all(parameter.requires_grad for parameter in self.parameters)
             and not any(self.hooks)
         )
@@ -100,41 +101,48 @@ class DirectLayer:
         return output, _Kept(x, rstd, mixed, out, lse, stream, stream_rstd, gated)
 
     def backward(self, grad: Tensor, kept: _Kept, context: SegmentContext) -> Tensor:
-        """The gradient by the layer's input; those by the parameters are added to their buffers."""
+        """The gradient by the layer's input; those by the parameters are added to their buffers.
+
+        What is not needed any more is freed at once: in front of the attention, whose tiles of scores are the largest
+        of the pass, only the gradients by the residual stream and by the attention's output are left
+        (``planning.segment_bytes`` counts them).
+        """
         x, stream, mixed, gated, out = kept.x, kept.stream, kept.mixed, kept.gated, kept.out
         (N, _, C), layer = x.shape, self.index - context.first_layer
+        qkv_bias, proj_bias, fc1_bias, fc2_bias = self.biases
         grad_rows = grad.reshape(N, C)
         active = gated.new_empty(N, gated.shape[1] // 2)
         swiglu_into(gated, active)
-        grad_gated = swiglu_backward(_backward(grad_rows, active, self.fc2), gated)
+        grad_gated = swiglu_backward(_backward(grad_rows, active, self.fc2, fc2_bias), gated)
         del active
         normed = torch.empty_like(x)
         rms_norm_again(stream, kept.stream_rstd, self.norms[1], normed)
-        grad_normed = _backward(grad_gated, normed.view(N, C), self.fc1)
+        grad_normed = _backward(grad_gated, normed.view(N, C), self.fc1, fc1_bias)
+        del grad_gated, normed
         grad_stream, mlp_norm = rms_norm_partial_gradients(
             grad_normed.view(N, 1, C), grad_rows, stream, kept.stream_rstd, self.norms[1]
         )
-        stream_rows = grad_stream.view(N, C)
-        grad_out = _backward(stream_rows, out.view(N, -1), self.proj).view(out.shape)
+        del grad_normed
+        grad_out = _backward(grad_stream.view(N, C), out.view(N, -1), self.proj, proj_bias).view(out.shape)
         q_weight, k_weight = self.head_norms or (None, None)
         query, (cos, sin) = torch.empty_like(out), context.rotary_tables
         queries_again(mixed, cos, sin, q_weight, self.layout, self.head_eps, query)
         grads = context.attention_gradients(layer, grad_out, query, out, kept.lse, self.scale)
+        del query, grad_out
         grad_mixed, head_norms = qkv_rope_partial_gradients(
             *grads, mixed, cos, sin, q_weight, k_weight, self.layout, self.head_eps
         )
-        del query, grads, grad_out
+        del grads
+        normed = torch.empty_like(x)
         rms_norm_again(x, kept.rstd, self.norms[0], normed)
-        grad_normed = _backward(grad_mixed, normed.view(N, C), self.qkv)
+        grad_normed = _backward(grad_mixed, normed.view(N, C), self.qkv, qkv_bias)
+        del grad_mixed, normed
         grad_x, input_norm = rms_norm_partial_gradients(
             grad_normed.view(N, 1, C), grad_stream, x, kept.rstd, self.norms[0]
         )
         add_partial_sums(_buffers(self.norms), (input_norm, mlp_norm))
         if self.has_norms:
             add_partial_sums(_buffers(self.head_norms), head_norms)
-        for bias, rows in zip(self.biases, (grad_mixed, stream_rows, grad_gated, grad_rows), strict=True):
-            if bias is not None:
-                bias.main_grad.add_(rows.sum(0))
         return grad_x
 
 
@@ -176,10 +184,12 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product.add_(bias)
 
 
-def _backward(grad_rows: Tensor, rows: Tensor, weight: Parameter) -> Tensor:
-    """The gradient by the input of a product with ``weight``, whose own gradient is added to its buffer."""
+def _backward(grad_rows: Tensor, rows: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
+    """The gradient by the input of a product with ``weight``; those by weight and bias are added to their buffers."""
     grad = torch.mm(grad_rows, weight)
     add_weight_gradient(weight.main_grad, grad_rows, rows)
+    if bias is not None:
+        bias.main_grad.add_(grad_rows.sum(0))
     return grad
 
 
