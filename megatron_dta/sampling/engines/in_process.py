@@ -221,7 +221,8 @@ class InProcessEngine(RolloutEngine):
         own_drafts = [draft_of[sequence] for sequence in rows]
         last = [np.arange(place[row] - len(draft_of[row]) - 1, place[row]) for row in rows]
         noise = self._to_device(noise_of(rows, own_drafts, self._params, self._iteration)[0])
-        drawn = next_tokens(self._model, hidden[self._to_device(np.concatenate(last))], noise, self._params)
+        hidden = hidden[self._to_device(np.concatenate(last))]
+        drawn = next_tokens(self._model, hidden, noise, self._params, self._is_paged)
         # The only place that waits for the device; a float64 holds every token id.
         tokens, logprobs = torch.stack([part.double() for part in drawn]).cpu().numpy()
         ends = np.cumsum([len(draft) + 1 for draft in own_drafts])[:-1]
