@@ -177,6 +177,14 @@ class Speculator:
         self.report.add_sample(generated, steps, drafted, accepted, first)
         self._free.append(slot)
 
+    def learn(self, problem: str, prompt: np.ndarray, generated: np.ndarray, is_branch: bool = False) -> None:
+        """Take in a sample that another engine has made in this step; the report is of this engine's own."""
+        slot = self.open(problem, prompt, 0, is_branch)
+        self.append(slot, generated)
+        self.drafter.finish(int(self._rows[slot, 0]), self._step)
+        self.history.add(problem, int(self._rows[slot, 2]), len(generated))
+        self._free.append(slot)
+
     def discard(self, slot: int) -> None:
         """The sample is given up and forgotten."""
         self.drafter.discard(int(self._rows[slot, 0]))

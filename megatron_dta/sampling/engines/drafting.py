@@ -88,6 +88,8 @@ class SuffixDrafting(Drafting):
         self._branches: set[Sequence] = set()  # those whose parent had the same problem
         self._proposal: Proposal | None = None
         self._measured: list[tuple[int, float]] = []
+        # Complete samples that the other replicas do not know of, where there are others.
+        self._unshared: list[tuple[str, bool, np.ndarray, np.ndarray]] = []
 
     def submitted(self, sequence: Sequence) -> None:
         problem = None if sequence.parent is None else self._problems.get(sequence.parent)
@@ -115,6 +117,12 @@ class SuffixDrafting(Drafting):
 
     def finished(self, sequence: Sequence) -> None:
         self.speculator.finish(self._slots.pop(sequence))
+        if current_mesh().data_size > 1:
+            is_branch = sequence in self._branches
+            # Of a branch's context the trees take the end.
+            context = sequence.tokens[: sequence.context_length]
+            context = context[-self.speculator.drafter.params.depth :] if is_branch else context
+            self._unshared.append((self._problems[sequence], is_branch, context.copy(), sequence.response.copy()))
         self._branches.discard(sequence)
         if not sequence.request.hold:
             del self._problems[sequence]
@@ -137,6 +145,15 @@ class SuffixDrafting(Drafting):
         cost = current_mesh().gather_over_replica(self.measured_cost())[0]
         if cost is not None:
             self.speculator.cost = cost
+
+    def share(self) -> None:
+        """Take in what the other replicas have sampled since the last call; all ranks call this together."""
+        own, self._unshared = self._unshared, []
+        mesh = current_mesh()
+        for replica, samples in enumerate(mesh.gather_over_data(own)):
+            if replica != mesh.data_rank:
+                for problem, is_branch, context, response in samples:
+                    self.speculator.learn(problem, context, response, is_branch)
 
     def measured_cost(self) -> ForwardCost | None:
         """The cost of a pass as measured, the median of each number of tokens; None where too little has run."""
