@@ -48,6 +48,18 @@ class Drafting(ABC):
         """The pass of ``tokens`` tokens is over: of row i's draft ``drafted[i]`` tokens were run, and it went on with
         ``appended[i]``."""
 
+    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
+        """Passes without drafts that ran one after the other are over: row i got a token in each of the first
+        ``len(appended[i])``. It was asked for drafts before the first, and gave none or none that was run."""
+        passes = max(map(len, appended))
+        for i in range(passes):
+            alive = [row for row, tokens in zip(rows, appended, strict=True) if len(tokens) > i]
+            none = np.zeros(len(alive), np.int64)
+            if i:
+                self.propose(alive, none)
+            new = [tokens[i : i + 1] for tokens in appended if len(tokens) > i]
+            self.verified(none, new, seconds / passes, len(rows))
+
     @abstractmethod
     def finished(self, sequence: Sequence) -> None:
         """A sequence is complete."""
@@ -63,19 +75,6 @@ class Drafting(ABC):
     @abstractmethod
     def weights_changed(self, policy_version: int) -> None:
         """Nothing runs, and the weights are others now."""
-
-
-def verified_singly(drafting: Drafting, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
-    """Tell ``drafting`` of passes without drafts that ran one after the other: row i got a token in each of the first
-    ``len(appended[i])``. It proposed nothing for the first, and is not asked for drafts of the others."""
-    passes = max(map(len, appended))
-    for i in range(passes):
-        alive = [row for row, tokens in zip(rows, appended, strict=True) if len(tokens) > i]
-        none = np.zeros(len(alive), np.int64)
-        if i:
-            drafting.propose(alive, none)
-        new = [tokens[i : i + 1] for tokens in appended if len(tokens) > i]
-        drafting.verified(none, new, seconds / passes, len(rows))
 
 
 class SuffixDrafting(Drafting):
@@ -113,6 +112,14 @@ class SuffixDrafting(Drafting):
         offsets = np.concatenate([[0], np.cumsum(counts)])
         self.speculator.record(proposal, accepted, np.concatenate(appended).astype(np.int32), offsets, seconds)
         self._measured.append((tokens, seconds))
+        del self._measured[:-_MEASURED]
+
+    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
+        proposal, self._proposal = self._proposal, None
+        proposal.lengths[:] = 0
+        self.speculator.record_burst(proposal, appended, seconds)
+        passes = max(map(len, appended))
+        self._measured += [(len(rows), seconds / passes)] * passes
         del self._measured[:-_MEASURED]
 
     def finished(self, sequence: Sequence) -> None:
