@@ -184,7 +184,8 @@ class Speculator:
         after = self._forwards + passes - 1
         self._forwards = 0 if (self._forwards - 1) // _REPLAN_FORWARDS != (after - 1) // _REPLAN_FORWARDS else after
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        self.drafter.extend(self._rows[proposal.slots, 0], np.concatenate(appended).astype(np.int32), offsets)
+        texts = self._rows[proposal.slots, 0]
+        self.drafter.extend_later(texts, np.concatenate(appended).astype(np.int32), offsets)
         for i in range(passes):
             live = int((counts > i).sum())
             self.report.add_forward(live, live, seconds / passes)
