@@ -33,7 +33,7 @@ MODELS = {
 def fused_model(name: str, **changes: Any) -> Any:
     dtype, shape = MODELS[name]
     settings = dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
-    model = make_model(5, dtype, **settings | shape | changes).eval()
+    model = make_model(5, changes.pop("params_dtype", dtype), **settings | shape | changes).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -45,13 +45,14 @@ def passes(model: Any) -> tuple[list[torch.Tensor], list[PagedContext]]:
     """Hidden states of a pass over three prompts, of one with the next token of each, and of that one once more."""
     rng = seed_all(9)
     shape = head_shape(model)
-    cache = PagedCache(model.layer_numbers, PAGE, shape.num_groups, shape.head_size, shape.dtype, torch.device("cpu"))
+    device = next(model.parameters()).device
+    cache = PagedCache(model.layer_numbers, PAGE, shape.num_groups, shape.head_size, shape.dtype, device)
     cache.grow(9)
     tables = [np.array([0, 4, 7]), np.array([1, 5, 8]), np.array([2, 3, 6])]
     found, contexts, starts = [], [], np.zeros(3, np.int64)
     for counts in (np.array([5, 1, 7]), np.array([1, 1, 1])):
         context, _ = paged_context(cache, starts, counts, tables, shape)
-        tokens = torch.from_numpy(rng.integers(0, VOCAB, counts.sum()))
+        tokens = torch.from_numpy(rng.integers(0, VOCAB, counts.sum())).to(device)
         with torch.no_grad():
             found.append(model(tokens[None], context))
         contexts.append(context)
