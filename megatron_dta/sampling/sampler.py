@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dta.model.staged_model import Model
+from megatron_dta.model.token_draw import draw_by_kernels
 from megatron_dta.sampling.params import SamplingParams
 
 # Bound of the memory of one pass: logits whose softmax exists at once.
@@ -53,9 +54,7 @@ def next_tokens(
     for hidden, noise in zip(hidden_BC.split(rows), noise_B.split(rows), strict=True):
         logits = model.logits(hidden)
         if kernels:
-            from dta_kernels.draw_tokens import draw_tokens
-
-            drawn = draw_tokens(logits, noise, params.temperature)
+            drawn = draw_by_kernels(logits, noise, params.temperature)
             tokens.append(drawn[0])
             logprobs.append(drawn[1])
             continue
