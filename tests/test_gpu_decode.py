@@ -149,7 +149,7 @@ def test_tokens_of_a_real_vocabulary_are_drawn_as_by_the_twin(dtype: torch.dtype
         # float32 quotients that differ in the last bit are another border yet.
         assert (tokens != expected).sum() <= (3 if temperature == 0.6 else 1)
         same = tokens == expected
-        assert (logprobs - their_logprobs)[same].abs().max() <= 4e-6
+        assert (logprobs - their_logprobs)[same].abs().max() <= 2e-5
         assert torch.equal(tokens[7:9], draw_tokens(logits[7:9], noise[7:9], temperature)[0])
 
 
