@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -86,18 +87,18 @@ class DirectLayer:
         (N, _, C), (G, P, D) = x.shape, self.layout
         cos, sin = context.rotary_tables
         normed, _, rstd = rms_norm_forward(x, self.norms[0], self.eps[0])
-        mixed = _product(normed.view(N, C), self.qkv, self.biases[0])
+        mixed = product(normed.view(N, C), self.qkv, self.biases[0])
         query, layer = x.new_empty(N, G * P, D), self.index - context.first_layer
         q_weight, k_weight = self.head_norms or (None, None)
         keys = context.own_keys(layer)
         qkv_rope_into(mixed, cos, sin, q_weight, k_weight, self.layout, self.head_eps, query, keys)
         out, lse = context.attend_by_kernels(layer, query, None, values_of(mixed, self.layout), self.scale)
-        branch = _product(out.view(N, -1), self.proj, self.biases[1])
+        branch = product(out.view(N, -1), self.proj, self.biases[1])
         normed, stream, stream_rstd = rms_norm_forward(x, self.norms[1], self.eps[1], branch.view(N, 1, C))
-        gated = _product(normed.view(N, C), self.fc1, self.biases[2])
+        gated = product(normed.view(N, C), self.fc1, self.biases[2])
         active = gated.new_empty(N, gated.shape[1] // 2)
         swiglu_into(gated, active)
-        output = _product(active, self.fc2, self.biases[3]).view(N, 1, C).add_(stream)
+        output = product(active, self.fc2, self.biases[3]).view(N, 1, C).add_(stream)
         return output, _Kept(x, rstd, mixed, out, lse, stream, stream_rstd, gated)
 
     def backward(self, grad: Tensor, kept: _Kept, context: SegmentContext) -> Tensor:
@@ -179,7 +180,8 @@ class _Layer(torch.autograd.Function):
         return ctx.layer.backward(grad, kept, ctx.context), None, None
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``rows @ weight.T + bias``, rounded after each of the two."""
     product = torch.mm(rows, weight.t())
     return product if bias is None else product.add_(bias)
 
@@ -197,17 +199,27 @@ def _buffers(weights: tuple[Parameter, ...]) -> tuple[Tensor, ...]:
     return tuple(weight.main_grad for weight in weights)
 
 
-def is_plain(layer: Module) -> bool:
-    """Whether the layer is one that ``DirectLayer`` computes, with all its gradient buffers in place."""
-    attention, mlp = layer.self_attention, layer.mlp
+def has_plain_modules(layer: Module) -> bool:
+    """Whether a ``FusedLayer`` with SwiGLU consists of modules whose forward ``DirectLayer`` computes."""
     if layer.config.tensor_model_parallel_size > 1 or not all(hasattr(layer, name) for name in _HOOKS):
         return False
+    attention, mlp, norms = layer.self_attention, layer.mlp, (layer.input_layernorm, layer.pre_mlp_layernorm)
     linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-    norms = (layer.input_layernorm, layer.pre_mlp_layernorm)
-    if not all(type(each) in _LINEAR for each in linear) or not all(type(each) is FusedRMSNorm for each in norms):
-        return False
     return (
-        attention.is_fused
+        all(type(each) in (*_LINEAR, ColumnParallelLinear, RowParallelLinear) for each in linear)
+        and all(type(norm) is FusedRMSNorm for norm in norms)
+        and attention.is_fused
+    )
+
+
+def is_plain(layer: Module) -> bool:
+    """Whether the layer is one that ``DirectLayer`` computes, with all its gradient buffers in place."""
+    if not has_plain_modules(layer):
+        return False
+    attention, mlp = layer.self_attention, layer.mlp
+    linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    return (
+        all(type(each) in _LINEAR for each in linear)
         and not attention.checkpoint_core_attention
         and all(main_grad_of(parameter) is not None for parameter in layer.parameters())
     )
