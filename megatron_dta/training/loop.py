@@ -209,6 +209,7 @@ class Trainer:
             sampled += 0 if self.config.data.rollouts else decoded_tokens(rollouts)
             with watch.measure("prepare"):
                 self.progress.waiting = self.preparation.prepare(rollouts)
+                watch.seconds["logprobs"] = watch.seconds.get("logprobs", 0.0) + self.preparation.pass_seconds
                 if self.rollout_files is not None:
                     self.rollout_files.write(self.progress.iteration + 1, self.progress.waiting)
                 for step in self.progress.waiting:

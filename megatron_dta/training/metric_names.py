@@ -79,6 +79,8 @@ METRICS: dict[str, dict[str, str]] = {
         "critic_grad_norm": "norm of the critic's gradient before clipping",
         "critic_learning_rate": "the critic's rate",
         "critic_skipped": "whether the critic's step was skipped",
+        "critic_seq_load_balancing_loss": "balancing loss of the critic's experts, of single sequences",
+        "critic_z_loss": "z-loss of the critic's routers",
     },
     "Sampler and trainer": {
         "sampler_logprob_gap": "mean |trainer's - sampler's logprob| of trained tokens",
@@ -104,6 +106,7 @@ METRICS: dict[str, dict[str, str]] = {
     "Time (under timing)": {
         "collect_seconds": "sampling, or waiting for rollouts",
         "prepare_seconds": "old and reference logprobs, values, advantages",
+        "logprobs_seconds": "passes for old and reference logprobs and values; part of prepare_seconds",
         "plan_seconds": "trees, segments, op lists; part of prepare_seconds where that needs the plan",
         "train_seconds": "forward, losses, backward",
         "update_seconds": "reduction of gradients, clipping, optimizer",

@@ -13,6 +13,7 @@ exchanged.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -45,6 +46,9 @@ class SamplePreparation:
         num_steps: optimizer steps that a collection is divided into; each comes once for every ``--ppo-epochs``.
         critic: engine on the critic's weights, where the objective has one.
         trusts_logprobs: whether logprobs of rollouts are those of the sampler; some engines have others, or none.
+
+    Attributes:
+        pass_seconds: what the passes of the last collection took, without their plans.
     """
 
     def __init__(
@@ -60,13 +64,14 @@ class SamplePreparation:
         filtering: FilterConfig | None = None,
         trusts_logprobs: bool = True,
     ) -> None:
-        self.trusts_logprobs = trusts_logprobs
+        self.trusts_logprobs, self.pass_seconds = trusts_logprobs, 0.0
         self.settings, self.objective, self.tree = settings, objective, tree
         self.policy, self.reference, self.num_steps, self.critic = policy, reference, num_steps, critic
         self.critic_settings, self.filtering = critic_settings or CriticConfig(), filtering or FilterConfig()
 
     def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
         """The steps of one collection, in order; none if nothing of it is to be trained."""
+        self.pass_seconds = 0.0
         statistics = rollout_statistics(rollouts)
         num_rollouts = len(rollouts)
         rollouts = select_rollouts(rollouts, self.filtering)
@@ -142,6 +147,7 @@ class SamplePreparation:
     def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:
         """Old and reference logprobs and values of all samples of a step, on its one plan."""
         batch, mesh, own = step.batch(self.tree, self.settings, self.policy), self.policy.mesh, step.own
+        start = time.perf_counter()
         found: dict[str, _Arrays] = {}
         settings = self.settings
         if self.objective.is_policy_gradient:
@@ -156,6 +162,7 @@ class SamplePreparation:
                 found["ref_logprobs"] = _of_all_ranks(mesh, own, reference.compute_logprobs(batch))
         if self.critic is not None:
             found["old_values"] = _of_all_ranks(mesh, own, self.critic.compute_logprobs(batch))
+        self.pass_seconds += time.perf_counter() - start
         return found
 
     def _penalties(self, rollouts: Sequence[Rollout], found: dict[str, _Arrays]) -> _Arrays | None:
