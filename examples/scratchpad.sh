@@ -19,8 +19,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 out=${OUT:-runs/scratchpad}
 seed=${SEED:-1}
-default=$("$python" -c 'import torch; print("large" if torch.cuda.is_available() else "small")')
-size=${SIZE:-$default}
+size=${SIZE:-$("$python" -c 'import torch; print("large" if torch.cuda.is_available() else "small")')}
 
 case $size in
 large)
@@ -68,13 +67,14 @@ echo "== 1. supervised warm-up"
 
 grpo() { # MODE STEPS: GRPO from the warmed-up weights, two optimizer steps a collection
   "$python" -m megatron_dta.train $model $tree $adam $sampling $rates --tree-mode "$1" --train-iters "$2" \
-    --lr-warmup-iters 4 --lr-decay-iters "$steps" --num-steps-per-rollout 2 --load "$out/warmup" --finetune \
+    --lr-warmup-iters 4 --lr-decay-iters "$steps" --num-steps-per-rollout 2 --old-logprobs recompute \
+    --load "$out/warmup" --finetune \
     --tokenizer-type CharacterTokenizer --reward-function examples/scratchpad.py:reward \
-    --prompt-data "$out/data/prompts.jsonl" --eval-prompt-data "$out/data/held_out.jsonl" \
+    --prompt-data "$out/data/prompts.jsonl" \
     --save "$out/$1" --log-interval 10 "${@:3}"
 }
 echo "== 2. GRPO on prefix trees: $steps steps"
-grpo dta "$steps" --eval-interval $((steps > 6 ? steps / 6 : 1)) --save-rollouts-interval "$steps"
+grpo dta "$steps" --eval-prompt-data "$out/data/held_out.jsonl" --eval-interval $((steps > 6 ? steps / 6 : 1)) --save-rollouts-interval "$steps"
 echo "== 3. the same without sharing: $dense_steps steps"
 grpo dense "$dense_steps"
 

@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.rollouts.files import replacing
 from megatron_dta.training.metrics import read_metrics
@@ -41,11 +39,11 @@ def main() -> int:
         raise InputError(f"{run}: no metrics of a finished run of examples/scratchpad.sh")
     rows = [phases(mode, steps) for mode, steps in chosen.items()]
     write_summary(run, rows, held_out, records["dta"])
-    plot(records["dta"], held_out, rows, run / "learning.png")
     print("held-out reward (fraction of right sums, sampled at temperature 1) after so many steps of GRPO:")
     for step, value in held_out:
         print(f"  {step:5d}  {value:.3f}  {'#' * round(50 * value)}")
     print_phases(rows)
+    plot(records["dta"], held_out, rows, run / "learning.png")
     print(f"picture: {run / 'learning.png'}   figures: {run / 'summary.json'}   page: {run / 'report.html'}")
     gain = held_out[-1][1] - held_out[0][1]
     if gain < LEAST_GAIN:
@@ -129,6 +127,8 @@ def plot(
     records: list[dict[str, Any]], held_out: list[tuple[int, float]], rows: list[dict[str, Any]], picture: Path
 ) -> None:
     """The rewards on the left, the seconds of a step's phases on the right."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     trained = [record for record in records if "reward" in record]

@@ -22,6 +22,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from megatron_dta.config import TrainConfig
@@ -84,11 +85,14 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the block to ``name``."""
+        """Add the time of the block to ``name``, that of what it has queued on a GPU included."""
         self._on_start(name)
         start = time.perf_counter()
         try:
             yield
+            if torch.cuda.is_initialized():
+                # Every phase but the update ends by reading a result; the next phase needs what this one computed.
+                torch.cuda.current_stream().synchronize()
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
