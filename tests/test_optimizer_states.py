@@ -23,7 +23,7 @@ from megatron_dta.errors import InputError
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_dta.training.checkpoint_files import find_checkpoint
-from megatron_dta.training.optimizer import TrainingOptimizer, _return_states
+from megatron_dta.training.optimizer import TrainingOptimizer, _put_beside_parameters
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -126,16 +126,19 @@ def test_a_fresh_process_resumes_offloaded_states(bfloat16_is_a_gpu: None, tmp_p
     assert_same(restored.weights(), there)
 
 
-def test_states_of_what_is_not_offloaded_are_loaded_to_where_it_is() -> None:
+def test_loaded_states_are_where_their_parameters_are_updated() -> None:
     """Megatron takes PyTorch's optimizer of the GPU for one of the host; "meta" stands for the GPU."""
-    parameter = torch.empty(3, device="meta")
-    values = {name: torch.zeros(3) for name in ("exp_avg", "exp_avg_sq", "master_param")} | {"step": torch.tensor(2.0)}
-    adam = SimpleNamespace(gpu_optimizer=SimpleNamespace(state={parameter: values}))
-    _return_states(adam)
-    assert {name: value.device.type for name, value in values.items()} == dict.fromkeys(values, "meta")
-    assert values["master_param"] is parameter
-    _return_states(SimpleNamespace(gpu_optimizer=None))
-    _return_states(torch.optim.AdamW([torch.zeros(2)]))
+    places = {"cpu": torch.zeros(3), "meta": torch.zeros(3, device="meta")}
+    parameters = {place: torch.zeros(3, dtype=torch.bfloat16) for place in places}
+    state = {
+        parameter: {"exp_avg": torch.zeros(3), "step": torch.tensor(2.0), "master_param": places[place]}
+        for place, parameter in parameters.items()
+    }
+    inner = {parameter: places[place] for place, parameter in parameters.items()}
+    _put_beside_parameters(SimpleNamespace(state=state, param_to_inner_param=inner))
+    for place, parameter in parameters.items():
+        assert {value.device.type for value in state[parameter].values()} == {place}
+        assert state[parameter]["master_param"] is places[place]
 
 
 def test_the_gradient_buffer_has_the_dtype_asked_for(bfloat16_is_a_gpu: None) -> None:

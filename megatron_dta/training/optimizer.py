@@ -218,22 +218,20 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
     for values, step in zip(of_parameters, taken, strict=True):
         if step is not None:
             values["step"] = step
-    _return_states(optimizer.optimizer)
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        _put_beside_parameters(optimizer.optimizer)
 
 
-def _return_states(adam: Any) -> None:
-    """Give what has been loaded for parameters whose states stay on the GPU back to it.
+def _put_beside_parameters(hybrid: HybridDeviceOptimizer) -> None:
+    """States as loaded, all on the host, to where each one's parameter is updated.
 
-    Megatron tells the part of its offloading optimizer that is on the GPU from those on the host by the class, which is
-    PyTorch's for both where Transformer Engine is not installed, and then puts all states on the host.
+    Megatron tells the two sides apart by their optimizers' class, which is one where only PyTorch's Adam is installed.
     """
-    on_device = getattr(adam, "gpu_optimizer", None)
-    for parameter, values in on_device.state.items() if on_device is not None else ():
+    for parameter, values in hybrid.state.items():
+        inner = hybrid.param_to_inner_param[parameter]
         for name, value in values.items():
-            if torch.is_tensor(value):
-                values[name] = value.to(parameter.device)
-        if "master_param" in values:
-            values["master_param"] = parameter
+            if isinstance(value, torch.Tensor) and value is not inner:
+                values[name] = value.to(inner.device)
 
 
 def data_parallel_chunks(
