@@ -90,6 +90,8 @@ METRICS: dict[str, dict[str, str]] = {
         "sampler_mismatch_alarms": "alarms so far",
     },
     "Trees and segments": {
+        "routing_replaced": "fraction of the sampler's choices of experts that gave way to those of another rollout "
+        "through the same token, with --moe-routing-replay",
         "tokens": "tokens of all sequences of the step, as training them one by one would compute",
         "unique_tokens": "tokens of the forests, which were computed",
         "token_reuse": "the former over the latter",
