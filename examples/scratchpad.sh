@@ -68,17 +68,17 @@ echo "== 1. supervised warm-up"
 grpo() { # MODE STEPS: GRPO from the warmed-up weights, two optimizer steps a collection
   "$python" -m megatron_dta.train $model $tree $adam $sampling $rates --tree-mode "$1" --train-iters "$2" \
     --lr-warmup-iters 4 --lr-decay-iters "$steps" --num-steps-per-rollout 2 --old-logprobs recompute \
-    --load "$out/warmup" --finetune \
+    --load "$out/warmup" --finetune --prompt-data "$out/data/prompts.jsonl" \
     --tokenizer-type CharacterTokenizer --reward-function examples/scratchpad.py:reward \
-    --prompt-data "$out/data/prompts.jsonl" \
     --save "$out/$1" --log-interval 10 "${@:3}"
 }
 echo "== 2. GRPO on prefix trees: $steps steps"
-grpo dta "$steps" --eval-prompt-data "$out/data/held_out.jsonl" --eval-interval $((steps > 6 ? steps / 6 : 1)) --save-rollouts-interval "$steps"
+grpo dta "$steps" --eval-prompt-data "$out/data/held_out.jsonl" --eval-interval $((steps > 6 ? steps / 6 : 1)) \
+  --save-rollouts-interval "$steps"
 echo "== 3. the same without sharing: $dense_steps steps"
 grpo dense "$dense_steps"
 
 echo "== 4. what it showed"
-"$python" tools/report_run.py "$out/dta" --output "$out/report.html"
+"$python" tools/report_run.py "$out/dta" --prompts 2 --output "$out/report.html"
 "$python" examples/scratchpad_report.py "$out"
 echo "it took $((SECONDS - started)) seconds"
