@@ -111,7 +111,8 @@ def test_verls_rows_become_prompts(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[END]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="[END]")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}now{% endif %}"
+    turns = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    fast.chat_template = turns + "{% if add_generation_prompt %}now{% endif %}"
     fast.save_pretrained(tmp_path / "model")
     rows = [{"prompt": [{"role": "user", "content": "abc"}], "reward_model": {"ground_truth": "5"}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "v.parquet")
