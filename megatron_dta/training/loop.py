@@ -303,6 +303,7 @@ class Trainer:
             "tokens_per_second": tokens / trained,
             "unique_tokens_per_second": unique / trained,
             **rollouts,
+            **_peak_memory(),
         }
 
     def _report_start(self) -> None:
@@ -362,6 +363,15 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGTERM, previous)
+
+
+def _peak_memory() -> dict[str, float]:
+    """Most memory that tensors of this rank took on its GPU since this was last asked."""
+    if not torch.cuda.is_initialized():
+        return {}
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return {"peak_memory_gib": peak}
 
 
 def progress_line(record: dict[str, Any], train_iters: int) -> str:

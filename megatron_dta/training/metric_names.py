@@ -117,6 +117,7 @@ METRICS: dict[str, dict[str, str]] = {
         "tokens_per_second": "tokens of all sequences over the seconds of plan, train, update and critic",
         "unique_tokens_per_second": "tokens that were computed over the same",
         "sampled_tokens_per_second": "sampled tokens over collect_seconds",
+        "peak_memory_gib": "most memory that tensors took on the first rank's GPU since the step before",
         "rank_train_seconds": "train_seconds of every data-parallel rank, a list",
         "rank_balance": "their mean over the largest: 1 where ranks are alike",
     },
