@@ -73,6 +73,9 @@ def phases(mode: str, records: list[dict[str, Any]]) -> dict[str, Any]:
         for phase in ("sampling", "logprobs", "training")
         if seconds[phase]
     }
+    peaks = [record["timing"]["peak_memory_gib"] for record in records if "peak_memory_gib" in record["timing"]]
+    if peaks:
+        rates["peak_memory_gib"] = max(peaks)
     return {
         "mode": mode,
         "steps": len(records),
