@@ -155,7 +155,7 @@ def plot(
             bottom += height
     right.set_xticks(range(len(rows)), [MODES[row["mode"]] for row in rows])
     right.set(title="seconds of a step", ylabel="s")
-    right.legend()
+    right.legend(loc="upper right")
     unfinished = picture.with_name(picture.name + ".tmp")
     figure.savefig(unfinished, format="png", dpi=150)
     os.replace(unfinished, picture)
