@@ -24,7 +24,7 @@ from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.training import optimizer as optimizer_module
 from megatron_dta.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_dta.training.checkpoint_files import find_checkpoint
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.optimizer import TrainingOptimizer, _put_beside_parameters
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -125,6 +125,21 @@ def test_a_fresh_process_resumes_offloaded_states(bfloat16_is_a_gpu: None, tmp_p
     load_checkpoint(find_checkpoint(tmp_path), restored.config, restored.model, restored.optimizer)
     assert restored.step(2) == expected
     assert_same(restored.weights(), there)
+
+
+def test_loaded_states_are_where_their_parameters_are_updated() -> None:
+    """Megatron takes PyTorch's optimizer of the GPU for one of the host; "meta" stands for the GPU."""
+    places = {"cpu": torch.zeros(3), "meta": torch.zeros(3, device="meta")}
+    parameters = {place: torch.zeros(3, dtype=torch.bfloat16) for place in places}
+    state = {
+        parameter: {"exp_avg": torch.zeros(3), "step": torch.tensor(2.0), "master_param": places[place]}
+        for place, parameter in parameters.items()
+    }
+    inner = {parameter: places[place] for place, parameter in parameters.items()}
+    _put_beside_parameters(SimpleNamespace(state=state, param_to_inner_param=inner))
+    for place, parameter in parameters.items():
+        assert {value.device.type for value in state[parameter].values()} == {place}
+        assert state[parameter]["master_param"] is places[place]
 
 
 def test_the_gradient_buffer_has_the_dtype_asked_for(bfloat16_is_a_gpu: None) -> None:
