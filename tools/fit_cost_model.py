@@ -25,12 +25,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
 
 import numpy as np
 import torch
 
 from benchmark_report import Report
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks import check_tensor_parallel, check_world_size
 from megatron_dta.engine import TreeEngine, prepare_batch
@@ -65,13 +65,8 @@ SHOWN = ("forward", "backward", "bytes", "errors")
 SHALLOW = 4  # The second model has the first one's layers over this.
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--model", choices=list(SHAPES))
     parser.add_argument("--refit", type=Path, metavar="FILE", help="fit the measurements in FILE; no other flags")
     parser.add_argument("--num-layers", type=int, help="layers to measure with (default: the model's)")
