@@ -118,6 +118,13 @@ def parse_arguments() -> argparse.Namespace:
     names = [Path(file).name for file in arguments.files]
     if len(set(names)) < len(names):
         raise InputError("two of the files have the same name, so rows could not be told apart")
+    if arguments.num_virtual_stages_per_pipeline_rank > 1 and arguments.pipeline_model_parallel_size == 1:
+        raise InputError("--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size above 1")
+    if arguments.num_layers is not None and arguments.num_layers > SHAPES[arguments.model]["num_layers"]:
+        layers = SHAPES[arguments.model]["num_layers"]
+        raise InputError(f"--num-layers {arguments.num_layers}: {arguments.model} has only {layers}")
+    if arguments.profile and not torch.cuda.is_available():
+        raise InputError("--profile says which kernels of a CUDA GPU take the time, and there is none; leave it out")
     if arguments.bf16_gradients and not arguments.bf16:
         raise InputError("--bf16-gradients needs --bf16")
     if arguments.timeline_dir is not None and arguments.pipeline_model_parallel_size == 1:
