@@ -15,7 +15,7 @@ from megatron_dta.errors import InputError, one_line
 class CommandLineParser(argparse.ArgumentParser):
     """Takes flags by their whole names only and shows its description as it stands; errors are ``InputError``."""
 
-    def __init__(self, description: str | None, **settings: Any) -> None:
+    def __init__(self, description: str | None = None, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(description=description, allow_abbrev=False, **settings)
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmark_report import Report
-from megatron_dta.command_line import CommandLineParser
+from megatron_dta.command_line import CommandLineParser, print_json
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks import check_tensor_parallel, check_world_size
 from megatron_dta.engine import TreeEngine, prepare_batch
@@ -225,7 +224,7 @@ def fit_again(arguments: argparse.Namespace) -> None:
     report.results = refit(arguments.refit, when)
     report.write()
     load_cost_file(arguments.output)
-    print(json.dumps({key: report.results[key] for key in SHOWN}))
+    print_json({key: report.results[key] for key in SHOWN})
 
 
 def main() -> int:
@@ -268,7 +267,7 @@ def main() -> int:
             "measurements": [asdict(op) for op in ops],
         }
         report.write()
-        print(json.dumps({key: report.results[key] for key in (*SHOWN, "seconds_to_measure")}))
+        print_json({key: report.results[key] for key in (*SHOWN, "seconds_to_measure")})
     return 0
 
 
