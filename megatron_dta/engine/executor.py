@@ -52,6 +52,7 @@ class StepResult:
             the model on a rank, divided by their number).
         recomputed_tokens: tokens whose forward ran twice.
         timeline: when each stage of this replica ran what; empty unless it was asked for.
+        plan: with a timeline, the plan that was run: the batch's, with empty segments where other ranks share experts.
     """
 
     loss: Tensor
@@ -62,6 +63,7 @@ class StepResult:
     peak_in_flight_tokens: int
     recomputed_tokens: int
     timeline: list[TimelineEvent] = field(default_factory=list)
+    plan: StepPlan | None = None
 
 
 class TreeEngine:
@@ -193,7 +195,8 @@ class TreeEngine:
         if run.clock is None:
             return result
         stages = self.mesh.gather_over_replica((self.mesh.tensor_rank, run.clock.events()))
-        return replace(result, timeline=[event for rank, events in stages if rank == 0 for event in events])
+        timeline = [event for rank, events in stages if rank == 0 for event in events]
+        return replace(result, timeline=timeline, plan=batch.plan)
 
     def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
         """Keep a backward of a part from starting the reduction of its gradients, unless ``allowed``."""
