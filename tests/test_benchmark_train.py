@@ -99,7 +99,8 @@ def test_experts_on_a_pipeline_in_all_modes(tmp_path):
     assert packed["segment_tokens"] == 16
     for row in (packed, tree):
         assert row["speed_up"] == pytest.approx(dense["seconds"] / row["seconds"])
-        assert row["bound"] == pytest.approx(dense["tflop"] / row["tflop"]) > 1
+        assert row["bound"] == pytest.approx(dense["tflop"] / row["tflop"])
+        assert row["bound"] > 1
     for row in rows:
         planned = read_timeline(folder / f"rollouts_{row['mode']}_planned.json")
         assert row["planned_utilisation"] == pytest.approx(timeline_utilisation(planned, 2))

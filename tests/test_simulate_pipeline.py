@@ -58,9 +58,7 @@ def test_figures(rollouts: Path) -> None:
     assert max(values["peak_in_flight_tokens"]) <= 1.5 * values["one_stage_in_flight_tokens"]
     busy = np.asarray(values["busy_per_stage"])
     assert values["utilisation"] == pytest.approx(busy.sum() / (4 * values["makespan"]))
-    # All but the last wait for the host; it has fewer layers and, beside them, logits.
-    np.testing.assert_allclose(busy[:3], busy[0])
-    assert 0.9 * busy[0] < busy[3] <= busy[0]
+    np.testing.assert_allclose(busy, busy[0], rtol=1e-5)  # Parts of layers even out what the last one has beside them.
     assert values["makespan"] < one["makespan"]
     assert values["digest"] == run_json(rollouts, P, 4, "--tree-segment-tokens", 64)["digest"]
 
@@ -90,9 +88,11 @@ def test_options_are_used(rollouts: Path, tmp_path: Path) -> None:
 
 def test_layers(rollouts: Path) -> None:
     wide = ("--num-layers", 10, "--hidden-size", 64, "--ffn-hidden-size", 64, "--vocab-size", 2000)
-    shares = run_json(rollouts, P, 4, *wide)["layers_per_stage"]
+    # So few tokens wait for the host everywhere: logits hide in that, unless they are many.
+    np.testing.assert_allclose(run_json(rollouts, P, 4, *wide)["layers_per_stage"], 0.25, rtol=1e-4)
+    shares = run_json(rollouts, P, 4, *wide, "--vocab-size", 10**9)["layers_per_stage"]
     assert sum(shares) == pytest.approx(1)
-    assert shares[3] < shares[0]
+    assert shares[3] < 0.9 * shares[0]
     auto = run_json(rollouts, P, 4, *wide, "--layers-per-stage", "auto")["layers_per_stage"]
     assert sum(auto) == 10
     assert min(auto) >= 1

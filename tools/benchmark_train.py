@@ -81,9 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bf16-gradients", action="store_true", help="with --bf16: gradients in bfloat16 too")
     parser.add_argument("--tree-mode", nargs="+", choices=("dense", "packed", "dta"), default=["dense", "dta"])
     parser.add_argument("--tree-segment-tokens", type=int, help="default: 4096, or chosen with the next two")
-    parser.add_argument(
-        "--pack-tokens", type=int, help="most tokens of a pack (default: the longest sequence)"
-    )
+    parser.add_argument("--pack-tokens", type=int, help="most tokens of a pack (default: the longest sequence)")
     parser.add_argument("--cost-model", help="file of tools/fit_cost_model.py: plan by it, and say what it predicts")
     parser.add_argument(
         "--tree-memory-gib", type=float, help="memory of weights, gradients and the step; as in training"

@@ -42,6 +42,7 @@ from megatron_dta.planning.pipeline_simulation import simulate
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
+from megatron_dta.planning.stage_balance import balance_layers, balance_shares
 from megatron_dta.planning.timeline import timeline_events, write_chrome_trace
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_forest_without_sharing, build_prefix_tree
@@ -143,18 +144,24 @@ def cost_model_of(arguments: argparse.Namespace) -> CostModel:
     return model
 
 
-def layers_of(arguments: argparse.Namespace, model: CostModel, counts: Sequence[np.ndarray]) -> list[float]:
-    """Layers, or shares of them, of each virtual stage."""
+def layers_of(
+    arguments: argparse.Namespace, model: CostModel, counts: Sequence[np.ndarray], recomputed: np.ndarray
+) -> list[float]:
+    """Layers, or shares of them, of each virtual stage: ranks are equally busy with segments of ``counts``."""
     stages, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
     tokens, pairs, edges = counts
     output = model.seconds_per_edge * float(edges.sum())
     layers_cost = float(sum(map(np.sum, model.segment_seconds(tokens, pairs, np.zeros_like(edges)))))
+
+    def work(layers: Sequence[float]) -> np.ndarray:
+        return PipelineCosts.of_segments(model, tokens, pairs, edges, layers, recomputed).work
+
     if arguments.layers_per_stage is None:
-        return balanced_shares(stages, chunks, layers_cost, output_cost=output)
+        return balance_shares(work, balanced_shares(stages, chunks, layers_cost, output_cost=output), stages)
     num_layers = arguments.num_layers or SHAPE["num_layers"]
     if arguments.layers_per_stage == "auto":
-        each = layers_cost / num_layers
-        return list(map(float, layers_per_stage(num_layers, stages * chunks, each, 0.0, output, num_stages=stages)))
+        counted = layers_per_stage(num_layers, stages * chunks, layers_cost / num_layers, 0.0, output, stages)
+        return list(map(float, balance_layers(work, counted, stages)))
     try:
         given = [int(part) for part in arguments.layers_per_stage.split(",")]
     except ValueError:
@@ -178,8 +185,8 @@ def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[Pipeline
 
     def costs_of(plan: SegmentPlan) -> PipelineCosts:
         counts = segment_counts(plan, masks)
-        layers[:] = layers_of(arguments, model, counts)
         recomputed = ~choose_kept_segments(plan, arguments.tree_activation_tokens)
+        layers[:] = layers_of(arguments, model, counts, recomputed)
         return PipelineCosts.of_segments(model, *counts, layers, recomputed)
 
     plan = choose_pipeline(
