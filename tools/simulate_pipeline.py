@@ -9,8 +9,9 @@ backward. Costs are those of the cost model (megatron_dta/planning/cost_model.py
 H200, or measured ones with --cost-model. Each stage has the same share of the cost, parts of layers included, unless
 whole layers are asked for.
 
-Without --pipeline-segment-tokens segments are as small as the pipeline needs to stay within 1.5 times the tokens that
-one stage has in flight.
+Without --pipeline-segment-tokens the size of segments is chosen: the shortest simulated step of those with at most 1.5
+times the tokens that one stage has in flight, and a utilisation of at least 0.95 of the ideal (--least-share-of-ideal).
+Where launches take long a step of larger segments can be shorter though stages wait more; it is shown beside.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from megatron_dta.planning.cost_file import load_cost_model
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import trained_parts
 from megatron_dta.planning.pipeline_bounds import makespan_bound
+from megatron_dta.planning.pipeline_choice import SIZES, PipelinePlan, choose_pipeline
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_layers import balanced_shares, check_layers_per_stage, layers_per_stage
 from megatron_dta.planning.pipeline_schedule import check_schedule, peak_in_flight, tree_1f1b
-from megatron_dta.planning.pipeline_segments import PipelinePlan, choose_pipeline, tokens_of_floor
 from megatron_dta.planning.pipeline_simulation import simulate
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.segment_counts import segment_counts
@@ -48,6 +49,7 @@ from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_forest_without_sharing, build_prefix_tree
 
 SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which takes longer than all that is done here.
+LEAST_SHARE = 0.95
 # The default shape: Qwen3-32B.
 SHAPE = {
     "num_layers": 64,
@@ -85,10 +87,21 @@ def parse_arguments() -> argparse.Namespace:
         counts.append(flag)
         parser.add_argument(flag, type=int, metavar="N", default=default, help=text)
 
-    number("--tree-segment-tokens", "most tokens of a segment on one stage (default: %(default)s)", SEGMENT_TOKENS)
+    number(
+        "--tree-segment-tokens",
+        f"most tokens of a segment on one stage (default: {SEGMENT_TOKENS}), and in the pipeline (default: chosen)",
+    )
     number("--tree-memory-tokens", "budget of in-flight tokens that segments are planned with (default: the planner's)")
     number("--pipeline-segment-tokens", "most tokens of a segment in the pipeline (default: chosen)")
     number("--pipeline-in-flight-tokens", "most tokens in flight on a stage (default: 1.5 x those of one stage)")
+    parser.add_argument(
+        "--least-share-of-ideal",
+        type=float,
+        metavar="X",
+        default=LEAST_SHARE,
+        help="of the sizes of segments that reach this part of N / (N + P - 1) the fastest is taken; 0: the fastest of "
+        "all (default: %(default)s)",
+    )
     parser.add_argument(
         "--tree-activation-tokens",
         type=int,
@@ -124,6 +137,8 @@ def parse_arguments() -> argparse.Namespace:
             raise InputError(f"{flag} must be at least 1, not {value}")
     if arguments.tree_activation_tokens is not None and arguments.tree_activation_tokens < 0:
         raise InputError(f"--tree-activation-tokens must be at least 0, not {arguments.tree_activation_tokens}")
+    if not 0 <= arguments.least_share_of_ideal <= 1:
+        raise InputError(f"--least-share-of-ideal must be from 0 to 1, not {arguments.least_share_of_ideal}")
     if not (math.isfinite(arguments.send_seconds) and arguments.send_seconds >= 0):
         raise InputError(f"--send-seconds must be a number not below 0, not {arguments.send_seconds}")
     return arguments
@@ -170,6 +185,16 @@ def layers_of(
     return list(map(float, check_layers_per_stage(given, num_layers, stages * chunks, "--layers-per-stage")))
 
 
+def sizes_of(arguments: argparse.Namespace) -> list[int]:
+    """Sizes of the pipeline's segments to choose from."""
+    if arguments.pipeline_segment_tokens is not None:
+        return [arguments.pipeline_segment_tokens]
+    most = arguments.tree_segment_tokens
+    if most is None:
+        return list(SIZES)
+    return sorted({most, *(most * part // 8 for part in (6, 4, 3, 2)), *(size for size in SIZES if size < most)} - {0})
+
+
 def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[PipelinePlan, list[float], float]:
     """The plan, the layers (or shares) of its virtual stages, and the seconds that planning took."""
     rollouts = load_rollouts(
@@ -194,13 +219,13 @@ def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[Pipeline
         costs_of,
         arguments.pipeline_model_parallel_size,
         arguments.num_virtual_stages_per_pipeline_rank,
-        arguments.tree_segment_tokens,
+        arguments.tree_segment_tokens or SEGMENT_TOKENS,
         arguments.tree_memory_tokens,
         arguments.pipeline_in_flight_tokens,
         arguments.split_backward,
         arguments.send_seconds,
-        arguments.pipeline_segment_tokens,
-        tokens_of_floor(model),
+        sizes_of(arguments),
+        arguments.least_share_of_ideal,
     )
     costs_of(plan.segments)  # The layers of the plan that was chosen.
     seconds = time.perf_counter() - begin
@@ -231,8 +256,10 @@ def figures(
         "peak_in_flight_tokens": [math.ceil(peak) for peak in peak_in_flight(schedule, segments.lengths)],
         "static_peak_in_flight_tokens": [int(peak) for peak in peak_in_flight(static, segments.lengths)],
         "one_stage_in_flight_tokens": plan.one_stage_tokens,
+        "depth_first_in_flight_tokens": segments.peak_in_flight_tokens,
         "in_flight_limit": plan.limit,
         "makespan": plan.timeline.makespan,
+        "fastest": of_fastest(plan.fastest or plan),
         "busy_per_stage": busy,
         "segment_tokens": segments.segment_tokens,
         "fill": float(segments.fill),
@@ -246,6 +273,17 @@ def figures(
     }
 
 
+def of_fastest(plan: PipelinePlan) -> dict[str, float]:
+    """The plan with the shortest step of those that were looked at."""
+    return {
+        "makespan": plan.timeline.makespan,
+        "segments": plan.segments.num_segments,
+        "segment_tokens": plan.segments.segment_tokens,
+        "utilisation": plan.timeline.utilisation,
+        "ideal_utilisation": plan.ideal_utilisation,
+    }
+
+
 def costs_arrays(costs: PipelineCosts) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(costs.forward), np.asarray(costs.backward)
 
@@ -255,10 +293,13 @@ def print_table(values: dict, title: str) -> None:
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     peak, alone = max(values["peak_in_flight_tokens"]), values["one_stage_in_flight_tokens"]
-    share = values["utilisation"] / values["ideal_utilisation"]
+    share, fastest = values["utilisation"] / values["ideal_utilisation"], values["fastest"]
+    of_fastest = fastest["utilisation"] / fastest["ideal_utilisation"]
+    fastest_size = f"{fastest['segment_tokens']:,} tokens: {fastest['makespan']:,.4g}, {of_fastest:.1%} of the ideal"
     rows = {
         "segments": f"{values['segments']:,} of at most {values['segment_tokens']:,} tokens, {values['fill']:.0%} full",
         "makespan (seconds)": f"{values['makespan']:,.4g}",
+        "fastest size": fastest_size,
         "utilisation": f"{values['utilisation']:.4f} ({share:.1%} of the ideal)",
         "ideal N / (N + P - 1)": f"{values['ideal_utilisation']:.4f}",
         "no schedule has more than": f"{values['bound_utilisation']:.4f}",
