@@ -248,13 +248,15 @@ class TreeEngine:
                 f"parts, the model is on {self.mesh.pipeline_size} of {len(self.chunks)}; give prepare_batch "
                 "pipeline=engine.pipeline(...)"
             )
-        ranks = self.mesh.gather_over_replica((self.mesh.rank, batch.plan.digest(plan)))
-        others = [rank for rank, digest in ranks if digest != ranks[0][1]]
-        if others:
-            raise RuntimeError(
-                f"ranks {ranks[0][0]} and {others[0]} of one pipeline have planned different steps: their rollouts or "
-                "settings differ"
-            )
+        # What a message of 8 tokens is: neither side could tell that the other's are of another shape.
+        message = (*self.tree_models[0].stage_shape(8), str(self.dtype))
+        ranks = self.mesh.gather_over_replica((self.mesh.rank, batch.plan.digest(plan), message))
+        for rank, digest, other in ranks:
+            both = f"ranks {ranks[0][0]} and {rank} of one pipeline"
+            if digest != ranks[0][1]:
+                raise RuntimeError(f"{both} have planned different steps: their rollouts or settings differ")
+            if other != ranks[0][2]:
+                raise RuntimeError(f"{both} have messages of different shapes: {ranks[0][2]} and {other}")
 
 
 def _result(run: StageRun, batch: TreeBatch, mesh: Mesh) -> StepResult:
