@@ -102,6 +102,25 @@ def test_layers(rollouts: Path) -> None:
     np.testing.assert_allclose(np.asarray(busy[:3]) / busy[0], [1, 3 / 4, 2 / 4])
 
 
+def test_sizes_are_chosen_and_models_scaled(rollouts: Path) -> None:
+    near = run_json(rollouts, P, 4, "--tree-segment-tokens", 64)
+    fastest = run_json(rollouts, P, 4, "--tree-segment-tokens", 64, "--least-share-of-ideal", 0)
+    assert max(near["segment_tokens"], fastest["segment_tokens"]) <= 64
+    assert fastest["makespan"] == fastest["fastest"]["makespan"] <= near["makespan"]
+    assert fastest["makespan"] == pytest.approx(near["fastest"]["makespan"], rel=1e-9)
+    assert near["utilisation"] >= 0.95 * near["ideal_utilisation"]
+    assert near["depth_first_in_flight_tokens"] <= near["in_flight_limit"]
+    measured = REPOSITORY / "benchmarks" / "cost_model_qwen3-1.7b_h200.json"
+    cut = ("--pipeline-segment-tokens", 200, "--cost-model", measured)
+    small, same, large = (
+        run_json(rollouts, P, 2, *cut, *more)
+        for more in ((), ("--model", "qwen3-1.7b"), ("--model", "qwen3-32b", "--layers-per-stage", "auto"))
+    )
+    assert same["makespan"] == pytest.approx(small["makespan"], rel=0.02)
+    assert sum(large["layers_per_stage"]) == 64
+    assert sum(large["busy_per_stage"]) > 2 * sum(same["busy_per_stage"])
+
+
 def test_files_and_table(rollouts: Path, tmp_path: Path) -> None:
     plot, trace = tmp_path / "t.png", tmp_path / "t.json"
     done = run_tool(rollouts, P, 2, "--plot", plot, "--trace", trace)
@@ -131,6 +150,9 @@ def test_files_and_table(rollouts: Path, tmp_path: Path) -> None:
         ((P, "2", "--cost-model", "no.json"), ("no.json", "cannot be read")),
         ((P, "2", "--cost-model", "no.json", "--hidden-size", "8"), ("--hidden-size", "--cost-model")),
         ((P, "2", "--plot", "t.gif"), ("t.gif", ".png")),
+        ((P, "2", "--least-share-of-ideal", "95"), ("--least-share-of-ideal", "95")),
+        ((P, "2", "--model", "qwen3-8b", "--hidden-size", "8"), ("--hidden-size", "--model")),
+        ((P, "2", "--model", "qwen3"), ("--model", "qwen3-8b")),
     ],
 )
 def test_bad_input_gets_one_line(rollouts: Path, arguments: tuple, parts: tuple) -> None:

@@ -6,8 +6,8 @@ FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is the share of a
 ideal one N / (N + P - 1) is that of N equal microbatches on P stages; no schedule of these segments under this limit on
 in-flight tokens reaches more than the bound. In flight on a stage are the tokens of segments between forward and
 backward. Costs are those of the cost model (megatron_dta/planning/cost_model.py), by default counted for Qwen3-32B on
-H200, or measured ones with --cost-model. Each stage has the same share of the cost, parts of layers included, unless
-whole layers are asked for.
+H200, of another model with --model, or measured ones with --cost-model. Each stage has the same share of the cost,
+parts of layers included, unless whole layers are asked for.
 
 Without --pipeline-segment-tokens the size of segments is chosen: the shortest simulated step of those with at most 1.5
 times the tokens that one stage has in flight, and a utilisation of at least 0.95 of the ideal (--least-share-of-ideal).
@@ -22,6 +22,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,7 +32,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.errors import InputError, run_entry_point
-from megatron_dta.planning.cost_file import load_cost_model
+from megatron_dta.planning.cost_file import CostFile, load_cost_model
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import trained_parts
 from megatron_dta.planning.pipeline_bounds import makespan_bound
@@ -41,6 +42,10 @@ from megatron_dta.planning.pipeline_layers import balanced_shares, check_layers_
 from megatron_dta.planning.pipeline_schedule import check_schedule, peak_in_flight, tree_1f1b
 from megatron_dta.planning.pipeline_simulation import simulate
 from megatron_dta.planning.recompute import choose_kept_segments
+from megatron_dta.planning.run_cluster import PRESETS, Cluster
+from megatron_dta.planning.run_memory import RunMesh
+from megatron_dta.planning.run_shape import SHAPES
+from megatron_dta.planning.run_time import calibrated, mesh_costs
 from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
 from megatron_dta.planning.stage_balance import balance_layers, balance_shares
@@ -123,6 +128,11 @@ def parse_arguments() -> argparse.Namespace:
         help="file of tools/fit_cost_model.py, or coefficients, in place of counts for the model's shape; with "
         "--num-layers the measured layers are counted so often",
     )
+    parser.add_argument(
+        "--model",
+        choices=sorted(SHAPES),
+        help="a model by name; with --cost-model its costs are scaled from those that were measured of another",
+    )
     for name, value in SHAPE.items():
         number("--" + name.replace("_", "-"), f"of the model (default: {value})")
     number("--max-sequences", "only the first N sequences")
@@ -147,16 +157,32 @@ def parse_arguments() -> argparse.Namespace:
 def cost_model_of(arguments: argparse.Namespace) -> CostModel:
     """The coefficients from the file, or from the shape."""
     given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
-    if arguments.cost_model is None:
-        return CostModel.from_shape(**SHAPE | given)
     for name in given.keys() - {"num_layers"}:
-        raise InputError(f"--{name.replace('_', '-')} has no effect with --cost-model; give one of the two")
-    model, measured = load_cost_model(arguments.cost_model)
+        for flag in ("--cost-model", "--model"):
+            if getattr(arguments, flag[2:].replace("-", "_")) is not None:
+                raise InputError(f"--{name.replace('_', '-')} has no effect with {flag}; give one of the two")
+    model, measured = (None, None) if arguments.cost_model is None else load_cost_model(arguments.cost_model)
+    if arguments.model is not None:
+        if model is not None and measured is None:
+            raise InputError(f"--model: {arguments.cost_model} has coefficients of one model; give one of the two")
+        return scaled_costs(arguments, measured)
     if measured is not None:
         # Layers are divided as many as the costs are of.
         arguments.num_layers = arguments.num_layers or measured.num_layers
         return measured.model(arguments.num_layers)
-    return model
+    return model or CostModel.from_shape(**SHAPE | given)
+
+
+def scaled_costs(arguments: argparse.Namespace, measured: CostFile | None) -> CostModel:
+    """Costs of a model by its name on H200s, at the shares of the peaks that another model was measured to reach."""
+    shape = SHAPES[arguments.model]
+    arguments.num_layers = arguments.num_layers or shape.num_layers
+    shape = replace(shape, num_layers=arguments.num_layers, moe_layers=shape.moe_layers[: arguments.num_layers])
+    cluster = Cluster(**PRESETS["h200"] | {"num_gpus": 8})
+    if measured is not None:
+        cluster = calibrated(cluster, measured)
+    mesh = RunMesh(1, 1, 1, (shape.num_layers,))
+    return mesh_costs(shape, mesh, cluster, None if measured is None else measured.model())
 
 
 def layers_of(

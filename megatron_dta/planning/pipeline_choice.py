@@ -3,8 +3,8 @@
 With segments of S tokens on P stages a step has a bubble of P - 1 of them, and P - 1 more than one root path in flight.
 Small segments make both small; but none is faster than the host launches it, and beyond some number more of them only
 add launches. Which size is best depends on all costs, so sizes are tried from the largest down, as long as that helps:
-each is cut into segments, which one pass of list scheduling brings into an order. The best of these get a schedule with
-all the planner's care, and the shortest step is taken.
+each is cut into segments, which list scheduling brings into an order. The best of these get a schedule with all the
+planner's care, and the shortest step is taken.
 
 The tokens in flight of one stage alone are those of the plan that one stage would run (``segment_tokens`` and the
 planner's budget); a stage of the pipeline may have 1.5 times as many. Beside P - 1 segments this leaves less for the
@@ -19,22 +19,28 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
+from megatron_dta.planning.pipeline_bounds import makespan_bound
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_list_schedule import Policy, list_schedule, pipeline_of
 from megatron_dta.planning.pipeline_planner import DEFAULT_FACTOR, plan_pipeline
-from megatron_dta.planning.pipeline_schedule import PipelineSchedule, peak_in_flight
+from megatron_dta.planning.pipeline_schedule import PipelineSchedule, peak_in_flight, tree_1f1b
 from megatron_dta.planning.pipeline_segments import ideal_utilisation, in_flight_budget
 from megatron_dta.planning.pipeline_simulation import Timeline, simulate
 from megatron_dta.planning.segment_plan import SegmentPlan
 from megatron_dta.planning.segments import plan_segments
 from megatron_dta.tree import PrefixTree
 
-# Sizes that are tried; after so many that are slower than the best, smaller ones are not.
+# Sizes that are tried, the largest first.
 SIZES = (8192, 7168, 6144, 5376, 4608, 4096, 3584, 3072, 2688, 2304, 2048, 1792, 1536, 1344, 1152, 1024, 896, 768, 640)
 SIZES = (*SIZES, 512, 384, 256, 192, 128)
-SLOWER_SIZES = 3
+# Smaller ones are not tried after so many sizes that no schedule makes faster than the best, or once so many segments
+# for each other stage leave next to nothing to gain.
+HOPELESS_SIZES = 2
+ENOUGH_SEGMENTS = 250
+NEAR_BOUND = 1.02
 # A first look takes so many of the segment planner's strategies, and so many of the best are planned with care.
 LOOKED_AT = 2
+POLICIES = (Policy(), Policy(alternate=True, patience=0.1))
 CAREFUL = 4
 # And so many more, where none of these comes as near to the ideal utilisation as it is asked to.
 FURTHER = 20
@@ -127,9 +133,10 @@ def choose_pipeline(
 
 
 class _Candidate(NamedTuple):
-    """A size and a budget; ``seconds`` are those of a first look."""
+    """A size and a budget; ``seconds`` are those of a first look, ``bound`` what no schedule beats."""
 
     seconds: float
+    bound: float
     size: int
     budget: int
     segments: SegmentPlan
@@ -147,17 +154,19 @@ class _Search:
     def look_at(self, sizes: Sequence[int]) -> list[_Candidate]:
         """Candidates, the best first."""
         num_stages, _, limit, _, _ = self.arguments
-        ordered, found, slower = sorted(set(sizes), reverse=True), [], 0
+        ordered, found, hopeless = sorted(set(sizes), reverse=True), [], 0
         for size, smaller in zip(ordered, [*ordered[1:], 0], strict=True):
             # Of sizes that hold all tokens the least is enough; of more than fit at once one stage would always wait.
-            if smaller and (smaller >= self.tree.num_tokens or num_stages * size > limit):
+            if smaller and (smaller >= self.tree.num_tokens or (num_stages - 1) * size > limit):
                 continue
-            before = min((each.seconds for each in found), default=0.0)
-            found.extend(self.candidates(size))
-            slower = slower + 1 if before == min(each.seconds for each in found) else 0
-            if slower == SLOWER_SIZES:
+            own = list(self.candidates(size))
+            found.extend(own)
+            best = min(found, key=lambda each: each[:4])
+            hopeless = hopeless + 1 if min(each.bound for each in own) >= best.seconds else 0
+            enough = own[0].segments.num_segments / (ENOUGH_SEGMENTS * (num_stages - 1))
+            if hopeless == HOPELESS_SIZES or enough > (1 if best.seconds <= NEAR_BOUND * best.bound else 4):
                 break
-        return sorted(found, key=lambda each: each[:3])
+        return sorted(found, key=lambda each: each[:4])
 
     def candidates(self, size: int) -> Iterator[_Candidate]:
         """First looks at a size, each with another budget."""
@@ -165,7 +174,7 @@ class _Search:
         longest, room = int(self.tree.sequence_lengths.max(initial=0)), limit - (num_stages - 1) * size
         for budget in sorted({max(longest, min(self.memory_tokens, room - less)) for less in (0, size)}):
             segments = plan_segments(self.tree, size, budget, LOOKED_AT)
-            yield _Candidate(self.seconds_of(segments), size, budget, segments)
+            yield _Candidate(*self.look(segments), size, budget, segments)
 
     def plan(self, segments: SegmentPlan, one_stage: int) -> PipelinePlan:
         """The best schedule of these segments."""
@@ -174,22 +183,20 @@ class _Search:
         timeline = simulate(schedule, segments.segment_parent, costs, send_seconds)
         return PipelinePlan(segments, costs, schedule, timeline, limit, one_stage)
 
-    def seconds_of(self, segments: SegmentPlan) -> float:
-        """The makespan of one pass of list scheduling."""
+    def look(self, segments: SegmentPlan) -> tuple[float, float]:
+        """The least makespan of a few schedules that are made without a search, and one that no schedule beats."""
         num_stages, num_chunks, limit, split_backward, send_seconds = self.arguments
-        pipeline = pipeline_of(
-            segments.segment_parent,
-            segments.lengths,
-            self.costs_of(segments),
-            num_stages,
-            num_chunks,
-            [num_chunks * limit] * num_stages,
-            split_backward,
-            send_seconds,
-        )
-        return list_schedule(pipeline, Policy()).makespan
+        parents, lengths, costs = segments.segment_parent, segments.lengths, self.costs_of(segments)
+        bound = makespan_bound(parents, lengths, costs, num_stages, num_chunks, limit, split_backward)
+        limits = [num_chunks * limit] * num_stages
+        pipeline = pipeline_of(parents, lengths, costs, num_stages, num_chunks, limits, split_backward, send_seconds)
+        seconds = [list_schedule(pipeline, policy).makespan for policy in POLICIES]
+        static = tree_1f1b(parents, num_stages)
+        if num_chunks == 1 and max(peak_in_flight(static, lengths), default=0) <= limit:
+            seconds.append(simulate(static, parents, costs, send_seconds).makespan)
+        return min(seconds), bound
 
     def with_care(self, candidate: _Candidate) -> SegmentPlan:
         """The candidate's segments with all the segment planner's strategies, if that is faster."""
         careful = plan_segments(self.tree, candidate.size, candidate.budget)
-        return careful if self.seconds_of(careful) < candidate.seconds else candidate.segments
+        return careful if self.look(careful)[0] < candidate.seconds else candidate.segments
