@@ -218,6 +218,20 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
     for values, step in zip(of_parameters, taken, strict=True):
         if step is not None:
             values["step"] = step
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        _put_beside_parameters(optimizer.optimizer)
+
+
+def _put_beside_parameters(hybrid: HybridDeviceOptimizer) -> None:
+    """States as loaded, all on the host, to where each one's parameter is updated.
+
+    Megatron tells the two sides apart by their optimizers' class, which is one where only PyTorch's Adam is installed.
+    """
+    for parameter, values in hybrid.state.items():
+        inner = hybrid.param_to_inner_param[parameter]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value is not inner:
+                values[name] = value.to(inner.device)
 
 
 def data_parallel_chunks(
