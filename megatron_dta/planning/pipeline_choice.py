@@ -14,6 +14,7 @@ without any room waits for memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -159,10 +160,11 @@ class _Search:
             # Of sizes that hold all tokens the least is enough; of more than fit at once one stage would always wait.
             if smaller and (smaller >= self.tree.num_tokens or (num_stages - 1) * size > limit):
                 continue
+            before = min((each.seconds for each in found), default=math.inf)
             own = list(self.candidates(size))
+            hopeless = hopeless + 1 if min(each.bound for each in own) >= before else 0
             found.extend(own)
             best = min(found, key=lambda each: each[:4])
-            hopeless = hopeless + 1 if min(each.bound for each in own) >= best.seconds else 0
             enough = own[0].segments.num_segments / (ENOUGH_SEGMENTS * (num_stages - 1))
             if hopeless == HOPELESS_SIZES or enough > (1 if best.seconds <= NEAR_BOUND * best.bound else 4):
                 break
