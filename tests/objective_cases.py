@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_dta.config import ModelConfig
 from megatron_dta.model import build_stock_model
 from megatron_dta.parity import random_training_samples
+from megatron_dta.parity.plain_router import PlainRouter
 from megatron_dta.planning.sample import TrainingSample
 from test_tree_engine import branching_sequences, model_config, weights_of
 
@@ -52,9 +53,12 @@ def one_by_one(
 def values_one_by_one(
     model: ModelConfig, weights: dict[str, Tensor], samples: Sequence[TrainingSample]
 ) -> tuple[torch.nn.Module, list[Tensor]]:
-    """The same for a critic: its head is the first row of the stock model's output weight, the others are 0."""
+    """The same for a critic: its head is the first row of the stock model's output weight, the others are 0.
+
+    A model with experts has ``PlainRouter``, whose auxiliary losses of each sample are left in it.
+    """
     untied = replace(model, untie_embeddings_and_output_weights=True)
-    stock = build_stock_model(untied, torch.device("cpu"))
+    stock = build_stock_model(untied, torch.device("cpu"), PlainRouter if model.num_experts else None)
     head = weights["output_layer.weight"]
     padded = torch.zeros(stock.output_layer.weight.shape, dtype=head.dtype)
     padded[0] = head[0]
@@ -62,7 +66,8 @@ def values_one_by_one(
     values = []
     for sample in samples:
         trained = torch.from_numpy(np.flatnonzero(sample.loss_mask))
-        values.append(_logits(stock, sample.token_ids)[trained - 1, 0])
+        # What follows the last trained token is in no loss, the auxiliary ones of experts included.
+        values.append(_logits(stock, sample.token_ids[: sample.needed_length()])[trained - 1, 0])
     return stock, values
 
 

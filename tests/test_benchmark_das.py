@@ -109,10 +109,14 @@ def test_what_cannot_be_is_said():
 def test_das_reports_makespans_that_fit_together(tmp_path: Path):
     rollouts = tmp_path / "rollouts.jsonl"
     write_repetitive(rollouts, seed_all(1))
-    flags = "--past 2 --batch 4 --runs 1 --waves 2 --memory-bandwidth-gbs 1000 --das-budget always --json"
+    flags = "--past 2 --batch 4 --runs 1 --waves 2 --memory-bandwidth-gbs 1000 --das-budget always --control --json"
     result = run("das", "--rollouts", str(rollouts), *flags.split())
     assert result.returncode == 0, result.stderr
-    (row,) = json.loads(result.stdout.splitlines()[-1])["rows"]
+    row, control = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert (row["case"], control["case"]) == ("recorded", "control")
+    for name in ("samples", "longest", "plain_seconds", "plain_forwards", "plain_cost", "cost"):
+        assert control[name] == row[name]
+    assert control["tokens_per_forward"] < row["tokens_per_forward"]
     assert row["samples"] == 6
     assert row["waves"] == 2
     assert row["saved"] == pytest.approx(1 - row["das_seconds"] / row["plain_seconds"])

@@ -133,7 +133,6 @@ def test_what_is_not_added_is_missing(counted, name, monkeypatch):
     """The control of the test above."""
     monkeypatch.setattr(direct_layer, name, lambda *_: None)
     (_, expected), (_, found) = both_ways(counted, fused(**QWEN3), DIRECT)
-    # The last segment goes through the modules all the same.
     wrong = {key for key, gradient in expected.items() if (found[key] - gradient).norm() > 1e-2 * gradient.norm()}
     assert wrong == {key for key in expected if "layers." in key and ("norm" in key) == (name == "add_partial_sums")}
 

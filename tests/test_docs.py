@@ -101,26 +101,26 @@ def test_the_environments_work(tmp_path: Path) -> None:
     assert tools.step("3") == ("", 1.0, True)
 
 
-def test_verls_rows_become_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verls_rows_become_prompts(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    class Template:
-        @staticmethod
-        def apply_chat_template(messages: list[dict], add_generation_prompt: bool) -> list[int]:
-            assert add_generation_prompt
-            return [len(message["content"]) for message in messages]
-
-    import transformers
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", staticmethod(lambda name: Template))
+    words = {word: number for number, word in enumerate(("[END]", "user", "abc", "now"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[END]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="[END]")
+    turns = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    fast.chat_template = turns + "{% if add_generation_prompt %}now{% endif %}"
+    fast.save_pretrained(tmp_path / "model")
     rows = [{"prompt": [{"role": "user", "content": "abc"}], "reward_model": {"ground_truth": "5"}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "v.parquet")
     names: dict = {}
     convert, reward = python_in("from_verl_and_slime.md")
     exec(convert, names)
-    names["convert"](str(tmp_path / "v.parquet"), str(tmp_path / "p.jsonl"), "model")
-    assert json.loads((tmp_path / "p.jsonl").read_text()) == {"prompt_token_ids": [3], "answer": "5"}
+    names["convert"](str(tmp_path / "v.parquet"), str(tmp_path / "p.jsonl"), str(tmp_path / "model"))
+    assert json.loads((tmp_path / "p.jsonl").read_text()) == {"prompt_token_ids": [1, 2, 3], "answer": "5"}
     exec(reward, names)
     names["compute_score"] = lambda source, text, truth, extra: float(text == truth)
     assert names["reward"]({"answer": "5"}, "5", []) == 1.0

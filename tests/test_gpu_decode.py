@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from conftest import seed_all
+from dta_kernels.draw_tokens import draw_tokens, draw_tokens_reference
 from dta_kernels.paged_attention import paged_config
 from megatron_dta.config import TreeConfig
+from megatron_dta.model.fused_layer import FusedLayer
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from paged_attention_cases import PagedCase, relative_error
 from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import SHAPES, make_model, random_prompts
+from test_decode_layer import fused_model, passes
 from test_in_process_engine import trainers_logprobs
 from test_speculation_exact import Adversary, answers_of, suffix_drafting
 
@@ -131,3 +134,34 @@ def test_top_p_and_greedy_are_captured_too():
         runs = [generate(started(model, params, **settings), requests) for settings in (PLAIN, GRAPHS)]
         one, other = ([r.token_ids.tolist() for r in run] for run in runs)
         assert one == other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_a_real_vocabulary_are_drawn_as_by_the_twin(dtype: torch.dtype):
+    generator = seed_all(21)
+    steepness = torch.from_numpy(10.0 ** generator.uniform(-1, 1, (300, 1))).to(CUDA)
+    logits = (torch.randn(300, 151_936, device=CUDA) * steepness).to(dtype)
+    noise = torch.from_numpy(generator.random(300)).to(CUDA)
+    for temperature in (0.0, 0.6, 1.0):
+        tokens, logprobs = draw_tokens(logits, noise, temperature)
+        expected, their_logprobs = draw_tokens_reference(logits, noise, temperature)
+        # A draw within rounding of the border between two tokens may fall to either side; and the sums of 150,000
+        # float32 quotients that differ in the last bit are another border yet.
+        assert (tokens != expected).sum() <= (3 if temperature == 0.6 else 1)
+        same = tokens == expected
+        assert (logprobs - their_logprobs)[same].abs().max() <= 2e-5
+        assert torch.equal(tokens[7:9], draw_tokens(logits[7:9], noise[7:9], temperature)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_without_modules_give_the_modules_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    for name in ("QK-norm", "biases"):
+        model = fused_model(name, params_dtype=dtype)
+        direct, contexts = passes(model)
+        assert all(context.direct_until is not None for context in contexts)
+        with monkeypatch.context() as patched:
+            patched.setattr(FusedLayer, "decodes_directly", False)
+            modules, _ = passes(model)
+        for one, other in zip(direct, modules, strict=True):
+            assert torch.isfinite(one).all()
+            assert torch.equal(one, other)

@@ -16,7 +16,7 @@ from megatron_dta.model import build_model
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.plain_router import PlainRouter
-from megatron_dta.planning.routing_replay import agree_on_routing, shaped_routing
+from megatron_dta.planning.routing_replay import agree_on_routing, replaced_share, shaped_routing
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
 from test_moe import BALANCE, QWEN3_MOE, moe_weights
 from test_tree_engine import GRPO, TEMPERATURE, branching_sequences, model_config, tree_config
@@ -79,6 +79,15 @@ def test_a_shared_token_goes_where_its_first_rollout_sent_it() -> None:
     assert np.array_equal(agreed[2][2], routing[0][2])
     assert np.array_equal(agreed[2][3], routing[2][3])
     assert np.array_equal(agreed[3], routing[3])
+    replaced, known = 0, 0
+    for own, taken in zip(routing, agreed, strict=True):
+        for token, layer in np.ndindex(own.shape[:2]):
+            known += own[token, layer, 0] >= 0
+            replaced += own[token, layer, 0] >= 0 and set(own[token, layer]) != set(taken[token, layer])
+    assert 0 < replaced < known
+    assert replaced_share(routing, agreed) == replaced / known
+    assert replaced_share(routing, [choice[..., ::-1] for choice in routing]) == 0
+    assert replaced_share([np.full_like(routing[0], -1)], [routing[0]]) == 0
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

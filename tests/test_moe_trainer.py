@@ -82,6 +82,8 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
     run_on_ranks(train_on_rank, [(f"{command} {EP} --save {tmp_path}/two", None)], 2, tmp_path / "ranks-2")
     one, two = (_rows(tmp_path / run) for run in ("one", "two"))
     assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-3, abs=2e-5)
+    assert all(0 < row["routing_replaced"] < 1 for row in one)
+    assert [row["routing_replaced"] for row in one] == [row["routing_replaced"] for row in two]
     unrouted = command.replace("routed.jsonl", "plain.jsonl")
     write_rollouts(tmp_path / "plain.jsonl", rollouts)
     with pytest.raises(RuntimeError, match="field 'routed_experts': missing"):

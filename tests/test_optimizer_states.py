@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig,
 from megatron_dta.config.state_checks import check_state_support, check_states
 from megatron_dta.errors import InputError
 from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.training import optimizer as optimizer_module
 from megatron_dta.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_dta.training.checkpoint_files import find_checkpoint
-from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.optimizer import TrainingOptimizer, _put_beside_parameters
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -125,6 +127,21 @@ def test_a_fresh_process_resumes_offloaded_states(bfloat16_is_a_gpu: None, tmp_p
     assert_same(restored.weights(), there)
 
 
+def test_loaded_states_are_where_their_parameters_are_updated() -> None:
+    """Megatron takes PyTorch's optimizer of the GPU for one of the host; "meta" stands for the GPU."""
+    places = {"cpu": torch.zeros(3), "meta": torch.zeros(3, device="meta")}
+    parameters = {place: torch.zeros(3, dtype=torch.bfloat16) for place in places}
+    state = {
+        parameter: {"exp_avg": torch.zeros(3), "step": torch.tensor(2.0), "master_param": places[place]}
+        for place, parameter in parameters.items()
+    }
+    inner = {parameter: places[place] for place, parameter in parameters.items()}
+    _put_beside_parameters(SimpleNamespace(state=state, param_to_inner_param=inner))
+    for place, parameter in parameters.items():
+        assert {value.device.type for value in state[parameter].values()} == {place}
+        assert state[parameter]["master_param"] is places[place]
+
+
 def test_the_gradient_buffer_has_the_dtype_asked_for(bfloat16_is_a_gpu: None) -> None:
     for dtype, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         run = Run(1, replace(OFFLOAD, main_grads_dtype=dtype))
@@ -157,10 +174,12 @@ def test_what_does_not_fit_is_refused(flags: str, message: str) -> None:
 
 
 def test_fp8_is_refused_beside_what_it_cannot_do() -> None:
-    engine = replace(MODEL, transformer_impl="transformer_engine", fp8_format="hybrid")
+    widths = dict(hidden_size=32, ffn_hidden_size=64, num_attention_heads=2, num_query_groups=2, kv_channels=16)
+    engine = replace(MODEL, transformer_impl="transformer_engine", fp8_format="hybrid", fp8_recipe="tensorwise")
+    engine = replace(engine, **widths)
     check_states(engine, RATES, SHARDED)
     with pytest.raises(InputError, match="--fp8-format needs --bf16"):
-        check_states(replace(engine, bf16=False), RATES, SHARDED)
+        check_states(replace(engine, bf16=False, params_dtype=torch.float32), RATES, SHARDED)
     with pytest.raises(InputError, match="--num-experts is not supported"):
         check_states(replace(engine, num_experts=4), RATES, SHARDED)
 
@@ -179,3 +198,24 @@ def test_the_machine_is_asked_before_anything_is_built() -> None:
             check_state_support(MODEL, aware)
         with pytest.raises(InputError, match="--fp8-format needs the package transformer_engine"):
             check_state_support(engine, RATES)
+
+
+class CountsInGroups(torch.optim.SGD):
+    """Keeps its number of steps as Transformer Engine's Adam does: an int in each group, and none in the states."""
+
+    def get_unscaled_state(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("steps", [[3.0], [torch.tensor(3.0)], [3], []])
+def test_steps_are_loaded_to_where_an_optimizer_counts_them(steps: list) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    loads = []
+    for adam in (CountsInGroups([parameter], lr=0.1), torch.optim.AdamW([parameter], lr=0.1)):
+        wrapper = SimpleNamespace(optimizer=adam, load_state_dict=loads.append)
+        optimizer_module._load(wrapper, {"optimizer": {"state": {"common_step": 9}, "param_groups": []}}, steps)
+    in_groups, in_states = (loaded["optimizer"] for loaded in loads)
+    assert in_groups["state"] == {}
+    assert [type(group.get("step")) for group in in_groups["param_groups"]] == [int if steps else type(None)]
+    assert "step" not in in_states["param_groups"][0]
+    assert in_states["state"] == ({"common_step": torch.tensor(3.0)} if steps else {})

@@ -193,3 +193,13 @@ def test_bad_input_is_one_line(tmp_path: Path, flags: list[str], words: str) -> 
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
+
+
+def test_trajectories_of_many_turns():
+    """An agent's record, whose turns stand between a user's and tools' answers."""
+    values = replay_json(rollout_file("tau2_retail_3x40.npz"), "--past", 2, "--stop-degenerate", "--no-control")
+    assert values["samples"] == 40
+    assert values["waves"] == 1
+    assert values["tokens_per_forward"] > 2
+    assert values["makespan_saved"] >= 0.35
+    assert values["warm"]["generated_tokens"] == values["cold"]["generated_tokens"]

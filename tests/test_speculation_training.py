@@ -161,3 +161,45 @@ def test_flags_without_effect(tmp_path: Path) -> None:
         ):
             with pytest.raises(InputError, match=words):
                 runs.trainer(f"--train-iters 1 {flags}", "in-process")
+
+
+DATA_PARALLEL = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
+    "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 3 --rollout-max-response-len 7 --lr 1e-3 "
+    "--rollout-speculation das --old-logprobs recompute --seed 3"
+)
+
+
+def trained_samples(rank: int, job: tuple[str, bool]) -> list[tuple[str, list[int]]]:
+    """What a rank's trees hold, after a run or as soon as it has loaded its checkpoint: (problem, text)."""
+    from rich.console import Console
+
+    from megatron_dta.arguments import parse_arguments
+    from megatron_dta.training.setup import build_trainer
+
+    flags, runs = job
+    trainer = build_trainer(parse_arguments(flags.split()), Console(quiet=True))
+    try:
+        if runs:
+            trainer.run()
+    finally:
+        trainer.metrics.close()
+    state = trainer.source._drafting.speculator.drafter.state_dict()
+    texts = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])
+    return sorted((str(state["problems"][p]), t.tolist()) for p, t in zip(state["problem"], texts, strict=True))
+
+
+@pytest.mark.parametrize("method", ["", TREES], ids=["independent", "treepo"])
+def test_replicas_share_what_they_have_sampled(method: str, tmp_path: Path) -> None:
+    """The trees of each of two replicas are those of one process, and those that a checkpoint gives to others."""
+
+    def ranks(flags: str, count: int, runs: bool, name: str) -> list[list]:
+        return run_on_ranks(trained_samples, (f"{DATA_PARALLEL} {method} {flags}", runs), count, tmp_path / name)
+
+    (alone,) = ranks("--train-iters 2", 1, True, "alone")
+    found = ranks(f"--train-iters 2 --save {tmp_path / 'run'}", 2, True, "two")
+    assert found == [alone, alone]
+    assert len(alone) > 10
+    for count in () if method else (1, 3):
+        again = ranks(f"--train-iters 3 --save {tmp_path / 'run'}", count, False, f"again{count}")
+        assert again == [alone] * count

@@ -6,14 +6,18 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from conftest import seed_all
 from dta_kernels import tree_attention_reference as reference
+from dta_kernels.tree_attention_plan import AttentionShape, plan_tree_attention
 from megatron_dta.errors import InputError
-from megatron_dta.model import choose_attention
+from megatron_dta.model import SegmentAttentionPlans, choose_attention
+from megatron_dta.model.segment_attention import key_ends
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
+from megatron_dta.planning.step_plan import plan_step
 from test_tree_engine import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
 from triton_device import DEVICE, interpreter
 
@@ -53,6 +57,33 @@ def test_triton_on_a_cpu_is_refused_but_for_the_interpreter():
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode != 0
     assert "--tree-attention-impl triton needs a CUDA GPU; use auto or reference" in run.stderr
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_made_one_by_one_equal_the_segments_masks(seed):
+    pytest.importorskip("triton")
+    samples = random_training_samples(branching_sequences(seed_all(seed), count=9, longest=60), seed=seed)
+    step = plan_step(samples, "dta", 23)
+    segments, paths, shape = step.segments, step.paths, AttentionShape(4, 2, 8, torch.float32)
+    plans, tree = SegmentAttentionPlans(segments, paths, shape, CPU), step.segments.tree
+    assert segments.num_segments > 3
+    for segment in seed_all(seed).permutation(segments.num_segments).tolist():
+        begin, end = segments.segment_start[segment : segment + 2]
+        ends, tokens = key_ends(segments, paths, segment)
+        keys = np.append(paths.stream_indices(segment), np.arange(begin, end))
+        own = np.arange(begin, end)[:, None]
+        position = len(keys) - tokens + np.arange(tokens)[:, None]
+        seen = (np.arange(len(keys)) <= position) & (position < ends)
+        assert (seen == ((keys <= own) & (own < tree.subtree_end[keys]))).all()
+        found, expected = plans.of_segment(segment), plan_tree_attention([(ends, tokens)], shape, CPU)[0]
+        assert (found.num_queries, found.num_keys, found.stored_elements) == (
+            tokens,
+            len(keys),
+            expected.stored_elements,
+        )
+        assert torch.equal(found.forward.programs, expected.forward.programs)
+        assert torch.equal(found.forward.blocks, expected.forward.blocks)
+        assert plans.of_segment(segment) is found
 
 
 @interpreter

@@ -92,7 +92,7 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
     prompt_tokens = -(-count // arguments.samples_per_prompt) * arguments.prompt_tokens
     profiled = {}
     if arguments.profile and setup.device.type == "cuda":
-        run = arguments.burst + 1
+        run = 4 * arguments.burst + 1
         profiled["profile"] = profile_step(lambda: _measured_run(arguments, engine, setup, count, run), 40)
     return [
         {

@@ -91,6 +91,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--logprob-chunk-tokens", type=int)
     parser.add_argument("--fused-layer-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
+    parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
+    parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="layers' products in FP8")
+    parser.add_argument("--fp8-recipe", choices=("blockwise", "tensorwise", "mxfp8"), help="as in training")
     for name in PARALLEL:
         flag, default = f"--{name.replace('_', '-')}", getattr(ParallelConfig(), name)
         if isinstance(default, bool):
@@ -154,9 +157,11 @@ def model_config(arguments: argparse.Namespace, sets: dict[str, list[TrainingSam
                 f"{file}: has token id {needed - 1}, but {arguments.model} has {vocab_size}; give --renumber-tokens"
             )
     longest = max(len(sample.token_ids) for samples in sets.values() for sample in samples)
-    return benchmark_model(
+    shape = benchmark_model(
         arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers, arguments.fused_layer_impl
     )
+    names = ("transformer_impl", "fp8_format", "fp8_recipe")
+    return replace(shape, **{name: getattr(arguments, name) for name in names})
 
 
 def gemm_peak(device: torch.device, dtype: torch.dtype) -> float:

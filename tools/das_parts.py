@@ -3,7 +3,8 @@
 ``das``: recorded samples, whose acceptance is that of the record (``forced_engine``), with speculation and without; the
 measured makespans beside those that ``replay_das`` would predict from what a forward costs here. All makespans have the
 prompts in them: measured ones from the first submission to the last token, predicted ones with the time that the
-prompts took in the run itself.
+prompts took in the run itself. Plain decoding runs as it would without any of this, in bursts. The control is text that
+drafts do not help with: there speculation must not be slower than plain decoding.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial, reduce
+from itertools import pairwise
 from operator import add
 from typing import Any
 
@@ -22,7 +24,6 @@ from forced_engine import FixedDrafting, ForcedEngine, WaveTime
 from megatron_dta.errors import InputError
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.engines.drafting import Drafting, SuffixDrafting
-from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.drafter import DrafterParams
@@ -34,14 +35,19 @@ from megatron_dta.speculation.replay import (
     remember,
     replay_wave,
     split_history,
+    text_like_control,
     waves,
 )
+from megatron_dta.speculation.report import SpeculationReport
 from megatron_dta.speculation.speculator import BUDGETS, BudgetParams, Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
-from rollout_setup import Setup, build_engine, check_arguments, counts_since, synchronize
+from rollout_setup import Setup, build_engine, check_arguments, counts_since, synchronize, warm_up
 
 _PASSES, _WARM_PASSES = 40, 8
 """Passes from which the cost of one is taken, and how many of them come before it is."""
+
+_UNRECORDED = 2**48
+"""Keys from here on have no record."""
 
 
 def add_das_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,67 +57,122 @@ def add_das_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--live-batch", type=int, help="samples of a wave, at most --batch (default: --batch)")
     parser.add_argument("--waves", type=int, default=1, help="waves that are run, the first ones")
     parser.add_argument("--stop-degenerate", action="store_true", help="cut samples where they are in a loop or noise")
+    parser.add_argument(
+        "--control", action="store_true", help="one more row: text of the same lengths that cannot be drafted well"
+    )
     parser.add_argument("--das-budget", choices=BUDGETS, default="straggler")
     parser.add_argument("--das-draft-tokens", type=int, default=DraftParams().width)
 
 
 def run_das(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
-    """One row: makespans, measured and predicted."""
+    """A row for the recorded samples, and with ``--control`` one for text that cannot be drafted."""
     check_arguments(arguments, "waves", "das_draft_tokens")
     live = arguments.live_batch or arguments.batch
     if not 1 <= live <= arguments.batch:
         raise InputError(f"--live-batch must be from 1 to --batch {arguments.batch}, not {live}")
     history, parts = _recorded(arguments, setup, live)
-    samples = [sample for part in parts for sample in part]
+    cases = {"recorded": (history, parts)}
+    if arguments.control:
+        cases["control"] = _control(history, parts)
+    recorded = {
+        _key(case, i): sample.generated.astype(np.int32)
+        for case, name in enumerate(cases)
+        for i, sample in enumerate(s for part in cases[name][1] for s in part)
+    }
+    # One engine for everything: what it captures once serves all.
+    engine = build_engine(setup, arguments, None, partial(ForcedEngine, recorded))
     largest = max(map(len, parts))
-    drafted_cost = _drafted_cost(arguments, setup, largest)
-    plain_cost = _plain_cost(arguments, setup, largest)
+    warm_up(setup, engine, largest, SamplingParams(1, eos_id=-1))
+    plain_cost = _plain_cost(arguments, setup, engine, largest)
+    drafted_cost = _drafted_cost(setup, engine, largest)
+    # Samples of the control have the lengths of the recorded ones, so plain decoding runs the same passes.
+    plain, _ = _measured(arguments, setup, engine, parts, 0, lambda: None)
+    rows = []
+    for case, (name, (past, now)) in enumerate(cases.items()):
+        make = partial(_speculator, arguments, drafted_cost, past)
+        reports = [replay_wave(replaying, part, len(past)) for replaying in [make()] for part in now]
+        das, counts = _measured(arguments, setup, engine, now, case, lambda make=make: SuffixDrafting(make()))
+        rows.append(_row(setup, name, now, reports, (plain, das), counts, (plain_cost, drafted_cost)))
+    return rows
 
-    def speculator(budget_cost: ForwardCost) -> Speculator:
-        drafter = DrafterParams(draft=DraftParams(width=arguments.das_draft_tokens))
-        made = Speculator(drafter, BudgetParams(arguments.das_budget), budget_cost)
-        remember(made, history)
-        return made
 
-    predicted = speculator(drafted_cost)
-    reports = [replay_wave(predicted, part, len(history)) for part in parts]
-    plain, _ = _measured(arguments, setup, parts, lambda: None)
-    das, counts = _measured(arguments, setup, parts, lambda: SuffixDrafting(speculator(drafted_cost)))
+def _speculator(
+    arguments: argparse.Namespace, cost: ForwardCost, history: Sequence[Sequence[RecordedSample]]
+) -> Speculator:
+    drafter = DrafterParams(draft=DraftParams(width=arguments.das_draft_tokens))
+    made = Speculator(drafter, BudgetParams(arguments.das_budget), cost)
+    remember(made, history)
+    return made
+
+
+def _row(
+    setup: Setup,
+    name: str,
+    parts: Sequence[Sequence[RecordedSample]],
+    reports: Sequence[SpeculationReport],
+    times: tuple[WaveTime, WaveTime],
+    counts: dict[str, float],
+    costs: tuple[ForwardCost, ForwardCost],
+) -> dict[str, Any]:
+    """The figures of one case; pairs are of plain decoding and of speculation."""
+    (plain, das), (plain_cost, drafted_cost) = times, costs
+    samples = [sample for part in parts for sample in part]
     # The first forward of a replay is the one that the prompts end with.
     predicted_plain = plain.prompt_seconds + sum(
         float(plain_cost.seconds(plain_lives(part)[1:]).sum()) for part in parts
     )
-    predicted_das = das.prompt_seconds + sum(sum(report.seconds[1:]) for report in reports)
+    predicted_das = das.prompt_seconds + sum(_predicted(report, plain_cost) for report in reports)
     tokens = sum(len(sample.generated) for sample in samples)
-    return [
-        {
-            "part": "das",
-            "samples": len(samples),
-            "waves": len(parts),
-            "live_batch": largest,
-            "longest": max(len(sample.generated) for sample in samples),
-            "plain_seconds": plain.seconds,
-            "das_seconds": das.seconds,
-            "saved": 1 - das.seconds / plain.seconds,
-            "predicted_plain_seconds": predicted_plain,
-            "predicted_das_seconds": predicted_das,
-            "predicted_saved": 1 - predicted_das / predicted_plain,
-            "plain_prompt_seconds": plain.prompt_seconds,
-            "das_prompt_seconds": das.prompt_seconds,
-            "plain_forwards": plain.forwards,
-            "das_forwards": das.forwards,
-            "plain_pass_ms": 1e3 * plain.pass_seconds,
-            "das_pass_ms": 1e3 * das.pass_seconds,
-            "least_pass_ms": 1e3 * setup.bound_seconds(0),
-            "doubts": doubts({"plain": plain, "das": das}, setup.bound_seconds(0)),
-            "tokens_per_forward": tokens / (counts["decoded_tokens"] - counts["accepted_drafts"]),
-            "predicted_tokens_per_forward": tokens / sum(sum(report.steps) for report in reports),
-            "drafted_tokens": counts["drafted_tokens"],
-            "accepted_tokens": counts["accepted_drafts"],
-            "cost": asdict(drafted_cost),
-            "plain_cost": asdict(plain_cost),
-        }
-    ]
+    return {
+        "part": "das",
+        "case": name,
+        "samples": len(samples),
+        "waves": len(parts),
+        "live_batch": max(map(len, parts)),
+        "longest": max(len(sample.generated) for sample in samples),
+        "plain_seconds": plain.seconds,
+        "das_seconds": das.seconds,
+        "saved": 1 - das.seconds / plain.seconds,
+        "predicted_plain_seconds": predicted_plain,
+        "predicted_das_seconds": predicted_das,
+        "predicted_saved": 1 - predicted_das / predicted_plain,
+        "plain_prompt_seconds": plain.prompt_seconds,
+        "das_prompt_seconds": das.prompt_seconds,
+        "plain_forwards": plain.forwards,
+        "das_forwards": das.forwards,
+        "plain_pass_ms": 1e3 * plain.pass_seconds,
+        "das_pass_ms": 1e3 * das.pass_seconds,
+        "least_pass_ms": 1e3 * setup.bound_seconds(0),
+        "doubts": doubts({"plain": plain, "das": das}, setup.bound_seconds(0)),
+        "tokens_per_forward": tokens / (counts["decoded_tokens"] - counts["accepted_drafts"]),
+        "predicted_tokens_per_forward": tokens / sum(sum(report.steps) for report in reports),
+        "drafted_tokens": counts["drafted_tokens"],
+        "accepted_tokens": counts["accepted_drafts"],
+        "cost": asdict(drafted_cost),
+        "plain_cost": asdict(plain_cost),
+    }
+
+
+def _predicted(report: SpeculationReport, plain_cost: ForwardCost) -> float:
+    """Seconds of a replay behind its first forward: those without drafts run in bursts, as in plain decoding."""
+    live, tokens, seconds = np.array(report.live), np.array(report.tokens), np.array(report.seconds)
+    return float(np.where(tokens > live, seconds, plain_cost.seconds(live))[1:].sum())
+
+
+def _control(
+    history: list[list[RecordedSample]], parts: list[list[RecordedSample]]
+) -> tuple[list[list[RecordedSample]], list[list[RecordedSample]]]:
+    """History and waves of the same lengths whose tokens are drawn anew one by one."""
+    groups = [*history, *parts]
+    drawn = text_like_control([sample for group in groups for sample in group], seed=0)
+    ends = np.cumsum([0, *map(len, groups)]).tolist()
+    again = [drawn[begin:end] for begin, end in pairwise(ends)]
+    return again[: len(history)], again[len(history) :]
+
+
+def _key(case: int, sample: int) -> int:
+    """Key of a recorded sample's request; cases have ranges of their own."""
+    return case * 2**32 + sample
 
 
 def doubts(measured: dict[str, WaveTime], least_pass: float) -> list[str]:
@@ -160,7 +221,9 @@ def _recorded(
 def _measured(
     arguments: argparse.Namespace,
     setup: Setup,
+    engine: ForcedEngine,
     parts: Sequence[Sequence[RecordedSample]],
+    case: int,
     make_drafting: Callable[[], Drafting | None],
 ) -> tuple[WaveTime, dict[str, float]]:
     """Time of all waves, prompts included, in the run of the median, and what the engine's counters gained in a run.
@@ -168,8 +231,6 @@ def _measured(
     Each run drafts anew, so that all begin with the same history and run the same passes: what the first one, which is
     not timed, has compiled and captured serves the others.
     """
-    recorded = {i: s.generated.astype(np.int32) for i, s in enumerate(s for part in parts for s in part)}
-    engine = build_engine(setup, arguments, None, partial(ForcedEngine, recorded))
 
     def run() -> tuple[WaveTime, dict[str, float]]:
         engine.draft_with(make_drafting())
@@ -178,7 +239,8 @@ def _measured(
         for part in parts:
             engine.start(SamplingParams(1, eos_id=-1), 0)
             requests = [
-                GenerationRequest(i, s.prompt.astype(np.int32), len(s.generated), first + i) for i, s in enumerate(part)
+                GenerationRequest(i, s.prompt.astype(np.int32), len(s.generated), _key(case, first + i))
+                for i, s in enumerate(part)
             ]
             synchronize(setup.device)
             times.append(engine.timed(requests)[1])
@@ -190,7 +252,7 @@ def _measured(
     return runs[len(runs) // 2]
 
 
-def _drafted_cost(arguments: argparse.Namespace, setup: Setup, live: int) -> ForwardCost:
+def _drafted_cost(setup: Setup, engine: ForcedEngine, live: int) -> ForwardCost:
     """What a pass of n tokens costs while drafting: few and many rows, with and without drafted tokens."""
     most = min(16 * live, 768)
     counts = sorted({(1, 0), (1, 7), (min(8, live), 3), (live, 0), (live, 1), (live, most // live - 1)})
@@ -199,31 +261,33 @@ def _drafted_cost(arguments: argparse.Namespace, setup: Setup, live: int) -> For
         if width < 0:
             continue
         drafting = FixedDrafting(width)
-        _run_random(arguments, setup, build_engine(setup, arguments, drafting), rows, _PASSES + width)
+        engine.draft_with(drafting)
+        _run_random(setup, engine, rows, _PASSES + width)
         ends = drafting.ends[rows * (width + 1)][_WARM_PASSES - 1 :]
         points.append((rows * (width + 1), (ends[-1] - ends[0]) / (len(ends) - 1)))
     return ForwardCost.fit(*np.array(points).T)
 
 
-def _plain_cost(arguments: argparse.Namespace, setup: Setup, live: int) -> ForwardCost:
+def _plain_cost(arguments: argparse.Namespace, setup: Setup, engine: ForcedEngine, live: int) -> ForwardCost:
     """What a pass of n rows costs in plain decoding at its best settings."""
-    engine, points = build_engine(setup, arguments), []
+    engine.draft_with(None)
+    points = []
     for rows in sorted({1, max(2, live // 8), max(3, live // 2), max(4, live)}):
-        _run_random(arguments, setup, engine, rows, arguments.burst + 2)
+        _run_random(setup, engine, rows, arguments.burst + 2)
         seconds = {}
         for length in (1, 4 * arguments.burst + 1):
-            runs = [_run_random(arguments, setup, engine, rows, length) for _ in range(2)]
+            runs = [_run_random(setup, engine, rows, length) for _ in range(2)]
             seconds[length] = min(runs)
         first, last = seconds.values()
         points.append((rows, max(last - first, 1e-9) / (4 * arguments.burst)))
     return ForwardCost.fit(*np.array(points).T)
 
 
-def _run_random(arguments: argparse.Namespace, setup: Setup, engine: InProcessEngine, rows: int, length: int) -> float:
+def _run_random(setup: Setup, engine: ForcedEngine, rows: int, length: int) -> float:
     """Seconds of sampling ``length`` tokens of so many prompts of 128 tokens."""
     before = engine.statistics()
     engine.start(SamplingParams(1, eos_id=-1), 0)
     synchronize(setup.device)
     prompts = np.random.default_rng(rows).integers(0, setup.model.true_vocab_size, (rows, 128)).astype(np.int32)
-    generate(engine, [GenerationRequest(i, prompt, length, i) for i, prompt in enumerate(prompts)])
+    generate(engine, [GenerationRequest(i, prompt, length, _UNRECORDED + i) for i, prompt in enumerate(prompts)])
     return counts_since(before, engine)["seconds"]

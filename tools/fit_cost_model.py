@@ -5,11 +5,14 @@
         --tensor-model-parallel-size 4 --sequence-parallel --output costs.json
     python tools/fit_cost_model.py --refit costs.json --output new.json
 
-Chains of segments of six lengths, with many or few tokens before them, trained densely or hardly, run through the real
-engine; each op is timed with the device idle before it. A second, shallower model tells what a layer costs from what
-happens once. So --num-layers may be less than the model's, and the file holds for any depth, but for no other shape,
-dtype or tensor parallelism. --refit FILE fits again from the measurements in such a file, which needs no GPU, and
-writes them with the new coefficients to --output. On a GPU the bytes of activations and of workspace are measured too.
+Segments run through the real engine: chains of six lengths, with many or few tokens before them, trained densely or
+hardly, and forests of short sequences, which have many tokens and few pairs of attention. Short segments are timed with
+the device idle before each op, for what the host takes to launch them. Long ones follow each other without a pause, as
+in a training step: a GPU that works without a pause has a lower clock, by 8% on an H200. A second, shallower model
+tells what a layer costs from what happens once. So --num-layers may be less than the model's, and the file holds for
+any depth, but for no other shape, dtype or tensor parallelism. --refit FILE fits again from the measurements in such a
+file, which needs no GPU, and writes them with the new coefficients to --output. On a GPU the bytes of activations are
+measured too, and whether the room that is counted for a backward suffices.
 Use the file with --cost-model in training, tools/benchmark_train.py, tools/simulate_pipeline.py and
 tools/plan_partition.py.
 """
@@ -20,7 +23,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,18 +48,40 @@ from megatron_dta.planning.cost_refit import refit
 from megatron_dta.planning.pipeline_schedule import PipelineOp
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.schedule import OpKind
-from megatron_dta.planning.segment_plan import SegmentPlan
+from megatron_dta.planning.segment_plan import SegmentPlan, segment_parents
 from megatron_dta.planning.stage_program import attention_pairs
 from megatron_dta.planning.step_choice import StepChoice
 from megatron_dta.planning.step_plan import StepPlan, plan_segmented_step
 from megatron_dta.training.optimizer import data_parallel_chunks
 from model_shapes import SHAPES, benchmark_model
 
-# Halvings of --max-length: the segments of each chain, in order; and the part of its tokens that is trained.
-CHAINS = (
-    ((7, 6, 5, 4, 3, 2, 7, 6, 5, 4, 3, 7, 6, 5), 0.3),
-    ((2, 2, 3, 4, 5, 6, 7, 5, 6, 7, 4), 1.0),
-    ((4,) * 8, 0.0),
+
+@dataclass(frozen=True)
+class Case:
+    """Segments that are measured together.
+
+    Attributes:
+        cuts: halvings of --max-length, for the length of each segment, in order.
+        trained: part of the tokens that is trained.
+        paused: whether the device is idle before each op.
+        sequences: halvings of --max-length, for the length of the sequences that each segment consists of; None for one
+            sequence that goes through all segments.
+    """
+
+    cuts: tuple[int, ...]
+    trained: float
+    paused: bool = False
+    sequences: int | None = None
+
+
+CASES = (
+    Case((7, 6, 5, 4, 7, 6, 5, 7, 6, 5), 0.3, paused=True),
+    Case((5, 6, 7, 4, 5, 6, 7), 1.0, paused=True),
+    Case((4,) * 5, 0.0, paused=True),
+    Case((2, 2, 3, 3, 2), 0.2),
+    Case((3, 2, 3), 1.0),
+    Case((2,) * 5, 0.2, sequences=7),
+    Case((2, 3, 2, 3), 1.0, sequences=7),
 )
 LEAST_LENGTH = 1 << 8
 # Part of the free memory of a GPU that activations may take while measuring.
@@ -119,14 +144,26 @@ class _OpCost:
 
 
 class CostClock:
-    """Times ops one by one, with the device idle in between, in place of the engine's clock."""
+    """Times ops one by one in place of the engine's clock.
 
-    def __init__(self, device: torch.device) -> None:
-        self.costs: dict[tuple[OpKind, int], _OpCost] = {}
+    Args:
+        paused: whether the device is idle before each op; else a GPU's ops are timed by events between them.
+    """
+
+    def __init__(self, device: torch.device, paused: bool) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._end = self._now()
+        self._by_events = self._on_gpu and not paused
+        self._costs: dict[tuple[OpKind, int], _OpCost] = {}
+        self._ends: list[tuple[tuple[OpKind, int], torch.cuda.Event]] = []
+        if self._on_gpu:
+            torch.cuda.synchronize(device)
+        self._begin = self._end = self._now()
 
-    def _now(self) -> float:
+    def _now(self) -> float | torch.cuda.Event:
+        if self._by_events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
@@ -139,13 +176,26 @@ class CostClock:
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
         yield
-        end = self._now()
-        cost = _OpCost(end - self._end)
+        end, key = self._now(), (op.kind, op.segment)
+        self._costs[key] = cost = _OpCost(0.0)
+        if self._by_events:
+            self._ends.append((key, end))
+        else:
+            cost.seconds = end - self._end
         if self._on_gpu:
             cost.left = torch.cuda.memory_allocated(self._device) - before
             cost.peak = torch.cuda.max_memory_allocated(self._device) - before
-        self.costs[op.kind, op.segment] = cost
-        self._end = self._now()
+        if not self._by_events:
+            self._end = self._now()
+
+    def costs(self) -> dict[tuple[OpKind, int], _OpCost]:
+        """What was measured; waits for the device."""
+        if self._by_events:
+            torch.cuda.synchronize(self._device)
+            events = [self._begin, *(event for _, event in self._ends)]
+            for (key, event), before in zip(self._ends, events, strict=False):
+                self._costs[key].seconds = before.elapsed_time(event) / 1e3
+        return self._costs
 
 
 class DepthMeasurement:
@@ -153,7 +203,7 @@ class DepthMeasurement:
 
     def __init__(self, arguments: argparse.Namespace, parallel: ParallelConfig, layers: int, device: torch.device):
         self.device, self.layers, self.repeats = device, layers, arguments.repeats
-        self.longest = max(sum(arguments.max_length >> cut for cut in cuts) for cuts, _ in CHAINS)
+        self.longest = max(sum(arguments.max_length >> cut for cut in case.cuts) for case in CASES)
         config = benchmark_model(arguments.model, arguments.vocab_size, self.longest, arguments.bf16, layers)
         check_tensor_parallel(config, parallel)
         self.chunks = data_parallel_chunks(build_model(config, device, parallel), parallel)
@@ -167,42 +217,47 @@ class DepthMeasurement:
         self.keepable = self.longest
         if device.type == "cuda":
             # One short chain says what a token keeps, and so how many tokens the others may keep.
-            first = self.run([arguments.max_length >> 4] * 2, 1.0, repeats=1)
+            first = self.run(Case((4, 4), 1.0), arguments.max_length, repeats=1)
             per_token = max(op.kept_bytes / op.tokens for op in first if op.kept_bytes is not None)
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(device)
             least = min(current_mesh().gather_from_all(FOR_ACTIVATIONS * free / max(1.0, per_token)))
             self.keepable = int(least)
 
-    def chains(self, max_length: int) -> list[MeasuredOp]:
-        """All chains of ``CHAINS``."""
-        return [op for cuts, part in CHAINS for op in self.run([max_length >> cut for cut in cuts], part)]
+    def cases(self, max_length: int) -> list[MeasuredOp]:
+        """All of ``CASES``."""
+        return [op for case in CASES for op in self.run(case, max_length)]
 
-    def run(self, lengths: Sequence[int], trained_part: float, repeats: int | None = None) -> list[MeasuredOp]:
-        """Ops of a chain of segments; typical ones of the repeats, after one to warm up."""
-        tokens = int(sum(lengths))
-        mask = self.random.random(tokens) < trained_part
+    def _sample(self, tokens: int, trained: float) -> TrainingSample:
+        mask = self.random.random(tokens) < trained
         mask[0], mask[-1] = False, True
-        ids = self.random.integers(0, self.engine.true_vocab_size, tokens).astype(np.int32)
-        batch = prepare_batch([TrainingSample(ids, mask)], TreeConfig(tree_mode="dense", tree_segment_tokens=tokens))
+        return TrainingSample(self.random.integers(0, self.engine.true_vocab_size, tokens).astype(np.int32), mask)
+
+    def run(self, case: Case, max_length: int, repeats: int | None = None) -> list[MeasuredOp]:
+        """Ops of a case's segments; typical ones of the repeats, after one to warm up."""
+        lengths = [max_length >> cut for cut in case.cuts]
+        tokens = int(sum(lengths))
+        each = tokens if case.sequences is None else max_length >> case.sequences
+        samples = [self._sample(each, case.trained) for _ in range(tokens // each)]
+        batch = prepare_batch(samples, TreeConfig(tree_mode="dense", tree_segment_tokens=tokens))
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        parents = np.arange(-1, len(lengths) - 1, dtype=np.int32)
-        segments = SegmentPlan(batch.plan.segments.tree, starts, parents, max(lengths))
+        tree = batch.plan.segments.tree
+        segments = SegmentPlan(tree, starts, segment_parents(tree, starts), max(lengths))
         # Two of three keep their activations, as far as memory allows, so that all kinds of ops are there.
         kept = np.zeros(len(lengths), dtype=bool)
         for segment in reversed(range(len(lengths))):
             fits = sum(n for n, own in zip(lengths, kept, strict=True) if own) + lengths[segment] <= self.keepable
             kept[segment] = fits and (len(lengths) < 3 or segment % 3 != 1)
         choice = StepChoice(segments, kept, 0, 0.0)
-        plan = plan_segmented_step([TrainingSample(ids, mask)], choice, self.engine.pipeline(None))
+        plan = plan_segmented_step(samples, choice, self.engine.pipeline(None))
         runs = []
         for _ in range(1 + (repeats or self.repeats)):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             run = StageRun(self.engine, replace(batch, plan=plan), self.objective)
-            run.clock = CostClock(self.device)
+            run.clock = CostClock(self.device, case.paused)
             run.walk()
-            runs.append(run.clock.costs)
+            runs.append(run.clock.costs())
             del run  # Its memory is the next one's.
         return self._measured(plan, runs[1:])
 
@@ -253,7 +308,7 @@ def main() -> int:
     ops: list[MeasuredOp] = []
     for layers in (max(1, deepest // SHALLOW), deepest):
         measured = DepthMeasurement(arguments, parallel, layers, device)
-        ops += measured.chains(arguments.max_length)
+        ops += measured.cases(arguments.max_length)
         engine = measured.engine
         shape = cost_shape(engine.config, engine.true_vocab_size, engine.dtype)
         counted = engine.counted_bytes()

@@ -48,7 +48,8 @@ class WaveTime:
 
 
 class ForcedEngine(InProcessEngine):
-    """Its request with key k gives ``recorded[k]`` (int32), of which it may ask for a part.
+    """Its request with key k gives ``recorded[k]`` (int32), of which it may ask for a part; one with another key gives
+    what it draws.
 
     Attributes:
         own: by key, the tokens that the engine drew itself behind each prefix of the record, and their logprobs. Passes
@@ -86,9 +87,12 @@ class ForcedEngine(InProcessEngine):
     ) -> list[Sequence]:
         forced, done = [], [row.known - row.context_length for row in rows]
         for row, (own, logprobs), first in zip(rows, sampled, done, strict=True):
-            forced.append((self._recorded[row.request.key][first : first + len(own)], logprobs))
+            record = self._recorded.get(row.request.key)
+            forced.append((own if record is None else record[first : first + len(own)], logprobs))
         ended = super()._take(rows, forced, drafts, began, num_tokens)
         for row, (own, logprobs), first in zip(rows, sampled, done, strict=True):
+            if row.request.key not in self._recorded:
+                continue
             taken = row.known - row.context_length - first if drafts is not None else 1
             tokens, their_logprobs = self.own[row.request.key]
             tokens[first : first + taken], their_logprobs[first : first + taken] = own[:taken], logprobs[:taken]

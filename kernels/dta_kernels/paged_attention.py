@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from dta_kernels.tree_attention_config import padded_head_size, supports
 from dta_kernels.tree_attention_reference import accumulation_dtype
+
+if TYPE_CHECKING:
+    from dta_kernels.launch import Launcher
 
 TILE_FIELDS = 4
 """A tile's first token, its number of tokens, the position of the first one, and where its page table begins."""
@@ -132,27 +136,38 @@ def paged_attention(
         tables: int64, page tables one behind the other.
         parts: memory that is used and kept.
     """
-    from dta_kernels.paged_attention_kernels import merge_parts_kernel, paged_attention_kernel
-    from dta_kernels.tree_attention import interpreted
-
     n, H, D = query_NHD.shape
     if tiles.shape[0] == 0:
         return
     if query_NHD.stride(2) != 1 or not out_NHD.is_contiguous():
         raise ValueError("paged attention needs queries with adjacent channels and a contiguous output")
-    shape = {"H": H, "G": num_groups, "D": D, "BLOCK_D": padded_head_size(D), "BLOCK_M": config.rows}
-    split = {"PARTS": config.parts, "MIN_PART": config.min_part}
     part_out, part_lse = parts.at_least(config.parts, query_NHD) if config.parts > 1 else (out_NHD, out_NHD)
+    attend, merge = _attention_launchers(H, num_groups, D, page_size, config, query_NHD.dtype)
     programs = tiles.shape[0] * num_groups
-    paged_attention_kernel[(programs, config.parts)](
-        query_NHD, out_NHD, part_out, part_lse, addresses, tiles, tables, n, scale, query_NHD.stride(0),
-        query_NHD.stride(1), **shape, **split, S=page_size, BLOCK_N=config.keys,
-        # Products of float32 stay float32's: the default would round their inputs to 10 bits.
-        PRECISION="ieee", UPCAST=interpreted() and query_NHD.dtype == torch.bfloat16,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    attend(
+        (programs, config.parts), query_NHD, out_NHD, part_out, part_lse, addresses, tiles, tables, n, scale,
+        query_NHD.stride(0), query_NHD.stride(1),
     )  # fmt: skip
     if config.parts > 1:
-        merge_parts_kernel[(programs,)](out_NHD, part_out, part_lse, tiles, n, **shape, **split, num_warps=4)
+        merge((programs,), out_NHD, part_out, part_lse, tiles, n)
+
+
+@lru_cache(maxsize=256)
+def _attention_launchers(
+    num_heads: int, num_groups: int, head_size: int, page_size: int, config: PagedConfig, dtype: torch.dtype
+) -> tuple[Launcher, Launcher]:
+    """The kernels of the attention and of the merge of its parts."""
+    from dta_kernels.launch import Launcher
+    from dta_kernels.paged_attention_kernels import merge_parts_kernel, paged_attention_kernel
+    from dta_kernels.tree_attention import interpreted
+
+    shape = {"H": num_heads, "G": num_groups, "D": head_size, "BLOCK_D": padded_head_size(head_size)}
+    shape |= {"BLOCK_M": config.rows, "PARTS": config.parts, "MIN_PART": config.min_part}
+    # Products of float32 stay float32's: the default would round their inputs to 10 bits.
+    numbers = {"PRECISION": "ieee", "UPCAST": interpreted() and dtype == torch.bfloat16}
+    settings = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    attend = Launcher(paged_attention_kernel, **shape, S=page_size, BLOCK_N=config.keys, **numbers, **settings)
+    return attend, Launcher(merge_parts_kernel, **shape, num_warps=4)
 
 
 def write_pages(key_NGD: Tensor, value_NGD: Tensor, addresses: Tensor, slots: Tensor) -> None:
@@ -160,16 +175,23 @@ def write_pages(key_NGD: Tensor, value_NGD: Tensor, addresses: Tensor, slots: Te
 
     addresses: int64 [2] on the device: where the pages of K and of V begin.
     """
-    from dta_kernels.paged_attention_kernels import write_pages_kernel
-
     n, G, D = key_NGD.shape
     if n == 0:
         return
     key_NGD, value_NGD = (x if x.stride(2) == 1 else x.contiguous() for x in (key_NGD, value_NGD))
-    write_pages_kernel[(n,)](
-        key_NGD, value_NGD, addresses, slots, key_NGD.stride(0), key_NGD.stride(1), value_NGD.stride(0),
-        value_NGD.stride(1), G=G, D=D, BLOCK_D=padded_head_size(D), BLOCK_G=_power_of_two(G), num_warps=4,
+    _write_launcher(G, D)(
+        (n,), key_NGD, value_NGD, addresses, slots, key_NGD.stride(0), key_NGD.stride(1), value_NGD.stride(0),
+        value_NGD.stride(1),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _write_launcher(num_groups: int, head_size: int) -> Launcher:
+    from dta_kernels.launch import Launcher
+    from dta_kernels.paged_attention_kernels import write_pages_kernel
+
+    blocks = {"BLOCK_D": padded_head_size(head_size), "BLOCK_G": _power_of_two(num_groups)}
+    return Launcher(write_pages_kernel, G=num_groups, D=head_size, **blocks, num_warps=4)
 
 
 def copy_pages(sources: Tensor, targets: Tensor, addresses: Tensor, page_elements: int, dtype: torch.dtype) -> None:

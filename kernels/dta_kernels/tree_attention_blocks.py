@@ -169,8 +169,8 @@ def _longest_runs(full: np.ndarray) -> np.ndarray:
     padded = np.zeros((full.shape[0], full.shape[1] + 2), dtype=np.int8)
     padded[:, 1:-1] = full
     change = np.diff(padded, axis=1)
-    row, begin = np.nonzero(change == 1)
-    _, end = np.nonzero(change == -1)
+    row, begin = np.divmod(np.flatnonzero(change == 1), change.shape[1])
+    end = np.flatnonzero(change == -1) % change.shape[1]
     # Of several entries of one row the last assignment stays: the longest, and of equals the first.
     order = np.lexsort((-begin, end - begin))
     runs[row[order], 0], runs[row[order], 1] = begin[order], end[order]
@@ -185,7 +185,10 @@ def _in_runs(runs: np.ndarray, num_blocks: int) -> np.ndarray:
 def _visits(live: np.ndarray, full: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``(row, kind, column)`` of all live pairs, row by row: the run (0), other full blocks (1), partial ones (2)."""
     in_run = _in_runs(runs, live.shape[1])
-    return np.nonzero(np.stack([in_run, full & ~in_run, live & ~full], axis=1))
+    # Flat and divided afterwards: several times as fast as indices along three axes.
+    found = np.flatnonzero(np.stack([in_run, full & ~in_run, live & ~full], axis=1))
+    row_and_kind, column = np.divmod(found, live.shape[1])
+    return row_and_kind // 3, row_and_kind % 3, column
 
 
 def _table(

@@ -1,4 +1,4 @@
-"""What the tree attention kernels need of a step's segments, on the device: made once, uploaded in one copy.
+"""What the tree attention kernels need of segments, on the device: made once, uploaded in one copy.
 
 A ``TreeAttentionPlan`` holds one segment's block tables (see ``tree_attention_blocks``) for the tile sizes of one
 configuration. Nothing in it depends on a layer, so all layers of a step share it. ``key_end`` itself is not part of
@@ -77,7 +77,7 @@ class TreeAttentionPlan:
         parts: the backward pass, mostly in one part; where the tiles of dS of as many groups as fill the GPU are more
             than may be stored, of some tiles of queries each.
         stored_groups: key/value heads whose tiles of dS are stored at once; 0 where dS is computed again.
-        stored_elements: elements of the buffer for them, the same in all segments of a step.
+        stored_elements: elements of the buffer for them, the same in all segments that are planned together.
     """
 
     shape: AttentionShape
@@ -114,7 +114,7 @@ def plan_tree_attention(
     device: torch.device,
     config: TreeAttentionConfig | None = None,
 ) -> list[TreeAttentionPlan]:
-    """Plans of all segments of a step, in one upload that does not wait for the device.
+    """Plans of some segments of a step, in one upload that does not wait for the device.
 
     Args:
         segments: ``(key_end, N)`` of each segment, see ``local_key_end``; N at least 1.

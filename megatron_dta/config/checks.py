@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from importlib.util import find_spec
 
 from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.lora_checks import check_lora, check_reference
@@ -20,6 +19,7 @@ from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.config.rollout_checks import check_rollout_engine, rollout_conditions
 from megatron_dta.config.state_checks import check_states
 from megatron_dta.config.train import TrainConfig, settings_of
+from megatron_dta.config.transformer_engine_checks import check_transformer_impl
 from megatron_dta.config.tree_checks import check_tree
 from megatron_dta.config.treepo_checks import check_treepo, treepo_conditions
 from megatron_dta.errors import InputError
@@ -80,20 +80,6 @@ def _check_model(config: TrainConfig) -> None:
         raise InputError("--fp16 is not supported: it needs loss scaling; use --bf16")
     check_transformer_impl(model)
     _check_recompute(config)
-
-
-def check_transformer_impl(model: ModelConfig) -> None:
-    """Refuse Transformer Engine where it is not installed, and for experts."""
-    if model.transformer_impl == "local":
-        return
-    flag = f"--transformer-impl {model.transformer_impl}"
-    if model.num_experts is not None:
-        raise InputError(f"{flag} has no experts here (--num-experts); use local")
-    if find_spec("transformer_engine") is None:
-        raise InputError(
-            f"{flag}: Transformer Engine is not installed; install it (pip install transformer_engine[pytorch]) or use "
-            "local"
-        )
 
 
 def check_rotary(model: ModelConfig) -> None:

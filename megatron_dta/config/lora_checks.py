@@ -19,8 +19,6 @@ def check_lora(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
     if model.lora_rank is None:
         return
-    if model.transformer_impl != "local":
-        raise InputError(f"--lora-rank needs --transformer-impl local, not {model.transformer_impl}")
     targets = model.lora_target_modules or []
     for name in targets:
         if name not in LORA_TARGETS:

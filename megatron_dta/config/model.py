@@ -96,7 +96,8 @@ class ModelConfig:
     )
     fp8_recipe: str | None = option(
         None,
-        "How FP8 values are scaled (default: Megatron's, delayed).",
+        "How FP8 values are scaled: per 128 values of a row (blockwise, the default), per tensor (tensorwise), per 32 "
+        "values (mxfp8, from Blackwell on), or as in earlier passes (delayed), which is refused.",
         choices=("delayed", "tensorwise", "mxfp8", "blockwise"),
     )
     recompute_granularity: str | None = option(

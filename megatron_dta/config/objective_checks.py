@@ -50,8 +50,6 @@ def check_objective(config: TrainConfig) -> None:
 def _check_critic(config: TrainConfig) -> None:
     if config.objective.objective != "ppo":
         return
-    if config.model.num_experts is not None:
-        raise InputError("--objective ppo does not train a critic with experts yet; leave out --num-experts")
     if config.objective.advantage_estimator != "grpo" or config.objective.disable_grpo_std_normalization:
         flag = "--advantage-estimator" if config.objective.advantage_estimator != "grpo" else ""
         flag = flag or "--disable-grpo-std-normalization"

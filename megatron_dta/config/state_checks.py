@@ -14,6 +14,7 @@ from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.optimization import OptimizationConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.transformer_engine_checks import check_fp8, check_fp8_support
 from megatron_dta.errors import InputError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
@@ -47,20 +48,7 @@ def check_states(model: ModelConfig, optimization: OptimizationConfig, parallel:
                 f"{flag} {getattr(optimization, name)}: with --optimizer-cpu-offload the states are float32; leave "
                 "one of the two out"
             )
-    _check_fp8(model)
-
-
-def _check_fp8(model: ModelConfig) -> None:
-    if model.fp8_recipe is not None and model.fp8_format is None:
-        raise InputError("--fp8-recipe has no effect without --fp8-format; leave it out or add that")
-    if model.fp8_format is None:
-        return
-    if model.transformer_impl != "transformer_engine":
-        raise InputError("--fp8-format needs --transformer-impl transformer_engine and that package; leave it out")
-    if model.num_experts is not None:
-        raise InputError("--fp8-format with --num-experts is not supported; leave one of the two out")
-    if not model.bf16:
-        raise InputError("--fp8-format needs --bf16; add it")
+    check_fp8(model, parallel)
 
 
 def check_state_support(model: ModelConfig, optimization: OptimizationConfig) -> None:
@@ -68,6 +56,7 @@ def check_state_support(model: ModelConfig, optimization: OptimizationConfig) ->
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     if model.fp8_format is not None and not has_engine:
         raise InputError("--fp8-format needs the package transformer_engine, which is not installed; leave it out")
+    check_fp8_support(model)
     if optimization.optimizer_cpu_offload:
         if not torch.cuda.is_available():
             raise InputError("--optimizer-cpu-offload needs a CUDA GPU, and there is none; leave it out")

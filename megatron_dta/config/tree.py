@@ -35,8 +35,9 @@ class TreeConfig:
     tree_memory_gib: float | None = option(
         None,
         "GiB of GPU memory that each process may use for tensors: weights, gradients and optimizer states (of critic "
-        "and reference too), K and V and their gradients, activations, logits and workspace; the CUDA context, NCCL "
-        "and fragments of the allocator come on top. The planner then chooses how many tokens are in flight and which "
+        "and reference too), K and V and their gradients, activations, logits and workspace: the most that PyTorch has "
+        "allocated at once stays at or under it. The CUDA context, NCCL and fragments that the allocator keeps in "
+        "reserve come on top. The planner then chooses how many tokens are in flight and which "
         "segments keep their activations, so it takes the place of --tree-memory-tokens and --tree-activation-tokens.",
         above=0,
     )

@@ -35,6 +35,7 @@ def counted_bytes(
     logit_rows: int,
     fused: bool = False,
     fused_attention: bool = False,
+    in_buffers: bool = False,
 ) -> SegmentBytes:
     """Bytes of one of the model's tokens where nothing was measured; raises InputError for a model with experts.
 
@@ -42,6 +43,7 @@ def counted_bytes(
         logit_rows: rows of logits that exist at once.
         fused, fused_attention: whether layers and attention run on the kernels. Without RMSNorm and SwiGLU, layers keep
             what Megatron's modules do even so.
+        in_buffers: whether gradients of weights are added up in buffers (``main_grad``).
     """
     if config.num_moe_experts is not None:
         raise InputError("--tree-memory-gib: how many tokens an expert gets is not known ahead; leave it out")
@@ -59,4 +61,5 @@ def counted_bytes(
         logit_rows=logit_rows,
         fused=fused and config.normalization == "RMSNorm" and config.gated_linear_unit,
         fused_attention=fused_attention,
+        in_buffers=in_buffers,
     )

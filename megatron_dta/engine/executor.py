@@ -23,7 +23,15 @@ from megatron_dta.engine.expert_pass import mean_ffn_width, with_auxiliary_losse
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.model import Mesh, Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
+from megatron_dta.model import (
+    Mesh,
+    Model,
+    StagedModel,
+    TreeGPTModel,
+    choose_attention,
+    current_mesh,
+    weights_quantized_once,
+)
 from megatron_dta.planning.cost_file import CostFile
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.lockstep import RankPlan, plan_in_step
@@ -125,9 +133,10 @@ class TreeEngine:
 
     def counted_bytes(self) -> SegmentBytes:
         """What a step takes for each token, by counting."""
-        fused = self.tree_models[0].has_fused_layers
-        rows = self.logprob_chunk_tokens
-        return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, fused, self.uses_kernels)
+        part, rows = self.tree_models[0], self.logprob_chunk_tokens
+        in_buffers = part.adds_to_main_grad and all(parameter.requires_grad for parameter in part.parameters())
+        ways = (part.has_fused_layers, self.uses_kernels, in_buffers)
+        return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, *ways)
 
     def cost_model(self, segment_tokens: int | None) -> CostModel:
         """What the whole model needs for tokens, pairs of attention and logprobs, up to a factor of all.
@@ -186,7 +195,7 @@ class TreeEngine:
         batch = self._in_step(batch)
         self._check_agreement(batch, training=True)
         run = StageRun(self, batch, objective, OpClock(self.mesh, self.device) if record_timeline else None)
-        with _synchronization_is_an_error() if forbid_synchronization else nullcontext():
+        with _synchronization_is_an_error() if forbid_synchronization else nullcontext(), self._constant_weights():
             run.walk()
         result = with_auxiliary_losses(_result(run, batch, self.mesh), run.experts, self.mesh)
         if pair_metrics:
@@ -203,7 +212,12 @@ class TreeEngine:
         part = self.chunks[chunk]
         return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
 
-    def _syncs_in_backward(self) -> bool:
+    def _constant_weights(self) -> AbstractContextManager:
+        """Let the passes of a step share what is made of the weights."""
+        return weights_quantized_once(self.tree_models) if self.config.fp8 else nullcontext()
+
+    @property
+    def syncs_in_backward(self) -> bool:
         """Whether replicas' gradients are reduced within the last backward, and not only after it."""
         part = self.chunks[0]
         return hasattr(part, "ddp_config") and part.ddp_config.overlap_grad_reduce
@@ -215,7 +229,7 @@ class TreeEngine:
         one all the same, so that it joins the reduction in the same order.
         """
         step, alone = batch.plan, len(self.mesh.expert_data_ranks) == 1
-        least = int(self._syncs_in_backward())
+        least = int(self.syncs_in_backward)
         if alone and step.segments.num_segments >= least:
             return batch
         if self._stepped is None or self._stepped[0] is not step:
@@ -231,7 +245,8 @@ class TreeEngine:
         batch = self._in_step(batch)
         self._check_agreement(batch, training=False)
         run = StageRun(self, batch, objective=None)
-        run.walk()
+        with self._constant_weights():
+            run.walk()
         pairs = run.loss.pair_logprobs().cpu().numpy()
         if self.mesh.pipeline_size > 1:
             pairs = self.mesh.from_last_stage(pairs)

@@ -29,9 +29,9 @@ from megatron_dta.engine.stage_transport import StageTransport
 from megatron_dta.model import (
     AttentionShape,
     KVPool,
+    SegmentAttentionPlans,
     SegmentContext,
     accumulation_dtype,
-    plan_segment_attention,
     stage_channels,
 )
 from megatron_dta.planning.pipeline_schedule import PipelineOp
@@ -77,7 +77,7 @@ class StageRun:
             _, _, groups, head_size = self.pools[0].keys_LSGD.shape
             heads = engine.config.num_attention_heads // engine.config.tensor_model_parallel_size
             shape = AttentionShape(heads, groups, head_size, engine.dtype)
-            self.attention_plans = plan_segment_attention(step.segments, step.paths, shape, engine.device)
+            self.attention_plans = SegmentAttentionPlans(step.segments, step.paths, shape, engine.device)
         self.lengths = step.segments.lengths.tolist()
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}
         self.transport = None
@@ -201,15 +201,14 @@ class StageRun:
         The step's last backward reaches every parameter, the output weight too: it may be what starts its reduction.
         """
         hidden, logprobs, entropy = graph
-        # Without edges of its own a segment still passes on what its descendants left at its K and V.
-        outputs, gradients = [hidden], [torch.zeros_like(hidden)]
-        if logprobs.shape[0] or is_last:
-            grad_logprobs, grad_entropy = self.loss.gradients(segment)
-            outputs.append(logprobs)
-            gradients.append(grad_logprobs)
-            if grad_entropy is not None:
-                outputs.append(entropy)
-                gradients.append(grad_entropy)
+        if not logprobs.shape[0] and not is_last:
+            # Without edges of its own a segment still passes on what its descendants left at its K and V.
+            return [hidden], [torch.zeros_like(hidden)]
+        grad_logprobs, grad_entropy = self.loss.gradients(segment)
+        outputs, gradients = [logprobs], [grad_logprobs]
+        if grad_entropy is not None:
+            outputs.append(entropy)
+            gradients.append(grad_entropy)
         return outputs, gradients
 
     def _run_model(self, op: PipelineOp, context: SegmentContext, stage_input: Tensor | None) -> list[Tensor]:
@@ -242,6 +241,6 @@ class StageRun:
             query_index=plan.stream[own],
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
-            attention_plan=self.attention_plans[segment] if self.attention_plans and self.lengths[segment] else None,
-            is_last=self.last_backward.get(chunk) == segment,
+            attention_plan=self.attention_plans.of_segment(segment) if self.attention_plans is not None else None,
+            runs_hooks=self.engine.syncs_in_backward and self.last_backward.get(chunk) == segment,
         )

@@ -8,11 +8,12 @@ from megatron_dta.model.kv_pool import KVPool
 from megatron_dta.model.lora import LoraAdapter, adapters_of, without_adapters
 from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
 from megatron_dta.model.provider import build_model, build_stock_model
-from megatron_dta.model.segment_attention import choose_attention, plan_segment_attention
+from megatron_dta.model.segment_attention import SegmentAttentionPlans, choose_attention
 from megatron_dta.model.segment_context import SegmentContext
 from megatron_dta.model.stage_channels import StageChannels, stage_channels
 from megatron_dta.model.staged_model import Model, StagedModel
 from megatron_dta.model.token_routing import TokenRouting
+from megatron_dta.model.transformer_engine_layers import TreeTELinear, weights_quantized_once
 from megatron_dta.model.tree_model import TreeGPTModel
 from megatron_dta.model.value_model import TreeValueModel
 
@@ -25,11 +26,13 @@ __all__ = [
     "Mesh",
     "Model",
     "RowChunk",
+    "SegmentAttentionPlans",
     "SegmentContext",
     "StageChannels",
     "StagedModel",
     "TokenRouting",
     "TreeGPTModel",
+    "TreeTELinear",
     "TreeValueModel",
     "accumulation_dtype",
     "adapters_of",
@@ -39,7 +42,7 @@ __all__ = [
     "current_mesh",
     "destroy_parallel",
     "initialize_parallel",
-    "plan_segment_attention",
     "stage_channels",
+    "weights_quantized_once",
     "without_adapters",
 ]

@@ -10,8 +10,9 @@ backward is what ``fused_layer`` says.
 The plain case: training of a dense model with RMSNorm and SwiGLU on one tensor rank, every parameter in a gradient
 buffer and none frozen, no adapters, no hooks at the modules, Triton kernels for the attention. Autograd does not know
 of the parameters here, so their hooks, with which Megatron adds up gradients over the replicas, do not run. They have
-something to do in a pass's last backward only, and there in an order that is the same on all ranks: its segment goes
-through the modules, like everything that is not the plain case.
+something to do in a pass's last backward only, if sums over the replicas overlap with it (``--overlap-grad-reduce``),
+and there in an order that is the same on all ranks: its segment goes through the modules then, like everything that is
+not the plain case.
 
 Legend: N tokens, C hidden size, W width of the mixed QKV, G key/value heads, P query heads of a group, D head size.
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -71,7 +73,7 @@ class DirectLayer:
             and context.rotary_tables is not None
             and context.position_ids.shape[0] == hidden.shape[0]
             and hidden.is_contiguous()
-            and (not torch.is_grad_enabled() or (hidden.requires_grad and not context.is_last))
+            and (not torch.is_grad_enabled() or (hidden.requires_grad and not context.runs_hooks))
             and all(parameter.requires_grad for parameter in self.parameters)
             and not any(self.hooks)
         )
@@ -85,56 +87,63 @@ class DirectLayer:
         (N, _, C), (G, P, D) = x.shape, self.layout
         cos, sin = context.rotary_tables
         normed, _, rstd = rms_norm_forward(x, self.norms[0], self.eps[0])
-        mixed = _product(normed.view(N, C), self.qkv, self.biases[0])
+        mixed = product(normed.view(N, C), self.qkv, self.biases[0])
         query, layer = x.new_empty(N, G * P, D), self.index - context.first_layer
         q_weight, k_weight = self.head_norms or (None, None)
         keys = context.own_keys(layer)
         qkv_rope_into(mixed, cos, sin, q_weight, k_weight, self.layout, self.head_eps, query, keys)
         out, lse = context.attend_by_kernels(layer, query, None, values_of(mixed, self.layout), self.scale)
-        branch = _product(out.view(N, -1), self.proj, self.biases[1])
+        branch = product(out.view(N, -1), self.proj, self.biases[1])
         normed, stream, stream_rstd = rms_norm_forward(x, self.norms[1], self.eps[1], branch.view(N, 1, C))
-        gated = _product(normed.view(N, C), self.fc1, self.biases[2])
+        gated = product(normed.view(N, C), self.fc1, self.biases[2])
         active = gated.new_empty(N, gated.shape[1] // 2)
         swiglu_into(gated, active)
-        output = _product(active, self.fc2, self.biases[3]).view(N, 1, C).add_(stream)
+        output = product(active, self.fc2, self.biases[3]).view(N, 1, C).add_(stream)
         return output, _Kept(x, rstd, mixed, out, lse, stream, stream_rstd, gated)
 
     def backward(self, grad: Tensor, kept: _Kept, context: SegmentContext) -> Tensor:
-        """The gradient by the layer's input; those by the parameters are added to their buffers."""
+        """The gradient by the layer's input; those by the parameters are added to their buffers.
+
+        What is not needed any more is freed at once: in front of the attention, whose tiles of scores are the largest
+        of the pass, only the gradients by the residual stream and by the attention's output are left
+        (``planning.segment_bytes`` counts them).
+        """
         x, stream, mixed, gated, out = kept.x, kept.stream, kept.mixed, kept.gated, kept.out
         (N, _, C), layer = x.shape, self.index - context.first_layer
+        qkv_bias, proj_bias, fc1_bias, fc2_bias = self.biases
         grad_rows = grad.reshape(N, C)
         active = gated.new_empty(N, gated.shape[1] // 2)
         swiglu_into(gated, active)
-        grad_gated = swiglu_backward(_backward(grad_rows, active, self.fc2), gated)
+        grad_gated = swiglu_backward(_backward(grad_rows, active, self.fc2, fc2_bias), gated)
         del active
         normed = torch.empty_like(x)
         rms_norm_again(stream, kept.stream_rstd, self.norms[1], normed)
-        grad_normed = _backward(grad_gated, normed.view(N, C), self.fc1)
+        grad_normed = _backward(grad_gated, normed.view(N, C), self.fc1, fc1_bias)
+        del grad_gated, normed
         grad_stream, mlp_norm = rms_norm_partial_gradients(
             grad_normed.view(N, 1, C), grad_rows, stream, kept.stream_rstd, self.norms[1]
         )
-        stream_rows = grad_stream.view(N, C)
-        grad_out = _backward(stream_rows, out.view(N, -1), self.proj).view(out.shape)
+        del grad_normed
+        grad_out = _backward(grad_stream.view(N, C), out.view(N, -1), self.proj, proj_bias).view(out.shape)
         q_weight, k_weight = self.head_norms or (None, None)
         query, (cos, sin) = torch.empty_like(out), context.rotary_tables
         queries_again(mixed, cos, sin, q_weight, self.layout, self.head_eps, query)
         grads = context.attention_gradients(layer, grad_out, query, out, kept.lse, self.scale)
+        del query, grad_out
         grad_mixed, head_norms = qkv_rope_partial_gradients(
             *grads, mixed, cos, sin, q_weight, k_weight, self.layout, self.head_eps
         )
-        del query, grads, grad_out
+        del grads
+        normed = torch.empty_like(x)
         rms_norm_again(x, kept.rstd, self.norms[0], normed)
-        grad_normed = _backward(grad_mixed, normed.view(N, C), self.qkv)
+        grad_normed = _backward(grad_mixed, normed.view(N, C), self.qkv, qkv_bias)
+        del grad_mixed, normed
         grad_x, input_norm = rms_norm_partial_gradients(
             grad_normed.view(N, 1, C), grad_stream, x, kept.rstd, self.norms[0]
         )
         add_partial_sums(_buffers(self.norms), (input_norm, mlp_norm))
         if self.has_norms:
             add_partial_sums(_buffers(self.head_norms), head_norms)
-        for bias, rows in zip(self.biases, (grad_mixed, stream_rows, grad_gated, grad_rows), strict=True):
-            if bias is not None:
-                bias.main_grad.add_(rows.sum(0))
         return grad_x
 
 
@@ -171,15 +180,18 @@ class _Layer(torch.autograd.Function):
         return ctx.layer.backward(grad, kept, ctx.context), None, None
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``rows @ weight.T + bias``, rounded after each of the two."""
     product = torch.mm(rows, weight.t())
     return product if bias is None else product.add_(bias)
 
 
-def _backward(grad_rows: Tensor, rows: Tensor, weight: Parameter) -> Tensor:
-    """The gradient by the input of a product with ``weight``, whose own gradient is added to its buffer."""
+def _backward(grad_rows: Tensor, rows: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
+    """The gradient by the input of a product with ``weight``; those by weight and bias are added to their buffers."""
     grad = torch.mm(grad_rows, weight)
     add_weight_gradient(weight.main_grad, grad_rows, rows)
+    if bias is not None:
+        bias.main_grad.add_(grad_rows.sum(0))
     return grad
 
 
@@ -187,17 +199,27 @@ def _buffers(weights: tuple[Parameter, ...]) -> tuple[Tensor, ...]:
     return tuple(weight.main_grad for weight in weights)
 
 
-def is_plain(layer: Module) -> bool:
-    """Whether the layer is one that ``DirectLayer`` computes, with all its gradient buffers in place."""
-    attention, mlp = layer.self_attention, layer.mlp
+def has_plain_modules(layer: Module) -> bool:
+    """Whether a ``FusedLayer`` with SwiGLU consists of modules whose forward ``DirectLayer`` computes."""
     if layer.config.tensor_model_parallel_size > 1 or not all(hasattr(layer, name) for name in _HOOKS):
         return False
+    attention, mlp, norms = layer.self_attention, layer.mlp, (layer.input_layernorm, layer.pre_mlp_layernorm)
     linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-    norms = (layer.input_layernorm, layer.pre_mlp_layernorm)
-    if not all(type(each) in _LINEAR for each in linear) or not all(type(each) is FusedRMSNorm for each in norms):
-        return False
     return (
-        attention.is_fused
+        all(type(each) in (*_LINEAR, ColumnParallelLinear, RowParallelLinear) for each in linear)
+        and all(type(norm) is FusedRMSNorm for norm in norms)
+        and attention.is_fused
+    )
+
+
+def is_plain(layer: Module) -> bool:
+    """Whether the layer is one that ``DirectLayer`` computes, with all its gradient buffers in place."""
+    if not has_plain_modules(layer):
+        return False
+    attention, mlp = layer.self_attention, layer.mlp
+    linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    return (
+        all(type(each) in _LINEAR for each in linear)
         and not attention.checkpoint_core_attention
         and all(main_grad_of(parameter) is not None for parameter in layer.parameters())
     )

@@ -21,9 +21,11 @@ from torch import Tensor
 from dta_kernels.swiglu import swiglu, swiglu_into
 from megatron_dta.config import ModelConfig
 from megatron_dta.model.attention_context import check_context
-from megatron_dta.model.direct_layer import DirectLayer, is_plain
+from megatron_dta.model.decode_layer import DecodeLayer
+from megatron_dta.model.direct_layer import DirectLayer, has_plain_modules, is_plain
 from megatron_dta.model.fused_attention import FusedSelfAttention
 from megatron_dta.model.fused_norm import FusedRMSNorm
+from megatron_dta.model.paged_context import PagedContext
 from megatron_dta.model.rematerialize import call_without_keeping_input, mark_recomputable
 
 
@@ -47,6 +49,14 @@ class FusedLayer(TransformerLayer):
     """Megatron's layer without experts and dropout; the same submodules, or in the plain case ``direct_layer``."""
 
     direct: DirectLayer | None = None
+    decoding: DecodeLayer | None = None
+
+    @property
+    def decodes_directly(self) -> bool:
+        """Whether ``decode_layer`` can take its passes over pages."""
+        if self.decoding is None and _is_swiglu(self.config) and has_plain_modules(self):
+            self.decoding = DecodeLayer(self)
+        return self.decoding is not None and self.decoding.is_free
 
     def forward(
         self,
@@ -59,6 +69,8 @@ class FusedLayer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """Output [n, 1, hidden size] of the layer, and no context of a cross-attention."""
         context = check_context(packed_seq_params)
+        if isinstance(context, PagedContext) and context.direct_until is not None:
+            return self.decoding(hidden_states, context), None
         # Gradient buffers come after the layer is built; with them it is complete.
         if self.direct is None and _is_swiglu(self.config) and is_plain(self):
             self.direct = DirectLayer(self)

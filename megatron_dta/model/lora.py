@@ -31,6 +31,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_dta.config import ModelConfig
+from megatron_dta.model.transformer_engine_layers import TreeTELinear
 
 SUFFIX = "_adapter"
 
@@ -39,7 +40,7 @@ class LoraAdapter(torch.nn.Module):
     """The adapter of one linear layer.
 
     Args:
-        linear: what it adapts.
+        linear: what it adapts; Megatron's linear layer or Transformer Engine's.
         is_gated: whether the outputs are two matrices one below the other (gate and up projection).
         seed: of A.
 
@@ -51,7 +52,7 @@ class LoraAdapter(torch.nn.Module):
 
     def __init__(
         self,
-        linear: ColumnParallelLinear | RowParallelLinear,
+        linear: torch.nn.Module,
         config: TransformerConfig,
         rank: int,
         alpha: float,
@@ -60,15 +61,16 @@ class LoraAdapter(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.enabled = alpha / rank, True
-        self._is_column, self._is_gated = isinstance(linear, ColumnParallelLinear), is_gated
+        is_expert = getattr(linear, "is_expert", False)
+        self._is_column, self._is_gated = bool(_is_column_parallel(linear)), is_gated
         self._group, size, place = linear.tp_group, linear.tp_group.size(), linear.tp_group.rank()
-        if linear.is_expert and size > 1:
+        if is_expert and size > 1:
             raise ValueError("an expert that several ranks share cannot be adapted")
         # Experts get the tokens that they need from the dispatcher, not from the sequence-parallel ranks.
         self._is_divided = size > 1
         self._sequence_parallel = config.sequence_parallel and self._is_divided
         outputs, inputs = linear.weight.shape
-        whole = _uniform(rank, linear.input_size, seed)
+        whole = _uniform(rank, inputs if self._is_column else inputs * size, seed)
         first = whole if self._is_column else whole[:, place * inputs : (place + 1) * inputs]
         weight = linear.weight
         self.lora_A = torch.nn.Parameter(first.to(device=weight.device, dtype=weight.dtype, copy=True).contiguous())
@@ -78,7 +80,7 @@ class LoraAdapter(torch.nn.Module):
         for matrix in (divided, same):
             # Megatron takes what is not marked as parallel for the same on all tensor ranks and counts it once in the
             # gradient's norm; experts that are not divided may be other ones on each of them.
-            is_parallel = linear.is_expert or (self._is_divided and matrix is divided)
+            is_parallel = is_expert or (self._is_divided and matrix is divided)
             tensor_parallel.set_tensor_model_parallel_attributes(matrix, is_parallel, 0 if self._is_column else 1, 1)
             # Megatron reduces the gradients of experts over the ranks that have the same ones.
             matrix.allreduce = getattr(weight, "allreduce", True)
@@ -132,6 +134,13 @@ class LoraAdapter(torch.nn.Module):
         return state
 
 
+def _is_column_parallel(linear: torch.nn.Module) -> bool | None:
+    """Whether the tensor ranks divide a linear layer's outputs, and not its inputs; None if it is no such layer."""
+    if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+        return isinstance(linear, ColumnParallelLinear)
+    return linear.parallel_mode == "column" if isinstance(linear, TreeTELinear) else None
+
+
 def _uniform(rank: int, inputs: int, seed: int) -> Tensor:
     """A's first weights, float32 [R, I]: uniform, as PyTorch draws a linear layer's and PEFT this one's."""
     generator = torch.Generator().manual_seed(seed)
@@ -150,7 +159,7 @@ def add_adapters(part: torch.nn.Module, model: ModelConfig, seed: int) -> None:
             owner, _, name = path.rpartition(".")
             if name not in model.lora_target_modules:
                 continue
-            if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            if _is_column_parallel(linear) is None:
                 raise TypeError(f"{path} is a {type(linear).__name__}, which no adapter can be added to")
             place = f"{layer.layer_number - 1}.{_name_in_all_experts(path, part.config)}"
             digest = hashlib.sha256(f"{seed} {place}".encode()).digest()

@@ -62,6 +62,9 @@ class PagedContext(AttentionContext):
         slots: int64 [n], places of the tokens' K and V, negative for none.
         tables: int64, page tables one behind the other.
         launches: tiles (int64 [T, 4]) and their settings.
+        direct_until: number of the last layer that ``decode_layer`` computes in this pass, with all before it; None
+            where modules do.
+        carried: what the layer before has left to be added to its output, [n, 1, hidden size].
     """
 
     addresses: Tensor | None = None
@@ -71,6 +74,8 @@ class PagedContext(AttentionContext):
     slots: Tensor | None = None
     tables: Tensor | None = None
     launches: list[tuple[Tensor, PagedConfig]] = field(default_factory=list)
+    direct_until: int | None = None
+    carried: Tensor | None = None
     # Used by one layer after the other.
     _parts: Parts = field(default_factory=Parts)
     _out: Tensor | None = None

@@ -22,11 +22,16 @@ from megatron_dta.config.checks import (
     check_dropout,
     check_rotary,
     check_tensor_parallel,
-    check_transformer_impl,
 )
 from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.lora_checks import check_lora
 from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.config.transformer_engine_checks import (
+    DEFAULT_FP8_RECIPE,
+    check_fp8,
+    check_fp8_support,
+    check_transformer_impl,
+)
 from megatron_dta.model.expert_spec import expert_layer_spec, expert_settings
 from megatron_dta.model.lora import add_adapters
 from megatron_dta.model.main_grad import use_main_grad, with_main_grad_layers
@@ -51,6 +56,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
     check_tensor_parallel(model, parallel)
     check_experts(model, parallel)
     check_lora(model, parallel)
+    check_fp8(model, parallel)
     has_cuda = torch.cuda.is_available()
     settings = dict(
         num_layers=model.num_layers,
@@ -75,7 +81,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         # The stock attention, which the parity reference runs, would otherwise leave float64.
         attention_softmax_in_fp32=model.params_dtype != torch.float64,
         fp8=model.fp8_format,
-        **({} if model.fp8_recipe is None else {"fp8_recipe": model.fp8_recipe}),
+        **({} if model.fp8_format is None else {"fp8_recipe": model.fp8_recipe or DEFAULT_FP8_RECIPE}),
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
         recompute_num_layers=model.recompute_num_layers,
@@ -137,19 +143,19 @@ def layer_spec(
 
 def block_spec(
     model: ModelConfig, parallel: ParallelConfig, layers: range, fused: bool = False
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of one layer where all are the same, else of the given ``layers`` and the final norm.
+) -> TransformerBlockSubmodules:
+    """The spec of the given ``layers`` and of the final norm.
 
     With ``fused`` the layers are those of ``fused_layer``.
     """
     if parallel.sequence_parallel:
         spec = sequence_parallel_spec(model, layers)
-    elif model.num_experts is None and not fused and model.transformer_impl == "local":
-        spec = layer_spec(model)
     else:
+        # Of a layer's spec alone Megatron would take Transformer Engine's final norm wherever that is installed.
         spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
     if model.transformer_impl == "transformer_engine":
-        use_transformer_engine(spec, not parallel.no_gradient_accumulation_fusion)
+        check_fp8_support(model)
+        use_transformer_engine(spec, not parallel.no_gradient_accumulation_fusion, rereads_input=fused)
     if fused:
         # Here and not above: Triton need not be installed where the reference runs.
         from megatron_dta.model.fused_layer import fuse_layers
@@ -237,7 +243,7 @@ def build_stock_model(model: ModelConfig, device: torch.device, router: type | N
         router: takes the place of Megatron's router, which computes in float32 whatever the model's dtype.
     """
     specs = [layer_spec(model, layer, tree_attention=False, router=router) for layer in range(model.num_layers)]
-    spec = TransformerBlockSubmodules(specs, WrappedTorchNorm) if model.num_experts is not None else specs[0]
+    spec = TransformerBlockSubmodules(specs, WrappedTorchNorm)
     stock = GPTModel(transformer_config(model), spec, **model_arguments(model))
     set_frequencies(stock, model)
     return stock.to(device=device, dtype=model.params_dtype)

@@ -7,9 +7,6 @@ reference runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-
 import numpy as np
 import torch
 
@@ -41,17 +38,29 @@ def choose_attention(impl: str, head_size: int, dtype: torch.dtype, device: torc
     return choose_triton(FLAG, impl, device, refusal)
 
 
-def plan_segment_attention(
-    segments: SegmentPlan, paths: RootPaths, shape: AttentionShape, device: torch.device
-) -> list[TreeAttentionPlan]:
-    """Block tables of all segments of a step but those without tokens, which are last; uploaded in one copy."""
-    return plan_tree_attention(_key_ends(segments, paths), shape, device)
+class SegmentAttentionPlans:
+    """Block tables of a step's segments, each made and uploaded when it is first asked for.
+
+    Making them takes the host some milliseconds a segment. While a segment is prepared the device computes the one
+    before, and does not stand idle until all tables are made.
+    """
+
+    def __init__(self, segments: SegmentPlan, paths: RootPaths, shape: AttentionShape, device: torch.device) -> None:
+        self._segments, self._paths, self._shape, self._device = segments, paths, shape, device
+        self._made: dict[int, TreeAttentionPlan] = {}
+
+    def of_segment(self, segment: int) -> TreeAttentionPlan | None:
+        """The plan of a segment, None for one without tokens."""
+        if segment not in self._made:
+            ends = key_ends(self._segments, self._paths, segment)
+            if not ends[1]:
+                return None
+            self._made[segment] = plan_tree_attention([ends], self._shape, self._device)[0]
+        return self._made[segment]
 
 
-def _key_ends(segments: SegmentPlan, paths: RootPaths) -> Iterator[tuple[np.ndarray, int]]:
-    subtree_end, start = segments.tree.subtree_end, segments.segment_start.tolist()
-    for segment, (begin, end) in enumerate(pairwise(start)):
-        if begin == end:
-            return
-        ancestor_end = subtree_end[paths.stream_indices(segment)]
-        yield local_key_end(begin, end - begin, ancestor_end, subtree_end[begin:end]), end - begin
+def key_ends(segments: SegmentPlan, paths: RootPaths, segment: int) -> tuple[np.ndarray, int]:
+    """``local_key_end`` of a segment, and its tokens."""
+    subtree_end, (begin, end) = segments.tree.subtree_end, segments.segment_start[segment : segment + 2].tolist()
+    ancestor_end = subtree_end[paths.stream_indices(segment)]
+    return local_key_end(begin, end - begin, ancestor_end, subtree_end[begin:end]), end - begin

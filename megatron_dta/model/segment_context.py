@@ -39,8 +39,9 @@ class SegmentContext(AttentionContext):
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
         attention_plan: for the Triton kernels; None where the reference computes the attention.
-        is_last: whether its backward is the last of the pass through the part, in which the hooks of all parameters
-            must run; others need not reach parameters whose gradients go straight into their buffers.
+        runs_hooks: whether the hooks of all parameters must run in its backward: in the last of a pass through the
+            part, where replicas' gradients are reduced within it. Other backwards need not reach parameters whose
+            gradients go straight into their buffers.
     """
 
     pool: KVPool | None = None
@@ -51,7 +52,7 @@ class SegmentContext(AttentionContext):
     key_index: Tensor | None = None
     key_end: Tensor | None = None
     attention_plan: TreeAttentionPlan | None = None
-    is_last: bool = True
+    runs_hooks: bool = True
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if query.shape[0] == 0:

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from dta_kernels.linear_logprobs import RowChunk, linear_logprobs
 from dta_kernels.parallel_linear_logprobs import parallel_linear_logprobs
+from megatron_dta.config.transformer_engine_checks import FP8_UNITS
 from megatron_dta.model.attention_context import AttentionContext, check_context
 from megatron_dta.model.main_grad import main_grad_of, output_rows
+from megatron_dta.model.paged_context import PagedContext
 from megatron_dta.model.rotary import rotary_tables
-
-# Rows of a product in FP8 come in multiples of 16, with blocks of 32 that share a scale (MXFP8) of 32.
-_FP8_ROWS = 32
 
 
 class TreeGPTModel(GPTModel):
@@ -69,7 +68,7 @@ class TreeGPTModel(GPTModel):
     @property
     def _row_unit(self) -> int:
         """A pass has a multiple of so many rows: as many on each rank, and in FP8 what its products need."""
-        return self._row_ranks * (_FP8_ROWS if self.config.fp8 else 1)
+        return self._row_ranks * (FP8_UNITS[self.config.fp8_recipe] if self.config.fp8 else 1)
 
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
         """Hidden states [n, hidden size] after the final norm.
@@ -100,7 +99,20 @@ class TreeGPTModel(GPTModel):
         outputs[1] = outputs[1].index_select(0, self._filled_up(context.position_ids))
         if self.has_fused_layers:
             context.rotary_tables = rotary_tables(outputs[1], self.config)
+        if isinstance(context, PagedContext):
+            context.direct_until, context.carried = self.layer_numbers[-1] if self._decodes_directly else None, None
         return tuple(outputs)
+
+    @property
+    def _decodes_directly(self) -> bool:
+        """Whether all layers of this part can take passes over pages without their modules, see ``decode_layer``."""
+        return (
+            self.has_fused_layers
+            and not torch.is_grad_enabled()
+            and self._row_unit == 1
+            and len(self.decoder.layers) > 0
+            and all(getattr(layer, "decodes_directly", False) for layer in self.decoder.layers)
+        )
 
     def _postprocess(
         self, hidden_states: Tensor, *args: object, packed_seq_params: object = None, **kwargs: object

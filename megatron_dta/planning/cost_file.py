@@ -10,6 +10,9 @@ it holds: any number of layers of the same shape, dtype and tensor parallelism. 
 share the work does not matter to what a segment costs. Another shape is refused, not scaled.
 
 Bytes are those that one rank's tensors take (``segment_bytes``); a file that was made without a GPU has none.
+
+Files of version 1, which do not say it, have fewer kinds of bytes: those that they lack are 0, and what they stand for
+is in the others.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.segment_bytes import SegmentBytes
 
 WHAT = "cost model"
+VERSION = 2
+# Bytes that files of version 1 do not have.
+_SINCE_VERSION_2 = frozenset({"scores_per_token", "scores_per_pair", "most_scores", "kv_per_token", "fixed"})
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,7 @@ class CostFile:
         """What ``load_cost_file`` needs in a file."""
         return {
             "what": WHAT,
+            "version": VERSION,
             "num_layers": self.num_layers,
             "shape": asdict(self.shape),
             "forward": asdict(self.forward),
@@ -133,13 +140,14 @@ def load_cost_file(path: str | Path) -> CostFile:
                 f"tools/fit_cost_model.py --refit {path} --output FILE"
             )
     measured = values.get("bytes")
+    optional = _SINCE_VERSION_2 if values.get("version", 1) == 1 else frozenset()
     found = CostFile(
         str(path),
         read_part(path, values, "shape", CostShape),
         values["num_layers"],
         read_part(path, values, "forward", PassSeconds),
         read_part(path, values, "backward", PassSeconds),
-        None if measured is None else read_part(path, values, "bytes", SegmentBytes),
+        None if measured is None else read_part(path, values, "bytes", SegmentBytes, optional),
     )
     try:
         found.model()
@@ -153,6 +161,9 @@ def read_measured(path: str | Path) -> dict[str, Any]:
     values = _read(path)
     if values.get("what") != WHAT:
         raise InputError(f"{path}: is not a file of tools/fit_cost_model.py (its 'what' is not {WHAT!r})")
+    version = values.get("version", 1)
+    if isinstance(version, bool) or version not in (1, VERSION):
+        raise InputError(f"{path}: is of version {version!r}, but this program reads up to {VERSION}; fit it again")
     layers = values.get("num_layers")
     if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
         raise InputError(f"{path}: field num_layers must be a whole number above 0, not {layers!r}")
@@ -183,8 +194,14 @@ def _read(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def read_part(path: str | Path, values: Mapping[str, Any], name: str, kind: type) -> Any:
-    """One object of a file as a dataclass of numbers (one sign: none is negative), flags and names."""
+def read_part(
+    path: str | Path, values: Mapping[str, Any], name: str, kind: type, optional: frozenset[str] = frozenset()
+) -> Any:
+    """One object of a file as a dataclass of numbers (one sign: none is negative), flags and names.
+
+    Args:
+        optional: fields that keep their defaults where they are missing.
+    """
     given = values.get(name)
     if not isinstance(given, dict):
         raise InputError(f"{path}: field {name!r} must be an object")
@@ -193,6 +210,8 @@ def read_part(path: str | Path, values: Mapping[str, Any], name: str, kind: type
         if key not in defaults:
             raise InputError(f"{path}: field {name}.{key} is not known; the fields are {', '.join(defaults)}")
     for field in fields(kind):
+        if field.name not in given and field.name in optional:
+            continue
         if field.name not in given:
             raise InputError(f"{path}: field {name}.{field.name} is missing")
         value, expected = given[field.name], field.type

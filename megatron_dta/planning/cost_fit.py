@@ -160,8 +160,8 @@ def fit_errors(ops: Sequence[MeasuredOp], forward: PassSeconds, backward: PassSe
 
 
 def fit_bytes(ops: Sequence[MeasuredOp], counted: SegmentBytes) -> SegmentBytes | None:
-    """Bytes from the ops that measured them; K, V and inputs, which are known exactly, are those ``counted``, and so is
-    the room for each token of a segment, which shows only in segments longer than those that are measured.
+    """Bytes from the ops that measured them: what a token keeps is fitted, all else is as ``counted``, and where an op
+    needed more room than that, ``fixed`` is more.
 
     None if nothing was measured. No measured op takes more than the result says, its work included.
     """
@@ -175,19 +175,14 @@ def fit_bytes(ops: Sequence[MeasuredOp], counted: SegmentBytes) -> SegmentBytes 
     telling = left >= _TELLING * left.max()
     per_token *= max(1.0, float((left / np.maximum(columns @ per_token, 1.0))[telling].max()))
     found = replace(counted, kept_per_token_and_layer=float(per_token[0]), kept_per_token=float(per_token[1]))
+    found = replace(found, work_fixed=max(counted.work_fixed, float((left - kept_bytes(kept, found)).max())))
     # What an op needs beyond the activations of its segment, which a backward of a kept one finds there.
     ran = [op for op in ops if op.peak_bytes is not None]
-    room = np.asarray(
-        [op.peak_bytes - (op.kind != "backward" and _keeps(op)) * found.kept(op.layers) * op.tokens for op in ran]
-    )
-    backward = np.asarray([op.kind != "forward" for op in ran])
-    columns = np.asarray([[op.path_tokens, 1] for op in ran], dtype=np.float64)
-    per_path = nonnegative_least_squares(columns[backward], np.maximum(room, 0.0)[backward])[0]
-    found = replace(found, work_per_path_token=float(per_path))
-    tokens = np.asarray([op.tokens for op in ran], dtype=np.float64)
-    own = np.maximum(room, 0.0) - per_path * columns[:, 0]
-    over = np.where(own > found.work_per_token * tokens, own, 0.0)
-    return replace(found, work_fixed=float(max(over.max(initial=0.0), (left - kept_bytes(kept, found)).max())))
+    built = [(op.kind != "backward" and _keeps(op)) * found.kept(op.layers) * op.tokens for op in ran]
+    over = [
+        op.peak_bytes - own - float(found.work(op.tokens, op.path_tokens)) for op, own in zip(ran, built, strict=True)
+    ]
+    return replace(found, fixed=max(counted.fixed, *over))
 
 
 def kept_bytes(ops: Sequence[MeasuredOp], each: SegmentBytes) -> np.ndarray:

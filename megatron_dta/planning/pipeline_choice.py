@@ -165,7 +165,7 @@ class _Search:
             hopeless = hopeless + 1 if min(each.bound for each in own) >= before else 0
             found.extend(own)
             best = min(found, key=lambda each: each[:4])
-            enough = own[0].segments.num_segments / (ENOUGH_SEGMENTS * (num_stages - 1))
+            enough = best.segments.num_segments / (ENOUGH_SEGMENTS * (num_stages - 1))
             if hopeless == HOPELESS_SIZES or enough > (1 if best.seconds <= NEAR_BOUND * best.bound else 4):
                 break
         return sorted(found, key=lambda each: each[:4])

@@ -6,7 +6,8 @@ experts with its own router (routing replay, arXiv 2510.11370).
 
 Rollouts that share a token were sampled in passes of their own, and may have been routed differently there. A shared
 token is computed once, so one choice has to hold: that of the step's first rollout through the token which has it. It
-is made for the whole step before it is divided among ranks, and so does not depend on them.
+is made for the whole step before it is divided among ranks, and so does not depend on them. How much it replaces is a
+metric (``routing_replaced``).
 
 Legend: T tokens of a sequence, N stream tokens, L layers with experts, K experts a token is routed to.
 """
@@ -57,6 +58,19 @@ def agree_on_routing(sequences: Sequence[np.ndarray], routing: Sequence[np.ndarr
     for path, choice in zip(paths, routing, strict=True):
         agreed[path] = np.where(agreed[path] == UNKNOWN, choice, agreed[path])
     return [agreed[path] for path in paths]
+
+
+def replaced_share(routing: Sequence[np.ndarray], agreed: Sequence[np.ndarray]) -> float:
+    """Fraction of the sampler's choices, one for each token and layer of a sequence, that others took the place of.
+
+    The order of a token's experts does not matter, and what the sampler did not say does not count.
+    """
+    known = replaced = 0
+    for own, taken in zip(routing, agreed, strict=True):
+        said = own[..., 0] != UNKNOWN
+        known += int(said.sum())
+        replaced += int((said & (np.sort(own, axis=-1) != np.sort(taken, axis=-1)).any(axis=-1)).sum())
+    return replaced / max(1, known)
 
 
 def stream_routing(tree: PrefixTree, routing: Sequence[np.ndarray]) -> np.ndarray:

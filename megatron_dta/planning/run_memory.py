@@ -158,7 +158,8 @@ def counted_bytes(shape: RunShape, mesh: RunMesh, states: StateSettings) -> Segm
             experts = 2 * element * copies + 8.0 * shape.num_experts / rows
         kept += (of_layer.kept_per_token_and_layer + experts) * count / shape.num_layers
         work = max(work, of_layer.work_per_token + experts)
-    result = replace(of_layer, kept_per_token_and_layer=kept, work_per_token=work, work_fixed=0.0)
+    # What is fixed is in FIXED_BYTES.
+    result = replace(of_layer, kept_per_token_and_layer=kept, work_per_token=work, work_fixed=0.0, fixed=0.0)
     if states.full_recompute_layers is None:
         return result
     # Of a unit of layers its input stays, and the unit that runs again has its activations while it does.
@@ -226,8 +227,8 @@ def stage_memory(
         logits = each.work_fixed or min(rows, flight.segment) * shape.vocab_size / mesh.tensor * LOGIT_BYTES
     of_token = num_layers * each.kept_per_token_and_layer + once
     kept = flight.tokens if flight.kept is None else min(flight.kept, flight.tokens)
-    room = each.work_per_token * flight.segment + each.work_per_path_token * flight.path
-    keys_values = flight.tokens * num_layers * each.kv_per_token_and_layer
+    room = float(replace(each, work_fixed=0.0).work(flight.segment, flight.path))
+    keys_values = flight.tokens * each.slot(num_layers)
     if flight.peak_bytes is None:
         activations = kept * of_token + (flight.tokens - kept) * each.input_per_token
         if kept < flight.tokens:

@@ -25,7 +25,7 @@ from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
 from megatron_dta.planning.segments import default_memory_tokens
 from megatron_dta.planning.stage_program import PipelineShape, plan_passes, stage_peak_bytes
-from megatron_dta.planning.step_judge import StepChoice, judge, too_little
+from megatron_dta.planning.step_judge import StepChoice, judge, too_little, with_peak
 from megatron_dta.planning.step_search import StepSearch
 from megatron_dta.tree import PrefixTree
 
@@ -155,9 +155,9 @@ def _least_bytes(segments: SegmentPlan, kept: np.ndarray, shape: PipelineShape, 
     for segment, parent in enumerate(parents):
         if parent >= 0:
             above[segment] = above[parent] + unit * lengths[parent] * kept[parent]
-        work = max(each.work_per_token * lengths[segment], each.work_fixed)
+        work = float(each.work(lengths[segment], lengths[segment]))
         peak = max(peak, above[segment] + unit * lengths[segment] + work)
-    return peak + segments.peak_in_flight_tokens * sum(own) * each.kv_per_token_and_layer
+    return each.fixed + peak + segments.peak_in_flight_tokens * sum(each.slot(layers) for layers in own)
 
 
 def choose_kept_of(
@@ -172,6 +172,8 @@ def choose_kept_of(
     if shape.num_stages == 1:
         choice, _, missing = judge(segments, loss_masks, shape, 0)
         stage = 0
+        if choice is not None:
+            choice = with_peak(choice, shape)
     else:
         choice, missing, stage = _within_memory(segments, loss_masks, shape, 0)
     if choice is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,12 +56,11 @@ def judge(
     forward, backward = model.segment_seconds(*counts)
     seconds = float((forward + backward).sum())
     work = float(sum(map(np.sum, model.linear_seconds(*counts))))
-    peak: tuple[float, ...] | None = None
     if budget is None:
         kept = choose_kept_segments(segments, activation_tokens)
     else:
         layers, each = float(sum(shape.layers)), budget.bytes
-        slots = segments.peak_in_flight_tokens * layers * each.kv_per_token_and_layer
+        slots = each.fixed + segments.peak_in_flight_tokens * each.slot(layers)
         unit = each.kept(layers)
         needed = np.ceil(segments.lengths + each.work(segments.lengths, segments.in_flight_tokens) / unit)
         needed = needed.astype(np.int64)
@@ -69,10 +68,18 @@ def judge(
         if least_activation_tokens(needed) > left:
             return None, work, slots + unit * least_activation_tokens(needed) - budget.available(0)
         kept = choose_kept_by_memory(segments, left, needed, forward)
-        passes = plan_passes(segments, counts[2], ~kept, shape)
-        peak = (stage_peak_bytes(segments, passes[0], kept, shape, 0),)
     seconds += float(forward[~kept].sum())
-    return StepChoice(segments, kept, memory_tokens, seconds, None, peak), work, 0.0
+    return StepChoice(segments, kept, memory_tokens, seconds), work, 0.0
+
+
+def with_peak(choice: StepChoice, shape: PipelineShape) -> StepChoice:
+    """A choice of ``judge`` with its passes, and what they hold at once where bytes are limited."""
+    if shape.memory is None:
+        return choice
+    segments = choice.segments
+    passes = plan_passes(segments, np.zeros(segments.num_segments), ~choice.kept, shape)
+    peak = stage_peak_bytes(segments, passes[0], choice.kept, shape, 0)
+    return replace(choice, passes=passes, peak_bytes=(peak,))
 
 
 def too_little(
@@ -84,7 +91,7 @@ def too_little(
     memory_tokens: int | None,
 ) -> InputError:
     """The refusal of a step that lacks ``missing`` bytes on pipeline rank ``rank``, with what would do."""
-    constant, needed = memory.constant[rank] / GIB, memory.gib + missing / GIB
+    constant, needed = memory.constant[rank] / GIB, memory.needed_gib(rank, missing)
     enough = math.ceil(100 * needed + 1e-6) / 100
     longest = int(tree.sequence_lengths.max(initial=0))
     in_flight = f"with {memory_tokens} tokens in flight" if memory_tokens else f"of sequences of {longest} tokens"

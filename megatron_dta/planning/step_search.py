@@ -21,7 +21,7 @@ import numpy as np
 from megatron_dta.planning.segments import STRATEGIES, default_memory_tokens, plan_segments
 from megatron_dta.planning.slivers import merge_slivers
 from megatron_dta.planning.stage_program import PipelineShape
-from megatron_dta.planning.step_judge import StepChoice, judge, too_little
+from megatron_dta.planning.step_judge import StepChoice, judge, too_little, with_peak
 from megatron_dta.tree import PrefixTree
 
 # Where memory is not limited in bytes, larger segments may have no more in flight than these by default.
@@ -32,9 +32,10 @@ SLOWER_SIZES = 2
 LOOKED_AT = 2
 MORE_LOOKS = 8
 CAREFUL = 2
-# Looks may take this share of a step; what one takes at least, for each token, and for each node of the forest.
+# Looks may take this share of a step; what one takes at least, for each token, each node of the forest, and each
+# segment.
 LOOKING_SHARE = 0.012
-LOOK_SECONDS, LOOK_TOKEN_SECONDS, LOOK_NODE_SECONDS = 1e-3, 2e-8, 5e-6
+LOOK_SECONDS, LOOK_TOKEN_SECONDS, LOOK_NODE_SECONDS, LOOK_SEGMENT_SECONDS = 1e-3, 2e-8, 5e-6, 4e-5
 # Looks that planning a pair with all strategies takes the time of.
 CARE_LOOKS = 2
 # Steps around a pair, and the granule of sizes between those that are given.
@@ -89,8 +90,10 @@ class StepSearch:
 
     def _looks_left(self) -> int:
         """How many more looks the best plan's seconds allow."""
+        best = self._best()
         look = LOOK_SECONDS + LOOK_TOKEN_SECONDS * self.tree.num_tokens + LOOK_NODE_SECONDS * self.tree.num_nodes
-        return int(LOOKING_SHARE * self._best().seconds / look) - self.looks
+        look += LOOK_SEGMENT_SECONDS * best.segments.num_segments
+        return int(LOOKING_SHARE * best.seconds / look) - self.looks
 
     @property
     def _longest(self) -> int:
@@ -118,14 +121,17 @@ class StepSearch:
                 most = default_memory_tokens(self.tree, min(size, UNLIMITED_SEGMENT_TOKENS))
             return most, most
         kept, slot, room = self._bytes(size)
-        most = min(most, int((room - kept * min(size, self.tree.num_tokens)) // slot))
-        return (self._longest, most) if most >= self._longest else None
+        size = min(size, self.tree.num_tokens)
+        most = min(most, int((room - kept * size) // slot))
+        # With less in flight than a full segment has there would be no full segments.
+        return (self._longest, most) if most >= max(self._longest, size) else None
 
     def _bytes(self, size: int) -> tuple[float, float, float]:
         """Of a token: its activations, and its slot with the room for its path; and what there is for all of them."""
         layers, each = float(sum(self.shape.layers)), self.shape.memory.bytes
-        room = self.shape.memory.available(0) - float(each.work(min(size, self.tree.num_tokens), 0))
-        return each.kept(layers), layers * each.kv_per_token_and_layer + each.work_per_path_token, room
+        size = min(size, self.tree.num_tokens)
+        room = self.shape.memory.available(0) - each.fixed - float(each.work(size, max(size, self._longest)))
+        return each.kept(layers), each.slot(layers), room
 
     def _likely_budget(self, size: int, bounds: tuple[int, int] | None) -> int:
         """The budget with which all activations just fit, within the bounds."""
@@ -175,4 +181,4 @@ class StepSearch:
         best = self._best()
         if best is None:
             raise too_little(self.shape.memory, 0, self.missing, self.tree, least_size, self.memory_tokens)
-        return best
+        return with_peak(best, self.shape)

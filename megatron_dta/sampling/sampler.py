@@ -14,6 +14,8 @@ bit.)
 
 Under tensor parallelism the ranks of a group gather the logits and draw the same tokens.
 
+On a GPU two kernels do all of it (``dta_kernels.draw_tokens``), but for a nucleus, which needs a sorted row.
+
 Legend: B rows, V vocabulary, C hidden size.
 """
 
@@ -27,20 +29,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dta.model.staged_model import Model
+from megatron_dta.model.token_draw import draw_by_kernels
 from megatron_dta.sampling.params import SamplingParams
 
 # Bound of the memory of one pass: logits whose softmax exists at once.
 _LOGIT_ELEMENTS = 2**24
 
+# The kernels need no more than the logits; each part reads the output weight again.
+_KERNEL_LOGIT_ELEMENTS = 2**27
+
 _DRAW_BLOCK = 128
 
 
-def next_tokens(model: Model, hidden_BC: Tensor, noise_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Draw the next token of each row; returns (int64 [B], its logprob [B])."""
-    rows = max(1, _LOGIT_ELEMENTS // model.true_vocab_size)
+def next_tokens(
+    model: Model, hidden_BC: Tensor, noise_B: Tensor, params: SamplingParams, kernels: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Draw the next token of each row; returns (int64 [B], its logprob [B]).
+
+    kernels: use the Triton kernels for what they do; not for a float64 model.
+    """
+    kernels = kernels and (params.top_p >= 1 or params.temperature == 0)
+    rows = max(1, (_KERNEL_LOGIT_ELEMENTS if kernels else _LOGIT_ELEMENTS) // model.true_vocab_size)
     tokens, logprobs = [], []
     for hidden, noise in zip(hidden_BC.split(rows), noise_B.split(rows), strict=True):
         logits = model.logits(hidden)
+        if kernels:
+            drawn = draw_by_kernels(logits, noise, params.temperature)
+            tokens.append(drawn[0])
+            logprobs.append(drawn[1])
+            continue
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if params.temperature not in (0, 1):
             logits = logits / params.temperature

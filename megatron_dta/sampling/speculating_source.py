@@ -1,6 +1,9 @@
 """Rollouts of an engine that speculates: its metrics, and its trees in the checkpoint.
 
 The samples need none of this: a run resumed without trees samples the same, in more passes until they have grown.
+
+Every replica has the samples of all in its trees (``SuffixDrafting.share``), so what a checkpoint keeps of the first
+one serves any number of them. Estimates of acceptance are the first one's own.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ class SpeculatingSource(RolloutSource):
         self._inner, self._drafting = inner, drafting
 
     def next_batch(self, step: int) -> list[Rollout]:
-        return self._inner.next_batch(step)
+        rollouts = self._inner.next_batch(step)
+        self._drafting.share()
+        return rollouts
 
     def state_dict(self, wait: bool = True) -> dict[str, Any]:
         arrays = self._drafting.speculator.state_dict()

@@ -14,11 +14,14 @@ Everything here is a function of the samples, their keys and the number of live 
 state, so all ranks of a group propose the same. A sample whose drafts were not worth it is asked again only after a
 pause that doubles up to a bound, which keeps the CPU's part below about ``_QUERY_SHARE`` of a forward; a rare short
 draft against the gate's advice, chosen by a hash of (seed, key, position), keeps the estimates of acceptance alive.
+Where nothing else is drafted, such a draft would cost a forward of its own kind, which an engine cannot run in a burst
+with others: there only every ``_LONELY`` th may have some.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +41,9 @@ _USUAL_GAIN = 0.1
 """Of what a draft could gain at best, what a good one gains; where that is less than making it costs, none is made."""
 _MAX_PAUSE = 64
 _EXPLORED_TOKENS = 4
+_LONELY = 24
+_LONELY_DRAFTS = 4
+"""Drafts of a forward that has none but for exploring: enough to learn as much from these few."""
 _FIRST_DRAFTS = 64
 """While the table knows little, a forward verifies so many drafts, and twice those that were verified before."""
 _REPLAN_FORWARDS = 16
@@ -93,6 +99,7 @@ class Speculator:
         self.table, self.history = AcceptanceTable(), LengthHistory()
         self.report = SpeculationReport()
         self._step, self._forwards, self._acceptance = 0, 0, (0.5, 1.0)
+        self._lonely = 0
         self._free: list[int] = []
         self._problems: list[str] = []
         # By slot: text, key, first class, generated tokens, steps, drafted, accepted, pause left, next pause, cap.
@@ -126,7 +133,9 @@ class Speculator:
         self._forwards += 1
         self._rows[slots, 7] -= 1
         caps = np.minimum(np.minimum(most, width), rows[:, 9])
-        explore = self._explored(rows[:, 1], rows[:, 3], live)
+        self._lonely += 1
+        is_lonely_turn = self._lonely % _LONELY == 0
+        explore = self._explored(rows[:, 1], rows[:, 3], live, is_lonely_turn)
         worthwhile = (rows[:, 7] <= 0) & self._can_pay(self._sharers(slots, live))
         asked = np.flatnonzero((worthwhile | explore) & (caps > 0))
         tokens, lengths = np.zeros((live, width), np.int32), np.zeros(live, np.int64)
@@ -135,7 +144,7 @@ class Speculator:
         else:
             drafts = self.drafter.draft(rows[asked, 0], caps[asked])
             tokens[asked] = drafts.tokens
-            lengths[asked] = self._lengths(drafts, slots[asked], explore[asked], live)
+            lengths[asked] = self._lengths(drafts, slots[asked], explore[asked], live, is_lonely_turn)
             self._pause(slots[asked], lengths[asked] > 0, live)
         self.report.queries += len(asked)
         self.report.draft_seconds += time.perf_counter() - begin
@@ -163,6 +172,25 @@ class Speculator:
         self.report.add_forward(len(drafted), len(drafted) + int(drafted.sum()), seconds)
         self.report.draft_seconds += time.perf_counter() - begin
 
+    def record_burst(self, proposal: Proposal, appended: Sequence[np.ndarray], seconds: float) -> None:
+        """Forwards without drafts have followed each other, the first with ``proposal``, of which nothing was verified:
+        row i got the tokens ``appended[i]`` (int32), one in each of the first forwards. ``seconds`` of all together."""
+        begin = time.perf_counter()
+        counts = np.array([len(tokens) for tokens in appended], np.int64)
+        passes = int(counts.max())
+        self._rows[proposal.slots, 3] += counts
+        self._rows[proposal.slots, 4] += counts
+        self._rows[proposal.slots, 7] -= counts - 1
+        after = self._forwards + passes - 1
+        self._forwards = 0 if (self._forwards - 1) // _REPLAN_FORWARDS != (after - 1) // _REPLAN_FORWARDS else after
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        texts = self._rows[proposal.slots, 0]
+        self.drafter.extend_later(texts, np.concatenate(appended).astype(np.int32), offsets)
+        for i in range(passes):
+            live = int((counts > i).sum())
+            self.report.add_forward(live, live, seconds / passes)
+        self.report.draft_seconds += time.perf_counter() - begin
+
     def append(self, slot: int, tokens: np.ndarray) -> None:
         """Tokens that the sample did not generate, such as a tool's answer."""
         self.drafter.extend(self._rows[slot : slot + 1, 0], np.ascontiguousarray(tokens, np.int32), _ends(len(tokens)))
@@ -177,6 +205,14 @@ class Speculator:
         self.report.add_sample(generated, steps, drafted, accepted, first)
         self._free.append(slot)
 
+    def learn(self, problem: str, prompt: np.ndarray, generated: np.ndarray, is_branch: bool = False) -> None:
+        """Take in a sample that another engine has made in this step; the report is of this engine's own."""
+        slot = self.open(problem, prompt, 0, is_branch)
+        self.append(slot, generated)
+        self.drafter.finish(int(self._rows[slot, 0]), self._step)
+        self.history.add(problem, int(self._rows[slot, 2]), len(generated))
+        self._free.append(slot)
+
     def discard(self, slot: int) -> None:
         """The sample is given up and forgotten."""
         self.drafter.discard(int(self._rows[slot, 0]))
@@ -189,7 +225,7 @@ class Speculator:
         self.history.end_step()
         self.table.end_step()
         self.drafter.end_step(step)
-        self._step, self._forwards = step + 1, 0
+        self._step, self._forwards, self._lonely = step + 1, 0, 0
         return report
 
     def current_report(self) -> SpeculationReport:
@@ -220,12 +256,16 @@ class Speculator:
         self._problems += [""] * more
         self._free = list(range(size + more - 1, size - 1, -1))
 
-    def _lengths(self, drafts: Drafts, slots: np.ndarray, explore: np.ndarray, live: int) -> np.ndarray:
+    def _lengths(
+        self, drafts: Drafts, slots: np.ndarray, explore: np.ndarray, live: int, is_lonely_turn: bool
+    ) -> np.ndarray:
         if self.budget.budget == "always":
             return drafts.lengths.astype(np.int64)
         accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities)
         lengths = gate(accept, drafts.lengths, self.cost, live, self._sharers(slots, live))
         lengths[np.cumsum(lengths > 0) > _FIRST_DRAFTS + 2 * self.table.verified] = 0
+        if not lengths.any() and not is_lonely_turn:
+            return lengths
         return np.where(explore, np.maximum(lengths, np.minimum(drafts.lengths, _EXPLORED_TOKENS)), lengths)
 
     def _sharers(self, slots: np.ndarray, live: int) -> np.ndarray:
@@ -255,14 +295,16 @@ class Speculator:
         self._rows[slots, 7] = np.where(useful, 0, np.minimum(self._rows[slots, 8], longest))
         self._rows[slots, 8] = pause
 
-    def _explored(self, keys: np.ndarray, positions: np.ndarray, live: int) -> np.ndarray:
-        """Which samples draft against the gate's advice here: a hash of (seed, key, position). So few that they cost
-        no more than ``_EXPLORING_SHARE`` of a forward."""
+    def _explored(self, keys: np.ndarray, positions: np.ndarray, live: int, is_lonely_turn: bool) -> np.ndarray:
+        """Which samples may draft against the gate's advice here: a hash of (seed, key, position). So few that they
+        cost no more than ``_EXPLORING_SHARE`` of a forward."""
         if self.budget.budget == "always" or not self.budget.exploration:
             return np.zeros(len(keys), bool)
         mixed = _mix(_mix(keys.astype(np.uint64) ^ np.uint64(self.budget.seed)) ^ positions.astype(np.uint64))
         cost = max(self.cost.per_token, 1e-12) * _EXPLORED_TOKENS
         share = min(self.budget.exploration, _EXPLORING_SHARE * float(self.cost.seconds(live)) / live / cost)
+        if is_lonely_turn:
+            share = max(share, min(_LONELY_DRAFTS / live, share * _LONELY))
         return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share
 
     def _plan(self, slots: np.ndarray) -> None:

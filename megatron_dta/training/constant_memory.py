@@ -1,4 +1,4 @@
-"""Bytes of a rank that stay the same through a step: weights, gradients, optimizer states."""
+"""Bytes of a rank that stay the same through a step: weights, gradients, optimizer states, weights' copies in FP8."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_dta.config import OptimizationConfig
+from megatron_dta.model import TreeTELinear
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
@@ -23,6 +24,7 @@ def constant_bytes(
     """
     total = 0.0
     for part in parts:
+        total += sum(module.quantized_bytes for module in part.modules() if isinstance(module, TreeTELinear))
         for parameter in part.parameters():
             count = parameter.numel()
             total += count * parameter.element_size()

@@ -65,6 +65,8 @@ class Critic:
             "critic_grad_norm": outcome.grad_norm,
             "critic_learning_rate": outcome.learning_rate,
             "critic_skipped": not outcome.applied,
+            # Of a critic with experts; they are balanced as the policy's, with the same coefficients.
+            **{f"critic_{name}": means[name] for name in ("seq_load_balancing_loss", "z_loss") if name in means},
         }
 
     def sharded_state_dict(

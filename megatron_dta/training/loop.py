@@ -22,6 +22,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from megatron_dta.config import TrainConfig
@@ -84,11 +85,14 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the block to ``name``."""
+        """Add the time of the block to ``name``, that of what it has queued on a GPU included."""
         self._on_start(name)
         start = time.perf_counter()
         try:
             yield
+            if torch.cuda.is_initialized():
+                # Every phase but the update ends by reading a result; the next phase needs what this one computed.
+                torch.cuda.current_stream().synchronize()
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -209,6 +213,7 @@ class Trainer:
             sampled += 0 if self.config.data.rollouts else decoded_tokens(rollouts)
             with watch.measure("prepare"):
                 self.progress.waiting = self.preparation.prepare(rollouts)
+                watch.seconds["logprobs"] = watch.seconds.get("logprobs", 0.0) + self.preparation.pass_seconds
                 if self.rollout_files is not None:
                     self.rollout_files.write(self.progress.iteration + 1, self.progress.waiting)
                 for step in self.progress.waiting:
@@ -298,6 +303,7 @@ class Trainer:
             "tokens_per_second": tokens / trained,
             "unique_tokens_per_second": unique / trained,
             **rollouts,
+            **_peak_memory(),
         }
 
     def _report_start(self) -> None:
@@ -357,6 +363,15 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGTERM, previous)
+
+
+def _peak_memory() -> dict[str, float]:
+    """Most memory that tensors of this rank took on its GPU since this was last asked."""
+    if not torch.cuda.is_initialized():
+        return {}
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return {"peak_memory_gib": peak}
 
 
 def progress_line(record: dict[str, Any], train_iters: int) -> str:

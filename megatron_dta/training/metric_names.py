@@ -79,6 +79,8 @@ METRICS: dict[str, dict[str, str]] = {
         "critic_grad_norm": "norm of the critic's gradient before clipping",
         "critic_learning_rate": "the critic's rate",
         "critic_skipped": "whether the critic's step was skipped",
+        "critic_seq_load_balancing_loss": "balancing loss of the critic's experts, of single sequences",
+        "critic_z_loss": "z-loss of the critic's routers",
     },
     "Sampler and trainer": {
         "sampler_logprob_gap": "mean |trainer's - sampler's logprob| of trained tokens",
@@ -88,6 +90,8 @@ METRICS: dict[str, dict[str, str]] = {
         "sampler_mismatch_alarms": "alarms so far",
     },
     "Trees and segments": {
+        "routing_replaced": "fraction of the sampler's choices of experts that gave way to those of another rollout "
+        "through the same token, with --moe-routing-replay",
         "tokens": "tokens of all sequences of the step, as training them one by one would compute",
         "unique_tokens": "tokens of the forests, which were computed",
         "token_reuse": "the former over the latter",
@@ -104,6 +108,7 @@ METRICS: dict[str, dict[str, str]] = {
     "Time (under timing)": {
         "collect_seconds": "sampling, or waiting for rollouts",
         "prepare_seconds": "old and reference logprobs, values, advantages",
+        "logprobs_seconds": "passes for old and reference logprobs and values; part of prepare_seconds",
         "plan_seconds": "trees, segments, op lists; part of prepare_seconds where that needs the plan",
         "train_seconds": "forward, losses, backward",
         "update_seconds": "reduction of gradients, clipping, optimizer",
@@ -112,6 +117,7 @@ METRICS: dict[str, dict[str, str]] = {
         "tokens_per_second": "tokens of all sequences over the seconds of plan, train, update and critic",
         "unique_tokens_per_second": "tokens that were computed over the same",
         "sampled_tokens_per_second": "sampled tokens over collect_seconds",
+        "peak_memory_gib": "most memory that tensors took on the first rank's GPU since the step before",
         "rank_train_seconds": "train_seconds of every data-parallel rank, a list",
         "rank_balance": "their mean over the largest: 1 where ranks are alike",
     },

@@ -179,6 +179,8 @@ def _without_classes(state: Any) -> Any:
 def _make_empty_state(optimizer: Any) -> None:
     """Megatron's distributed optimizer reads the number of steps from Adam's state, also before there is one."""
     adam = optimizer.optimizer
+    if _counts_in_groups(adam):
+        return  # Megatron makes its state as it should be.
     is_hybrid = isinstance(adam, HybridDeviceOptimizer)
     for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
         # With states on the host, these and the master weights belong to the parameter's copy there.
@@ -191,13 +193,25 @@ def _make_empty_state(optimizer: Any) -> None:
         adam._sync_hdo_state_to_sub_optimizers()
 
 
+def _counts_in_groups(adam: Any) -> bool:
+    """Whether Adam is Transformer Engine's, which Megatron takes on GPUs wherever that is installed.
+
+    It has one number of steps for each group of parameters, an int, where PyTorch's has a tensor for each parameter.
+    """
+    return hasattr(adam, "get_unscaled_state")
+
+
 def _load(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) -> None:
     """Moments and master weights as loaded, the groups with their hyperparameters as they are."""
     # The bfloat16 optimizer keeps Adam's state one level deeper, beside the master weights.
     adam = loaded.get("optimizer", loaded)
     adam["param_groups"] = copy.deepcopy(optimizer.optimizer.state_dict()["param_groups"])
-    if steps:
-        adam["state"]["common_step"] = steps[0]
+    adam["state"].pop("common_step", None)
+    if steps and _counts_in_groups(optimizer.optimizer):
+        for group in adam["param_groups"]:
+            group["step"] = int(steps[0])
+    elif steps:
+        adam["state"]["common_step"] = torch.as_tensor(steps[0], dtype=torch.float32)
     optimizer.load_state_dict(loaded)
 
 
@@ -210,7 +224,7 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
     state = copy.deepcopy(optimizer.state_dict())
     for group in state["optimizer"]["param_groups"]:
         if steps:
-            group["step"] = steps[0]
+            group["step"] = int(steps[0])
     optimizer.load_state_dict(state)
     of_parameters = list(optimizer.optimizer.state.values())
     taken = [values.pop("step").clone() if "step" in values else None for values in of_parameters]
@@ -219,10 +233,10 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
         if step is not None:
             values["step"] = step
     if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
-        _put_beside_parameters(optimizer.optimizer)
+        _put_beside_parameters(optimizer.optimizer, steps)
 
 
-def _put_beside_parameters(hybrid: HybridDeviceOptimizer) -> None:
+def _put_beside_parameters(hybrid: HybridDeviceOptimizer, steps: list[Any]) -> None:
     """States as loaded, all on the host, to where each one's parameter is updated.
 
     Megatron tells the two sides apart by their optimizers' class, which is one where only PyTorch's Adam is installed.
@@ -232,6 +246,9 @@ def _put_beside_parameters(hybrid: HybridDeviceOptimizer) -> None:
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value is not inner:
                 values[name] = value.to(inner.device)
+    if steps and hybrid.gpu_optimizer is not None and _counts_in_groups(hybrid.gpu_optimizer):
+        for group in hybrid.gpu_optimizer.param_groups:
+            group["step"] = int(steps[0])
 
 
 def data_parallel_chunks(
@@ -277,11 +294,13 @@ def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype, i
         pin_cpu_params=not settings.no_pin_cpu_params,
         use_distributed_optimizer=is_distributed,
     )
+    # Master weights as such: the 16 bits beside a bfloat16 weight that Megatron would keep mean nothing without it,
+    # so that a checkpoint of them could be read by no other run.
+    config.store_param_remainders = False
     if offload:
         # Megatron asks for Transformer Engine's version here, and 0.16 fails where it is not installed,
         # although offloaded states do not need it. What would follow from its answer is set as without it.
         config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-        config.store_param_remainders = False
         config.main_grads_dtype = DTYPES[settings.main_grads_dtype]
     return config
 

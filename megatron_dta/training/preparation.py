@@ -13,6 +13,7 @@ exchanged.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from megatron_dta.objectives import Objective, estimate_advantages, preference_p
 from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
 from megatron_dta.objectives.policy import reward_kl
 from megatron_dta.planning.ownership import first_owners
-from megatron_dta.planning.routing_replay import agree_on_routing, shaped_routing
+from megatron_dta.planning.routing_replay import agree_on_routing, replaced_share, shaped_routing
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.rollouts import Rollout
 from megatron_dta.training.reference import Reference
@@ -45,6 +46,9 @@ class SamplePreparation:
         num_steps: optimizer steps that a collection is divided into; each comes once for every ``--ppo-epochs``.
         critic: engine on the critic's weights, where the objective has one.
         trusts_logprobs: whether logprobs of rollouts are those of the sampler; some engines have others, or none.
+
+    Attributes:
+        pass_seconds: what the passes of the last collection took, without their plans.
     """
 
     def __init__(
@@ -60,13 +64,14 @@ class SamplePreparation:
         filtering: FilterConfig | None = None,
         trusts_logprobs: bool = True,
     ) -> None:
-        self.trusts_logprobs = trusts_logprobs
+        self.trusts_logprobs, self.pass_seconds = trusts_logprobs, 0.0
         self.settings, self.objective, self.tree = settings, objective, tree
         self.policy, self.reference, self.num_steps, self.critic = policy, reference, num_steps, critic
         self.critic_settings, self.filtering = critic_settings or CriticConfig(), filtering or FilterConfig()
 
     def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
         """The steps of one collection, in order; none if nothing of it is to be trained."""
+        self.pass_seconds = 0.0
         statistics = rollout_statistics(rollouts)
         num_rollouts = len(rollouts)
         rollouts = select_rollouts(rollouts, self.filtering)
@@ -83,8 +88,8 @@ class SamplePreparation:
         steps, found = [], {}
         for chosen in split_groups(rollouts, num_steps):
             own = [rollouts[i] for i in chosen]
-            routed = self._with_routing([samples[i] for i in chosen], own)
-            step = StepSamples(routed, rollout_statistics(own), rollouts=own)
+            routed, replaced = self._with_routing([samples[i] for i in chosen], own)
+            step = StepSamples(routed, rollout_statistics(own) | replaced, rollouts=own)
             if selected:
                 step.statistics |= {"collected_rollouts": float(num_rollouts)}
                 if "reward" in statistics:
@@ -128,20 +133,26 @@ class SamplePreparation:
             samples = [replace(s, owned=mask) for s, mask in zip(samples, first_owners(samples), strict=True)]
         return samples
 
-    def _with_routing(self, samples: list[TrainingSample], rollouts: list[Rollout]) -> list[TrainingSample]:
-        """The samples of one step with the experts that their tokens are to be routed to, where that is replayed."""
+    def _with_routing(
+        self, samples: list[TrainingSample], rollouts: list[Rollout]
+    ) -> tuple[list[TrainingSample], dict[str, float]]:
+        """The samples of one step with the experts that their tokens are to be routed to, where that is replayed; and
+        how often these are not the sampler's own.
+        """
         if not self.policy.replays_routing:
-            return samples
+            return samples, {}
         config = self.policy.config
         shape = sum(config.moe_layer_freq), config.moe_router_topk, config.num_moe_experts
         # Sources hand over rollouts with what the settings ask for: files are checked when they are read.
         routing = [shaped_routing(rollout.routed_experts, len(rollout), *shape) for rollout in rollouts]
         agreed = agree_on_routing([sample.token_ids for sample in samples], routing)
-        return [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
+        routed = [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
+        return routed, {"routing_replaced": replaced_share(routing, agreed)}
 
     def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:
         """Old and reference logprobs and values of all samples of a step, on its one plan."""
         batch, mesh, own = step.batch(self.tree, self.settings, self.policy), self.policy.mesh, step.own
+        start = time.perf_counter()
         found: dict[str, _Arrays] = {}
         settings = self.settings
         if self.objective.is_policy_gradient:
@@ -156,6 +167,7 @@ class SamplePreparation:
                 found["ref_logprobs"] = _of_all_ranks(mesh, own, reference.compute_logprobs(batch))
         if self.critic is not None:
             found["old_values"] = _of_all_ranks(mesh, own, self.critic.compute_logprobs(batch))
+        self.pass_seconds += time.perf_counter() - start
         return found
 
     def _penalties(self, rollouts: Sequence[Rollout], found: dict[str, _Arrays]) -> _Arrays | None:

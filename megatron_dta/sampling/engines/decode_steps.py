@@ -187,7 +187,7 @@ class DecodeSteps:
     def _pass(self, static: StaticPass, params: SamplingParams) -> Tensor:
         """Tokens and logprobs, float64 [2, tokens]; the tokens are the next pass's inputs."""
         hidden = self._model(static.input_ids, static.context)
-        tokens, logprobs = next_tokens(self._model, hidden, static.noise, params)
+        tokens, logprobs = next_tokens(self._model, hidden, static.noise, params, kernels=True)
         static.input_ids[0].copy_(tokens)
         return torch.stack([tokens.double(), logprobs.double()])
 

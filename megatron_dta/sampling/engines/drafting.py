@@ -48,6 +48,18 @@ class Drafting(ABC):
         """The pass of ``tokens`` tokens is over: of row i's draft ``drafted[i]`` tokens were run, and it went on with
         ``appended[i]``."""
 
+    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
+        """Passes without drafts that ran one after the other are over: row i got a token in each of the first
+        ``len(appended[i])``. It was asked for drafts before the first, and gave none or none that was run."""
+        passes = max(map(len, appended))
+        for i in range(passes):
+            alive = [row for row, tokens in zip(rows, appended, strict=True) if len(tokens) > i]
+            none = np.zeros(len(alive), np.int64)
+            if i:
+                self.propose(alive, none)
+            new = [tokens[i : i + 1] for tokens in appended if len(tokens) > i]
+            self.verified(none, new, seconds / passes, len(rows))
+
     @abstractmethod
     def finished(self, sequence: Sequence) -> None:
         """A sequence is complete."""
@@ -65,19 +77,6 @@ class Drafting(ABC):
         """Nothing runs, and the weights are others now."""
 
 
-def verified_singly(drafting: Drafting, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
-    """Tell ``drafting`` of passes without drafts that ran one after the other: row i got a token in each of the first
-    ``len(appended[i])``. It proposed nothing for the first, and is not asked for drafts of the others."""
-    passes = max(map(len, appended))
-    for i in range(passes):
-        alive = [row for row, tokens in zip(rows, appended, strict=True) if len(tokens) > i]
-        none = np.zeros(len(alive), np.int64)
-        if i:
-            drafting.propose(alive, none)
-        new = [tokens[i : i + 1] for tokens in appended if len(tokens) > i]
-        drafting.verified(none, new, seconds / passes, len(rows))
-
-
 class SuffixDrafting(Drafting):
     """Drafts of a ``Speculator``, whose model of a pass's cost is fitted to the passes that ran."""
 
@@ -88,6 +87,8 @@ class SuffixDrafting(Drafting):
         self._branches: set[Sequence] = set()  # those whose parent had the same problem
         self._proposal: Proposal | None = None
         self._measured: list[tuple[int, float]] = []
+        # Complete samples that the other replicas do not know of, where there are others.
+        self._unshared: list[tuple[str, bool, np.ndarray, np.ndarray]] = []
 
     def submitted(self, sequence: Sequence) -> None:
         problem = None if sequence.parent is None else self._problems.get(sequence.parent)
@@ -113,8 +114,22 @@ class SuffixDrafting(Drafting):
         self._measured.append((tokens, seconds))
         del self._measured[:-_MEASURED]
 
+    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
+        proposal, self._proposal = self._proposal, None
+        proposal.lengths[:] = 0
+        self.speculator.record_burst(proposal, appended, seconds)
+        passes = max(map(len, appended))
+        self._measured += [(len(rows), seconds / passes)] * passes
+        del self._measured[:-_MEASURED]
+
     def finished(self, sequence: Sequence) -> None:
         self.speculator.finish(self._slots.pop(sequence))
+        if current_mesh().data_size > 1:
+            is_branch = sequence in self._branches
+            # Of a branch's context the trees take the end.
+            context = sequence.tokens[: sequence.context_length]
+            context = context[-self.speculator.drafter.params.depth :] if is_branch else context
+            self._unshared.append((self._problems[sequence], is_branch, context.copy(), sequence.response.copy()))
         self._branches.discard(sequence)
         if not sequence.request.hold:
             del self._problems[sequence]
@@ -137,6 +152,15 @@ class SuffixDrafting(Drafting):
         cost = current_mesh().gather_over_replica(self.measured_cost())[0]
         if cost is not None:
             self.speculator.cost = cost
+
+    def share(self) -> None:
+        """Take in what the other replicas have sampled since the last call; all ranks call this together."""
+        own, self._unshared = self._unshared, []
+        mesh = current_mesh()
+        for replica, samples in enumerate(mesh.gather_over_data(own)):
+            if replica != mesh.data_rank:
+                for problem, is_branch, context, response in samples:
+                    self.speculator.learn(problem, context, response, is_branch)
 
     def measured_cost(self) -> ForwardCost | None:
         """The cost of a pass as measured, the median of each number of tokens; None where too little has run."""

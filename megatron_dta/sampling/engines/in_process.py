@@ -29,7 +29,7 @@ from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.paged_context import paged_context
 from megatron_dta.sampling.engines.cache_size import head_shape, max_pages
 from megatron_dta.sampling.engines.decode_steps import Burst, DecodeSteps, noise_of
-from megatron_dta.sampling.engines.drafting import Drafting, verified_singly
+from megatron_dta.sampling.engines.drafting import Drafting
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
     GenerationRequest,
@@ -44,8 +44,8 @@ from megatron_dta.sampling.passes import DecodingPasses
 from megatron_dta.sampling.sampler import next_tokens, sampling_mode
 from megatron_dta.speculation.degenerate import DegenerateDetector
 
-# Where nothing is worth a draft now, something may be soon.
-_PASSES_BETWEEN_DRAFTS = 4
+# Where nothing is worth a draft now, something may be soon; after so many short bursts in vain they are whole again.
+_PASSES_BETWEEN_DRAFTS, _BURSTS_IN_VAIN = 4, 4
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
 _COUNTS += ("stopped_degenerate", "static_forwards", "captures")
@@ -93,7 +93,7 @@ class InProcessEngine(RolloutEngine):
         self._max_requests, self._block_size, self._max_tokens = max_requests, block_size, max_tokens
         self._buffer_size_gb = buffer_size_gb
         self._params: SamplingParams | None = None
-        self._iteration = self._policy_version = self._arrivals = 0
+        self._iteration = self._policy_version = self._arrivals = self._undrafted = 0
         self._running: dict[int, Sequence] = {}
         self._held: dict[int, Sequence] = {}
         self._detectors: dict[Sequence, DegenerateDetector] = {}
@@ -221,7 +221,8 @@ class InProcessEngine(RolloutEngine):
         own_drafts = [draft_of[sequence] for sequence in rows]
         last = [np.arange(place[row] - len(draft_of[row]) - 1, place[row]) for row in rows]
         noise = self._to_device(noise_of(rows, own_drafts, self._params, self._iteration)[0])
-        drawn = next_tokens(self._model, hidden[self._to_device(np.concatenate(last))], noise, self._params)
+        hidden = hidden[self._to_device(np.concatenate(last))]
+        drawn = next_tokens(self._model, hidden, noise, self._params, self._is_paged)
         # The only place that waits for the device; a float64 holds every token id.
         tokens, logprobs = torch.stack([part.double() for part in drawn]).cpu().numpy()
         ends = np.cumsum([len(draft) + 1 for draft in own_drafts])[:-1]
@@ -231,7 +232,8 @@ class InProcessEngine(RolloutEngine):
     def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Sequence]:
         """As ``_run`` for rows that all decode: one pass with drafts, or several without."""
         rows, is_drafted = plan.rows, any(map(len, drafts))
-        most = self._burst if self._drafting is None else min(self._burst, _PASSES_BETWEEN_DRAFTS)
+        is_short = self._drafting is not None and self._undrafted < _BURSTS_IN_VAIN
+        most = min(self._burst, _PASSES_BETWEEN_DRAFTS) if is_short else self._burst
         steps = self._scheduler.steps_ahead(rows, 1 if is_drafted else most)
         cache = self._cache_for(plan)
         pieces = []
@@ -289,6 +291,7 @@ class InProcessEngine(RolloutEngine):
         """
         finished, appended = [], []
         inputs = [own[:-1] for own, _ in sampled] if drafts is None else drafts
+        self._undrafted = self._undrafted + 1 if drafts is None else 0
         for sequence, (own, logprobs), draft in zip(rows, sampled, inputs, strict=True):
             if not np.isfinite(logprobs).all():
                 raise FloatingPointError("the model's logits are not finite: its weights have diverged")
@@ -305,7 +308,7 @@ class InProcessEngine(RolloutEngine):
             return finished
         seconds = time.perf_counter() - began
         if drafts is None:
-            verified_singly(self._drafting, rows, appended, seconds)
+            self._drafting.verified_burst(rows, appended, seconds)
         else:
             self._counts["drafted_tokens"] += sum(map(len, drafts))
             self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
