@@ -35,7 +35,7 @@ from megatron_dta.planning.run_time import calibrated, mesh_costs
 from megatron_dta.planning.run_work import StepWork
 from megatron_dta.rollouts import load_rollouts
 from plan_run_output import as_json, print_misses, print_predictions
-from plan_run_settings import read_args_file, read_hf_config
+from plan_run_settings import HELP, read_args_file, read_hf_config
 
 SHAPE_FLAGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -56,10 +56,10 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="rollouts of one step: .jsonl, .parquet or .npz")
     add("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
-    add("--tree-mode", choices=("dta", "dense"), default="dta")
+    add("--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone")
     for name in ("max_sequences", "max_length", *STEP_FLAGS):
-        add(_flag(name), type=int, metavar="N")
-    add("--model", choices=sorted(SHAPES))
+        add(_flag(name), type=int, metavar="N", help=HELP[name])
+    add("--model", choices=sorted(SHAPES), help="a model by name")
     add("--hf-config", metavar="PATH", help="a config.json, or the folder that holds it")
     add("--args-file", metavar="FILE", help="arguments of megatron_dta.train: model, mesh and settings")
     for name in SHAPE_FLAGS:
@@ -70,19 +70,32 @@ def parse_arguments() -> argparse.Namespace:
     for field in fields(Cluster):
         kind = int if field.name in ("num_gpus", "gpus_per_node") else float
         required = field.default is MISSING
-        add(_flag(field.name), type=kind, metavar="N" if kind is int else "X", required=required)
+        metavar, text = "N" if kind is int else "X", HELP[field.name]
+        add(_flag(field.name), type=kind, metavar=metavar, required=required, help=text)
     for name in MESH_FLAGS:
-        add(_flag(name), type=int, nargs="+", metavar="N", help="sizes to look at (default: powers of two)")
+        tried = "1 and 2" if "virtual" in name else "powers of two"
+        add(_flag(name), type=int, nargs="+", metavar="N", help=f"sizes to look at (default: {tried})")
     add("--tree-segment-tokens", type=int, nargs="+", metavar="N", help="sizes to look at (default: 2048 4096 8192)")
     add("--tree-memory-tokens", type=int, metavar="N", help="budget of in-flight tokens (default: the planner's)")
-    add("--tree-activation-tokens", type=int, metavar="N", help="(default: as many as fit)")
-    add("--recompute", choices=("tree", "full"), nargs="+", default=["tree", "full"], help="kinds to look at")
+    add(
+        "--tree-activation-tokens",
+        type=int,
+        metavar="N",
+        help="in-flight tokens that keep activations (default: as many as fit)",
+    )
+    add(
+        "--recompute",
+        choices=("tree", "full"),
+        nargs="+",
+        default=["tree", "full"],
+        help="kinds to look at: a segment's or Megatron's (default: both)",
+    )
     for name in DTYPE_FLAGS:
-        add(_flag(name + "_dtype"), choices=tuple(DTYPE_BYTES), default="fp32")
-    add("--optimizer-offload-fraction", type=float, metavar="X", default=0.0)
+        add(_flag(name + "_dtype"), choices=tuple(DTYPE_BYTES), default="fp32", help=HELP[name + "_dtype"])
+    add("--optimizer-offload-fraction", type=float, metavar="X", default=0.0, help="part of the states on the host")
     add("--no-distributed-optimizer", action="store_true", help="every replica has all states")
     add("--no-optimizer", action="store_true", help="a forward and backward alone, as in tools/benchmark_train.py")
-    add("--logprob-chunk-tokens", type=int, metavar="N")
+    add("--logprob-chunk-tokens", type=int, metavar="N", help=HELP["logprob_chunk_tokens"])
     add("--cost-model", metavar="JSON", help="what was measured, of this or another shape")
     add("--top", type=int, metavar="N", default=5, help="meshes to plan in full (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object as the last line")
