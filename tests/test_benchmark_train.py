@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
+from megatron_dta.errors import InputError
 from megatron_dta.planning.flops import StepCounts
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.step_plan import plan_step
@@ -124,3 +126,27 @@ def test_renumbered_tokens_make_the_same_forest(tmp_path):
     for name in ("tokens", "unique_tokens", "segments"):
         assert [row[name] for row in plain] == [row[name] for row in renumbered]
     assert renumbered[0]["tflop"] < plain[0]["tflop"]  # a smaller vocabulary
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-layers", "0"], "--num-layers must be at least 1"),
+        (["--num-layers", "29"], "--num-layers 29: qwen3-1.7b has only 28"),
+        (["--tree-segment-tokens", "0"], "--tree-segment-tokens must be at least 1"),
+        (["--tree-activation-tokens", "-4"], "--tree-activation-tokens must be at least 0"),
+        (["--logprob-chunk-tokens", "0"], "--logprob-chunk-tokens must be at least 1"),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size must be at least 1"),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], "needs --pipeline-model-parallel-size above 1"),
+        (["--tree-memory-gib", "nan"], "--tree-memory-gib must be above 0, not nan"),
+        (["--output", "no/such/folder.json"], "--output no/such/folder.json: there is no folder"),
+        (["--step", "2"], "unrecognized arguments: --step 2"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused(monkeypatch, flags: list[str], message: str):
+    monkeypatch.syspath_prepend(str(Path(TOOL).parent))
+    monkeypatch.setattr(sys, "argv", [TOOL, "rollouts.jsonl", *flags])
+    import benchmark_train
+
+    with pytest.raises(InputError, match=re.escape(message)):
+        benchmark_train.parse_arguments()

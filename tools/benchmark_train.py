@@ -16,7 +16,7 @@ Several files are measured one after another on the same model; each row names i
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import sys
 import time
@@ -30,6 +30,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from benchmark_report import Report
+from megatron_dta.command_line import CommandLineParser, check_at_least, check_output, print_json
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks import check_tensor_parallel, check_world_size
 from megatron_dta.config.device_queues import set_device_queues
@@ -64,7 +65,7 @@ PARALLEL = (
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
     parser.add_argument(
@@ -105,20 +106,28 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
     arguments = parser.parse_args()
-    if arguments.tree_memory_gib is not None and arguments.tree_memory_gib <= 0:
+    counts = ("max_sequences", "max_tokens", "num_layers", "tree_segment_tokens", "tree_memory_tokens", "steps")
+    sizes = (name for name in PARALLEL if not isinstance(getattr(ParallelConfig(), name), bool))
+    check_at_least(arguments, 1, *counts, "logprob_chunk_tokens", *sizes)
+    check_at_least(arguments, 0, "tree_activation_tokens", "seed")
+    check_output(arguments.output, "--output")
+    if arguments.tree_memory_gib is not None and not 0 < arguments.tree_memory_gib < math.inf:
         raise InputError(f"--tree-memory-gib must be above 0, not {arguments.tree_memory_gib}")
     for flag in ("tree_memory_tokens", "tree_activation_tokens"):
         if arguments.tree_memory_gib is not None and getattr(arguments, flag) is not None:
             raise InputError(f"--tree-memory-gib decides what --{flag.replace('_', '-')} says; give one of the two")
     if arguments.tree_segment_tokens is None and arguments.cost_model is None and arguments.tree_memory_gib is None:
         arguments.tree_segment_tokens = 4096
-    if arguments.steps < 1:
-        raise InputError(f"--steps must be at least 1, not {arguments.steps}")
-    if arguments.max_tokens is not None and arguments.max_tokens < 1:
-        raise InputError(f"--max-tokens must be at least 1, not {arguments.max_tokens}")
     names = [Path(file).name for file in arguments.files]
     if len(set(names)) < len(names):
         raise InputError("two of the files have the same name, so rows could not be told apart")
+    if arguments.num_virtual_stages_per_pipeline_rank > 1 and arguments.pipeline_model_parallel_size == 1:
+        raise InputError("--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size above 1")
+    if arguments.num_layers is not None and arguments.num_layers > SHAPES[arguments.model]["num_layers"]:
+        layers = SHAPES[arguments.model]["num_layers"]
+        raise InputError(f"--num-layers {arguments.num_layers}: {arguments.model} has only {layers}")
+    if arguments.profile and not torch.cuda.is_available():
+        raise InputError("--profile says which kernels of a CUDA GPU take the time, and there is none; leave it out")
     if arguments.bf16_gradients and not arguments.bf16:
         raise InputError("--bf16-gradients needs --bf16")
     if arguments.timeline_dir is not None and arguments.pipeline_model_parallel_size == 1:
@@ -344,7 +353,7 @@ def main() -> int:
             if is_first:
                 report.add(row)
     if arguments.json and is_first:
-        print(json.dumps(report.results))
+        print_json(report.results)
     return 0
 
 

@@ -15,14 +15,13 @@ shares of the peaks that are reached, which --cost-model corrects by what was me
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from dataclasses import MISSING, fields, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
+from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.planning.cost_file import load_cost_file
 from megatron_dta.planning.mesh_choices import Choice, make_mesh, possible_choices
@@ -52,13 +51,8 @@ STEP_FLAGS = ("sequences", "unique_tokens", "longest_path", "samples_per_prompt"
 DTYPE_FLAGS = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="rollouts of one step: .jsonl, .parquet or .npz")
     add("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
@@ -111,16 +105,12 @@ def _check(arguments: argparse.Namespace) -> None:
         "logprob_chunk_tokens",
         "top",
     )
-    for name in counts:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise InputError(f"{_flag(name)} must be at least 1, not {value}")
+    check_at_least(arguments, 1, *counts)
     for name in (*MESH_FLAGS, "tree_segment_tokens"):
         for value in getattr(arguments, name) or []:
             if value < 1:
                 raise InputError(f"{_flag(name)} must be at least 1, not {value}")
-    if arguments.tree_activation_tokens is not None and arguments.tree_activation_tokens < 0:
-        raise InputError(f"--tree-activation-tokens must be at least 0, not {arguments.tree_activation_tokens}")
+    check_at_least(arguments, 0, "tree_activation_tokens")
     for name in STEP_FLAGS if arguments.file else ("max_sequences", "max_length"):
         if getattr(arguments, name) is not None:
             raise InputError(
@@ -243,8 +233,7 @@ def main() -> int:
     else:
         print_misses(found)
     if arguments.json:
-        sys.stdout.flush()
-        print(json.dumps(as_json(found, arguments)))
+        print_json(as_json(found, arguments))
     return 0 if found["best"] else 1
 
 

@@ -16,19 +16,17 @@ one stage has in flight.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.planning.cost_file import load_cost_model
 from megatron_dta.planning.cost_model import CostModel
@@ -59,13 +57,8 @@ SHAPE = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     counts = ["--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"]
     parser.add_argument(counts[0], type=int, metavar="P", required=True, help="stages")
@@ -117,14 +110,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", metavar="PICTURE", help="draw the timeline (.png, .pdf or .svg)")
     parser.add_argument("--trace", metavar="JSON", help="write the timeline for chrome://tracing or Perfetto")
     arguments = parser.parse_args()
-    for flag in counts:
-        value = getattr(arguments, flag[2:].replace("-", "_"))
-        if value is not None and value < 1:
-            raise InputError(f"{flag} must be at least 1, not {value}")
-    if arguments.tree_activation_tokens is not None and arguments.tree_activation_tokens < 0:
-        raise InputError(f"--tree-activation-tokens must be at least 0, not {arguments.tree_activation_tokens}")
-    if not (math.isfinite(arguments.send_seconds) and arguments.send_seconds >= 0):
-        raise InputError(f"--send-seconds must be a number not below 0, not {arguments.send_seconds}")
+    check_at_least(arguments, 1, *(flag[2:].replace("-", "_") for flag in counts))
+    check_at_least(arguments, 0, "tree_activation_tokens", "send_seconds")
     return arguments
 
 
@@ -293,8 +280,7 @@ def main() -> None:
         write_chrome_trace(arguments.trace, events, title)
         print(f"trace: {arguments.trace}")
     if arguments.json:
-        sys.stdout.flush()
-        print(json.dumps(values))
+        print_json(values)
 
 
 if __name__ == "__main__":

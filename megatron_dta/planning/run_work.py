@@ -15,7 +15,7 @@ import numpy as np
 from megatron_dta.errors import InputError
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.modes import plan_forest
-from megatron_dta.planning.partition import Partition, least_slowest, partition_costs
+from megatron_dta.planning.partition import Partition, partition_costs
 from megatron_dta.planning.pipeline_segments import pipeline_segment_tokens
 from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
@@ -91,10 +91,6 @@ class StepWork:
         if num_replicas not in self._partitions:
             self._partitions[num_replicas] = partition_costs(self.costs, num_replicas)
         return self._partitions[num_replicas]
-
-    def slowest_at_least(self, num_replicas: int) -> float:
-        """Cost that the slowest replica of no division can be below."""
-        return least_slowest(self.costs, num_replicas)
 
     def estimate(self, num_replicas: int, segment_tokens: int, memory_tokens: int | None, stages: int) -> ReplicaWork:
         """Counts without cutting anything: full segments, the budget of in-flight tokens used up."""
