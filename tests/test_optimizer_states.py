@@ -183,7 +183,7 @@ def test_an_optimizer_that_counts_in_groups_goes_on_counting(
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         hybrid.step()
-        values.append(float(parameters[1][0]))
+        values.append(float(parameters[1].detach()[0]))
     assert values == [-5.0, -11.0]
 
 

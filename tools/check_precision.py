@@ -216,7 +216,10 @@ def main() -> int:
     model = base_model(arguments, samples)
     found = candidates(arguments, model)
     begin = time.perf_counter()
-    tell = lambda what: print(f"{time.perf_counter() - begin:6.1f} s  {what}", file=sys.stderr, flush=True)  # noqa: E731
+
+    def tell(what: str) -> None:
+        print(f"{time.perf_counter() - begin:6.1f} s  {what}", file=sys.stderr, flush=True)
+
     step = Step(arguments, samples, model)
     tell(f"weights are there; next: {found[0].name}, the reference")
     with step.outcome(found[0].model) as (outcome, seconds):
