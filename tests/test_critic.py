@@ -14,9 +14,9 @@ from conftest import seed_all
 from megatron_dta.config import ParallelConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.objectives import make_value_objective
+from megatron_dta.objectives import LossFields, make_value_objective
 from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
-from megatron_dta.objectives.value import explained_variance
+from megatron_dta.objectives.value import explained_variance, value_loss
 from megatron_dta.rollouts import Rollout
 from mesh_worker import named_parameters, run_on_ranks
 from objective_cases import largest_error, values_one_by_one
@@ -86,6 +86,20 @@ def test_values_and_gradients_equal_single_sequences(case, cut):
     assert float(result.loss) == pytest.approx(loss, rel=1e-12)
     assert largest_error({name: p.grad for name, p in critic.named_parameters()}, expected) < 1e-12
     assert 0.05 < float(result.metrics["value_clip_fraction"]) < 0.95
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_only_values_beyond_the_clip_count_as_clipped(seed):
+    """In float32 most values within the clip have, by rounding, another loss with it than without."""
+    rng = seed_all(seed)
+    old, change, returns = (torch.from_numpy(rng.standard_normal(200).astype(np.float32)) for _ in range(3))
+    change = change.sign() * torch.where(torch.arange(200) < 100, change.abs().clamp(max=CLIP / 2), CLIP * 2)
+    fields = LossFields(loss_mask=torch.ones(200, dtype=torch.bool), old_values=old, returns=returns)
+    found = value_loss(old + change, None, fields, value_clip=CLIP)
+    outside = (old + change.sign() * CLIP - returns).abs() > (old + change - returns).abs()
+    expected = outside & (torch.arange(200) >= 100)
+    assert found.metrics["value_clip_fraction"].tolist() == expected.tolist()
+    assert 10 < int(expected.sum()) < 90
 
 
 def test_a_sibling_changes_no_bit_of_a_value(case):

@@ -27,9 +27,10 @@ def value_loss(values: Tensor, unused: Tensor, fields: LossFields, *, value_clip
     loss, cut = (present - returns).square(), torch.zeros_like(mask)
     if value_clip is not None:
         old = masked(fields.old_values.to(values.dtype), mask)
-        near = old + (present - old).clamp(-value_clip, value_clip)
-        clipped = (near - returns).square()
-        cut = clipped > loss
+        change = present - old
+        clipped = (old + change.clamp(-value_clip, value_clip) - returns).square()
+        # Within the bounds both losses are the same but for rounding, which would count as clipped.
+        cut = (change.abs() > value_clip) & (clipped > loss)
         loss = torch.where(cut, clipped, loss)
     error = (present - returns).detach()
     metrics = {
