@@ -1,4 +1,4 @@
-"""What partitions are made of: minima of runs, cuts, even runs, moves and swaps; mini-batches and cost models."""
+"""What partitions are made of: minima of runs, cuts, even runs, moves and swaps; cost models."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.errors import InputError
-from megatron_dta.planning import CostModel, cut_mini_batches
+from megatron_dta.planning import CostModel
 from megatron_dta.planning.assignment import Assignment
 from megatron_dta.planning.chunks import Chunks
 from megatron_dta.planning.pair_cuts import MOST_PLACES, PairCuts
 from megatron_dta.planning.range_minimum import RangeMinimum
-from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.saving import save_cost
 from megatron_dta.planning.sequence_costs import SequenceCosts
 from megatron_dta.tree import build_prefix_tree
-from partition_cases import WHOLE_COSTS, cost, random_forest, turns_forest
+from partition_cases import WHOLE_COSTS, cost, random_forest
 
 
 def atoms_of(sequences: list, masks: list | None = None) -> Chunks:
@@ -139,41 +138,6 @@ def test_divisions_of_a_pair_of_ranks(seed: int, count: int) -> None:
             assert np.flatnonzero(inside).tolist() == list(range(begin, end))
             run, rest = found.cost_of(members[inside]), found.cost_of(members[~inside])
             assert (cuts.slower[i, j], cuts.total[i, j]) == (max(run, rest), run + rest)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_mini_batches(seed: int) -> None:
-    """Whole groups, as many in each mini-batch, and cuts that separate least of all such runs."""
-    rng = seed_all(seed)
-    sequences, masks, names = turns_forest(rng, 9, 3, 3)
-    order = rng.permutation(len(names))
-    samples = [TrainingSample(sequences[i], masks[i]) for i in order]
-    names = [names[i] for i in order]
-    for steps in (1, 2, 4, 9):
-        batches = cut_mini_batches(samples, steps, names, WHOLE_COSTS)
-        assert np.array_equal(np.sort(np.concatenate(batches)), np.arange(len(samples)))
-        groups = [{names[i] for i in batch} for batch in batches]
-        assert sum(map(len, groups)) == 9
-        assert {len(group) for group in groups} <= {9 // steps, -(-9 // steps)}
-
-        def separate(parts: list, names=names) -> float:
-            rows = [[i for i, name in enumerate(names) if name in part] for part in parts]
-            return sum(cost(WHOLE_COSTS, [samples[i].token_ids for i in r], [samples[i].loss_mask for i in r])
-                       for r in rows)  # fmt: skip
-
-        line = [name for _, name in sorted((min(samples[i].token_ids[:60].tobytes() for i in range(len(names))
-                                                if names[i] == name), name) for name in set(names))]  # fmt: skip
-        sizes = [9 // steps + extra for extra in [1] * (9 % steps) + [0] * (steps - 9 % steps)]
-        every = [
-            separate([set(line[sum(size[:k]) : sum(size[: k + 1])]) for k in range(steps)])
-            for size in set(itertools.permutations(sizes)) if steps < 9
-        ]  # fmt: skip
-        if every:
-            assert separate(groups) == min(every)
-        with pytest.raises(ValueError, match="cannot be cut into 10"):
-            cut_mini_batches(samples, 10, names)
-    alone = cut_mini_batches(samples + samples, 5)
-    assert sorted(map(len, alone)) == sorted(len(part) for part in np.array_split(np.arange(2 * len(samples)), 5))
 
 
 def test_cost_model_of_a_shape_and_of_a_file(tmp_path: Path) -> None:

@@ -114,7 +114,9 @@ def test_steps_get_whole_groups(seed: int) -> None:
     names = [str(name) for name in rng.integers(0, 9, 40)]
     rollouts = [Rollout([0, 1], [False, True], group_id=name) for name in names]
     num_steps = int(rng.integers(1, len(set(names)) + 1))
-    steps = split_groups(rollouts, num_steps)
+    steps, told = split_groups(rollouts, num_steps)
+    # All rollouts are the same: each step computes its two tokens again.
+    assert told == ({"separated_tokens": 2.0 * (num_steps - 1)} if num_steps > 1 else {})
     assert len(steps) == num_steps
     assert sorted(index for step in steps for index in step) == list(range(40))
     for left in range(num_steps):

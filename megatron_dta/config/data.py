@@ -67,7 +67,9 @@ class SamplingConfig:
         1.0, "Sample among the most likely tokens that hold this much probability.", above=0, maximum=1
     )
     num_steps_per_rollout: int = option(
-        1, "Optimizer steps that one collection of sampled rollouts is divided into.", minimum=1
+        1,
+        "Optimizer steps that one collection of sampled rollouts is divided into: whole groups, cut along the tree.",
+        minimum=1,
     )
     rollout_max_response_len: int = option(64, "Most tokens sampled per rollout.", minimum=1)
     eval_temperature: float | None = option(

@@ -2,59 +2,78 @@
 
 Samples that share prefixes are worth most in one step. So the groups stand in depth-first order, mini-batches are runs
 of them, and among the ways to make runs of equal size (one group more or less where the number does not divide) the one
-is taken whose cuts separate least.
+is taken whose cuts separate least. Runs of the collection's own order are taken instead unless these cost more: where
+all groups share the same, as a system prompt, there is nothing to gain, and a shuffled collection stays shuffled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dta.planning.chunks import Chunks
 from megatron_dta.planning.cost_model import CostModel
-from megatron_dta.planning.partition import Trained, trained_parts
+from megatron_dta.planning.partition import Partition, Trained, trained_parts
 from megatron_dta.planning.sequence_costs import SequenceCosts
 from megatron_dta.tree import build_prefix_tree
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatches:
+    """The samples of each optimizer step.
+
+    Attributes:
+        samples: int64 arrays, ascending, one for each mini-batch; every sample is in exactly one. The mini-batches come
+            in the order of their first samples.
+        separated_tokens: tokens that the mini-batches compute beyond computing each once.
+    """
+
+    samples: list[np.ndarray]
+    separated_tokens: int
 
 
 def cut_mini_batches(
     samples: Sequence[Trained],
     num_mini_batches: int,
-    keep_together: Sequence[str] | None = None,
+    groups: Sequence[str],
     cost_model: CostModel | None = None,
-) -> list[np.ndarray]:
-    """Samples of each mini-batch, int64, ascending; every sample in exactly one.
+) -> MiniBatches:
+    """Mini-batches of whole groups, as even in their number as possible. The same on every rank that has the samples.
 
     Args:
         samples: sequences with a trained token each.
         num_mini_batches: optimizer steps, at most the number of groups.
-        keep_together: a group name for each sample; without names every sample is a group.
+        groups: a group name for each sample.
         cost_model: says what a separated prefix costs; None for the defaults.
 
     Raises:
         ValueError: num_mini_batches below 1 or above the number of groups, or names of another number than samples.
     """
-    sequences, masks = trained_parts(samples)
-    if keep_together is not None and len(keep_together) != len(sequences):
-        raise ValueError(f"keep_together has {len(keep_together)} names for {len(sequences)} samples")
-    costs = SequenceCosts.of(build_prefix_tree(sequences), cost_model or CostModel(), masks, keep_together)
-    if keep_together is None:
-        # Equal samples are groups of their own; between them a cut separates all that they are.
-        order = np.argsort(costs.stop_of_sequence, kind="stable")
-        stop = costs.stop_of_sequence[order]
-        shared = np.where(np.diff(stop, prepend=-1) > 0, costs.shared[stop], costs.alone[stop])
-        group = np.empty(len(order), dtype=np.int64)
-        group[order] = np.arange(len(order))
-    else:
-        atoms, atom_of_stop = Chunks.atoms(costs)
-        shared, group = atoms.shared[atoms.begin], atom_of_stop[costs.stop_of_sequence]
-    if not 1 <= num_mini_batches <= len(shared):
+    if len(groups) != len(samples):
+        raise ValueError(f"there are {len(groups)} names of groups for {len(samples)} samples")
+    number: dict[str, int] = {}
+    by_appearance = np.array([number.setdefault(name, len(number)) for name in groups], dtype=np.int64)
+    if not 1 <= num_mini_batches <= len(number):
         raise ValueError(
-            f"{len(shared)} groups cannot be cut into {num_mini_batches} mini-batches, one or more in each"
+            f"{len(number)} groups cannot be cut into {num_mini_batches} mini-batches, one or more in each"
         )
-    batch = np.searchsorted(_even_cuts(shared, num_mini_batches), group, side="right")
-    return [np.flatnonzero(batch == number) for number in range(num_mini_batches)]
+    sequences, masks = trained_parts(samples)
+    # By number: NumPy takes names that differ in zero bytes at their ends for the same.
+    names = [str(group) for group in by_appearance]
+    costs = SequenceCosts.of(build_prefix_tree(sequences), cost_model or CostModel(), masks, names)
+    atoms, atom_of_stop = Chunks.atoms(costs)
+    along_tree = atom_of_stop[costs.stop_of_sequence]
+    cuts = _even_cuts(atoms.shared[atoms.begin], num_mini_batches)
+    even = np.array([part[0] for part in np.array_split(np.arange(len(number)), num_mini_batches)[1:]], dtype=np.int64)
+    in_order, along = (
+        Partition.of(costs, np.searchsorted(starts, group, side="right"), num_mini_batches)
+        for starts, group in ((even, by_appearance), (cuts, along_tree))
+    )
+    best = along if along.total_cost < in_order.total_cost else in_order
+    found = [best.sequences_of(step) for step in range(num_mini_batches)]
+    return MiniBatches(sorted(found, key=lambda part: part[0]), best.duplicated_tokens)
 
 
 def _even_cuts(shared: np.ndarray, runs: int) -> np.ndarray:

@@ -95,6 +95,8 @@ METRICS: dict[str, dict[str, str]] = {
         "tokens": "tokens of all sequences of the step, as training them one by one would compute",
         "unique_tokens": "tokens of the forests, which were computed",
         "token_reuse": "the former over the latter",
+        "separated_tokens": "tokens that the steps of the collection compute beyond computing each once, since "
+        "--num-steps-per-rollout separates rollouts that share them; data-parallel ranks apart",
         "segments": "forwards of the step, over all data-parallel ranks",
         "peak_in_flight_tokens": "most tokens in flight",
         "recomputed_tokens": "tokens of segments whose forward ran twice",

@@ -86,10 +86,11 @@ class SamplePreparation:
             num_steps = min(num_steps, len({rollout.group_id for rollout in rollouts}))
         samples = self._samples(rollouts)
         steps, found = [], {}
-        for chosen in split_groups(rollouts, num_steps):
+        parts, cut = split_groups(rollouts, num_steps, self.policy.cost_model(self.tree.tree_segment_tokens))
+        for chosen in parts:
             own = [rollouts[i] for i in chosen]
             routed, replaced = self._with_routing([samples[i] for i in chosen], own)
-            step = StepSamples(routed, rollout_statistics(own) | replaced, rollouts=own)
+            step = StepSamples(routed, rollout_statistics(own) | replaced | cut, rollouts=own)
             if selected:
                 step.statistics |= {"collected_rollouts": float(num_rollouts)}
                 if "reward" in statistics:

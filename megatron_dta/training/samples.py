@@ -18,6 +18,7 @@ from megatron_dta.config import ObjectiveConfig, TreeConfig
 from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.errors import InputError
 from megatron_dta.objectives.weights import count_trained
+from megatron_dta.planning import CostModel, cut_mini_batches
 from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.sample import FIELDS, TrainingSample
 from megatron_dta.rollouts import Rollout
@@ -89,16 +90,27 @@ def known_paths(rollouts: Sequence[Rollout]) -> Sequence[KnownPath | None]:
     return [KnownPath(path, spans[1:]) for path, spans in zip(found.paths, found.spans, strict=True)]
 
 
-def split_groups(rollouts: Sequence[Rollout], num_steps: int) -> list[list[int]]:
-    """Indices of the rollouts of each step: whole groups in order of appearance, as even in number as possible."""
+def split_groups(
+    rollouts: Sequence[Rollout], num_steps: int, cost_model: CostModel | None = None
+) -> tuple[list[list[int]], dict[str, float]]:
+    """Indices of the rollouts of each step, and what is to be told of the cut (nothing of a single step).
+
+    Whole groups, as even in number as possible, cut so that steps share little (``planning.mini_batches``); in a step
+    the groups stand in order of appearance.
+    """
     groups: dict[str, list[int]] = {}
     for index, rollout in enumerate(rollouts):
         groups.setdefault(rollout.group_id, []).append(index)
     if len(groups) < num_steps:
         raise InputError(f"{len(groups)} groups of rollouts cannot be divided into --num-steps-per-rollout {num_steps}")
-    runs = np.array_split(np.arange(len(groups)), num_steps)
-    members = list(groups.values())
-    return [[index for group in run for index in members[group]] for run in runs]
+    if num_steps == 1:
+        return [[index for members in groups.values() for index in members]], {}
+    cut = cut_mini_batches(rollouts, num_steps, [rollout.group_id for rollout in rollouts], cost_model)
+    steps = []
+    for chosen in cut.samples:
+        names = dict.fromkeys(rollouts[index].group_id for index in chosen)
+        steps.append([index for name in names for index in groups[name]])
+    return steps, {"separated_tokens": float(cut.separated_tokens)}
 
 
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
