@@ -1,4 +1,4 @@
-"""Optimizer steps cut along the tree: against all cuts and the collection's own order, in the trainer, with a critic."""
+"""Optimizer steps cut along the tree: against all cuts and the collection's order; in the trainer, with a critic."""
 
 from __future__ import annotations
 
