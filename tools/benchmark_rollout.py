@@ -26,6 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
 from benchmark_report import Report
 from das_parts import add_das_arguments, run_das
 from megatron_dta.command_line import CommandLineParser, print_json

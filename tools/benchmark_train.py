@@ -27,6 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
 from megatron.core.distributed import finalize_model_grads
 
 from benchmark_report import Report

@@ -19,6 +19,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
 from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.conversion.hf_config import settings_from_hf

@@ -28,6 +28,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.transformer_engine_checks import check_fp8, check_fp8_support, check_transformer_impl
 from megatron_dta.conversion.hf_config import architecture, read_hf_config, settings_from_hf

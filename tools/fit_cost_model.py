@@ -31,6 +31,10 @@ from statistics import median
 import numpy as np
 import torch
 
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
 from benchmark_report import Report
 from megatron_dta.command_line import CommandLineParser, print_json
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
