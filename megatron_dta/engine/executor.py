@@ -297,7 +297,9 @@ def _result(run: StageRun, batch: TreeBatch, mesh: Mesh) -> StepResult:
         loss = loss.new_tensor(sum(losses))
         metric_sums = {name: loss.new_tensor(sum(of_rank.get(name, 0.0) for of_rank in sums)) for name in names}
         names = next((list(of_rank) for of_rank in largest if of_rank), [])
-        maxima = {name: loss.new_tensor(max(of_rank.get(name, 0.0) for of_rank in largest)) for name in names}
+        # NumPy's largest is NaN if one of them is; Python's depends on where that one stands.
+        peaks = {name: np.max([of_rank.get(name, 0.0) for of_rank in largest]) for name in names}
+        maxima = {name: loss.new_tensor(float(value)) for name, value in peaks.items()}
         counts = tuple(map(sum, zip(*all_counts, strict=True)))
         peak = max(of_stage[-1] for stages in gathered for of_stage in stages)
     num_pairs, sequence_tokens, computed_tokens, segments, recomputed_tokens = counts

@@ -1,0 +1,44 @@
+"""A step's result from what its ranks have found: sums, means, maxima; NaN of any rank shows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.engine.executor import _result
+
+
+def result_of(ranks: list[tuple[dict, dict]]) -> object:
+    """The first rank's result, where each rank has found ``(metric_sums, maxima)``; 3 tokens counted on each."""
+    sums, maxima = ({name: torch.tensor(value) for name, value in found.items()} for found in ranks[0])
+    loss = SimpleNamespace(loss=torch.tensor(2.0), metric_sums=sums, maxima=maxima)
+    run = SimpleNamespace(loss=loss, pools=[None], recomputed_tokens=4, peak_tokens=5)
+    tree = SimpleNamespace(num_tokens=9)
+    plan = SimpleNamespace(num_sequence_tokens=11, segments=SimpleNamespace(tree=tree, num_segments=2))
+
+    def gather_over_stages(own: tuple) -> list[list[tuple]]:
+        return [[own]] + [[(2.0, *found, own[3], 6 + rank)] for rank, found in enumerate(ranks[1:])]
+
+    mesh = SimpleNamespace(data_size=len(ranks), pipeline_size=1, gather_over_stages=gather_over_stages)
+    return _result(run, SimpleNamespace(plan=plan, num_counted=3), mesh)
+
+
+def test_ranks_are_added_up() -> None:
+    ranks = [({"a": 6.0}, {"top": 1.5}), ({}, {}), ({"a": 3.0}, {"top": 2.5})]
+    result = result_of(ranks)
+    assert float(result.loss) == 6.0
+    assert {name: float(value) for name, value in result.metrics.items()} == {"a": 1.0, "top": 2.5}
+    assert result.metrics["top"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_maximum_is_nan_where_one_rank_has_found_nan(ranks: int) -> None:
+    values = seed_all(ranks).uniform(1, 9, ranks)
+    for wrong in range(ranks):
+        found = np.where(np.arange(ranks) == wrong, np.nan, values).tolist()
+        result = result_of([({"a": 1.0}, {"top": value}) for value in found])
+        assert torch.isnan(result.metrics["top"])
