@@ -14,11 +14,11 @@ from conftest import seed_all
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.errors import InputError
 from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel, build_model, initialize_parallel, rematerialize
-from megatron_dta.model.activation_memory import activation_bytes_per_token
 from megatron_dta.model.decode_context import append_context
 from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.triton_choice import choose_fused_layers
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
+from megatron_dta.planning.segment_bytes import SegmentBytes
 from mesh_worker import MeshCase, run_cases, run_on_ranks
 from test_mesh import joined
 from test_tree_engine import (
@@ -99,6 +99,22 @@ def segment_context(model: TreeGPTModel, tokens: int, device: torch.device) -> S
     )
 
 
+def layer_bytes(config: ModelConfig, parallel: ParallelConfig | None = None) -> float:
+    """Bytes of a token that a fused layer keeps by the formula that plans use."""
+    parallel = parallel or ParallelConfig()
+    return SegmentBytes.of_shape(
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        vocab_size=config.vocab_size,
+        element_bytes=config.params_dtype.itemsize,
+        tensor_size=parallel.tensor_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+    ).kept_per_token_and_layer
+
+
 def _forward(model_settings: dict, tokens: int, keep: bool = False) -> tuple[torch.nn.Module, torch.Tensor, int]:
     """A fused model, its output and the bytes of the storages that autograd keeps, but for parameters and the pool."""
 
@@ -132,8 +148,7 @@ def test_a_layer_keeps_what_the_formula_says(settings):
 
     tokens = 12
     kept = [_forward(settings | {"num_layers": layers}, tokens)[2] for layers in (1, 3)]
-    each = [activation_bytes_per_token(model_config(**settings | {"num_layers": layers})) for layers in (1, 3)]
-    assert kept[1] - kept[0] == tokens * (each[1] - each[0])
+    assert kept[1] - kept[0] == tokens * 2 * layer_bytes(model_config(**settings))
 
 
 def test_the_goal_of_a_layer_of_the_17b_shape():
@@ -142,11 +157,9 @@ def test_the_goal_of_a_layer_of_the_17b_shape():
     shape |= dict(group_query_attention=True, kv_channels=128, vocab_size=10, swiglu=True, bf16=True)
     model = ModelConfig(**shape)
     pool = 2 * 8 * 128 * (2 + 4)
-    assert activation_bytes_per_token(model) / 28 + pool < 60e3
+    assert layer_bytes(model) + pool < 60e3
     halves = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
-    assert activation_bytes_per_token(model, halves) == activation_bytes_per_token(model) / 2
-    with pytest.raises(ValueError, match="without experts"):
-        activation_bytes_per_token(ModelConfig(**shape | {"normalization": "LayerNorm"}))
+    assert layer_bytes(model, halves) == layer_bytes(model) / 2
 
 
 @interpreter

@@ -35,12 +35,11 @@ from fused_layer_cases import (
 from megatron_dta.config import ParallelConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.model.activation_memory import activation_bytes_per_token
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
 from megatron_dta.planning.segment_bytes import GIB
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import data_parallel_chunks
-from test_fused_layers import segment_context
+from test_fused_layers import layer_bytes, segment_context
 from test_tree_engine import (
     GRPO,
     QWEN2,
@@ -190,7 +189,7 @@ def test_a_layer_keeps_what_the_formula_says(directly):
     The first model is not counted: libraries allocate workspaces as they are first used. Tensors are whole MiB, so that
     the allocator has nothing to leave undivided.
     """
-    tokens, kept, counted = 4096, [], []
+    tokens, kept = 4096, []
     device = initialize_parallel(3)
     for layers in (1, 2, 5):
         config = model_config(torch.bfloat16, **QWEN3, **WIDE, num_layers=layers, max_position_embeddings=tokens)
@@ -212,8 +211,7 @@ def test_a_layer_keeps_what_the_formula_says(directly):
         kept.append(torch.cuda.memory_allocated() - before)
         hidden.sum().backward()
         del hidden
-        counted.append(tokens * activation_bytes_per_token(config))
-    found, each = kept[2] - kept[1], counted[2] - counted[1]
+    found, each = kept[2] - kept[1], 3 * tokens * layer_bytes(config)
     print(f"bytes of a layer and token: {found / 3 / tokens}, by the formula {each / 3 / tokens}")
     assert 0.99 < found / each < 1.01
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ from conftest import seed_all
 from dta_kernels import qkv_rope, rms_norm
 from megatron_dta.config import ObjectiveConfig, TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine.cost_inputs import counted_bytes
 from megatron_dta.engine.stage_run import StageRun
+from megatron_dta.errors import InputError
 from megatron_dta.objectives import make_objective
 from megatron_dta.planning import segment_bytes
 from megatron_dta.planning.pipeline_schedule import PipelineOp
@@ -178,3 +181,21 @@ def test_plain_layers_have_no_room_for_scores():
     plain = SegmentBytes.of_shape(64, 128, 4, 2, 16, 100, fused=False, fused_attention=False, in_buffers=False)
     assert plain.fixed == plain.most_scores == plain.kv_per_token == 0
     assert plain.work(10, 30) == max(10 * plain.work_per_token, plain.work_fixed) + 30 * plain.work_per_path_token
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="counts, which do not depend on Triton")
+def test_kernels_for_other_layers_are_not_counted_on():
+    """Without RMSNorm and SwiGLU layers keep what plain modules do; what experts keep cannot be told."""
+    settings = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2, kv_channels=16)
+    settings |= dict(num_moe_experts=None, tensor_model_parallel_size=1, sequence_parallel=False)
+    config = SimpleNamespace(**settings, normalization="RMSNorm", gated_linear_unit=True)
+
+    def kept(fused: bool, **changed: object) -> float:
+        other = SimpleNamespace(**vars(config) | changed)
+        return counted_bytes(other, 100, torch.float32, 16, fused=fused).kept_per_token_and_layer
+
+    assert kept(True) < kept(False)
+    for changed in ({"normalization": "LayerNorm"}, {"gated_linear_unit": False}):
+        assert kept(True, **changed) == kept(False, **changed)
+    with pytest.raises(InputError, match="how many tokens an expert gets"):
+        kept(True, num_moe_experts=4)
