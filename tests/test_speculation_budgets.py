@@ -20,7 +20,7 @@ from megatron_dta.speculation.degenerate import DegenerateDetector, degenerate_l
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.speculator import BudgetParams, Speculator
-from megatron_dta.speculation.straggler import CANDIDATES, candidate_lengths, last_probabilities
+from megatron_dta.speculation.straggler import CANDIDATES, CandidateLengths, last_probabilities
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -158,12 +158,47 @@ def test_length_classes() -> None:
     assert [restored.first_class(name) for name in names] == [history.first_class(name) for name in names]
 
 
+def candidates_one_by_one(own: list[int], others: list[int]) -> np.ndarray:
+    """Possible lengths of one sample, from all lengths anew."""
+    if not others:
+        return np.zeros(CANDIDATES)
+    count = round(len(own) / (len(own) + 2.0) * CANDIDATES)
+    of_own = [np.quantile(own, (i + 0.5) / count) for i in range(count)]
+    if count > 1:
+        of_own = np.array(of_own) * np.geomspace(0.8, 1.25, count)
+    rest = CANDIDATES - count
+    return np.sort(np.concatenate([of_own, [np.quantile(others, (i + 0.5) / rest) for i in range(rest)]]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_possible_lengths_of_samples_follow_the_steps(seed: int) -> None:
+    """The same as from all lengths anew for every sample, before and after steps end and where a state is restored."""
+    rng = seed_all(seed)
+    history, all_lengths, of_problem = LengthHistory(), [], {}
+    for _ in range(5):
+        new = [(f"p{rng.integers(0, 9)}", int(rng.lognormal(5, 1)) + 1) for _ in range(int(rng.integers(1, 60)))]
+        for problem, length in new:
+            asked = f"p{rng.integers(0, 12)}"
+            expected = candidates_one_by_one(of_problem.get(asked, []), all_lengths)
+            assert np.array_equal(history.candidates(asked), expected)
+            history.add(problem, 1, length)
+        history.end_step()
+        for problem, length in sorted(new):
+            of_problem[problem] = [*of_problem.get(problem, []), length][-64:]
+            all_lengths.append(length)
+    restored = LengthHistory()
+    restored.candidates("p0")
+    restored.load_state_dict(history.state_dict())
+    for name in [f"p{number}" for number in range(12)]:
+        assert np.array_equal(restored.candidates(name), candidates_one_by_one(of_problem.get(name, []), all_lengths))
+
+
 def test_who_is_last() -> None:
     """Against drawing ends at random; equal samples share, a certain straggler takes all."""
     rng = seed_all(5)
     own = [rng.lognormal(np.log(300), 0.3, 6) for _ in range(9)]
     others = np.concatenate(own)
-    candidates = np.stack([candidate_lengths(lengths, others) for lengths in own])
+    candidates = np.stack([CandidateLengths(others).of(lengths) for lengths in own])
     so_far, speed = rng.integers(0, 150, 9), rng.uniform(1, 4, 9)
     found = last_probabilities(candidates, so_far, speed)
     ends = np.where(candidates > so_far[:, None], candidates, np.nan)
