@@ -24,6 +24,16 @@ class CommandLineParser(argparse.ArgumentParser):
         raise InputError(f"{one_line(message)} (--help lists the flags)")
 
 
+def add_framing(parser: argparse.ArgumentParser) -> None:
+    """The flag that says what one sequence of stored rollouts is."""
+    parser.add_argument(
+        "--framing",
+        choices=("trajectory", "turn"),
+        default="trajectory",
+        help="one sequence per stored rollout, or per turn of it with all turns before (default: %(default)s)",
+    )
+
+
 def check_at_least(arguments: argparse.Namespace, least: float, *names: str) -> None:
     """Refuse a flag, by the name of its attribute, that is given (not None) and not a finite number >= ``least``."""
     for name in names:

@@ -12,7 +12,8 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.errors import InputError
-from megatron_dta.planning import PipelineCosts, plan_pipeline, simulate
+from megatron_dta.planning import CostModel, PipelineCosts, plan_pipeline, simulate
+from megatron_dta.planning.cost_file import load_cost_file
 from megatron_dta.planning.timeline import (
     TimelineEvent,
     read_timeline,
@@ -139,3 +140,16 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
             write(tmp_path / "none" / "t.json", [])
     with pytest.raises(InputError, match="cannot be read"):
         read_timeline(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 200_000, "\udcff".encode(errors="surrogateescape")], ids=["cut", "deep", "bytes"]
+)
+def test_files_that_hold_no_json_are_told_alike(tmp_path: Path, text: str | bytes) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for read in (read_timeline, CostModel.load, load_cost_file):
+        with pytest.raises(InputError, match="file.json: is not a JSON file"):
+            read(path)
+    with pytest.raises(InputError, match=r"nothing.json: cannot be read: No such file"):
+        read_timeline(tmp_path / "nothing.json")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.command_line import CommandLineParser, add_framing, check_at_least, print_json
 from megatron_dta.errors import run_entry_point
 from megatron_dta.planning.segments import SegmentPlan, plan_segments
 from megatron_dta.rollouts import load_rollouts
@@ -29,12 +29,7 @@ SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
-    parser.add_argument(
-        "--framing",
-        choices=("trajectory", "turn"),
-        default="trajectory",
-        help="one sequence per stored rollout, or per turn of it with all turns before (default: %(default)s)",
-    )
+    add_framing(parser)
     parser.add_argument(
         "--tree-segment-tokens",
         type=int,

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.command_line import CommandLineParser, add_framing, check_at_least, print_json
 from megatron_dta.errors import run_entry_point
 from megatron_dta.planning.cost_file import load_cost_model
 from megatron_dta.planning.cost_model import CostModel
@@ -37,12 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument("--data-parallel-size", type=int, metavar="N", required=True, help="number of ranks")
-    parser.add_argument(
-        "--framing",
-        choices=("trajectory", "turn"),
-        default="trajectory",
-        help="one sequence per stored rollout, or per turn of it with all turns before (default: %(default)s)",
-    )
+    add_framing(parser)
     parser.add_argument(
         "--keep-together",
         choices=("sequence", "trajectory", "group"),

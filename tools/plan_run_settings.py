@@ -5,7 +5,6 @@ What is imported here brings torch along, which takes longer than a plan, so the
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from megatron_dta.errors import InputError
 from megatron_dta.planning.mesh_choices import Choice, make_mesh
 from megatron_dta.planning.run_memory import StateSettings
 from megatron_dta.planning.run_shape import RunShape
+from megatron_dta.rollouts.files import read_json
 
 SIZES = (1024, 2048, 4096, 8192)
 
@@ -59,10 +59,7 @@ def read_hf_config(path: str) -> RunShape:
 
     folder = Path(path)
     if folder.is_file() and folder.name != "config.json":
-        try:
-            values = json.loads(folder.read_text(encoding="utf-8"))
-        except ValueError:
-            raise InputError(f"{path}: is not a JSON file") from None
+        values = read_json(folder)
     else:
         values = read_hf_config(folder.parent if folder.is_file() else folder)
     return RunShape.of(ModelConfig(**model_settings(values, origin=path)))

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.command_line import CommandLineParser, add_framing, check_at_least, print_json
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.planning.cost_file import CostFile, load_cost_model
 from megatron_dta.planning.cost_model import CostModel
@@ -71,12 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     counts = ["--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"]
     parser.add_argument(counts[0], type=int, metavar="P", required=True, help="stages")
     parser.add_argument(counts[1], type=int, metavar="N", default=1, help="parts of the model on each stage")
-    parser.add_argument(
-        "--framing",
-        choices=("trajectory", "turn"),
-        default="trajectory",
-        help="one sequence per stored rollout, or per turn of it with all turns before (default: %(default)s)",
-    )
+    add_framing(parser)
     parser.add_argument(
         "--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone"
     )

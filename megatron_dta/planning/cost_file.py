@@ -17,7 +17,6 @@ is in the others.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -27,6 +26,7 @@ from typing import Any
 from megatron_dta.errors import InputError
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.segment_bytes import SegmentBytes
+from megatron_dta.rollouts.files import read_json
 
 WHAT = "cost model"
 VERSION = 2
@@ -183,12 +183,7 @@ def load_cost_model(path: str | Path, segment_tokens: int | None = None) -> tupl
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise InputError(f"{path}: is not a JSON file") from None
+    values = read_json(path)
     if not isinstance(values, dict):
         raise InputError(f"{path}: must hold one JSON object")
     return values

@@ -21,7 +21,6 @@ take their place through a file (``cost_file``).
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dta.errors import InputError
+from megatron_dta.rollouts.files import read_json
 
 # Rates in FLOP/s of one H200 in bfloat16, forward and backward: large GEMMs at two thirds of their peak, attention.
 GEMM_RATE = 520e12
@@ -93,11 +93,10 @@ class CostModel:
         A product with a weight of n entries is 2 n FLOPs a token; scores and values of attention are 4 FLOPs a pair
         for each channel of each query head.
         """
-        width, kv_width = num_attention_heads * kv_channels, num_query_groups * kv_channels
-        attention_weights = hidden_size * (2 * width + 2 * kv_width)
-        ffn_weights = (3 if swiglu else 2) * hidden_size * ffn_hidden_size
+        width = num_attention_heads * kv_channels
+        weights = layer_weights(hidden_size, ffn_hidden_size, width, num_query_groups * kv_channels, swiglu)
         return cls(
-            seconds_per_token=GEMM_PASSES * 2 * num_layers * (attention_weights + ffn_weights) / GEMM_RATE,
+            seconds_per_token=GEMM_PASSES * 2 * num_layers * weights / GEMM_RATE,
             seconds_per_pair=ATTENTION_PASSES * 4 * num_layers * width / ATTENTION_RATE,
             seconds_per_edge=GEMM_PASSES * 2 * hidden_size * vocab_size / GEMM_RATE,
             floor_seconds=FLOOR_SECONDS_PER_LAYER * num_layers,
@@ -110,12 +109,7 @@ class CostModel:
 
         Raises InputError naming the file and what is wrong in it.
         """
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except ValueError:
-            raise InputError(f"{path}: is not a JSON file") from None
+        values = read_json(path)
         names = [field.name for field in fields(cls)]
         if not isinstance(values, dict):
             raise InputError(f"{path}: must hold one JSON object with some of {', '.join(names)}")
@@ -167,3 +161,8 @@ class CostModel:
         both = zip(self.linear_seconds(tokens, pairs, edges), self.floors, strict=True)
         forward, backward = (np.maximum(seconds, floor) for seconds, floor in both)
         return forward, backward
+
+
+def layer_weights(hidden_size: int, ffn_hidden_size: int, query_width: int, key_width: int, swiglu: bool) -> int:
+    """Entries of a layer's weight matrices; the widths are those of all query heads and of all key heads together."""
+    return hidden_size * (2 * query_width + 2 * key_width) + (3 if swiglu else 2) * hidden_size * ffn_hidden_size

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dta.planning.cost_model import layer_weights
 from megatron_dta.planning.step_plan import StepPlan
 
 
@@ -46,8 +47,8 @@ class StepCounts:
             ffn_hidden_size: what a token goes through; with experts the sum of the widths of those it is routed to.
             num_experts: experts that routers in all layers choose from.
         """
-        width, kv_width = num_attention_heads * kv_channels, num_query_groups * kv_channels
-        weights = hidden_size * (2 * width + 2 * kv_width) + (3 if swiglu else 2) * hidden_size * ffn_hidden_size
+        width = num_attention_heads * kv_channels
+        weights = layer_weights(hidden_size, ffn_hidden_size, width, num_query_groups * kv_channels, swiglu)
         weights += hidden_size * num_experts
         gemm = 6.0 * num_layers * weights * self.tokens
         attention = 12.0 * num_layers * width * self.pairs

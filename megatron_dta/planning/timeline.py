@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_dta.errors import InputError
 from megatron_dta.planning.pipeline_schedule import PipelineSchedule
 from megatron_dta.planning.pipeline_simulation import Timeline
-from megatron_dta.rollouts.files import replacing
+from megatron_dta.rollouts.files import read_json, replacing
 
 # The kinds of a schedule's ops; a measured timeline may have others, which do not count as work.
 WORK_KINDS = ("F", "B", "I", "W")
@@ -78,12 +78,7 @@ def read_timeline(path: str | Path) -> list[TimelineEvent]:
 
     Raises InputError naming the file and the event that is wrong.
     """
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError:
-        raise InputError(f"{path}: is not a JSON file") from None
+    values = read_json(path)
     if not isinstance(values, list):
         raise InputError(f"{path}: must hold one JSON array of events")
     return [_event(value, f"{path}: event {index}") for index, value in enumerate(values)]

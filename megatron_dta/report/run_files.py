@@ -9,7 +9,6 @@ RUN/rollouts/step_*.jsonl       what chosen steps trained, with texts    (--save
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from megatron_dta.errors import InputError
 from megatron_dta.planning.timeline import TimelineEvent, read_timeline
 from megatron_dta.rollouts import Rollout, load_rollouts
+from megatron_dta.rollouts.files import read_json
 from megatron_dta.training.best_checkpoint import BEST
 from megatron_dta.training.metrics import read_metrics
 from megatron_dta.training.rollout_files import FOLDER, TOKENS_SUFFIX
@@ -131,12 +131,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     """The file's object; an empty one if there is no file."""
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError:
-        raise InputError(f"{path}: is not a JSON file") from None
+    value = read_json(path)
     if not isinstance(value, dict):
         raise InputError(f"{path}: must hold one JSON object")
     return value

@@ -59,12 +59,14 @@ class ServerProtocol(ABC):
     Attributes:
         name: as users know the server.
         generate_path, health_path: where to POST requests, and what to GET to know that the server can work.
+        label_path: what to GET for the label of the weights, ``weight_version``.
         takes_corpora: whether it drafts from corpora that it is given.
     """
 
     name: str
     generate_path: str
     health_path: str
+    label_path: str
     takes_corpora = False
 
     @abstractmethod
@@ -83,9 +85,13 @@ class ServerProtocol(ABC):
     async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
         """Pause, load, forget the cache, label, continue; ``ServerError`` leaves the server in an unknown state."""
 
-    @abstractmethod
     async def weights_label(self, client: HttpClient, server: Server) -> str | None:
         """The label of the server's weights; None where it does not tell."""
+        try:
+            info = await client.ask(server, "GET", self.label_path)
+        except ServerError:
+            return None
+        return info.get("weight_version") if isinstance(info, dict) else None
 
     @abstractmethod
     async def speculation_differs(

@@ -50,6 +50,7 @@ class SglangProtocol(ServerProtocol):
     generate_path = "/generate"
     # /health may answer without the model having run.
     health_path = "/health_generate"
+    label_path = "/model_info"
     takes_corpora = True
 
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
@@ -137,13 +138,6 @@ class SglangProtocol(ServerProtocol):
             raise ServerError(f"{server}: POST /update_weights_from_disk: {done}")
         await client.ask(server, "POST", "/flush_cache")
         await client.ask(server, "POST", "/continue_generation", {})
-
-    async def weights_label(self, client: HttpClient, server: Server) -> str | None:
-        try:
-            info = await client.ask(server, "GET", "/model_info")
-        except ServerError:
-            return None
-        return info.get("weight_version") if isinstance(info, dict) else None
 
     async def speculation_differs(
         self, client: HttpClient, server: Server, speculation: ServerSpeculation

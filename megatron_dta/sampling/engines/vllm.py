@@ -50,6 +50,7 @@ class VllmProtocol(ServerProtocol):
     name = "vLLM"
     generate_path = "/v1/completions"
     health_path = "/health"
+    label_path = "/weight_info"
 
     def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
         return {
@@ -119,13 +120,6 @@ class VllmProtocol(ServerProtocol):
         with contextlib.suppress(_MissingError):
             await self._control(client, server, "/update_weight_version", {"new_version": label})
         await self._control(client, server, "/resume")
-
-    async def weights_label(self, client: HttpClient, server: Server) -> str | None:
-        try:
-            info = await client.ask(server, "GET", "/weight_info")
-        except ServerError:
-            return None
-        return info.get("weight_version") if isinstance(info, dict) else None
 
     async def speculation_differs(
         self, client: HttpClient, server: Server, speculation: ServerSpeculation
