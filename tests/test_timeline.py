@@ -142,14 +142,12 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         read_timeline(tmp_path / "t.json")
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[" * 200_000, "\udcff".encode(errors="surrogateescape")], ids=["cut", "deep", "bytes"]
-)
-def test_files_that_hold_no_json_are_told_alike(tmp_path: Path, text: str | bytes) -> None:
+@pytest.mark.parametrize("content", [b"{", b"[" * 200_000, b"\xff"], ids=["cut", "deep", "bytes"])
+def test_files_that_hold_no_json_are_told_alike(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(content)
     for read in (read_timeline, CostModel.load, load_cost_file):
-        with pytest.raises(InputError, match="file.json: is not a JSON file"):
+        with pytest.raises(InputError, match=r"file\.json: is not a JSON file"):
             read(path)
-    with pytest.raises(InputError, match=r"nothing.json: cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"nothing\.json: cannot be read: No such file"):
         read_timeline(tmp_path / "nothing.json")
