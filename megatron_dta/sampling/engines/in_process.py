@@ -28,7 +28,7 @@ from megatron_dta.model.decode_context import append_context
 from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.paged_context import paged_context
 from megatron_dta.sampling.engines.cache_size import head_shape, max_pages
-from megatron_dta.sampling.engines.decode_steps import Burst, DecodeSteps, noise_of
+from megatron_dta.sampling.engines.decode_steps import MOST_TOKENS, Burst, DecodeSteps, noise_of
 from megatron_dta.sampling.engines.drafting import Drafting
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
@@ -46,6 +46,8 @@ from megatron_dta.speculation.degenerate import DegenerateDetector
 
 # Where nothing is worth a draft now, something may be soon; after so many short bursts in vain they are whole again.
 _PASSES_BETWEEN_DRAFTS, _BURSTS_IN_VAIN = 4, 4
+
+_NO_DRAFT = np.zeros(0, np.int32)
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
 _COUNTS += ("stopped_degenerate", "static_forwards", "captures")
@@ -138,7 +140,10 @@ class InProcessEngine(RolloutEngine):
         try:
             with sampling_mode(self._model):
                 while not finished and not self._scheduler.is_idle:
+                    round_began = time.perf_counter()
                     finished = self._run(self._scheduler.next_pass())
+                    if self._drafting is not None:
+                        self._drafting.ran(time.perf_counter() - round_began)
         except BaseException:
             self.close()
             raise
@@ -196,8 +201,11 @@ class InProcessEngine(RolloutEngine):
     def _run(self, plan: Pass) -> list[Sequence]:
         """One forward pass and its tokens; the sequences that it ends."""
         began = time.perf_counter()
-        drafts = self._drafts(plan)
-        if self._steps is not None and self._steps.takes(plan, sum(map(len, drafts))):
+        is_static = self._steps is not None and self._steps.takes(plan, 0)
+        if is_static and self._drafting is not None and not self._drafting.wants():
+            return self._run_static(plan, [_NO_DRAFT] * len(plan.rows), began)
+        drafts = self._drafts(plan, MOST_TOKENS if is_static else self._max_tokens)
+        if is_static:
             return self._run_static(plan, drafts, began)
         cache = self._cache_for(plan)
         starts = np.array([sequence.computed for sequence in plan.rows])
@@ -232,7 +240,7 @@ class InProcessEngine(RolloutEngine):
     def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Sequence]:
         """As ``_run`` for rows that all decode: one pass with drafts, or several without."""
         rows, is_drafted = plan.rows, any(map(len, drafts))
-        is_short = self._drafting is not None and self._undrafted < _BURSTS_IN_VAIN
+        is_short = self._drafting is not None and self._undrafted < _BURSTS_IN_VAIN and self._drafting.is_hopeful
         most = min(self._burst, _PASSES_BETWEEN_DRAFTS) if is_short else self._burst
         steps = self._scheduler.steps_ahead(rows, 1 if is_drafted else most)
         cache = self._cache_for(plan)
@@ -256,9 +264,10 @@ class InProcessEngine(RolloutEngine):
         sampled = [(tokens[:count, i].astype(np.int32), logprobs[:count, i]) for i, count in columns]
         return self._take(rows, sampled, None, began, len(rows))
 
-    def _drafts(self, plan: Pass) -> list[np.ndarray]:
-        """Tokens to verify behind each row's own, int32; none behind those that get no token in this pass."""
-        drafts = [np.zeros(0, np.int32)] * len(plan.rows)
+    def _drafts(self, plan: Pass, most_tokens: int) -> list[np.ndarray]:
+        """Tokens to verify behind each row's own, int32; none behind those that get no token in this pass, and no more
+        than ``most_tokens`` with all others of the pass."""
+        drafts = [_NO_DRAFT] * len(plan.rows)
         if self._drafting is None:
             return drafts
         ready = [i for i, row in enumerate(plan.rows) if row.computed + plan.counts[i] == row.known]
@@ -267,11 +276,12 @@ class InProcessEngine(RolloutEngine):
         rows = [plan.rows[i] for i in ready]
         # The last token is sampled behind the draft, and no token may lie beyond the request.
         most = np.array([len(row.tokens) - row.known - 1 for row in rows])
-        budget = self._max_tokens - sum(plan.counts)
+        budget = min(self._max_tokens, most_tokens) - sum(plan.counts)
         for i, row, draft in zip(ready, rows, self._drafting.propose(rows, most), strict=True):
             length = min(len(draft), budget)
-            if length:
-                length = self._scheduler.look_ahead(row, row.known + length) - row.known
+            if not length:
+                continue
+            length = self._scheduler.look_ahead(row, row.known + length) - row.known
             drafts[i] = draft[:length]
             budget -= length
         return drafts
