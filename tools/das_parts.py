@@ -128,7 +128,8 @@ def _row(
     )
     # A replay has the first token of each sample in a pass of its own, which the prompts end with.
     first = float(plain_cost.seconds(plain_lives(samples)[:1]).sum()) * len(parts)
-    predicted_das = das.prompt_seconds + sum(report.makespan for report in reports) - first
+    # A replay runs the drafter itself, whose time it measures.
+    predicted_das = das.prompt_seconds + sum(report.makespan + report.draft_seconds for report in reports) - first
     tokens = sum(len(sample.generated) for sample in samples)
     return {
         "part": "das",
@@ -142,6 +143,7 @@ def _row(
         "saved": 1 - das.seconds / plain.seconds,
         "predicted_plain_seconds": predicted_plain,
         "predicted_das_seconds": predicted_das,
+        "drafter_seconds": sum(report.draft_seconds for report in reports),
         "predicted_saved": 1 - predicted_das / predicted_plain,
         "plain_prompt_seconds": plain.prompt_seconds,
         "das_prompt_seconds": das.prompt_seconds,

@@ -133,6 +133,7 @@ def replay_wave(
     turn_end = origin + [sample.turn_ends[0] for sample in samples]
     live = np.arange(len(samples))
     most = np.full(len(samples), np.iinfo(np.int32).max)
+    host = speculator.report.draft_seconds
     while len(live):
         proposal = speculator.propose(slots[live], most[live]) if burst == 1 or speculator.wants() else None
         if burst > 1 and (proposal is None or not proposal.lengths.any()):
@@ -141,7 +142,7 @@ def replay_wave(
             appended = [stream[a : a + n] for a, n in zip(position[live].tolist(), count.tolist(), strict=True)]
             seconds = _burst_seconds(speculator, count)
             speculator.record_burst(slots[live], appended, seconds, proposal is not None)
-            speculator.took(seconds)
+            host = _took(speculator, seconds, host)
             position[live] += count
             live = _without_ended(speculator, samples, slots, live, position >= end)
             continue
@@ -153,7 +154,7 @@ def replay_wave(
         cost = speculator.cost if speculator.rounds is None else speculator.rounds.drafted_cost
         seconds = float(cost.seconds(count)) + cost.draft * len(proposal.asked)
         speculator.record(proposal, accepted, tokens, offsets, seconds)
-        speculator.took(seconds)
+        host = _took(speculator, seconds, host)
         position[live] += new
         at_end = live[position[live] == turn_end[live]]
         for i in at_end.tolist():
@@ -168,6 +169,14 @@ def replay_wave(
         if len(at_end):
             live = live[position[live] < end[live]]
     return speculator.end_step(step)
+
+
+def _took(speculator: Speculator, seconds: float, host: float) -> float:
+    """Tell what a round took, with what the drafter took of it just now; ``draft_seconds`` so far, last time and now.
+    Without ``rounds`` no clock matters."""
+    now = speculator.report.draft_seconds
+    speculator.took(seconds + now - host)
+    return now
 
 
 def _burst_seconds(speculator: Speculator, counts: np.ndarray) -> float:

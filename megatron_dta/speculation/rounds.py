@@ -28,10 +28,10 @@ import numpy as np
 
 from megatron_dta.speculation.forward_cost import ForwardCost
 
-LOSS_SHARE = 0.006
-CREDIT = 1.5
-ASKING_SHARE = 0.003
-ASKING_SECONDS = 3e-4
+LOSS_SHARE = 0.004
+CREDIT = 1.0
+ASKING_SHARE = 0.002
+ASKING_SECONDS = 6e-4
 """Of looking for drafts for a batch, besides ``ForwardCost.draft`` for each sequence."""
 _RECENT = 31
 _VAIN = 4
@@ -161,8 +161,7 @@ class Rounds:
     def _parts(self, live: int) -> tuple[float, float]:
         """Of a pass without drafts: seconds for itself, and for each sequence."""
         cost, scale = self.plain_cost, self._scale[False]
-        per_token = cost.per_token if live > cost.knee else 0.0
-        return scale * (float(cost.seconds(live)) - per_token * live), scale * per_token
+        return scale * cost.base, scale * (float(cost.seconds(live)) - cost.base) / live
 
     def _measure(self, is_drafted: bool, ratio: float) -> None:
         if not self.is_measured:

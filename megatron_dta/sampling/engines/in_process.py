@@ -300,15 +300,16 @@ class InProcessEngine(RolloutEngine):
             right. began: when the pass of ``num_tokens`` did, or the burst of such passes.
         """
         finished, appended = [], []
-        inputs = [own[:-1] for own, _ in sampled] if drafts is None else drafts
+        # A burst's inputs were right, as far as the sequence went on.
+        inputs = [None] * len(rows) if drafts is None else drafts
         self._undrafted = self._undrafted + 1 if drafts is None else 0
+        if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
+            raise FloatingPointError("the model's logits are not finite: its weights have diverged")
         for sequence, (own, logprobs), draft in zip(rows, sampled, inputs, strict=True):
-            if not np.isfinite(logprobs).all():
-                raise FloatingPointError("the model's logits are not finite: its weights have diverged")
             known = sequence.known
             is_end = self._append(sequence, own, logprobs, draft)
             appended.append(own[: sequence.known - known])
-            if len(draft):
+            if draft is None or len(draft):
                 self._scheduler.settle(sequence, len(appended[-1]) - 1)
             if is_end:
                 self._scheduler.finish(sequence)
@@ -327,17 +328,22 @@ class InProcessEngine(RolloutEngine):
             self._drafting.finished(sequence)
         return finished
 
-    def _append(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray) -> bool:
-        """Take the sampled tokens up to the first at which the draft was wrong; whether the sequence is at its end."""
-        for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
-            sequence.append(token, logprob)
-            if token in self._params.eos_ids or sequence.known == len(sequence.tokens):
-                return True
-            if self._stop_degenerate and self._degenerates(sequence, token):
-                return True
-            if i < len(draft) and token != draft[i]:
-                return False
-        return False
+    def _append(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray | None) -> bool:
+        """Take the sampled tokens up to the first at which the draft was wrong (None: it was right); whether the
+        sequence is at its end."""
+        ends, room, values = self._params.eos_ids, len(sequence.tokens) - sequence.known, tokens.tolist()
+        guesses = values if draft is None else draft.tolist()
+        if draft is None and not self._stop_degenerate and len(values) < room and ends.isdisjoint(values):
+            sequence.extend(tokens, logprobs)
+            return False
+        taken, is_end = 0, False
+        for token in values:
+            taken += 1
+            is_end = token in ends or taken == room or (self._stop_degenerate and self._degenerates(sequence, token))
+            if is_end or (taken <= len(guesses) and token != guesses[taken - 1]):
+                break
+        sequence.extend(tokens[:taken], logprobs[:taken])
+        return is_end
 
     def _degenerates(self, sequence: Sequence, token: int) -> bool:
         detector = self._detectors.setdefault(sequence, DegenerateDetector())
