@@ -94,7 +94,10 @@ class Rounds:
         return float(np.sum(tokens * (base / sharers + per_token)))
 
     def wants(self) -> bool:
-        """Whether to look for drafts in this round; to be asked once a round."""
+        """Whether to look for drafts in this round; to be asked once a round. Not in the first one, which shows what
+        a pass without drafts takes."""
+        if self.is_measured and not self._ratios[False]:
+            return False
         if self._wait:
             self._wait -= 1
             return False
