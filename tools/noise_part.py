@@ -7,10 +7,10 @@ a token that is drawn otherwise. Where the draws agree, the difference d of thei
 mean of exp(d) - 1 - d.
 
 The ways: the same once more; other numbers of rows in a pass, whose products are of another shape; and drafts, so that
-a pass has several tokens of each row. Passes are padded to a few sizes, so ``--other-batch`` must give another size than
-``--batch`` (``padded_rows`` is what ran), and by default one of them is the size of the passes with drafts: few and not
-so few rows may well be multiplied by the very same kernel in the same order, bit for bit, many rows are not. Where there
-are fewer requests than rows, further ones fill the pass and are not compared.
+a pass has several tokens of each row. Passes are padded to a few sizes, so ``--other-batch`` must give another size
+than ``--batch`` (``padded_rows`` is what ran). By default one of them is the size of the passes with drafts: few and
+not so few rows may be multiplied by the very same kernel in the same order, bit for bit; many rows are not. Where
+there are fewer requests than rows, further ones fill the pass and are not compared.
 
 ``flips_per_thousand`` counts draws behind equal contexts, all of them. ``parted`` is how many sequences have a flip at
 all, and ``until_parted`` counts flips per thousand tokens up to and including each sequence's first: what free runs

@@ -232,7 +232,8 @@ class Speculator:
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
         """Tokens that the sample did not generate, such as a tool's answer."""
-        self.drafter.extend(self._rows[slot : slot + 1, 0], np.ascontiguousarray(tokens, np.int32), _ends(len(tokens)))
+        ends = np.array([0, len(tokens)], np.int64)
+        self.drafter.extend(self._rows[slot : slot + 1, 0], np.ascontiguousarray(tokens, np.int32), ends)
 
     def finish(self, slot: int, length: int | None = None) -> None:
         """The sample ended; it stays in the trees, its slot is free. ``length``: generated tokens, where it was given
@@ -389,10 +390,6 @@ class Speculator:
 
 def _totals(report: SpeculationReport) -> tuple[list[int], list[int], list[int]]:
     return report.lengths, report.drafted, report.accepted
-
-
-def _ends(length: int) -> np.ndarray:
-    return np.array([0, length], np.int64)
 
 
 def _mix(words: np.ndarray) -> np.ndarray:

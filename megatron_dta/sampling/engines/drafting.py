@@ -24,11 +24,11 @@ import numpy as np
 
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
-from megatron_dta.sampling.engines.scheduler import Sequence
+from megatron_dta.sampling.engines.scheduler import Pass, Scheduler, Sequence
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.speculator import Proposal, Speculator
 
-_NOTHING = np.zeros(0, np.int32)
+NO_DRAFT = np.zeros(0, np.int32)
 
 _MEASURED = 512
 """Passes whose seconds are kept for measuring what a pass costs."""
@@ -51,7 +51,7 @@ class Drafting(ABC):
         """Whether a draft is likely soon where none is worth it now: bursts are short then."""
         return True
 
-    def ran(self, seconds: float) -> None:
+    def ran(self, seconds: float) -> None:  # noqa: B027 - most need no clock
         """The round whose tokens were handed over last took so long, everything included."""
 
     @abstractmethod
@@ -92,6 +92,28 @@ class Drafting(ABC):
         """Nothing runs, and the weights are others now."""
 
 
+def drafts_of(plan: Pass, drafting: Drafting | None, scheduler: Scheduler, most_tokens: int) -> list[np.ndarray]:
+    """Tokens to verify behind each row's own, int32, which have pages now; none behind rows that get no token in this
+    pass, and no more than ``most_tokens`` with all others of the pass."""
+    drafts = [NO_DRAFT] * len(plan.rows)
+    if drafting is None:
+        return drafts
+    ready = [i for i, row in enumerate(plan.rows) if row.computed + plan.counts[i] == row.known]
+    if not ready:
+        return drafts
+    rows = [plan.rows[i] for i in ready]
+    # The last token is sampled behind the draft, and no token may lie beyond the request.
+    most = np.array([len(row.tokens) - row.known - 1 for row in rows])
+    budget = most_tokens - sum(plan.counts)
+    for i, row, draft in zip(ready, rows, drafting.propose(rows, most), strict=True):
+        length = min(len(draft), budget)
+        if length:
+            length = scheduler.look_ahead(row, row.known + length) - row.known
+            drafts[i] = draft[:length]
+            budget -= length
+    return drafts
+
+
 class SuffixDrafting(Drafting):
     """Drafts of a ``Speculator``, whose model of a pass's cost is fitted to the passes that ran."""
 
@@ -127,7 +149,7 @@ class SuffixDrafting(Drafting):
         self._proposal = self.speculator.propose(slots, most)
         proposal = self._proposal
         if not proposal.lengths.any():
-            return [_NOTHING] * len(rows)
+            return [NO_DRAFT] * len(rows)
         return [row[:length] for row, length in zip(proposal.tokens, proposal.lengths.tolist(), strict=True)]
 
     def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:

@@ -29,7 +29,7 @@ from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.paged_context import paged_context
 from megatron_dta.sampling.engines.cache_size import head_shape, max_pages
 from megatron_dta.sampling.engines.decode_steps import MOST_TOKENS, Burst, DecodeSteps, noise_of
-from megatron_dta.sampling.engines.drafting import Drafting
+from megatron_dta.sampling.engines.drafting import NO_DRAFT, Drafting, drafts_of
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
     GenerationRequest,
@@ -46,8 +46,6 @@ from megatron_dta.speculation.degenerate import DegenerateDetector
 
 # Where nothing is worth a draft now, something may be soon; after so many short bursts in vain they are whole again.
 _PASSES_BETWEEN_DRAFTS, _BURSTS_IN_VAIN = 4, 4
-
-_NO_DRAFT = np.zeros(0, np.int32)
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
 _COUNTS += ("stopped_degenerate", "static_forwards", "captures")
@@ -203,8 +201,9 @@ class InProcessEngine(RolloutEngine):
         began = time.perf_counter()
         is_static = self._steps is not None and self._steps.takes(plan, 0)
         if is_static and self._drafting is not None and not self._drafting.wants():
-            return self._run_static(plan, [_NO_DRAFT] * len(plan.rows), began)
-        drafts = self._drafts(plan, MOST_TOKENS if is_static else self._max_tokens)
+            return self._run_static(plan, [NO_DRAFT] * len(plan.rows), began)
+        most = min(self._max_tokens, MOST_TOKENS) if is_static else self._max_tokens
+        drafts = drafts_of(plan, self._drafting, self._scheduler, most)
         if is_static:
             return self._run_static(plan, drafts, began)
         cache = self._cache_for(plan)
@@ -263,28 +262,6 @@ class InProcessEngine(RolloutEngine):
         columns = enumerate(steps.tolist())
         sampled = [(tokens[:count, i].astype(np.int32), logprobs[:count, i]) for i, count in columns]
         return self._take(rows, sampled, None, began, len(rows))
-
-    def _drafts(self, plan: Pass, most_tokens: int) -> list[np.ndarray]:
-        """Tokens to verify behind each row's own, int32; none behind those that get no token in this pass, and no more
-        than ``most_tokens`` with all others of the pass."""
-        drafts = [_NO_DRAFT] * len(plan.rows)
-        if self._drafting is None:
-            return drafts
-        ready = [i for i, row in enumerate(plan.rows) if row.computed + plan.counts[i] == row.known]
-        if not ready:
-            return drafts
-        rows = [plan.rows[i] for i in ready]
-        # The last token is sampled behind the draft, and no token may lie beyond the request.
-        most = np.array([len(row.tokens) - row.known - 1 for row in rows])
-        budget = min(self._max_tokens, most_tokens) - sum(plan.counts)
-        for i, row, draft in zip(ready, rows, self._drafting.propose(rows, most), strict=True):
-            length = min(len(draft), budget)
-            if not length:
-                continue
-            length = self._scheduler.look_ahead(row, row.known + length) - row.known
-            drafts[i] = draft[:length]
-            budget -= length
-        return drafts
 
     def _take(
         self,

@@ -74,12 +74,6 @@ class Sequence:
             self._digests.append(extend_digest(previous, self.tokens[first : first + size]))
         return self._digests
 
-    def append(self, token: int, logprob: float) -> None:
-        """Take a sampled token."""
-        self.logprobs[self.known - self.context_length] = logprob
-        self.tokens[self.known] = token
-        self.known += 1
-
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Take sampled tokens, one after the other."""
         done, end = self.known - self.context_length, self.known + len(tokens)
