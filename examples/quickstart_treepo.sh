@@ -26,34 +26,34 @@ started=$SECONDS
 mkdir -p "$out"
 rm -rf "$out/warmup" "$out/grpo" "$out/treepo"
 
-model="--num-layers 2 --hidden-size 128 --num-attention-heads 8 --swiglu --disable-bias-linear
-  --max-position-embeddings 32 --vocab-size 16 --tree-segment-tokens 256"
-task="--task arithmetic --arithmetic-max-operand 49 --rollout-max-response-len 4
-  --rollout-batch-size 64 --n-samples-per-prompt 8"
-training="--load $out/warmup --finetune --lr 6e-4 --lr-warmup-iters 10 --lr-decay-style linear --weight-decay 0
-  --adam-beta2 0.95 --eval-interval 50 --log-interval 100"
+model=(--num-layers 2 --hidden-size 128 --num-attention-heads 8 --swiglu --disable-bias-linear
+  --max-position-embeddings 32 --vocab-size 16 --tree-segment-tokens 256)
+task=(--task arithmetic --arithmetic-max-operand 49 --rollout-max-response-len 4
+  --rollout-batch-size 64 --n-samples-per-prompt 8)
+training=(--load "$out/warmup" --finetune --lr 6e-4 --lr-warmup-iters 10 --lr-decay-style linear --weight-decay 0
+  --adam-beta2 0.95 --eval-interval 50 --log-interval 100)
 # Four first digits, and two branches after each of them; 20 tokens where independent rollouts decode 24.
-shape="--treepo-segment-length 1 --treepo-initial-branches 4"
-tree="--rollout-method treepo $shape --advantage-estimator treepo"
+shape=(--treepo-segment-length 1 --treepo-initial-branches 4)
+tree=(--rollout-method treepo "${shape[@]}" --advantage-estimator treepo)
 warmup_steps=120
 
 echo "== 1. supervised warm-up: $warmup_steps steps of 128 solved problems"
 "$python" -m megatron_dta.sampling.arithmetic --output "$out/warmup.jsonl" \
   --count $((128 * warmup_steps)) --arithmetic-max-operand 49 --seed "$seed"
-"$python" -m megatron_dta.train $model --seed "$seed" \
+"$python" -m megatron_dta.train "${model[@]}" --seed "$seed" \
   --objective sft --rollouts "$out/warmup.jsonl" --global-batch-size 128 \
   --train-iters $warmup_steps --lr 1e-3 --save "$out/warmup" --log-interval 40
 
 echo "== 2. GRPO on independent rollouts: 800 steps"
-"$python" -m megatron_dta.train $model $task $training --seed "$seed" \
+"$python" -m megatron_dta.train "${model[@]}" "${task[@]}" "${training[@]}" --seed "$seed" \
   --train-iters 800 --save "$out/grpo"
 
 echo "== 3. TreePO on sampled trees: 960 steps"
-"$python" -m megatron_dta.train $model $task $tree $training --seed "$seed" \
+"$python" -m megatron_dta.train "${model[@]}" "${task[@]}" "${tree[@]}" "${training[@]}" --seed "$seed" \
   --train-iters 960 --save "$out/treepo"
 
 echo "== 4. the model trained on trees, sampled both ways on 256 held-out problems"
-"$python" tools/evaluate_sampling.py $model $task --load "$out/treepo" $shape --seed "$seed" \
+"$python" tools/evaluate_sampling.py "${model[@]}" "${task[@]}" --load "$out/treepo" "${shape[@]}" --seed "$seed" \
   --n-samples-per-eval-prompt 8 --k 1 2 4 8 --output "$out/evaluation.json"
 
 "$python" examples/quickstart_treepo_report.py "$out"

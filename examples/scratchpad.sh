@@ -30,7 +30,7 @@ large)
   warmup="--global-batch-size 64 --train-iters ${WARMUP_STEPS:-300} --lr 5e-4 --lr-warmup-iters 20"
   sampling="--rollout-max-response-len 96 --rollout-batch-size 32 --n-samples-per-prompt 16
     --inference-max-requests 512 --rollout-cuda-graphs"
-  rates="--lr 5e-5" steps=${STEPS:-120} dense_steps=${DENSE_STEPS:-24} solved=${SOLVED:-19200}
+  rates="--lr 1e-5" steps=${STEPS:-120} dense_steps=${DENSE_STEPS:-24} solved=${SOLVED:-19200}
   ;;
 small)
   task="--base 4 --digits 8 --examples 2 --carelessness 0.25"

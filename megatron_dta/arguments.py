@@ -13,21 +13,18 @@ import shlex
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.checks import check_config
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.treepo import add_treepo_preset
 from megatron_dta.conversion.hf_arguments import add_hf_settings
-from megatron_dta.errors import InputError, one_line
+from megatron_dta.errors import InputError
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line instead of argparse's usage text of some ninety flags."""
-        raise InputError(f"{one_line(message)} (--help lists all flags)")
-
+class _Parser(CommandLineParser):
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """The words of a line of an argument file, as a shell would take them; # begins a comment."""
         try:
@@ -64,8 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m megatron_dta.train",
         description="Exact RL training on prefix trees. An argument @FILE stands for the arguments in that file.",
+        formatter_class=argparse.HelpFormatter,
         fromfile_prefix_chars="@",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     for topic, dataclass_type in _topics().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -69,13 +70,14 @@ def outputs_and_gradients(run: Run, inputs: list[Tensor], grads: list[Tensor] | 
 
 
 def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    """Largest error of each tensor, relative to the largest entry; 0 for empty ones."""
+    """Largest error of each tensor, relative to the largest entry; 0 for empty ones, infinite where one is NaN."""
     result = []
     for got, want in zip(found, wanted, strict=True):
         assert got.shape == want.shape
         scale = want.abs().max() if want.numel() else torch.ones(())
         difference = (got.double() - want.double()).abs()
-        result.append(float(difference.max() / scale.clamp_min(1e-30)) if want.numel() else 0.0)
+        error = float(difference.max() / scale.clamp_min(1e-30)) if want.numel() else 0.0
+        result.append(math.inf if math.isnan(error) else error)  # the largest of several is not asked with a NaN
     return result
 
 

@@ -211,6 +211,9 @@ def test_untrained_sequences_change_nothing(mode: str) -> None:
     np.testing.assert_array_equal(among, [0, alone[0], 0, 0, alone[1], 0])
     np.testing.assert_array_equal(loss_weights([0, 0], mode), [0, 0])
     assert count_trained(np.array([0, 3, 0, 5])) == TrainedCounts(tokens=8, sequences=2)
+    # With weights, too, a sequence without trained tokens is not counted.
+    counts = count_trained(np.array([0, 3, 0, 5]), np.array([7.0, 0.5, 9.0, 2.0]))
+    assert counts == TrainedCounts(8, 2, weighted_tokens=11.5, weighted_sequences=2.5)
 
 
 def test_unknown_mode_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
+from megatron_dta.errors import InputError
 from megatron_dta.planning.flops import StepCounts
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.step_plan import plan_step
@@ -53,6 +55,9 @@ def test_operations_are_those_of_every_product_written_out():
         forward += 5 * (sum(2 * a * b for a, b in products) + 2 * 2 * heads * size * len(prefix))
     forward += counts.rows * 2 * hidden * vocabulary
     assert counts.flops(5, hidden, ffn, heads, groups, size, vocabulary) == pytest.approx(3 * forward)
+    routers = 5 * len(tokens) * 2 * hidden * 7
+    with_experts = counts.flops(5, hidden, ffn, heads, groups, size, vocabulary, num_experts=7)
+    assert with_experts == pytest.approx(3 * (forward + routers))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -80,6 +85,28 @@ def test_trees_beside_dense(tmp_path, processes):
         assert len(row["planned_busy_seconds"]) == len(row["waiting_seconds"]) == 2
         names = {path.name for path in folder.iterdir() if f"_{row['mode']}" in path.name}
         assert names == {f"rollouts_{row['mode']}{end}.json" for end in ("", "_planned", "_trace")}
+
+
+def test_experts_on_a_pipeline_in_all_modes(tmp_path):
+    """Ranks that share experts run in step: what is planned and replayed is that, empty segments included."""
+    write_rollouts(tmp_path / "rollouts.jsonl", make_rollouts(seed_all(3), 6, 4))
+    folder = tmp_path / "timelines"
+    mesh = ("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2", "--timeline-dir", str(folder))
+    arguments = (str(tmp_path / "rollouts.jsonl"), "--model", "tiny-moe", "--steps", "1", *mesh)
+    cuts = ("--tree-segment-tokens", "16", "--pack-tokens", "16", "--tree-mode", "packed", "dta", "dense")
+    rows = run(*arguments, *cuts, processes=4)["rows"]
+    assert [row["mode"] for row in rows] == ["packed", "dta", "dense"]
+    packed, tree, dense = rows
+    assert tree["unique_tokens"] < packed["unique_tokens"] < dense["unique_tokens"] == tree["tokens"]
+    assert packed["segment_tokens"] == 16
+    for row in (packed, tree):
+        assert row["speed_up"] == pytest.approx(dense["seconds"] / row["seconds"])
+        assert row["bound"] == pytest.approx(dense["tflop"] / row["tflop"])
+        assert row["bound"] > 1
+    for row in rows:
+        planned = read_timeline(folder / f"rollouts_{row['mode']}_planned.json")
+        assert row["planned_utilisation"] == pytest.approx(timeline_utilisation(planned, 2))
+        assert row["measured_utilisation"] <= row["replayed_utilisation"] + 1e-9 <= 1 + 1e-9
 
 
 def test_several_files_on_one_model(tmp_path):
@@ -124,3 +151,27 @@ def test_renumbered_tokens_make_the_same_forest(tmp_path):
     for name in ("tokens", "unique_tokens", "segments"):
         assert [row[name] for row in plain] == [row[name] for row in renumbered]
     assert renumbered[0]["tflop"] < plain[0]["tflop"]  # a smaller vocabulary
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-layers", "0"], "--num-layers must be at least 1"),
+        (["--num-layers", "29"], "--num-layers 29: qwen3-1.7b has only 28"),
+        (["--tree-segment-tokens", "0"], "--tree-segment-tokens must be at least 1"),
+        (["--tree-activation-tokens", "-4"], "--tree-activation-tokens must be at least 0"),
+        (["--logprob-chunk-tokens", "0"], "--logprob-chunk-tokens must be at least 1"),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size must be at least 1"),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], "needs --pipeline-model-parallel-size above 1"),
+        (["--tree-memory-gib", "nan"], "--tree-memory-gib must be above 0, not nan"),
+        (["--output", "no/such/folder.json"], "--output no/such/folder.json: there is no folder"),
+        (["--step", "2"], "unrecognized arguments: --step 2"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused(monkeypatch, flags: list[str], message: str):
+    monkeypatch.syspath_prepend(str(Path(TOOL).parent))
+    monkeypatch.setattr(sys, "argv", [TOOL, "rollouts.jsonl", *flags])
+    import benchmark_train
+
+    with pytest.raises(InputError, match=re.escape(message)):
+        benchmark_train.parse_arguments()

@@ -220,6 +220,16 @@ def test_rewards_come_with_trained_tokens():
     )
     # What came before the first trained token is received with it.
     np.testing.assert_array_equal(token_rewards(turns), [0, 0, 0.5, 1.0, 0, 0, 2.0, 0])
+    # Where segments follow each other without a pause, a reward does not slip to the next segment's first token.
+    sampled = Rollout(
+        np.arange(8),
+        np.arange(8) >= 2,
+        reward=3.5,
+        segment_ends=[3, 5, 8],
+        branches=[0, 0, 0],
+        segment_rewards=[0.5, 1.0, 2.0],
+    )
+    np.testing.assert_array_equal(token_rewards(sampled), [0, 0, 0.5, 0, 1.0, 0, 0, 2.0])
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1():

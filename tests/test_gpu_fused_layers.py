@@ -195,8 +195,9 @@ def test_a_layer_keeps_what_the_formula_says(directly):
     for layers in (1, 2, 5):
         config = model_config(torch.bfloat16, **QWEN3, **WIDE, num_layers=layers, max_position_embeddings=tokens)
         model = build_model(config, device, ParallelConfig())
-        if directly:
-            data_parallel_chunks(model, ParallelConfig())
+        # Held: without their hooks, gradients that have no memory would stay and be added to the next.
+        chunks = data_parallel_chunks(model, ParallelConfig()) if directly else [model]
+        assert len(chunks) == 1
         context, ids = segment_context(model, tokens, device), torch.randint(0, 7, (1, tokens), device=device)
         shape = AttentionShape(config.num_attention_heads, config.num_query_groups, config.kv_channels, torch.bfloat16)
         ends = np.full(tokens, tokens, dtype=np.int32)

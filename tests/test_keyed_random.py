@@ -86,10 +86,11 @@ def test_every_part_of_the_key_matters():
         keyed_uniform(1 + 2**32, Domain.SAMPLING, 2, one, one)[0],
         keyed_uniform(1, Domain.EVALUATION, 2, one, one)[0],
         keyed_uniform(1, Domain.SAMPLING, 3, one, one)[0],
+        *(keyed_uniform(1, Domain.SAMPLING, 2 + 2**bit, one, one)[0] for bit in range(8, 32)),
         keyed_uniform(1, Domain.SAMPLING, 2, two, one)[0],
         keyed_uniform(1, Domain.SAMPLING, 2, one, two)[0],
     ]
-    assert len({base, *others}) == 7
+    assert len({base, *others}) == 1 + len(others)
 
 
 @pytest.mark.parametrize("axis", ["sequence", "position", "iteration", "seed"])

@@ -257,6 +257,10 @@ def test_a_run_without_anything_to_train_ends(stored) -> None:
         ("--objective ppo --advantage-estimator rloo", "--advantage-estimator has no effect with --objective ppo"),
         ("--objective ppo --num-critic-only-steps 9 --train-iters 9", "the policy would never train"),
         ("--objective gspo --shared-token-ownership first", "a loss of whole sequences"),
+        (
+            "--shared-token-ownership first --old-logprobs recompute --use-tis --tis-level sequence",
+            "give --tis-level token",
+        ),
         ("--objective cispo --dual-clip 3", "--dual-clip has no effect with --objective cispo"),
         ("--loss-aggregation sequence-sum", "needs --loss-length"),
         ("--loss-length 5", "--loss-length has no effect without --loss-aggregation sequence-sum"),

@@ -136,7 +136,7 @@ def test_loaded_states_are_where_their_parameters_are_updated() -> None:
         for place, parameter in parameters.items()
     }
     inner = {parameter: places[place] for place, parameter in parameters.items()}
-    _put_beside_parameters(SimpleNamespace(state=state, param_to_inner_param=inner))
+    _put_beside_parameters(SimpleNamespace(state=state, param_to_inner_param=inner), [])
     for place, parameter in parameters.items():
         assert {value.device.type for value in state[parameter].values()} == {place}
         assert state[parameter]["master_param"] is places[place]

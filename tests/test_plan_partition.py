@@ -109,7 +109,7 @@ def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path)
         (GOOD, ("--data-parallel-size", "2", "--framing", "row"), ("--framing", "trajectory")),
         (GOOD, ("--data-parallel-size", "2", "--keep-together", "x"), ("--keep-together", "group")),
         (GOOD, ("--data-parallel-size", "2", "--max-length", "0"), ("--max-length", "at least 1")),
-        (GOOD, ("--data-parallel-size", "2", "--max-length", "1"), ("rollouts.jsonl", "max_length")),
+        (GOOD, ("--data-parallel-size", "2", "--max-length", "1"), ("rollouts.jsonl", "--max-length")),
         (GOOD, ("--data-parallel-size", "2", "--cost-model", "no.json"), ("no.json", "cannot be read")),
     ],
 )

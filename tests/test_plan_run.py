@@ -12,18 +12,21 @@ from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig
 from megatron_dta.errors import InputError
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.planning.cost_file import CostFile, CostShape, PassSeconds
+from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.mesh_choices import Choice, make_mesh, possible_choices
 from megatron_dta.planning.mesh_search import USABLE, Planner
 from megatron_dta.planning.pipeline_costs import PipelineCosts
-from megatron_dta.planning.pipeline_planner import plan_pipeline
 from megatron_dta.planning.pipeline_simulation import simulate
 from megatron_dta.planning.run_cluster import PRESETS, Cluster
 from megatron_dta.planning.run_memory import InFlight, RunMesh, StateSettings, rank_parameters, stage_memory
 from megatron_dta.planning.run_sequences import made_up_sequences
 from megatron_dta.planning.run_shape import SHAPES, RankParameters, RunShape
-from megatron_dta.planning.run_time import calibrated, mesh_costs, send_seconds, stage_time
+from megatron_dta.planning.run_time import calibrated, mesh_costs, send_seconds, stage_time, training_costs
 from megatron_dta.planning.run_work import ReplicaWork, StepWork
+from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.segment_bytes import GIB
+from megatron_dta.planning.stage_program import PipelineShape
+from megatron_dta.planning.step_plan import StepPlan, plan_step
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.tree import build_prefix_tree
 
@@ -181,6 +184,23 @@ def test_a_measured_cost_model_is_reproduced(tensor: int) -> None:
     found, expected = mesh_costs(shape, mesh, cluster, measured.model()), measured.model()
     for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge", "floor_seconds"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9), name
+    # Training knows it of this model and tensor parallelism alone.
+    model = measured.model(shape.num_layers, 700)
+    assert training_costs(shape, mesh, measured, 700) == model
+    for other in (replace(shape, ffn_hidden_size=1024), replace(shape, num_experts=4)):
+        assert training_costs(other, mesh, measured, 700) == training_costs(other, mesh, None, 700) != model
+    assert training_costs(shape, replace(mesh, tensor=4), measured) == training_costs(shape, mesh, None) != model
+
+
+def step_of_training(plan: Planner, mesh: RunMesh, segment_tokens: int) -> StepPlan:
+    """What training would plan for the slowest replica, as its engine says."""
+    partition = plan.step.partition(mesh.data)
+    own = partition.sequences_of(int(partition.cost_per_rank.argmax()))
+    samples = [TrainingSample(plan.step.sequences[i], plan.step.masks[i]) for i in own]
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+    model = CostModel.from_shape(**{name: getattr(SMALL, name) for name in (*names, "vocab_size", "swiglu")})
+    shape = PipelineShape(mesh.pipeline, mesh.chunks, mesh.layers, model)
+    return plan_step(samples, "dta", segment_tokens, pipeline=shape)
 
 
 @pytest.mark.parametrize(("pipeline", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2)])
@@ -194,15 +214,15 @@ def test_a_plan_is_that_of_training_and_its_parts_add_up(pipeline: int, chunks: 
     own = plan.step.partition(mesh.data).tokens_per_rank
     assert found.work.tokens in own
     if pipeline > 1:
-        costs = PipelineCosts.of_segments(
-            mesh_costs(SMALL, mesh, plan.cluster, None, segments.segment_tokens),
-            *counts,
-            mesh.layers,
-            np.zeros(segments.num_segments, bool),
+        # Segments and schedule are training's, the seconds are the cluster's.
+        step = step_of_training(plan, mesh, segment_tokens=256)
+        schedule = step.training.schedule
+        np.testing.assert_array_equal(step.segments.segment_start, segments.segment_start)
+        expected = PipelineCosts.of_segments(
+            mesh_costs(SMALL, mesh, plan.cluster, None, segments.segment_tokens), *counts, mesh.layers
         )
         send = send_seconds(SMALL, mesh, plan.cluster, segments.segment_tokens)
-        schedule = plan_pipeline(segments.segment_parent, segments.lengths, costs, pipeline, chunks, send_seconds=send)
-        timeline = simulate(schedule, segments.segment_parent, costs, send)
+        timeline = simulate(schedule, segments.segment_parent, expected, send)
         assert found.utilisation == timeline.utilisation
         # What a stage computes by its parts is what the simulation has it busy for.
         ends = [stage_time(SMALL, mesh, plan.cluster, found.work, s).computing for s in range(pipeline)]

@@ -1,7 +1,8 @@
-"""The planner against what H200s measured (``benchmarks/step_*.json``): memory within 7%, seconds of a step within 15%.
+"""The planner against what H200s measured (``benchmarks/step_*.json``): memory within 5%, seconds of a step within 15%.
 
 The shares of the peaks that are reached by default were fitted to the first ten of these steps; memory was not. It is
-within 3% but for the pipeline of the 70B shape, whose 13 segments the planner lets run a little further ahead.
+within 3%, as pipelines are scheduled by the costs that training knows: seconds are those of the cluster, but what is in
+flight follows from the schedule.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def test_prediction(settings: dict[str, Any], row: dict[str, Any]) -> None:
     kept, memory = settings.get("tree_activation_tokens"), settings["tree_memory_tokens"]
     found = Planner(shape, cluster, step, states).simulate(Choice(mesh, settings["tree_segment_tokens"], memory, kept))
     # What PyTorch allocated; the context and the libraries' buffers are no part of it.
-    assert (found.memory.total - FIXED_BYTES) / GIB == pytest.approx(row["peak_memory_gib"], rel=0.07)
+    assert (found.memory.total - FIXED_BYTES) / GIB == pytest.approx(row["peak_memory_gib"], rel=0.05)
     assert found.time.total == pytest.approx(row["seconds"], rel=0.15)
 
 

@@ -22,8 +22,8 @@ def shell_variables() -> dict[str, str]:
     text = SCRIPT.read_text()
     values = {"out": "OUT", "seed": "1", "warmup_steps": "120"}
     for name in ("model", "task", "training", "shape", "tree"):
-        value = re.search(rf'^{name}="([^"]*)"', text, flags=re.MULTILINE).group(1)
-        values[name] = re.sub(r"\$(\w+)", lambda match: values[match.group(1)], value)
+        value = re.search(rf"^{name}=\(([^)]*)\)", text, flags=re.MULTILINE).group(1).replace('"', "")
+        values[name] = re.sub(r"\$\{?(\w+)(\[@\]\})?", lambda match: values[match.group(1)], value)
     return values
 
 

@@ -21,6 +21,7 @@ from megatron_dta.speculation.replay import (
     remember,
     replay_wave,
     split_history,
+    text_like_control,
     waves,
 )
 from megatron_dta.speculation.speculator import BudgetParams, Speculator
@@ -124,6 +125,19 @@ def test_waves_hold_every_sample_once() -> None:
         assert [sample for part in parts for sample in part] == samples
         if live_batch == 4:
             assert 2 < np.mean([len(part) for part in parts]) < 8
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2], [1, 5, 3]])
+def test_the_control_has_the_shape_of_the_samples(lengths: list[int]) -> None:
+    """Also where nothing follows any token."""
+    rng = seed_all(len(lengths))
+    rollouts = [Rollout(rng.integers(0, 9, 2 + n).astype(np.int32), np.arange(2 + n) >= 2, reward=0.0) for n in lengths]
+    samples = recorded_samples(rollouts)
+    tokens = set(np.concatenate([sample.generated for sample in samples]).tolist())
+    for control, sample in zip(text_like_control(samples, seed=3), samples, strict=True):
+        assert len(control.generated) == len(sample.generated)
+        assert set(control.generated.tolist()) <= tokens
+        np.testing.assert_array_equal(control.prompt, sample.prompt)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

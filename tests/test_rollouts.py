@@ -182,7 +182,7 @@ def test_cutting_and_limits(tmp_path: Path, framing: str, caplog: pytest.LogCapt
     few = load_rollouts(path, framing=framing, max_length=30, max_sequences=3)
     for a, b in zip(few, cut[:3], strict=True):
         assert_same(a, b)
-    with pytest.raises(InputError, match="raise max_length"):
+    with pytest.raises(InputError, match="tokens; raise that limit"):
         load_rollouts(path, framing=framing, max_length=1)
     for limits in ({"max_length": 0}, {"max_sequences": -1}, {"vocab_size": 0}, {"framing": "step"}):
         with pytest.raises(InputError, match=f"{next(iter(limits))}"):

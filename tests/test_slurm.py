@@ -195,6 +195,7 @@ def test_a_wrong_command_is_refused(arguments, message):
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing():
-    files = sorted(str(path) for path in (ROOT / "slurm").iterdir() if path.suffix in (".sh", ".sbatch"))
+    folders = [ROOT / name for name in ("slurm", "examples", "tests")]
+    files = sorted(str(path) for folder in folders for path in folder.iterdir() if path.suffix in (".sh", ".sbatch"))
     done = subprocess.run(["shellcheck", "-x", "-P", str(ROOT / "slurm"), *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

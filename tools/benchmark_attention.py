@@ -18,7 +18,6 @@ tree where no sizes are given), prints the best and measures the files with them
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +37,7 @@ from attention_cases import AttentionCase, chain, choose_sequences, probe_case, 
 from benchmark_report import Report
 from dta_kernels.tree_attention_config import TreeAttentionConfig, default_config, padded_head_size
 from dta_kernels.tree_attention_plan import AttentionShape, plan_tree_attention
+from megatron_dta.command_line import CommandLineParser, print_json
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree
@@ -286,7 +286,7 @@ def measure_libraries(report: Report, shape: AttentionShape, tokens: int) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--tokens", type=int, default=32768, help="most tokens of a tree")
     parser.add_argument("--segment-tokens", type=int, nargs="*", default=[2048, 4096, 8192])
@@ -338,7 +338,7 @@ def main() -> None:
     for path in arguments.files:
         measure_file(report, path, arguments, shape, best)
     if arguments.json:
-        print(json.dumps(report.results))
+        print_json(report.results)
 
 
 if __name__ == "__main__":

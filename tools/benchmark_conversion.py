@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.conversion.mappings import ModelShape, parameters_of, tensors_of
 from megatron_dta.conversion.safetensors_files import INDEX
 from megatron_dta.conversion.safetensors_output import SafetensorsOutput, index_of, lay_out
@@ -47,7 +48,7 @@ CONFIG = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--folder", required=True, help="where to write; needs three times the checkpoint's size")
     parser.add_argument(
         "--num-layers", type=int, nargs="+", default=[2], help="of the checkpoint; several are compared"

@@ -22,6 +22,7 @@ from dta_kernels import fused_layers_reference as reference
 from dta_kernels import qkv_rope as qkv
 from dta_kernels.rms_norm import rms_norm, rms_norm_again, rms_norm_backward
 from dta_kernels.swiglu import swiglu, swiglu_into
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.errors import InputError, run_entry_point
 from model_shapes import SHAPES
 
@@ -31,7 +32,7 @@ _FLUSH_BYTES = 512 << 20
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--model", choices=list(SHAPES), default="qwen3-1.7b")
     parser.add_argument("--tokens", type=int, default=4096, help="rows of the segment")
     parser.add_argument("--repeats", type=int, default=10, help="of which the median counts")

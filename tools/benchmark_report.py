@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron_dta.command_line import json_text
 
 
 class Report:
@@ -40,7 +41,7 @@ class Report:
     def write(self) -> None:
         if self.output is not None:
             temporary = self.output.with_name(self.output.name + ".tmp")
-            temporary.write_text(json.dumps(self.results, indent=1) + "\n")
+            temporary.write_text(json_text(self.results, indent=1) + "\n")
             temporary.replace(self.output)
 
     def attempt(self, names: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:

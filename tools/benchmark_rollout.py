@@ -17,7 +17,6 @@ tree-tokens   the tokens of the same comparison, without a model.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 
 from benchmark_report import Report
 from das_parts import add_das_arguments, run_das
+from megatron_dta.command_line import CommandLineParser, print_json
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
@@ -152,7 +152,7 @@ PARTS = {
 
 def main() -> None:
     """Run the part that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     subparsers = parser.add_subparsers(dest="part", required=True, metavar="PART")
     for name, part in PARTS.items():
         subparser = subparsers.add_parser(name, help=part.help)
@@ -185,7 +185,7 @@ def _run_part(arguments: argparse.Namespace, setup: Setup | None, report: Report
         for row in PARTS[arguments.part].run(arguments, setup):
             report.add(row)
     if arguments.json:
-        print(json.dumps(report.results))
+        print_json(report.results)
 
 
 if __name__ == "__main__":

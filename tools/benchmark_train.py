@@ -8,15 +8,15 @@ Weights are random; gradients are accumulated in float32. Every mode takes one s
 ones, of which the median counts. Operations are counted once for every token of the mode's forest
 (megatron_dta/planning/flops.py); the share of the peak is against a measured product of 8192 x 8192 matrices. The
 speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several pipeline stages
-one more step is run whose ops are timed: the share of the stages' time that they compute stands beside the planned one
-and that of a replay, the plan in the measured times of its ops (megatron_dta/planning/timeline_replay.py).
+the ops of the last timed step are timed too: the share of the stages' time that they compute stands beside the planned
+one and that of a replay, the plan in the measured times of its ops (megatron_dta/planning/timeline_replay.py).
 Several files are measured one after another on the same model; each row names its file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import sys
 import time
@@ -30,10 +30,13 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from benchmark_report import Report
+from megatron_dta.command_line import CommandLineParser, check_at_least, check_output, print_json
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks import check_tensor_parallel, check_world_size
 from megatron_dta.config.device_queues import set_device_queues
-from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.config.expert_checks import check_experts
+from megatron_dta.engine import StepResult, TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.engine.expert_pass import mean_ffn_width
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import make_objective
@@ -58,13 +61,14 @@ PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
+    "expert_model_parallel_size",
     "sequence_parallel",
     "overlap_grad_reduce",
 )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
     parser.add_argument(
@@ -78,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bf16-gradients", action="store_true", help="with --bf16: gradients in bfloat16 too")
     parser.add_argument("--tree-mode", nargs="+", choices=("dense", "packed", "dta"), default=["dense", "dta"])
     parser.add_argument("--tree-segment-tokens", type=int, help="default: 4096, or chosen with the next two")
+    parser.add_argument("--pack-tokens", type=int, help="most tokens of a pack (default: the longest sequence)")
     parser.add_argument("--cost-model", help="file of tools/fit_cost_model.py: plan by it, and say what it predicts")
     parser.add_argument(
         "--tree-memory-gib", type=float, help="memory of weights, gradients and the step; as in training"
@@ -105,20 +110,28 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
     arguments = parser.parse_args()
-    if arguments.tree_memory_gib is not None and arguments.tree_memory_gib <= 0:
+    counts = ("max_sequences", "max_tokens", "num_layers", "tree_segment_tokens", "tree_memory_tokens", "steps")
+    sizes = (name for name in PARALLEL if not isinstance(getattr(ParallelConfig(), name), bool))
+    check_at_least(arguments, 1, *counts, "logprob_chunk_tokens", *sizes)
+    check_at_least(arguments, 0, "tree_activation_tokens", "seed")
+    check_output(arguments.output, "--output")
+    if arguments.tree_memory_gib is not None and not 0 < arguments.tree_memory_gib < math.inf:
         raise InputError(f"--tree-memory-gib must be above 0, not {arguments.tree_memory_gib}")
     for flag in ("tree_memory_tokens", "tree_activation_tokens"):
         if arguments.tree_memory_gib is not None and getattr(arguments, flag) is not None:
             raise InputError(f"--tree-memory-gib decides what --{flag.replace('_', '-')} says; give one of the two")
     if arguments.tree_segment_tokens is None and arguments.cost_model is None and arguments.tree_memory_gib is None:
         arguments.tree_segment_tokens = 4096
-    if arguments.steps < 1:
-        raise InputError(f"--steps must be at least 1, not {arguments.steps}")
-    if arguments.max_tokens is not None and arguments.max_tokens < 1:
-        raise InputError(f"--max-tokens must be at least 1, not {arguments.max_tokens}")
     names = [Path(file).name for file in arguments.files]
     if len(set(names)) < len(names):
         raise InputError("two of the files have the same name, so rows could not be told apart")
+    if arguments.num_virtual_stages_per_pipeline_rank > 1 and arguments.pipeline_model_parallel_size == 1:
+        raise InputError("--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size above 1")
+    if arguments.num_layers is not None and arguments.num_layers > SHAPES[arguments.model]["num_layers"]:
+        layers = SHAPES[arguments.model]["num_layers"]
+        raise InputError(f"--num-layers {arguments.num_layers}: {arguments.model} has only {layers}")
+    if arguments.profile and not torch.cuda.is_available():
+        raise InputError("--profile says which kernels of a CUDA GPU take the time, and there is none; leave it out")
     if arguments.bf16_gradients and not arguments.bf16:
         raise InputError("--bf16-gradients needs --bf16")
     if arguments.timeline_dir is not None and arguments.pipeline_model_parallel_size == 1:
@@ -187,6 +200,7 @@ class Benchmark:
         self.model_config = model_config(arguments, self.sets)
         self.parallel = ParallelConfig(**{name: getattr(arguments, name) for name in PARALLEL})
         check_tensor_parallel(self.model_config, self.parallel)
+        check_experts(self.model_config, self.parallel)
         self.device = initialize_parallel(arguments.seed, self.parallel)
         check_world_size(self.parallel, torch.distributed.get_world_size())
         self.mesh = current_mesh()
@@ -212,7 +226,7 @@ class Benchmark:
         tree = TreeConfig(
             tree_mode=mode,
             # A pack must hold the longest sequence.
-            tree_segment_tokens=max(segment_tokens or 0, longest) if mode == "packed" else segment_tokens,
+            tree_segment_tokens=max(self.arguments.pack_tokens or 0, longest) if mode == "packed" else segment_tokens,
             tree_memory_tokens=None if mode == "packed" else self.arguments.tree_memory_tokens,
             tree_activation_tokens=self.arguments.tree_activation_tokens,
             tree_memory_gib=self.arguments.tree_memory_gib,
@@ -223,12 +237,13 @@ class Benchmark:
         seconds = []
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        for _ in range(1 + self.arguments.steps):
+        for step in range(1 + self.arguments.steps):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.mesh.wait_for_all()
+            recorded = self.mesh.pipeline_size > 1 and step == self.arguments.steps
             start = _now(self.device)
-            result = self.engine.forward_backward(batch, self.objective)
+            result = self.engine.forward_backward(batch, self.objective, record_timeline=recorded)
             finalize_model_grads(self.chunks)
             seconds.append(_now(self.device) - start)
         step = max(self.mesh.gather_from_all(median(seconds[1:])))
@@ -243,7 +258,7 @@ class Benchmark:
             profiled["profile"] = profile_step(lambda: self.engine.forward_backward(batch, self.objective))
         return (
             profiled
-            | self._pipeline(batch, file, mode)
+            | self._pipeline(result, file, mode)
             | self._predicted(batch, step)
             | {
                 "seconds": step,
@@ -271,8 +286,10 @@ class Benchmark:
         expected = max(self.mesh.gather_from_all(predicted_seconds(batch.plan, shape)))
         return {"predicted_seconds": expected, "prediction_error": expected / seconds - 1}
 
-    def _predicted_peak(self, batch: TreeBatch) -> float:
-        """GiB of this process by measured or counted bytes, weights and gradients included."""
+    def _predicted_peak(self, batch: TreeBatch) -> float | None:
+        """GiB of this process by measured or counted bytes, weights and gradients included; None with experts."""
+        if self.model_config.num_experts is not None:
+            return None  # How many tokens an expert gets is not known ahead.
         costs, shape = self.engine.costs, self.engine.pipeline(batch.plan.segments.segment_tokens)
         each = (costs.bytes if costs is not None else None) or self.engine.counted_bytes()
         budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, each)
@@ -282,13 +299,12 @@ class Benchmark:
         )
         return (self.constant + step) / GIB
 
-    def _pipeline(self, batch: TreeBatch, file: str, mode: str) -> dict[str, Any]:
+    def _pipeline(self, result: StepResult, file: str, mode: str) -> dict[str, Any]:
         """Shares of the stages' time that they compute, as planned and as it was, and each stage's seconds."""
         if self.mesh.pipeline_size == 1:
             return {}
-        result = self.engine.forward_backward(batch, self.objective, record_timeline=True)
-        segments, stages = batch.plan.segments.num_segments, self.mesh.pipeline_size
-        planned, parents = batch.plan.training, batch.plan.segments.segment_parent
+        segments, stages = result.plan.segments.num_segments, self.mesh.pipeline_size
+        planned, parents = result.plan.training, result.plan.segments.segment_parent
         start, end = timeline_span(result.timeline)
         busy, waited = stage_seconds(result.timeline, stages)
         folder = self.arguments.timeline_dir
@@ -316,8 +332,20 @@ class Benchmark:
         return prepare_batch([self.samples[i] for i in own], tree, counts=counts, pipeline=pipeline)
 
     def _shape(self) -> dict[str, Any]:
-        names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-        return {name: getattr(self.model_config, name) for name in (*names, "kv_channels", "vocab_size", "swiglu")}
+        names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
+        found = {name: getattr(self.model_config, name) for name in (*names, "swiglu")}
+        width = mean_ffn_width(self.engine.config)
+        return found | {"ffn_hidden_size": width, "num_experts": self.model_config.num_experts or 0}
+
+
+def compare_with_dense(rows: dict[str, dict[str, Any]]) -> None:
+    """Fill in the speed-up over dense of all modes of a file, once dense is measured."""
+    dense = rows.get("dense")
+    for row in rows.values():
+        if dense is not None and row is not dense:
+            row["speed_up"] = dense["seconds"] / row["seconds"]
+            row["bound"] = dense["tflop"] / row["tflop"]
+            row["share_of_bound"] = row["speed_up"] / row["bound"]
 
 
 def main() -> int:
@@ -332,19 +360,14 @@ def main() -> int:
     settings |= {"gemm_tflops": benchmark.peak / 1e12, "processes": benchmark.mesh.world_size}
     report = Report("training step", settings, benchmark.device, arguments.output if is_first else None)
     for file in arguments.files:
-        dense: dict[str, Any] | None = None
+        rows: dict[str, dict[str, Any]] = {}
         for mode in arguments.tree_mode:
-            row = {"file": Path(file).name, "mode": mode, **benchmark.measure(file, mode)}
-            if mode == "dense":
-                dense = row
-            elif dense is not None:
-                row["speed_up"] = dense["seconds"] / row["seconds"]
-                row["bound"] = dense["tflop"] / row["tflop"]
-                row["share_of_bound"] = row["speed_up"] / row["bound"]
+            rows[mode] = {"file": Path(file).name, "mode": mode, **benchmark.measure(file, mode)}
+            compare_with_dense(rows)
             if is_first:
-                report.add(row)
+                report.add(rows[mode])
     if arguments.json and is_first:
-        print(json.dumps(report.results))
+        print_json(report.results)
     return 0
 
 

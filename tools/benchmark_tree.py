@@ -15,8 +15,6 @@ measured in one more run that traces allocations: the peak during either, as a m
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 import tracemalloc
@@ -26,7 +24,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.errors import run_entry_point
 from megatron_dta.tree import PrefixTree, build_prefix_tree
 
 VOCAB_SIZE = 151_936
@@ -145,20 +144,19 @@ def print_table(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--tokens", type=int, default=22_500_000, help="tokens in each batch, at least")
     parser.add_argument("--shape", choices=list(SHAPES), action="append", help="only this shape (may be repeated)")
     parser.add_argument("--runs", type=int, default=7, help="timed runs per shape; the minimum and median are printed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON list on the last line")
     arguments = parser.parse_args()
-    for name in ("tokens", "runs"):
-        if getattr(arguments, name) < 1:
-            raise InputError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+    check_at_least(arguments, 1, "tokens", "runs")
+    check_at_least(arguments, 0, "seed")
     rows = [measure(shape, arguments.tokens, arguments.runs, arguments.seed) for shape in arguments.shape or SHAPES]
     print_table(rows)
     if arguments.json:
-        print(json.dumps(rows))
+        print_json(rows)
 
 
 if __name__ == "__main__":

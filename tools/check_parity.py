@@ -11,7 +11,6 @@ above its tolerance.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.conversion.hf_config import settings_from_hf
 from megatron_dta.errors import InputError, run_entry_point
@@ -53,7 +53,7 @@ class Row:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts as .jsonl, .parquet or .npz")
     parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="what one sequence is")
     parser.add_argument("--max-sequences", type=int, default=16, help="use the file's first N sequences (default 16)")
@@ -89,9 +89,9 @@ def parse_arguments() -> argparse.Namespace:
             raise InputError(f"--{name.replace('_', '-')} has no effect with --hf-checkpoint; leave it out")
     if arguments.hidden_size is None:
         arguments.hidden_size = 64
-    for name in ("max_sequences", "max_length", "tree_segment_tokens", "num_layers", "hidden_size"):
-        if getattr(arguments, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
+    counts = ("max_sequences", "max_length", "tree_segment_tokens", "tree_memory_tokens", "num_layers", "hidden_size")
+    check_at_least(arguments, 1, *counts)
+    check_at_least(arguments, 0, "tolerance", "hf_tolerance", "seed")
     if arguments.hidden_size % 4:
         raise InputError(
             f"--hidden-size {arguments.hidden_size} is not a multiple of the 4 heads; "
@@ -207,7 +207,7 @@ def main() -> int:
         print("all errors are within tolerance")
     if arguments.json:
         cases = [asdict(row) for row in rows]
-        print(json.dumps({**summary, "sequences": len(samples), "passed": not failed, "cases": cases}))
+        print_json({**summary, "sequences": len(samples), "passed": not failed, "cases": cases})
     return 1 if failed else 0
 
 

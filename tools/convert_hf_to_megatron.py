@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.conversion.hf_config import architecture, read_hf_config, settings_from_hf
@@ -29,7 +30,7 @@ DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face checkpoint (safetensors)")
     parser.add_argument("--save", required=True, metavar="DIR", help="folder to write; it must not exist")
     for name in ("tensor", "pipeline", "expert"):

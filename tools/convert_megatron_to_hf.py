@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.conversion.adapters import LoraSettings, ToPeft, base_of
 from megatron_dta.conversion.hf_config import architecture, read_hf_config
 from megatron_dta.conversion.job import Job, check_target, run_job
@@ -28,7 +29,7 @@ DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "f
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="folder of a run, or one of its checkpoints")
     parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="has config.json and the tokenizer")
     parser.add_argument("--save-hf", required=True, metavar="DIR", help="folder to write; it must not exist")

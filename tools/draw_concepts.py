@@ -7,11 +7,12 @@ Three answers to one question, a few tokens each, so that every number in the pi
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 
+from megatron_dta.command_line import CommandLineParser
+from megatron_dta.errors import run_entry_point
 from megatron_dta.planning.schedule import OpKind, depth_first_schedule
 from megatron_dta.planning.segments import SegmentPlan, plan_segments
 from megatron_dta.report.markup import SVG_NAMESPACE, Markup, svg, tag
@@ -168,7 +169,7 @@ def pictures() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     default = Path(__file__).resolve().parent.parent / "docs"
     parser.add_argument("--output", type=Path, default=default, help="folder of the pictures (default: docs)")
     arguments = parser.parse_args()
@@ -179,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_entry_point(main)

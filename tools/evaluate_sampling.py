@@ -12,8 +12,6 @@ last match of a regular expression (its first group, if it has one).
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.command_line import CommandLineParser, json_text
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.rollouts.files import replacing
 from megatron_dta.train import quieten_libraries
@@ -28,7 +27,7 @@ from megatron_dta.train import quieten_libraries
 
 def main() -> None:
     """Read the flags, load the weights, sample both ways, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="k of pass@k and maj@k")
     parser.add_argument("--answer", default="text", help="what is voted on: text, boxed or a regular expression")
     parser.add_argument("--output", metavar="FILE", help="JSON file for the results")
@@ -48,7 +47,7 @@ def main() -> None:
     _print(results)
     if own.output:
         with replacing(Path(own.output)) as temporary:
-            temporary.write_text(json.dumps(results, indent=1) + "\n")
+            temporary.write_text(json_text(results, indent=1) + "\n")
 
 
 def _evaluate(config: Any, ks: list[int], answer_of: Callable[[str], str]) -> dict[str, dict[str, float]]:

@@ -21,19 +21,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
 
 import numpy as np
 import torch
 
 from benchmark_report import Report
+from megatron_dta.command_line import CommandLineParser, print_json
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks import check_tensor_parallel, check_world_size
 from megatron_dta.engine import TreeEngine, prepare_batch
@@ -90,13 +89,8 @@ SHOWN = ("forward", "backward", "bytes", "errors")
 SHALLOW = 4  # The second model has the first one's layers over this.
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--model", choices=list(SHAPES))
     parser.add_argument("--refit", type=Path, metavar="FILE", help="fit the measurements in FILE; no other flags")
     parser.add_argument("--num-layers", type=int, help="layers to measure with (default: the model's)")
@@ -285,7 +279,7 @@ def fit_again(arguments: argparse.Namespace) -> None:
     report.results = refit(arguments.refit, when)
     report.write()
     load_cost_file(arguments.output)
-    print(json.dumps({key: report.results[key] for key in SHOWN}))
+    print_json({key: report.results[key] for key in SHOWN})
 
 
 def main() -> int:
@@ -328,7 +322,7 @@ def main() -> int:
             "measurements": [asdict(op) for op in ops],
         }
         report.write()
-        print(json.dumps({key: report.results[key] for key in (*SHOWN, "seconds_to_measure")}))
+        print_json({key: report.results[key] for key in (*SHOWN, "seconds_to_measure")})
     return 0
 
 

@@ -10,17 +10,15 @@ in-flight tokens those of a segment and all its ancestors, which a training step
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.errors import run_entry_point
 from megatron_dta.planning.segments import SegmentPlan, plan_segments
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
@@ -28,13 +26,8 @@ from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
 SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which takes longer than all that is done here.
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument(
         "--framing",
@@ -60,10 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--plot", metavar="PICTURE", help="draw the tree and its segments (.png, .pdf or .svg)")
     arguments = parser.parse_args()
-    for flag in ("--tree-segment-tokens", "--tree-memory-tokens", "--max-sequences", "--max-length"):
-        value = getattr(arguments, flag[2:].replace("-", "_"))
-        if value is not None and value < 1:
-            raise InputError(f"{flag} must be at least 1, not {value}")
+    check_at_least(arguments, 1, "tree_segment_tokens", "tree_memory_tokens", "max_sequences", "max_length")
     return arguments
 
 
@@ -149,8 +139,7 @@ def main() -> None:
         plot_tree(plan, arguments.plot, title)
         print(f"picture: {arguments.plot}")
     if arguments.json:
-        sys.stdout.flush()
-        print(json.dumps(values))
+        print_json(values)
 
 
 if __name__ == "__main__":

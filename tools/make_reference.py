@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_dta.arguments import build_parser
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.errors import InputError, run_entry_point
@@ -97,7 +98,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if the file is not up to date")
     parser.add_argument("--output", type=Path, default=DEFAULT, help="the file (default: docs/reference.md)")
     arguments = parser.parse_args()

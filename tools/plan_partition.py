@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.errors import InputError, run_entry_point
+from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.errors import run_entry_point
 from megatron_dta.planning.cost_file import load_cost_model
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import Partition, least_slowest, partition_costs, trained_parts
@@ -34,13 +33,8 @@ from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.tree import PrefixTree, build_prefix_tree
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument("--data-parallel-size", type=int, metavar="N", required=True, help="number of ranks")
     parser.add_argument(
@@ -69,10 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    for flag in ("--data-parallel-size", "--max-sequences", "--max-length"):
-        value = getattr(arguments, flag[2:].replace("-", "_"))
-        if value is not None and value < 1:
-            raise InputError(f"{flag} must be at least 1, not {value}")
+    check_at_least(arguments, 1, "data_parallel_size", "max_sequences", "max_length")
     return arguments
 
 
@@ -163,8 +154,7 @@ def main() -> None:
     counts = f"{values['sequences']:,} sequences, {values['unique_tokens']:,} of {values['tokens']:,} tokens unique"
     print_table(values, f"{name}: {counts}, {arguments.data_parallel_size} ranks")
     if arguments.json:
-        sys.stdout.flush()
-        print(json.dumps(values))
+        print_json(values)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ shares of the peaks that are reached, which --cost-model corrects by what was me
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from dataclasses import MISSING, fields, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
+from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.planning.cost_file import load_cost_file
 from megatron_dta.planning.mesh_choices import Choice, make_mesh, possible_choices
@@ -36,7 +35,7 @@ from megatron_dta.planning.run_time import calibrated, mesh_costs
 from megatron_dta.planning.run_work import StepWork
 from megatron_dta.rollouts import load_rollouts
 from plan_run_output import as_json, print_misses, print_predictions
-from plan_run_settings import read_args_file, read_hf_config
+from plan_run_settings import HELP, read_args_file, read_hf_config
 
 SHAPE_FLAGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -52,20 +51,15 @@ STEP_FLAGS = ("sequences", "unique_tokens", "longest_path", "samples_per_prompt"
 DTYPE_FLAGS = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="rollouts of one step: .jsonl, .parquet or .npz")
     add("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
-    add("--tree-mode", choices=("dta", "dense"), default="dta")
+    add("--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone")
     for name in ("max_sequences", "max_length", *STEP_FLAGS):
-        add(_flag(name), type=int, metavar="N")
-    add("--model", choices=sorted(SHAPES))
+        add(_flag(name), type=int, metavar="N", help=HELP[name])
+    add("--model", choices=sorted(SHAPES), help="a model by name")
     add("--hf-config", metavar="PATH", help="a config.json, or the folder that holds it")
     add("--args-file", metavar="FILE", help="arguments of megatron_dta.train: model, mesh and settings")
     for name in SHAPE_FLAGS:
@@ -76,19 +70,32 @@ def parse_arguments() -> argparse.Namespace:
     for field in fields(Cluster):
         kind = int if field.name in ("num_gpus", "gpus_per_node") else float
         required = field.default is MISSING
-        add(_flag(field.name), type=kind, metavar="N" if kind is int else "X", required=required)
+        metavar, text = "N" if kind is int else "X", HELP[field.name]
+        add(_flag(field.name), type=kind, metavar=metavar, required=required, help=text)
     for name in MESH_FLAGS:
-        add(_flag(name), type=int, nargs="+", metavar="N", help="sizes to look at (default: powers of two)")
+        tried = "1 and 2" if "virtual" in name else "powers of two"
+        add(_flag(name), type=int, nargs="+", metavar="N", help=f"sizes to look at (default: {tried})")
     add("--tree-segment-tokens", type=int, nargs="+", metavar="N", help="sizes to look at (default: 2048 4096 8192)")
     add("--tree-memory-tokens", type=int, metavar="N", help="budget of in-flight tokens (default: the planner's)")
-    add("--tree-activation-tokens", type=int, metavar="N", help="(default: as many as fit)")
-    add("--recompute", choices=("tree", "full"), nargs="+", default=["tree", "full"], help="kinds to look at")
+    add(
+        "--tree-activation-tokens",
+        type=int,
+        metavar="N",
+        help="in-flight tokens that keep activations (default: as many as fit)",
+    )
+    add(
+        "--recompute",
+        choices=("tree", "full"),
+        nargs="+",
+        default=["tree", "full"],
+        help="kinds to look at: a segment's or Megatron's (default: both)",
+    )
     for name in DTYPE_FLAGS:
-        add(_flag(name + "_dtype"), choices=tuple(DTYPE_BYTES), default="fp32")
-    add("--optimizer-offload-fraction", type=float, metavar="X", default=0.0)
+        add(_flag(name + "_dtype"), choices=tuple(DTYPE_BYTES), default="fp32", help=HELP[name + "_dtype"])
+    add("--optimizer-offload-fraction", type=float, metavar="X", default=0.0, help="part of the states on the host")
     add("--no-distributed-optimizer", action="store_true", help="every replica has all states")
     add("--no-optimizer", action="store_true", help="a forward and backward alone, as in tools/benchmark_train.py")
-    add("--logprob-chunk-tokens", type=int, metavar="N")
+    add("--logprob-chunk-tokens", type=int, metavar="N", help=HELP["logprob_chunk_tokens"])
     add("--cost-model", metavar="JSON", help="what was measured, of this or another shape")
     add("--top", type=int, metavar="N", default=5, help="meshes to plan in full (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object as the last line")
@@ -111,16 +118,12 @@ def _check(arguments: argparse.Namespace) -> None:
         "logprob_chunk_tokens",
         "top",
     )
-    for name in counts:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise InputError(f"{_flag(name)} must be at least 1, not {value}")
+    check_at_least(arguments, 1, *counts)
     for name in (*MESH_FLAGS, "tree_segment_tokens"):
         for value in getattr(arguments, name) or []:
             if value < 1:
                 raise InputError(f"{_flag(name)} must be at least 1, not {value}")
-    if arguments.tree_activation_tokens is not None and arguments.tree_activation_tokens < 0:
-        raise InputError(f"--tree-activation-tokens must be at least 0, not {arguments.tree_activation_tokens}")
+    check_at_least(arguments, 0, "tree_activation_tokens")
     for name in STEP_FLAGS if arguments.file else ("max_sequences", "max_length"):
         if getattr(arguments, name) is not None:
             raise InputError(
@@ -243,8 +246,7 @@ def main() -> int:
     else:
         print_misses(found)
     if arguments.json:
-        sys.stdout.flush()
-        print(json.dumps(as_json(found, arguments)))
+        print_json(as_json(found, arguments))
     return 0 if found["best"] else 1
 
 

@@ -17,6 +17,41 @@ from megatron_dta.planning.run_shape import RunShape
 SIZES = (1024, 2048, 4096, 8192)
 
 
+# What flags without a text of their own say in --help.
+HELP = {
+    "max_sequences": "only the first N sequences of FILE",
+    "max_length": "only the first N tokens of each sequence of FILE",
+    "sequences": "without FILE: sequences of a step",
+    "unique_tokens": "without FILE: tokens of a step, shared ones counted once",
+    "longest_path": "without FILE: tokens of the longest sequence",
+    "samples_per_prompt": "without FILE: sequences that share a prompt (default: 1)",
+    "attention_pairs": "without FILE: pairs of a query and a key that it sees (default: follows from the others)",
+    "num_gpus": "processes of the run",
+    "gpus_per_node": "GPUs that NVLink connects (default: 8)",
+    "gpu_memory_gib": "memory of a GPU (default: that of --gpu, as the next ones)",
+    "gemm_tflops": "peak of a product of large matrices in bfloat16",
+    "hbm_gigabytes_per_second": "bandwidth of a GPU's memory",
+    "nvlink_gbps": "gigabits a second and direction of a GPU inside a node",
+    "network_gbps": "gigabits a second and direction of a GPU between nodes",
+    "host_gigabytes_per_second": "bandwidth of the host's memory for each GPU, for offloaded states",
+    "gemm_share": "part of the peak that products of the layers reach",
+    "logit_share": "part of the peak that logits reach",
+    "attention_share": "part of the peak that attention reaches",
+    "hbm_share": "part of the memory's bandwidth that elementwise work reaches",
+    "link_share": "part of a link's bandwidth that communication reaches",
+    "short_segment_tokens": "products of a segment of so many tokens take twice as long a token",
+    "floor_seconds_per_layer": "what the host takes to launch a layer, forward and backward",
+    "forward_floor_share": "the forward's part of that",
+    "main_grads_dtype": "gradients (default: %(default)s)",
+    "main_params_dtype": "master weights (default: %(default)s)",
+    "exp_avg_dtype": "Adam's first moment (default: %(default)s)",
+    "exp_avg_sq_dtype": "Adam's second moment (default: %(default)s)",
+    "tree_activation_tokens": "in-flight tokens whose activations are kept (default: as many as fit)",
+    "recompute": "kinds to look at: segments' second forwards (tree) or Megatron's of layers (full; default: both)",
+    "logprob_chunk_tokens": "rows of logits that exist at once (default: some 2^27 elements)",
+}
+
+
 def read_hf_config(path: str) -> RunShape:
     """The shape that a config.json (or its folder) says."""
     from megatron_dta.config import ModelConfig

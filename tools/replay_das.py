@@ -19,7 +19,6 @@ the stop saves is not counted as saved by drafts (makespan_saved_with_stop has b
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -28,13 +27,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.plots.files import checked_path
 from megatron_dta.plots.speculation import plot_speculation
@@ -61,13 +60,8 @@ SMALL_TOKENS = 20_000
 """Below it, starting processes takes longer than what they save."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     cost, drafter, draft = ForwardCost(), DrafterParams(), DraftParams()
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument("--past", type=int, default=4, metavar="N", help="past samples of a problem (%(default)s)")
@@ -96,11 +90,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", metavar="OUT", help="draw the runs into a .png, .pdf or .svg")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    positive = ("--live-batch", "--das-window", "--das-max-tokens", "--das-draft-tokens", "--max-sequences")
-    for flag, least in (("--past", 0), ("--das-depth", 2), *((flag, 1) for flag in positive)):
-        value = getattr(arguments, flag[2:].replace("-", "_"))
-        if value is not None and value < least:
-            raise InputError(f"{flag} must be at least {least}, not {value}")
+    check_at_least(arguments, 1, "live_batch", "das_window", "das_max_tokens", "das_draft_tokens", "max_sequences")
+    check_at_least(arguments, 0, "past")
+    check_at_least(arguments, 2, "das_depth")
     if arguments.plot is not None:
         checked_path(arguments.plot)
     for flag in ("--das-depth", "--das-draft-tokens"):
@@ -246,8 +238,7 @@ def main() -> None:
     if arguments.plot is not None:
         plot_speculation(reports, arguments.plot, plain, title)
     if arguments.json:
-        sys.stdout.flush()
-        print(json.dumps(values))
+        print_json(values)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
 
-from megatron_dta.errors import InputError, run_entry_point
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
+from megatron_dta.command_line import CommandLineParser, check_at_least
+from megatron_dta.errors import run_entry_point
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("run", metavar="RUN", help="the --save folder of a run")
     parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in RUN)")
     parser.add_argument("--metrics-file", metavar="FILE", help="the metrics, if they are not in RUN")
@@ -32,10 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, metavar="N", default=3, help="trees of each such step (%(default)s)")
     parser.add_argument("--prompt", metavar="TEXT", help="only groups whose id holds this text")
     arguments = parser.parse_args()
-    for flag in ("--steps", "--prompts"):
-        value = getattr(arguments, flag[2:])
-        if value < 1:
-            raise InputError(f"{flag} must be at least 1, not {value}")
+    check_at_least(arguments, 1, "steps", "prompts")
     return arguments
 
 

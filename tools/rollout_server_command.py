@@ -11,13 +11,12 @@ In a Slurm job: DTA_SERVER_COMMAND="python tools/rollout_server_command.py --exe
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
-from typing import NoReturn
 
 from megatron_dta.arguments import build_parser, parse_settings
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.sampling.engines.server_command import server_command
 
@@ -25,17 +24,12 @@ from megatron_dta.sampling.engines.server_command import server_command
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def main(argv: list[str] | None = None) -> None:
     """Print the command of a server, or become the server."""
     arguments = sys.argv[1:] if argv is None else argv
     at = arguments.index("--") if "--" in arguments else len(arguments)
     own, more = arguments[:at], arguments[at + 1 :]
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--model", help="what the server loads at first (default: --load-hf or --hf-checkpoint)")
     parser.add_argument("--host", help="address that the server listens on (default: the server's)")
     parser.add_argument("--port", type=int, default=8000)

@@ -9,13 +9,13 @@ same random numbers. The file has the sampler's logprobs and rewards, so it can 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.rollouts import write_rollouts
 from megatron_dta.train import quieten_libraries
@@ -23,7 +23,7 @@ from megatron_dta.train import quieten_libraries
 
 def main() -> None:
     """Read the flags, load the weights, sample one collection, write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--output", required=True, metavar="FILE", help="rollouts to write, .jsonl or .parquet")
     parser.add_argument("--collection", type=int, default=0, metavar="N", help="which collection (default: 0)")
     own, others = parser.parse_known_args()

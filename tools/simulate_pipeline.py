@@ -6,47 +6,53 @@ FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is the share of a
 ideal one N / (N + P - 1) is that of N equal microbatches on P stages; no schedule of these segments under this limit on
 in-flight tokens reaches more than the bound. In flight on a stage are the tokens of segments between forward and
 backward. Costs are those of the cost model (megatron_dta/planning/cost_model.py), by default counted for Qwen3-32B on
-H200, or measured ones with --cost-model. Each stage has the same share of the cost, parts of layers included, unless
-whole layers are asked for.
+H200, of another model with --model, or measured ones with --cost-model. Each stage has the same share of the cost,
+parts of layers included, unless whole layers are asked for.
 
-Without --pipeline-segment-tokens segments are as small as the pipeline needs to stay within 1.5 times the tokens that
-one stage has in flight.
+Without --pipeline-segment-tokens the size of segments is chosen: the shortest simulated step of those with at most 1.5
+times the tokens that one stage has in flight, and a utilisation of at least 0.95 of the ideal (--least-share-of-ideal).
+Where launches take long a step of larger segments can be shorter though stages wait more; it is shown beside.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_dta.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.errors import InputError, run_entry_point
-from megatron_dta.planning.cost_file import load_cost_model
+from megatron_dta.planning.cost_file import CostFile, load_cost_model
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import trained_parts
 from megatron_dta.planning.pipeline_bounds import makespan_bound
+from megatron_dta.planning.pipeline_choice import SIZES, PipelinePlan, choose_pipeline
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_layers import balanced_shares, check_layers_per_stage, layers_per_stage
 from megatron_dta.planning.pipeline_schedule import check_schedule, peak_in_flight, tree_1f1b
-from megatron_dta.planning.pipeline_segments import PipelinePlan, choose_pipeline, tokens_of_floor
 from megatron_dta.planning.pipeline_simulation import simulate
 from megatron_dta.planning.recompute import choose_kept_segments
+from megatron_dta.planning.run_cluster import PRESETS, Cluster
+from megatron_dta.planning.run_memory import RunMesh
+from megatron_dta.planning.run_shape import SHAPES
+from megatron_dta.planning.run_time import calibrated, mesh_costs
 from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
+from megatron_dta.planning.stage_balance import balance_layers, balance_shares
 from megatron_dta.planning.timeline import timeline_events, write_chrome_trace
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_forest_without_sharing, build_prefix_tree
 
 SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which takes longer than all that is done here.
+LEAST_SHARE = 0.95
 # The default shape: Qwen3-32B.
 SHAPE = {
     "num_layers": 64,
@@ -59,13 +65,8 @@ SHAPE = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     counts = ["--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"]
     parser.add_argument(counts[0], type=int, metavar="P", required=True, help="stages")
@@ -84,10 +85,21 @@ def parse_arguments() -> argparse.Namespace:
         counts.append(flag)
         parser.add_argument(flag, type=int, metavar="N", default=default, help=text)
 
-    number("--tree-segment-tokens", "most tokens of a segment on one stage (default: %(default)s)", SEGMENT_TOKENS)
+    number(
+        "--tree-segment-tokens",
+        f"most tokens of a segment on one stage (default: {SEGMENT_TOKENS}), and in the pipeline (default: chosen)",
+    )
     number("--tree-memory-tokens", "budget of in-flight tokens that segments are planned with (default: the planner's)")
     number("--pipeline-segment-tokens", "most tokens of a segment in the pipeline (default: chosen)")
     number("--pipeline-in-flight-tokens", "most tokens in flight on a stage (default: 1.5 x those of one stage)")
+    parser.add_argument(
+        "--least-share-of-ideal",
+        type=float,
+        metavar="X",
+        default=LEAST_SHARE,
+        help="of the sizes of segments that reach this part of N / (N + P - 1) the fastest is taken; 0: the fastest of "
+        "all (default: %(default)s)",
+    )
     parser.add_argument(
         "--tree-activation-tokens",
         type=int,
@@ -109,6 +121,11 @@ def parse_arguments() -> argparse.Namespace:
         help="file of tools/fit_cost_model.py, or coefficients, in place of counts for the model's shape; with "
         "--num-layers the measured layers are counted so often",
     )
+    parser.add_argument(
+        "--model",
+        choices=sorted(SHAPES),
+        help="a model by name; with --cost-model its costs are scaled from those that were measured of another",
+    )
     for name, value in SHAPE.items():
         number("--" + name.replace("_", "-"), f"of the model (default: {value})")
     number("--max-sequences", "only the first N sequences")
@@ -117,50 +134,78 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", metavar="PICTURE", help="draw the timeline (.png, .pdf or .svg)")
     parser.add_argument("--trace", metavar="JSON", help="write the timeline for chrome://tracing or Perfetto")
     arguments = parser.parse_args()
-    for flag in counts:
-        value = getattr(arguments, flag[2:].replace("-", "_"))
-        if value is not None and value < 1:
-            raise InputError(f"{flag} must be at least 1, not {value}")
-    if arguments.tree_activation_tokens is not None and arguments.tree_activation_tokens < 0:
-        raise InputError(f"--tree-activation-tokens must be at least 0, not {arguments.tree_activation_tokens}")
-    if not (math.isfinite(arguments.send_seconds) and arguments.send_seconds >= 0):
-        raise InputError(f"--send-seconds must be a number not below 0, not {arguments.send_seconds}")
+    check_at_least(arguments, 1, *(flag[2:].replace("-", "_") for flag in counts))
+    check_at_least(arguments, 0, "tree_activation_tokens", "send_seconds")
+    if not 0 <= arguments.least_share_of_ideal <= 1:
+        raise InputError(f"--least-share-of-ideal must be from 0 to 1, not {arguments.least_share_of_ideal}")
     return arguments
 
 
 def cost_model_of(arguments: argparse.Namespace) -> CostModel:
     """The coefficients from the file, or from the shape."""
     given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
-    if arguments.cost_model is None:
-        return CostModel.from_shape(**SHAPE | given)
     for name in given.keys() - {"num_layers"}:
-        raise InputError(f"--{name.replace('_', '-')} has no effect with --cost-model; give one of the two")
-    model, measured = load_cost_model(arguments.cost_model)
+        for flag in ("--cost-model", "--model"):
+            if getattr(arguments, flag[2:].replace("-", "_")) is not None:
+                raise InputError(f"--{name.replace('_', '-')} has no effect with {flag}; give one of the two")
+    model, measured = (None, None) if arguments.cost_model is None else load_cost_model(arguments.cost_model)
+    if arguments.model is not None:
+        if model is not None and measured is None:
+            raise InputError(f"--model: {arguments.cost_model} has coefficients of one model; give one of the two")
+        return scaled_costs(arguments, measured)
     if measured is not None:
         # Layers are divided as many as the costs are of.
         arguments.num_layers = arguments.num_layers or measured.num_layers
         return measured.model(arguments.num_layers)
-    return model
+    return model or CostModel.from_shape(**SHAPE | given)
 
 
-def layers_of(arguments: argparse.Namespace, model: CostModel, counts: Sequence[np.ndarray]) -> list[float]:
-    """Layers, or shares of them, of each virtual stage."""
+def scaled_costs(arguments: argparse.Namespace, measured: CostFile | None) -> CostModel:
+    """Costs of a model by its name on H200s, at the shares of the peaks that another model was measured to reach."""
+    shape = SHAPES[arguments.model]
+    arguments.num_layers = arguments.num_layers or shape.num_layers
+    shape = replace(shape, num_layers=arguments.num_layers, moe_layers=shape.moe_layers[: arguments.num_layers])
+    cluster = Cluster(**PRESETS["h200"] | {"num_gpus": 8})
+    if measured is not None:
+        cluster = calibrated(cluster, measured)
+    mesh = RunMesh(1, 1, 1, (shape.num_layers,))
+    return mesh_costs(shape, mesh, cluster, None if measured is None else measured.model())
+
+
+def layers_of(
+    arguments: argparse.Namespace, model: CostModel, counts: Sequence[np.ndarray], recomputed: np.ndarray
+) -> list[float]:
+    """Layers, or shares of them, of each virtual stage: ranks are equally busy with segments of ``counts``."""
     stages, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
     tokens, pairs, edges = counts
     output = model.seconds_per_edge * float(edges.sum())
     layers_cost = float(sum(map(np.sum, model.segment_seconds(tokens, pairs, np.zeros_like(edges)))))
+
+    def work(layers: Sequence[float]) -> np.ndarray:
+        return PipelineCosts.of_segments(model, tokens, pairs, edges, layers, recomputed).work
+
     if arguments.layers_per_stage is None:
-        return balanced_shares(stages, chunks, layers_cost, output_cost=output)
+        return balance_shares(work, balanced_shares(stages, chunks, layers_cost, output_cost=output), stages)
     num_layers = arguments.num_layers or SHAPE["num_layers"]
     if arguments.layers_per_stage == "auto":
-        each = layers_cost / num_layers
-        return list(map(float, layers_per_stage(num_layers, stages * chunks, each, 0.0, output, num_stages=stages)))
+        counted = layers_per_stage(num_layers, stages * chunks, layers_cost / num_layers, 0.0, output, stages)
+        return list(map(float, balance_layers(work, counted, stages)))
     try:
         given = [int(part) for part in arguments.layers_per_stage.split(",")]
     except ValueError:
         message = f"--layers-per-stage {arguments.layers_per_stage}: must be 'auto' or whole numbers between commas"
         raise InputError(message) from None
     return list(map(float, check_layers_per_stage(given, num_layers, stages * chunks, "--layers-per-stage")))
+
+
+def sizes_of(arguments: argparse.Namespace) -> list[int]:
+    """Sizes of the pipeline's segments to choose from."""
+    if arguments.pipeline_segment_tokens is not None:
+        return [arguments.pipeline_segment_tokens]
+    most = arguments.tree_segment_tokens
+    if most is None:
+        return list(SIZES)
+    return sorted({most, *(most * part // 8 for part in (6, 4, 3, 2)), *(size for size in SIZES if size < most)} - {0})
 
 
 def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[PipelinePlan, list[float], float]:
@@ -178,8 +223,8 @@ def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[Pipeline
 
     def costs_of(plan: SegmentPlan) -> PipelineCosts:
         counts = segment_counts(plan, masks)
-        layers[:] = layers_of(arguments, model, counts)
         recomputed = ~choose_kept_segments(plan, arguments.tree_activation_tokens)
+        layers[:] = layers_of(arguments, model, counts, recomputed)
         return PipelineCosts.of_segments(model, *counts, layers, recomputed)
 
     plan = choose_pipeline(
@@ -187,13 +232,13 @@ def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[Pipeline
         costs_of,
         arguments.pipeline_model_parallel_size,
         arguments.num_virtual_stages_per_pipeline_rank,
-        arguments.tree_segment_tokens,
+        arguments.tree_segment_tokens or SEGMENT_TOKENS,
         arguments.tree_memory_tokens,
         arguments.pipeline_in_flight_tokens,
         arguments.split_backward,
         arguments.send_seconds,
-        arguments.pipeline_segment_tokens,
-        tokens_of_floor(model),
+        sizes_of(arguments),
+        arguments.least_share_of_ideal,
     )
     costs_of(plan.segments)  # The layers of the plan that was chosen.
     seconds = time.perf_counter() - begin
@@ -224,8 +269,10 @@ def figures(
         "peak_in_flight_tokens": [math.ceil(peak) for peak in peak_in_flight(schedule, segments.lengths)],
         "static_peak_in_flight_tokens": [int(peak) for peak in peak_in_flight(static, segments.lengths)],
         "one_stage_in_flight_tokens": plan.one_stage_tokens,
+        "depth_first_in_flight_tokens": segments.peak_in_flight_tokens,
         "in_flight_limit": plan.limit,
         "makespan": plan.timeline.makespan,
+        "fastest": of_fastest(plan.fastest or plan),
         "busy_per_stage": busy,
         "segment_tokens": segments.segment_tokens,
         "fill": float(segments.fill),
@@ -239,6 +286,17 @@ def figures(
     }
 
 
+def of_fastest(plan: PipelinePlan) -> dict[str, float]:
+    """The plan with the shortest step of those that were looked at."""
+    return {
+        "makespan": plan.timeline.makespan,
+        "segments": plan.segments.num_segments,
+        "segment_tokens": plan.segments.segment_tokens,
+        "utilisation": plan.timeline.utilisation,
+        "ideal_utilisation": plan.ideal_utilisation,
+    }
+
+
 def costs_arrays(costs: PipelineCosts) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(costs.forward), np.asarray(costs.backward)
 
@@ -248,10 +306,13 @@ def print_table(values: dict, title: str) -> None:
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     peak, alone = max(values["peak_in_flight_tokens"]), values["one_stage_in_flight_tokens"]
-    share = values["utilisation"] / values["ideal_utilisation"]
+    share, fastest = values["utilisation"] / values["ideal_utilisation"], values["fastest"]
+    of_fastest = fastest["utilisation"] / fastest["ideal_utilisation"]
+    fastest_size = f"{fastest['segment_tokens']:,} tokens: {fastest['makespan']:,.4g}, {of_fastest:.1%} of the ideal"
     rows = {
         "segments": f"{values['segments']:,} of at most {values['segment_tokens']:,} tokens, {values['fill']:.0%} full",
         "makespan (seconds)": f"{values['makespan']:,.4g}",
+        "fastest size": fastest_size,
         "utilisation": f"{values['utilisation']:.4f} ({share:.1%} of the ideal)",
         "ideal N / (N + P - 1)": f"{values['ideal_utilisation']:.4f}",
         "no schedule has more than": f"{values['bound_utilisation']:.4f}",
@@ -293,8 +354,7 @@ def main() -> None:
         write_chrome_trace(arguments.trace, events, title)
         print(f"trace: {arguments.trace}")
     if arguments.json:
-        sys.stdout.flush()
-        print(json.dumps(values))
+        print_json(values)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ install "megatron_dta[parity]") and memory for both models with their gradients.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dta.command_line import CommandLineParser, print_json
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf_config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
@@ -30,7 +30,7 @@ from megatron_dta.train import quieten_libraries
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face checkpoint (safetensors)")
     parser.add_argument("--load", required=True, metavar="DIR", help="folder of the Megatron checkpoint")
     parser.add_argument("--tokens", metavar="FILE", help="rollouts (.jsonl, .parquet, .npz); default: random tokens")
@@ -97,7 +97,7 @@ def main() -> int:
     if arguments.json:
         summary = {f"max_{kind}_difference": _plain(row.relative) for kind, row in worst.items()}
         tensors = [{name: _plain(value) for name, value in asdict(row).items()} for row in rows]
-        print(json.dumps({**summary, "passed": not failed, "tokens": tokens, "tensors": tensors}))
+        print_json({**summary, "passed": not failed, "tokens": tokens, "tensors": tensors})
     return 1 if failed else 0
 
 

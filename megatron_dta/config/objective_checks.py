@@ -41,6 +41,11 @@ def check_objective(config: TrainConfig) -> None:
             f"--shared-token-ownership first: --objective {name} is a loss of whole sequences, which cannot leave "
             "shared tokens out; leave the flag out"
         )
+    if objective.shared_token_ownership == "first" and objective.use_tis and objective.tis_level == "sequence":
+        raise InputError(
+            "--shared-token-ownership first leaves tokens of a sequence out, and --tis-level sequence weighs by the "
+            "ratio of all of them; give --tis-level token"
+        )
     if objective.ppo_epochs > 1 and name in ("sft", "dpo"):
         raise InputError(f"--ppo-epochs {objective.ppo_epochs} has no effect with --objective {name}; leave it out")
     _check_critic(config)

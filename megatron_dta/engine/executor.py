@@ -60,6 +60,7 @@ class StepResult:
             the model on a rank, divided by their number).
         recomputed_tokens: tokens whose forward ran twice.
         timeline: when each stage of this replica ran what; empty unless it was asked for.
+        plan: with a timeline, the plan that was run: the batch's, with empty segments where other ranks share experts.
     """
 
     loss: Tensor
@@ -70,6 +71,7 @@ class StepResult:
     peak_in_flight_tokens: int
     recomputed_tokens: int
     timeline: list[TimelineEvent] = field(default_factory=list)
+    plan: StepPlan | None = None
 
 
 class TreeEngine:
@@ -202,7 +204,8 @@ class TreeEngine:
         if run.clock is None:
             return result
         stages = self.mesh.gather_over_replica((self.mesh.tensor_rank, run.clock.events()))
-        return replace(result, timeline=[event for rank, events in stages if rank == 0 for event in events])
+        timeline = [event for rank, events in stages if rank == 0 for event in events]
+        return replace(result, timeline=timeline, plan=batch.plan)
 
     def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
         """Keep a backward of a part from starting the reduction of its gradients, unless ``allowed``."""
@@ -260,13 +263,15 @@ class TreeEngine:
                 f"parts, the model is on {self.mesh.pipeline_size} of {len(self.chunks)}; give prepare_batch "
                 "pipeline=engine.pipeline(...)"
             )
-        ranks = self.mesh.gather_over_replica((self.mesh.rank, batch.plan.digest(plan)))
-        others = [rank for rank, digest in ranks if digest != ranks[0][1]]
-        if others:
-            raise RuntimeError(
-                f"ranks {ranks[0][0]} and {others[0]} of one pipeline have planned different steps: their rollouts or "
-                "settings differ"
-            )
+        # What a message of 8 tokens is: neither side could tell that the other's are of another shape.
+        message = (*self.tree_models[0].stage_shape(8), str(self.dtype))
+        ranks = self.mesh.gather_over_replica((self.mesh.rank, batch.plan.digest(plan), message))
+        for rank, digest, other in ranks:
+            both = f"ranks {ranks[0][0]} and {rank} of one pipeline"
+            if digest != ranks[0][1]:
+                raise RuntimeError(f"{both} have planned different steps: their rollouts or settings differ")
+            if other != ranks[0][2]:
+                raise RuntimeError(f"{both} have messages of different shapes: {ranks[0][2]} and {other}")
 
 
 def _result(run: StageRun, batch: TreeBatch, mesh: Mesh) -> StepResult:

@@ -1,18 +1,24 @@
 """Largest relative errors between two outcomes.
 
 An error is relative to the largest magnitude of what it is compared with: of the loss, of all logprobs, and of each
-parameter's gradient on its own, so a small parameter cannot hide behind a large one. A parameter that only one side
-has is an error of 1.
+parameter's gradient on its own, so a small parameter cannot hide behind a large one. A gradient that is zero but for
+rounding has no magnitude of its own (that of queries and keys, where tokens see only themselves or all values are
+alike): its error is relative to the largest of all gradients. A parameter that only one side has is an error of 1.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_dta.parity.outcome import Outcome
+
+# A gradient below so many units of rounding of the largest gradient is taken to be zero.
+ROUNDING_UNITS = 16
 
 
 @dataclass(frozen=True)
@@ -34,20 +40,36 @@ def compare_outcomes(outcome: Outcome, reference: Outcome) -> ParityErrors:
     logprobs = np.concatenate(outcome.logprobs).astype(np.float64)
     expected = np.concatenate(reference.logprobs).astype(np.float64)
     worst, gradient = "", 0.0
+    largest = max((_largest(each) for each in reference.gradients.values()), default=0.0)
     for name in sorted(outcome.gradients.keys() | reference.gradients.keys()):
-        error = _gradient_error(outcome.gradients.get(name), reference.gradients.get(name))
-        if not error <= gradient:  # a NaN wins
+        error = _gradient_error(outcome.gradients.get(name), reference.gradients.get(name), largest)
+        if math.isnan(error) or error > gradient:
             worst, gradient = name, error
+        if math.isnan(gradient):
+            break  # nothing is worse, and no comparison with it holds
     return ParityErrors(
-        loss=abs(outcome.loss - reference.loss) / abs(reference.loss),
-        logprob=float(np.abs(logprobs - expected).max() / np.abs(expected).max()),
+        loss=_relative(abs(outcome.loss - reference.loss), abs(reference.loss)),
+        logprob=_relative(float(np.abs(logprobs - expected).max()), float(np.abs(expected).max())),
         gradient=gradient,
         worst_parameter=worst,
     )
 
 
-def _gradient_error(gradient: Tensor | None, expected: Tensor | None) -> float:
+def _gradient_error(gradient: Tensor | None, expected: Tensor | None, largest: float) -> float:
     if gradient is None or expected is None:
         return 1.0
-    gradient, expected = gradient.double(), expected.double()
-    return float((gradient - expected).abs().max() / expected.abs().max())
+    rounding = min(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
+    scale = _largest(expected)
+    if scale <= ROUNDING_UNITS * rounding * largest:
+        scale = largest
+    return _relative(_largest(gradient.double() - expected.double()), scale)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max())
+
+
+def _relative(difference: float, scale: float) -> float:
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale else float("inf")

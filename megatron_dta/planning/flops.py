@@ -38,10 +38,17 @@ class StepCounts:
         kv_channels: int,
         vocab_size: int,
         swiglu: bool = True,
+        num_experts: int = 0,
     ) -> float:
-        """Operations of a dense decoder (Megatron's names), forward and backward."""
+        """Operations of a decoder (Megatron's names), forward and backward.
+
+        Args:
+            ffn_hidden_size: what a token goes through; with experts the sum of the widths of those it is routed to.
+            num_experts: experts that routers in all layers choose from.
+        """
         width, kv_width = num_attention_heads * kv_channels, num_query_groups * kv_channels
         weights = hidden_size * (2 * width + 2 * kv_width) + (3 if swiglu else 2) * hidden_size * ffn_hidden_size
+        weights += hidden_size * num_experts
         gemm = 6.0 * num_layers * weights * self.tokens
         attention = 12.0 * num_layers * width * self.pairs
         return gemm + attention + 6.0 * hidden_size * vocab_size * self.rows

@@ -156,7 +156,7 @@ def _training_pass(
         tree.segment_parent, tree.lengths, costs, shape.num_stages, shape.num_chunks, shape.max_in_flight_tokens
     )
     timeline = simulate(schedule, tree.segment_parent, costs)
-    return PassPlan(schedule, message_order(schedule, timeline))
+    return PassPlan(schedule, message_order(schedule, timeline), timeline)
 
 
 def _at_nodes(counts: Sequence[int], segment_of: np.ndarray) -> np.ndarray:
@@ -179,14 +179,14 @@ def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineS
     )
     costs = PipelineCosts.of_segments(shape.cost_model, tokens, pairs, edges, shape.layers)
     timeline = simulate(schedule, np.full(num_forwards, -1, dtype=np.int32), costs)
-    return PassPlan(schedule, message_order(schedule, timeline))
+    return PassPlan(schedule, message_order(schedule, timeline), timeline)
 
 
 def _renumbered(plan: PassPlan, number: np.ndarray) -> PassPlan:
     """The same pass over segments in place of nodes."""
     ops = [[op._replace(segment=int(number[op.segment])) for op in stage] for stage in plan.schedule.ops]
     messages = [message._replace(segment=int(number[message.segment])) for message in plan.messages]
-    return PassPlan(replace(plan.schedule, ops=ops), messages)
+    return replace(plan, schedule=replace(plan.schedule, ops=ops), messages=messages)
 
 
 def _with_empty_segments(step: StepPlan, count: int) -> StepPlan:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_dta.planning.cost_file import CostFile
+from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.mesh_choices import Choice
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_list_schedule import Policy, list_schedule, pipeline_of
 from megatron_dta.planning.pipeline_planner import DEFAULT_FACTOR, plan_pipeline
 from megatron_dta.planning.pipeline_schedule import PipelineOp, PipelineSchedule, peak_in_flight, tree_1f1b
-from megatron_dta.planning.pipeline_segments import ideal_utilisation
+from megatron_dta.planning.pipeline_segments import ideal_utilisation, tokens_of_floor
 from megatron_dta.planning.pipeline_simulation import simulate
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.run_cluster import Cluster
@@ -42,6 +43,7 @@ from megatron_dta.planning.run_time import (
     reduction_seconds,
     send_seconds,
     stage_time,
+    training_costs,
 )
 from megatron_dta.planning.run_work import ReplicaWork, StepWork
 from megatron_dta.planning.schedule import depth_first_schedule
@@ -110,7 +112,7 @@ class Planner:
     def estimate(self, choice: Choice) -> Prediction:
         """A first look, without planning a segment."""
         mesh = choice.mesh
-        work = self.step.estimate(mesh.data, choice.segment_tokens, choice.memory_tokens, mesh.pipeline)
+        work = self.step.estimate(*self._cut(choice))
         factor = PIPELINE_FACTOR if mesh.pipeline > 1 else 1.0
         tokens = min(float(work.tokens), factor * work.in_flight_tokens)
         recomputed = 0.0
@@ -135,7 +137,7 @@ class Planner:
                 would do; None for no limit.
         """
         mesh = choice.mesh
-        work = self.step.plan(mesh.data, choice.segment_tokens, choice.memory_tokens, mesh.pipeline)
+        work = self.step.plan(*self._cut(choice))
         segments, counts = work.planned
         again = np.ones(segments.num_segments, dtype=bool)
         if not choice.full_recompute:
@@ -150,7 +152,9 @@ class Planner:
             model = mesh_costs(self.shape, mesh, self.cluster, measured, work.segment_tokens)
             costs = PipelineCosts.of_segments(model, *counts, mesh.layers, again)
             send = send_seconds(self.shape, mesh, self.cluster, work.segment_tokens)
-            schedule = _schedule(segments, costs, mesh, send, max_ops)
+            # Training chooses the schedule by the costs that it knows; how long it takes say those of this cluster.
+            known = self._training_costs(choice)
+            schedule = _schedule(segments, PipelineCosts.of_segments(known, *counts, mesh.layers, again), mesh, max_ops)
             timeline = simulate(schedule, parents, costs, send)
             busiest, utilisation = int(np.argmax(timeline.busy)), timeline.utilisation
             wait = timeline.makespan / timeline.busy[busiest] if timeline.busy[busiest] else 1.0
@@ -160,6 +164,14 @@ class Planner:
         flights = {stage: _in_flight(segments, schedule, stage, mesh, kept, each) for stage in range(mesh.pipeline)}
         bubble = computing * (wait - 1)
         return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed, True)
+
+    def _training_costs(self, choice: Choice) -> CostModel:
+        return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)
+
+    def _cut(self, choice: Choice) -> tuple[int, int, int | None, int, int]:
+        """What decides how the step is divided and cut: the arguments of ``StepWork.plan``."""
+        floor = tokens_of_floor(self._training_costs(choice))
+        return choice.mesh.data, choice.segment_tokens, choice.memory_tokens, choice.mesh.pipeline, floor
 
     def _state_bytes(self, choice: Choice) -> float:
         """Weights, gradients and optimizer of the fullest rank."""
@@ -272,17 +284,15 @@ class Planner:
         return sorted(best, key=_rank), sorted(misses, key=lambda p: p.misses(memory))
 
 
-def _schedule(
-    segments: SegmentPlan, costs: PipelineCosts, mesh: RunMesh, send: float, max_ops: int | None
-) -> PipelineSchedule:
+def _schedule(segments: SegmentPlan, costs: PipelineCosts, mesh: RunMesh, max_ops: int | None) -> PipelineSchedule:
     """The schedule that training would plan; for more ops than ``max_ops`` the first that its search looks at."""
     parents, lengths = segments.segment_parent, segments.lengths
     if max_ops is None or len(parents) * len(mesh.layers) * 2 <= max_ops:
-        return plan_pipeline(parents, lengths, costs, mesh.pipeline, mesh.chunks, send_seconds=send)
+        return plan_pipeline(parents, lengths, costs, mesh.pipeline, mesh.chunks)
     path = segments.peak_in_flight_tokens
     static = peak_in_flight(tree_1f1b(parents, mesh.pipeline), lengths)
     limits = [mesh.chunks * max(int(DEFAULT_FACTOR * path), int(peak)) for peak in static]
-    pipeline = pipeline_of(parents.tolist(), lengths.tolist(), costs, mesh.pipeline, mesh.chunks, limits, False, send)
+    pipeline = pipeline_of(parents.tolist(), lengths.tolist(), costs, mesh.pipeline, mesh.chunks, limits, False, 0.0)
     return list_schedule(pipeline, Policy()).schedule
 
 

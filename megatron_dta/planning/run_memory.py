@@ -141,7 +141,7 @@ def counted_bytes(shape: RunShape, mesh: RunMesh, states: StateSettings) -> Segm
     for layer, count in shape.kinds(range(shape.num_layers)):
         of_layer = SegmentBytes.of_shape(
             shape.hidden_size,
-            int(_width(shape, layer)),
+            int(layer_width(shape, layer)),
             shape.num_attention_heads,
             shape.num_query_groups,
             shape.kv_channels,
@@ -264,7 +264,7 @@ def state_parameters(mesh: RunMesh, parameters: RankParameters) -> float:
     return parameters.dense / mesh.data + parameters.experts / max(1, mesh.expert_replicas)
 
 
-def _width(shape: RunShape, layer: int) -> float:
+def layer_width(shape: RunShape, layer: int) -> float:
     """Channels of a layer's feed-forward part that a token goes through."""
     if not shape.moe_layers[layer]:
         return float(shape.ffn_hidden_size)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from megatron_dta.planning.cost_file import CostFile
+from megatron_dta.planning.cost_file import CostFile, CostShape
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.run_cluster import (
     ATTENTION_PASSES,
@@ -33,6 +33,7 @@ from megatron_dta.planning.run_memory import (
     DTYPE_BYTES,
     RunMesh,
     StateSettings,
+    layer_width,
     rank_parameters,
     state_parameters,
 )
@@ -182,6 +183,29 @@ def mesh_costs(
         floor_seconds=cluster.floor_seconds_per_layer
         * sum(count * layer_launches(shape, mesh, layer) for layer, count in shape.kinds(range(shape.num_layers))),
         forward_floor_share=cluster.forward_floor_share,
+    )
+
+
+def training_costs(
+    shape: RunShape, mesh: RunMesh, measured: CostFile | None = None, segment_tokens: int = 2048
+) -> CostModel:
+    """The cost model by which training would plan its segments and schedule on such a mesh.
+
+    That is what was measured of this very model and tensor parallelism, else operations at fixed rates.
+    """
+    names = ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "swiglu")
+    own = {name: getattr(shape, name) for name in names}
+    if measured is not None and shape.num_experts is None:
+        tensor = {"tensor_model_parallel_size": mesh.tensor, "sequence_parallel": mesh.sequence_parallel}
+        needed = CostShape(**own, ffn_hidden_size=shape.ffn_hidden_size, dtype=measured.shape.dtype, **tensor)
+        if measured.shape == needed:
+            return measured.model(shape.num_layers, segment_tokens)
+    widths = [layer_width(shape, layer) for layer in range(shape.num_layers)]
+    return CostModel.from_shape(
+        num_layers=shape.num_layers,
+        ffn_hidden_size=round(sum(widths) / len(widths)),
+        segment_tokens=segment_tokens,
+        **own,
     )
 
 

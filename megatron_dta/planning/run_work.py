@@ -15,7 +15,7 @@ import numpy as np
 from megatron_dta.errors import InputError
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.modes import plan_forest
-from megatron_dta.planning.partition import Partition, least_slowest, partition_costs
+from megatron_dta.planning.partition import Partition, partition_costs
 from megatron_dta.planning.pipeline_segments import pipeline_segment_tokens
 from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
@@ -62,7 +62,7 @@ class StepWork:
     cost_model: CostModel
     tree_mode: str = "dta"
     _partitions: dict[int, Partition] = field(default_factory=dict)
-    _plans: dict[tuple[int, int, int | None, int], ReplicaWork] = field(default_factory=dict)
+    _plans: dict[tuple[int, int, int | None, int, int], ReplicaWork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not len(self.sequences):
@@ -92,11 +92,9 @@ class StepWork:
             self._partitions[num_replicas] = partition_costs(self.costs, num_replicas)
         return self._partitions[num_replicas]
 
-    def slowest_at_least(self, num_replicas: int) -> float:
-        """Cost that the slowest replica of no division can be below."""
-        return least_slowest(self.costs, num_replicas)
-
-    def estimate(self, num_replicas: int, segment_tokens: int, memory_tokens: int | None, stages: int) -> ReplicaWork:
+    def estimate(
+        self, num_replicas: int, segment_tokens: int, memory_tokens: int | None, stages: int, floor_tokens: int = 0
+    ) -> ReplicaWork:
         """Counts without cutting anything: full segments, the budget of in-flight tokens used up."""
         partition = self.partition(num_replicas)
         slowest = int(partition.cost_per_rank.argmax())
@@ -105,19 +103,26 @@ class StepWork:
             for counts in (partition.tokens_per_rank, partition.pairs_per_rank, partition.edges_per_rank)
         )
         budget = self.memory_tokens(segment_tokens, memory_tokens)
-        size = pipeline_segment_tokens(tokens, segment_tokens, budget, stages)
+        size = pipeline_segment_tokens(tokens, segment_tokens, budget, stages, floor_tokens)
         in_flight = min(tokens, budget)
         segments = max(1, -(-tokens // size))
         return ReplicaWork(tokens, pairs, edges, segments, size, in_flight, segments * in_flight // 2)
 
-    def plan(self, num_replicas: int, segment_tokens: int, memory_tokens: int | None, stages: int) -> ReplicaWork:
-        """Counts of the slowest replica as training would plan it."""
-        key = num_replicas, segment_tokens, memory_tokens, stages
+    def plan(
+        self, num_replicas: int, segment_tokens: int, memory_tokens: int | None, stages: int, floor_tokens: int = 0
+    ) -> ReplicaWork:
+        """Counts of the slowest replica as training would plan it; ``floor_tokens`` see ``pipeline_segment_tokens``."""
+        key = num_replicas, segment_tokens, memory_tokens, stages, floor_tokens
         if key not in self._plans:
             partition = self.partition(num_replicas)
             own = partition.sequences_of(int(partition.cost_per_rank.argmax()))
             segments = plan_forest(
-                [self.sequences[i] for i in own], self.tree_mode, segment_tokens, memory_tokens, stages
+                [self.sequences[i] for i in own],
+                self.tree_mode,
+                segment_tokens,
+                memory_tokens,
+                stages,
+                floor_tokens=floor_tokens,
             )
             counts = segment_counts(segments, [self.masks[i] for i in own])
             self._plans[key] = ReplicaWork(

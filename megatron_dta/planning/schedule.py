@@ -54,7 +54,7 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
     A segment is alive from its forward to its backward, or, where the schedule has no backward of it, to the last
     forward among its descendants. Each takes the lowest free run that holds it (first fit). For the depth-first
     schedules this is a stack: a segment begins where its parent ends, and there are as many slots as the plan's peak of
-        tokens in flight.
+    tokens in flight.
 
     Args:
         plan: the segments.

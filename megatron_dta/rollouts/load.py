@@ -69,7 +69,10 @@ def load_rollouts(
     if untrained:
         logger.warning("%s: left out %d samples: no trained token in their first %d", path, untrained, max_length)
     if not samples:
-        raise InputError(f"{path}: no sample has a trained token in its first {max_length} tokens; raise max_length")
+        raise InputError(
+            f"{path}: no sample has a trained token in its first {max_length} tokens; raise that limit "
+            "(--max-length, in training --seq-length)"
+        )
     return samples[:max_sequences]
 
 

@@ -142,9 +142,11 @@ class Drafter:
 
     def end_step(self, step: int) -> int:
         """Evict what is too old or too much after policy step ``step``; returns how many samples went."""
-        complete = [(entry.step, order, text) for order, (text, entry) in enumerate(self._samples.items())]
         gone = 0
-        for made, _, text in sorted(item for item in complete if item[0] is not None):
+        for text in list(self._samples):  # complete ones by their steps, so the first that may stay ends the search
+            made = self._samples[text].step
+            if made is None:
+                continue
             if made > step - self.params.window and self.stored_tokens <= self.params.max_tokens:
                 break
             self.discard(text)

@@ -219,12 +219,12 @@ def text_like_control(samples: Sequence[RecordedSample], seed: int) -> list[Reco
     followers = stream[1:][order]
     lengths = np.array([len(sample.generated) for sample in samples])
     drawn = np.zeros((len(samples), int(lengths.max())), stream.dtype)
-    token = stream[rng.integers(0, len(stream), len(samples))]
-    for i in range(drawn.shape[1]):
-        drawn[:, i] = token
+    drawn[:, 0] = token = stream[rng.integers(0, len(stream), len(samples))]
+    for i in range(1, drawn.shape[1]):
         entry = np.minimum(np.searchsorted(values, token), len(values) - 1)
         known = values[entry] == token
         pick = followers[begins[entry] + rng.integers(0, 2**31, len(samples)) % counts[entry]]
         token = np.where(known, pick, stream[rng.integers(0, len(stream), len(samples))])
+        drawn[:, i] = token
     rows = zip(samples, drawn, lengths.tolist(), strict=True)
     return [replace(sample, generated=row[:length].copy(), stopped=False) for sample, row, length in rows]

@@ -236,7 +236,7 @@ class Trainer:
         with watch.measure("update"):
             outcome = self.optimizer.step(loss, self.guard.skip_above)
         if result.timeline and self.engine.mesh.rank == 0:
-            planned = batch.plan.training.planned_events()
+            planned = result.plan.training.planned_events()
             write_step_timeline(self.config.logging.timeline_dir, number, result.timeline, planned)
         return {
             "loss": loss,
