@@ -95,7 +95,9 @@ def test_a_nan_a_lost_gradient_and_a_missing_one_show() -> None:
 def run(tool, monkeypatch: pytest.MonkeyPatch, capsys, *arguments: object) -> dict:
     monkeypatch.setattr(sys, "argv", ["check_precision.py", *map(str, arguments), "--json"])
     assert tool.main() == 0
-    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    told = capsys.readouterr()
+    assert "next: bf16 local" in told.err
+    return json.loads(told.out.strip().splitlines()[-1])
 
 
 def test_bfloat16_beside_float32(tool, monkeypatch, capsys, tmp_path: Path) -> None:

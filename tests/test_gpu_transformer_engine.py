@@ -5,6 +5,7 @@ python -m pytest -m gpu tests/test_gpu_transformer_engine.py
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +16,12 @@ import torch
 
 import test_optimizer_states
 from conftest import seed_all
+from fp8_twin import compute_in_fp8
 from lora_cases import is_adapter, lora_weights
-from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig, TrainConfig
+from megatron_dta.config import ModelConfig, ObjectiveConfig, OptimizationConfig, ParallelConfig, TrainConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import TreeTELinear, build_model, initialize_parallel
+from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.parity import Outcome, random_training_samples
 from megatron_dta.parity.precision import report_precision
 from megatron_dta.planning.sample import TrainingSample
@@ -47,6 +50,8 @@ LOCAL = model_config(torch.bfloat16, **SHAPE)
 ENGINE = replace(LOCAL, transformer_impl="transformer_engine")
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 RECIPES = ("blockwise", "tensorwise")
+# No clipping, where what FP8 adds to a gradient does not depend on how near the weights are to a jump.
+SFT = make_objective(ObjectiveConfig(objective="sft"))
 
 
 def samples_of(seed: int, count: int = 60) -> list[TrainingSample]:
@@ -58,18 +63,29 @@ def rounded_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def outcome_of(
-    model: ModelConfig, weights: dict[str, torch.Tensor], samples: list[TrainingSample], steps: int = 1, **tree: object
+    model: ModelConfig,
+    weights: dict[str, torch.Tensor],
+    samples: list[TrainingSample],
+    steps: int = 1,
+    objective: Objective = GRPO,
+    twin_of: tuple[str, str] | None = None,
+    **tree: object,
 ) -> Outcome:
-    """A step's outcome as training has it, the gradients of ``steps`` passes added up in Megatron's buffers."""
+    """A step's outcome as training has it, the gradients of ``steps`` passes added up in Megatron's buffers.
+
+    ``twin_of`` makes the local layers round as an FP8 format and recipe say.
+    """
     built = build_model(model, initialize_parallel(0))
     built.load_state_dict(weights)
+    if twin_of is not None:
+        compute_in_fp8(built, *twin_of)
     chunks = data_parallel_chunks(built, ParallelConfig())
     chunks[0].zero_grad_buffer()
     engine = TreeEngine(chunks, TEMPERATURE)
     batch = prepare_batch(samples, tree_config(**({"mode": "dta", "segment_tokens": 32} | tree)))
     # The first pass of all has a gradient: Transformer Engine would write over the buffer in its backward.
     for _ in range(steps):
-        result = engine.forward_backward(batch, GRPO)
+        result = engine.forward_backward(batch, objective)
     logprobs = engine.compute_logprobs(batch)
     assert not any(layer._fp8_workspaces for layer in built.modules() if isinstance(layer, TreeTELinear))
     named = [(name, p) for name, p in built.named_parameters() if p.requires_grad]
@@ -90,18 +106,24 @@ def single_outcome(weights: dict[str, torch.Tensor], samples: list[TrainingSampl
 @pytest.mark.parametrize("layers", ["triton", "reference"])
 @pytest.mark.parametrize("tree", [dict(mode="dense", segment_tokens=32), dict(segment_tokens=7), dict()], ids=str)
 def test_gradients_are_as_near_to_float32_as_those_of_local_layers(layers, tree):
+    """How near is near depends on the weights: clipping in the objective turns a rounding into a jump."""
     distances = {"local": [], "transformer_engine": []}
+    parameters = {"local": defaultdict(list), "transformer_engine": defaultdict(list)}
     for seed in (3, 4, 5):
         samples, weights = samples_of(seed), rounded_weights(seed)
         exact = single_outcome(weights, samples)
         for impl, found in distances.items():
             model = replace(LOCAL, transformer_impl=impl, fused_layer_impl=layers)
             made = report(outcome_of(model, weights, samples, **tree), exact, samples)
-            assert made.gradient.cosine > 0.999
             found.append(made.gradient.distance)
+            for name, each in made.parameters.items():
+                parameters[impl][name].append(each.distance)
     local, engine = (np.mean(distances[impl]) for impl in ("local", "transformer_engine"))
     print(f"distance from float32: local {local:.5f}, Transformer Engine {engine:.5f}")
-    assert engine < 1.15 * local
+    assert local < 0.15
+    assert engine < 1.2 * local + 0.005
+    for name, own in parameters["local"].items():
+        assert np.mean(parameters["transformer_engine"][name]) < 1.5 * np.mean(own) + 0.02, name
 
 
 def test_gradients_add_up_over_passes():
@@ -130,24 +152,28 @@ def test_recomputation_changes_nothing(fp8, how):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("number_format", ["hybrid", "e4m3"])
-def test_fp8_against_bfloat16(recipe, number_format):
+def test_fp8_is_as_near_to_bfloat16_as_its_slow_twin(recipe, number_format):
+    """The twin is at 0.10 to 0.13, with a divergence of 2e-3; with weights that are 10% off it is at 0.21 to 0.24."""
     samples, weights = samples_of(31), rounded_weights(31)
-    expected = outcome_of(LOCAL, weights, samples)
+    expected = outcome_of(LOCAL, weights, samples, objective=SFT)
     model = replace(ENGINE, fp8_format=number_format, fp8_recipe=recipe)
     made = {}
     for name, tree in {"tree": dict(segment_tokens=7), "dense": dict(mode="dense")}.items():
-        made[name] = outcome_of(model, weights, samples, **tree)
-        distance = report(made[name], expected, samples)
-        # With factors rounded as the recipe says and all else in float32: 0.95 to 0.97, 0.85 to 0.94 and 0.003.
-        # Where a pass writes over the gradients of others the cosine is 0.71 to 0.86.
-        assert distance.gradient.cosine > 0.9
-        assert 0.75 < distance.gradient.norm_ratio < 1.3
-        assert distance.logprobs.kl_k3 < 2e-2
-        assert distance.logprobs.mean_absolute > 1e-4  # it is not bfloat16
+        made[name] = outcome_of(model, weights, samples, objective=SFT, **tree)
+        twin = outcome_of(LOCAL, weights, samples, objective=SFT, twin_of=(number_format, recipe), **tree)
+        found, usual = report(made[name], expected, samples), report(twin, expected, samples)
+        print(f"distance from the twin: {report(made[name], twin, samples).gradient.distance:.4f}")
+        assert usual.gradient.distance < 0.2
+        assert found.gradient.distance < 1.3 * usual.gradient.distance + 0.01
+        assert abs(found.gradient.norm_ratio - 1) < 0.1
+        assert found.logprobs.kl_k3 < 2 * usual.logprobs.kl_k3 + 1e-4
+        assert found.logprobs.mean_absolute > 0.5 * usual.logprobs.mean_absolute  # it is not bfloat16
+        for name_of, each in usual.parameters.items():
+            assert found.parameters[name_of].distance < 1.5 * each.distance + 0.1, name_of
     between = report(made["tree"], made["dense"], samples)
     if recipe == "blockwise":
-        # A row's scales are its own, so the tree's forward differs from dense by the order of sums in bfloat16.
-        assert between.logprobs.mean_absolute < 0.5 * distance.logprobs.mean_absolute
+        # A row's scales are its own; only the order of sums in bfloat16 turns some roundings to FP8 around.
+        assert between.logprobs.mean_absolute < found.logprobs.mean_absolute
 
 
 def test_a_step_in_fp8_sees_the_weights_as_they_are():
@@ -177,9 +203,9 @@ def test_adapters(fp8):
     local = replace(LOCAL, **lora)
     samples = samples_of(51)
     weights = {name: weight.bfloat16() for name, weight in lora_weights(replace(SINGLE, **lora), 51).items()}
-    expected = outcome_of(local, weights, samples)
+    expected = outcome_of(local, weights, samples, objective=SFT)
     model = replace(local, transformer_impl="transformer_engine", **({"fp8_format": "hybrid"} if fp8 else {}))
-    found = outcome_of(model, weights, samples)
+    found = outcome_of(model, weights, samples, objective=SFT)
     assert found.gradients
     assert all(is_adapter(name) for name in found.gradients)
     assert report(found, expected, samples).gradient.cosine > (0.9 if fp8 else 0.998)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from conftest import seed_all
 from megatron_dta import cpu_compat
@@ -136,10 +137,54 @@ def test_loaded_states_are_where_their_parameters_are_updated() -> None:
         for place, parameter in parameters.items()
     }
     inner = {parameter: places[place] for place, parameter in parameters.items()}
-    _put_beside_parameters(SimpleNamespace(state=state, param_to_inner_param=inner), [])
+    hybrid = SimpleNamespace(state=state, param_to_inner_param=inner, param_groups=[{"step": 2}], gpu_optimizer=None)
+    _put_beside_parameters(hybrid, [2])
     for place, parameter in parameters.items():
         assert {value.device.type for value in state[parameter].values()} == {place}
         assert state[parameter]["master_param"] is places[place]
+
+
+class AdamOfGroups(torch.optim.Optimizer):
+    """Counts its steps as Transformer Engine's Adam does; an update is as large as their number."""
+
+    get_unscaled_state = None
+
+    def __init__(self, groups: list, **defaults: object) -> None:
+        super().__init__(groups, defaults)
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                parameter.data.sub_(group["step"])
+
+
+def test_an_optimizer_that_counts_in_groups_goes_on_counting(
+    bfloat16_is_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the states on the host, the other beside parameters of two values, which pass for a GPU's."""
+    on_gpu = property(lambda self: self.dtype == torch.bfloat16 or self.shape == (2,))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: cpu_compat._NoStream(), raising=False)
+    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (3, 2)]
+    hybrid = HybridDeviceOptimizer(
+        [{"params": parameters}],
+        offload_fraction=0.5,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=AdamOfGroups,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=False,
+        pin_cpu_grads=False,
+    )
+    hybrid.param_groups[0]["step"] = 4  # as Megatron leaves it when it has loaded four steps
+    _put_beside_parameters(hybrid, [4])
+    values = []
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        hybrid.step()
+        values.append(float(parameters[1].detach()[0]))
+    assert values == [-5.0, -11.0]
 
 
 def test_the_gradient_buffer_has_the_dtype_asked_for(bfloat16_is_a_gpu: None) -> None:

@@ -15,7 +15,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,8 +172,10 @@ class Step:
             weights.load(arguments.hf_checkpoint)
         return {name: parameter.detach().cpu() for name, parameter in built.named_parameters()}
 
-    def run(self, model: ModelConfig) -> tuple[Outcome, float]:
-        """The step's outcome, gradients in float32 on the host, and its seconds when run a second time."""
+    @contextmanager
+    def outcome(self, model: ModelConfig) -> Iterator[tuple[Outcome, float]]:
+        """The step's outcome and its seconds when run a second time. Gradients are in float32 and stay where the model
+        is, as long as the context lasts: comparing billions of values takes minutes on a host."""
         built = build_model(model, self.device)
         built.load_state_dict(self.weights)
         chunks = data_parallel_chunks(built, ParallelConfig())
@@ -183,14 +188,13 @@ class Step:
             start = self._now()
             result = engine.forward_backward(batch, self.objective)
             seconds = self._now() - start
-        gradients = {name: parameter.main_grad.cpu() for name, parameter in built.named_parameters()}
-        outcome = Outcome(float(result.loss), logprobs, gradients)
+        gradients = {name: parameter.main_grad for name, parameter in built.named_parameters()}
+        yield Outcome(float(result.loss), logprobs, gradients), seconds
         # Gradient buffers and hooks refer to each other; the next model needs the memory.
-        del built, chunks, engine, batch, result
+        del built, chunks, engine, batch, result, gradients
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return outcome, seconds
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -211,16 +215,27 @@ def main() -> int:
     samples = load_samples(arguments)
     model = base_model(arguments, samples)
     found = candidates(arguments, model)
+    begin = time.perf_counter()
+
+    def tell(what: str) -> None:
+        print(f"{time.perf_counter() - begin:6.1f} s  {what}", file=sys.stderr, flush=True)
+
     step = Step(arguments, samples, model)
-    reference, seconds = step.run(found[0].model)
+    tell(f"weights are there; next: {found[0].name}, the reference")
+    with step.outcome(found[0].model) as (outcome, seconds):
+        on_host = {name: gradient.to("cpu", copy=True) for name, gradient in outcome.gradients.items()}
+        reference = replace(outcome, gradients=on_host)
+    del outcome
     table = Table(title=f"{len(samples)} sequences, distances from {found[0].name} ({seconds:.3f} s a step)")
     for heading in HEADINGS:
         table.add_column(heading)
     rows = []
     trained = [np.asarray(sample.loss_mask) for sample in samples]
     for each in found[1:]:
-        outcome, took = step.run(each.model)
-        report = report_precision(outcome, reference, trained)
+        tell(f"next: {each.name}")
+        with step.outcome(each.model) as (outcome, took):
+            report = report_precision(outcome, reference, trained)
+        del outcome
         rows.append((each.name, took, report))
         name, worst = report.lowest_cosines(1)[0]
         logprobs, gradient = report.logprobs, report.gradient

@@ -249,6 +249,10 @@ def _put_beside_parameters(hybrid: HybridDeviceOptimizer, steps: list[Any]) -> N
     if steps and hybrid.gpu_optimizer is not None and _counts_in_groups(hybrid.gpu_optimizer):
         for group in hybrid.gpu_optimizer.param_groups:
             group["step"] = int(steps[0])
+    # At every step Megatron writes what its own groups hold over those of both sides: also the loaded number of steps,
+    # at which an optimizer that counts in groups would then stay.
+    for group in hybrid.param_groups:
+        group.pop("step", None)
 
 
 def data_parallel_chunks(
