@@ -136,6 +136,13 @@ class LengthHistory:
         self._first = np.zeros(0, np.int64)  # the class each of them began with
         self._problems: dict[str, list[int]] = {}
         self._new: list[tuple[str, int, int]] = []
+        self._expected: dict[str, tuple[LengthClass, np.ndarray]] = {}  # until the history changes
+
+    def expected(self, problem: str) -> tuple[LengthClass, np.ndarray]:
+        """``first_class`` and ``candidates`` of a problem."""
+        if problem not in self._expected:
+            self._expected[problem] = self.first_class(problem), self.candidates(problem)
+        return self._expected[problem]
 
     def first_class(self, problem: str) -> LengthClass:
         """The class of most past samples of the problem; the longer one of equals."""
@@ -176,6 +183,7 @@ class LengthHistory:
         self._first = np.concatenate([self._first, new[:, 0]])[-self.max_samples :]
         self._lengths = np.concatenate([self._lengths, new[:, 1]])[-self.max_samples :]
         self._new.clear()
+        self._expected.clear()
         if len(self._lengths) >= 6:
             low, high = np.quantile(self._lengths, [1 / 3, 2 / 3])
             self._bounds = float(low), float(high)

@@ -30,10 +30,15 @@ def candidate_lengths(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     if count:
         # A few samples do not show how far the next one may stray.
         spread = np.geomspace(0.8, 1.25, count) if count > 1 else np.ones(1)
-        parts.append(np.quantile(own, (np.arange(count) + 0.5) / count) * spread)
-    rest = CANDIDATES - count
-    parts.append(np.quantile(others, (np.arange(rest) + 0.5) / rest))
+        parts.append(_quantiles(own, count) * spread)
+    parts.append(_quantiles(others, CANDIDATES - count))
     return np.sort(np.concatenate(parts))
+
+
+def _quantiles(values: np.ndarray, count: int) -> np.ndarray:
+    """float64 [count]: the middles of ``count`` equal parts, as ``numpy.quantile`` interpolates them."""
+    at = (np.arange(count) + 0.5) / count * (len(values) - 1)
+    return np.interp(at, np.arange(len(values)), np.sort(values))
 
 
 def last_probabilities(candidates: np.ndarray, so_far: np.ndarray, speed: np.ndarray) -> np.ndarray:
