@@ -19,7 +19,6 @@ No problem of the held-out prompts is in the others.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dta.command_line import CommandLineParser
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.sampling.tokenizer import CharacterTokenizer
@@ -93,7 +93,7 @@ def warmup_rollout(problems: np.ndarray, base: int, carelessness: float, random:
 
 def main() -> int:
     """Write the files of the task."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = CommandLineParser(main.__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--base", type=int, default=10, help="of the numbers (default: %(default)s)")
     parser.add_argument("--digits", type=int, default=24, help="of both numbers (default: %(default)s)")

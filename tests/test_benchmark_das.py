@@ -136,11 +136,13 @@ def test_noise_is_none_for_the_same_run_again():
     flags = "--batch 4 --response-tokens 12 --prompt-tokens 9 --memory-bandwidth-gbs 10 --json"
     result = run("das-noise", *flags.split())
     assert result.returncode == 0, result.stderr
-    rows = {(row["temperature"], row["run"]): row for row in json.loads(result.stdout.splitlines()[-1])["rows"]}
-    assert rows.keys() == {(t, w) for t in (0.1, 1.0) for w in ("the same again", "another batch size", "drafts")}
-    for (_, way), row in rows.items():
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    ways = [("the same again", 4, 4), ("another batch size", 2, 2), ("another batch size", 32, 32), ("drafts", 4, 32)]
+    expected = [(temperature, *way) for temperature in (0.1, 1.0) for way in ways]
+    assert [(row["temperature"], row["run"], row["batch"], row["padded_rows"]) for row in rows] == expected
+    for row in rows:
+        way = row["run"]
         assert row["compared_tokens"] == 48
-        assert row["batch"] == (2 if way == "another batch size" else 4)
         # float32: rounding is there, and far too small for a flip in so few tokens.
         assert row["kl"] < 1e-8
         if way == "the same again":
@@ -170,6 +172,10 @@ def test_flips_are_counted_behind_equal_contexts(drafts: bool):
             assert engine.own[i][1][done] == pytest.approx(float(result.logprobs[0]), abs=1e-5)
             flips += int(result.token_ids[0] != recorded[i][done])
     found = distance(forced, engine.own)
+    first = [next((j for j in range(10) if engine.own[i][0][j] != recorded[i][j]), None) for i in range(3)]
+    parted = sum(j is not None for j in first)
+    assert found["parted"] == parted
+    assert found["until_parted"] == pytest.approx(1e3 * parted / sum(10 if j is None else j + 1 for j in first))
     assert found["compared_tokens"] == 30
     assert found["flips_per_thousand"] == pytest.approx(1e3 * flips / 30)
     assert flips > 15
@@ -186,7 +192,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path):
         assert result.returncode == 2
         assert words in result.stderr
         assert "Traceback" not in result.stderr
-    flags = Namespace(batch=64, other_batch=50, prompt_tokens=1, response_tokens=1, draft_tokens=1, block_size=1)
+    flags = Namespace(batch=64, other_batch=[12, 50], prompt_tokens=1, response_tokens=1, draft_tokens=1, block_size=1)
     flags = Namespace(**vars(flags), max_tokens=1, burst=1, max_position_embeddings=1, runs=1)
     with pytest.raises(
         InputError, match=r"--other-batch 50 must be .* of another size than --batch 64: both run as 64"

@@ -124,7 +124,7 @@ def test_bfloat16_beside_float32(tool, monkeypatch, capsys, tmp_path: Path) -> N
         ("", "nothing to compare; give --fp8-format"),
         ("--fp8-recipe blockwise", "--fp8-recipe has no effect without --fp8-format"),
         ("--hf-checkpoint there --model tiny --reference fp32", "--hf-checkpoint has its own shape"),
-        ("--reference fp32 --max-length 0", "--max-length is 0; it must be at least 1"),
+        ("--reference fp32 --max-length 0", "--max-length must be at least 1, not 0"),
         ("--reference fp32 --max-length 1", "no token is trained in its first sequences"),
     ],
 )

@@ -91,7 +91,7 @@ def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int):
         check_pages(pool, scheduler, everything)
         store.run(plan, pool)
         for sequence in scheduler.complete(plan):
-            sequence.append(int(rng.integers(0, 2)), 0.0)
+            sequence.extend(rng.integers(0, 2, 1), np.zeros(1))
             if sequence.known == len(sequence.tokens) or rng.random() < 0.2:
                 scheduler.finish(sequence)
                 finished += 1
@@ -137,7 +137,7 @@ def test_the_small_pools_did_preempt_and_evict():
     order = []
     while not scheduler.is_idle:
         for sequence in scheduler.complete(scheduler.next_pass()):
-            sequence.append(1, 0.0)
+            sequence.extend(np.ones(1, np.int32), np.zeros(1))
             if sequence.known == len(sequence.tokens):
                 scheduler.finish(sequence)
                 order.append(sequence.request.request_id)
@@ -161,7 +161,7 @@ def test_a_prompt_is_computed_once_for_all_samples_at_once():
         plan = scheduler.next_pass()
         passes.append(sorted(plan.counts, reverse=True))
         for sequence in scheduler.complete(plan):
-            sequence.append(1, 0.0)
+            sequence.extend(np.ones(1, np.int32), np.zeros(1))
             if sequence.known == len(sequence.tokens):
                 scheduler.finish(sequence)
     assert passes[:2] == [[50], [20, 5]]

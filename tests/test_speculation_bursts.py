@@ -66,8 +66,7 @@ def test_a_burst_is_its_passes(seed: int):
         lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.known for row in rows])
         appended = [rng.integers(0, 5, length).astype(np.int32) for length in lengths]
         for row, tokens in zip(rows, appended, strict=True):
-            for token in tokens.tolist():
-                row.append(token, 0.0)
+            row.extend(tokens, np.zeros(len(tokens)))
         for drafting in pair.both():
             drafting.verified_burst(rows, appended, 0.5)
         ended += [row for row in rows if row.known == len(row.tokens)]

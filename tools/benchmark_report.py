@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,25 @@ import torch
 from megatron_dta.command_line import json_text
 
 
+def measured_on(what: str, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What every file of results begins with: hardware, versions, date, command, commit and settings."""
+    return {
+        "what": what,
+        "hardware": _hardware(device),
+        "software": _versions(),
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
+        "settings": settings,
+    }
+
+
 class Report:
     """Results so far, in a file after each of them."""
 
     def __init__(self, what: str, settings: dict[str, Any], device: torch.device, output: Path | None) -> None:
         self.output = output
-        self.results = {
-            "what": what,
-            "hardware": _hardware(device),
-            "software": _versions(),
-            "date": date.today().isoformat(),
-            "command": " ".join(["python", *sys.argv]),
-            "commit": _commit(),
-            "settings": settings,
-            "rows": [],
-        }
+        self.results = {**measured_on(what, settings, device), "rows": []}
 
     def add(self, row: dict[str, Any]) -> None:
         self.results["rows"].append(row)
@@ -64,7 +69,11 @@ def _hardware(device: torch.device) -> str:
 def _versions() -> str:
     import triton
 
-    return f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}"
+    try:
+        return f"{versions}, Transformer Engine {metadata.version('transformer-engine')}"
+    except metadata.PackageNotFoundError:
+        return versions
 
 
 def _commit() -> str:

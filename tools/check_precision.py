@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +31,8 @@ from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which tells what is not installed
 
+from benchmark_report import measured_on
+from megatron_dta.command_line import CommandLineParser, check_at_least, check_output, json_text, print_json
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.transformer_engine_checks import check_fp8, check_fp8_support, check_transformer_impl
 from megatron_dta.conversion.hf_config import architecture, read_hf_config, settings_from_hf
@@ -71,7 +72,7 @@ class Candidate:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts as .jsonl, .parquet or .npz")
     parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
     parser.add_argument("--max-sequences", type=int, default=8, help="use the file's first N sequences (default 8)")
@@ -98,10 +99,9 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError("--fp8-recipe has no effect without --fp8-format; leave it out or add that")
     if arguments.hf_checkpoint and (arguments.model or arguments.num_layers is not None):
         raise InputError("--hf-checkpoint has its own shape; leave --model and --num-layers out")
-    for name in ("max_sequences", "max_length", "num_layers", "tree_segment_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    check_at_least(arguments, 1, "max_sequences", "max_length", "num_layers", "tree_segment_tokens")
+    check_at_least(arguments, 0, "tree_activation_tokens")
+    check_output(arguments.output, "--output")
     return arguments
 
 
@@ -248,14 +248,15 @@ def main() -> int:
         table.add_row(each.name, f"{took:.3f}", *(f"{figure:.2e}" for figure in figures), *angles)
     Console(width=200).print(table)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    summary = {"settings": settings, "reference": found[0].name, "reference_seconds": seconds}
+    summary = measured_on("steps beside a reference of another precision", settings, step.device)
+    summary |= {"reference": found[0].name, "reference_seconds": seconds}
     if arguments.output is not None:
         results = summary | {"candidates": [as_json(*row, with_parameters=True) for row in rows]}
         unfinished = arguments.output.with_name(arguments.output.name + ".unfinished")
-        unfinished.write_text(json.dumps(results, indent=1) + "\n")
+        unfinished.write_text(json_text(results, indent=1) + "\n")
         unfinished.replace(arguments.output)
     if arguments.json:
-        print(json.dumps(summary | {"candidates": [as_json(*row, with_parameters=False) for row in rows]}))
+        print_json(summary | {"candidates": [as_json(*row, with_parameters=False) for row in rows]})
     return 0
 
 

@@ -39,6 +39,7 @@ from megatron_dta.speculation.replay import (
     waves,
 )
 from megatron_dta.speculation.report import SpeculationReport
+from megatron_dta.speculation.rounds import Rounds
 from megatron_dta.speculation.speculator import BUDGETS, BudgetParams, Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 from rollout_setup import Setup, build_engine, check_arguments, counts_since, synchronize, warm_up
@@ -89,18 +90,22 @@ def run_das(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]
     plain, _ = _measured(arguments, setup, engine, parts, 0, lambda: None)
     rows = []
     for case, (name, (past, now)) in enumerate(cases.items()):
-        make = partial(_speculator, arguments, drafted_cost, past)
-        reports = [replay_wave(replaying, part, len(past)) for replaying in [make()] for part in now]
+        make = partial(_speculator, arguments, plain_cost, drafted_cost, past)
+        reports = [replay_wave(replaying, part, len(past), arguments.burst) for replaying in [make()] for part in now]
         das, counts = _measured(arguments, setup, engine, now, case, lambda make=make: SuffixDrafting(make()))
         rows.append(_row(setup, name, now, reports, (plain, das), counts, (plain_cost, drafted_cost)))
     return rows
 
 
 def _speculator(
-    arguments: argparse.Namespace, cost: ForwardCost, history: Sequence[Sequence[RecordedSample]]
+    arguments: argparse.Namespace,
+    plain: ForwardCost,
+    drafted: ForwardCost,
+    history: Sequence[Sequence[RecordedSample]],
 ) -> Speculator:
     drafter = DrafterParams(draft=DraftParams(width=arguments.das_draft_tokens))
-    made = Speculator(drafter, BudgetParams(arguments.das_budget), cost)
+    rounds = Rounds(plain, drafted, arguments.burst)
+    made = Speculator(drafter, BudgetParams(arguments.das_budget), drafted, rounds)
     remember(made, history)
     return made
 
@@ -121,7 +126,10 @@ def _row(
     predicted_plain = plain.prompt_seconds + sum(
         float(plain_cost.seconds(plain_lives(part)[1:]).sum()) for part in parts
     )
-    predicted_das = das.prompt_seconds + sum(_predicted(report, plain_cost) for report in reports)
+    # A replay has the first token of each sample in a pass of its own, which the prompts end with.
+    first = float(plain_cost.seconds(plain_lives(samples)[:1]).sum()) * len(parts)
+    # A replay runs the drafter itself, whose time it measures.
+    predicted_das = das.prompt_seconds + sum(report.makespan + report.draft_seconds for report in reports) - first
     tokens = sum(len(sample.generated) for sample in samples)
     return {
         "part": "das",
@@ -135,6 +143,7 @@ def _row(
         "saved": 1 - das.seconds / plain.seconds,
         "predicted_plain_seconds": predicted_plain,
         "predicted_das_seconds": predicted_das,
+        "drafter_seconds": sum(report.draft_seconds for report in reports),
         "predicted_saved": 1 - predicted_das / predicted_plain,
         "plain_prompt_seconds": plain.prompt_seconds,
         "das_prompt_seconds": das.prompt_seconds,
@@ -151,12 +160,6 @@ def _row(
         "cost": asdict(drafted_cost),
         "plain_cost": asdict(plain_cost),
     }
-
-
-def _predicted(report: SpeculationReport, plain_cost: ForwardCost) -> float:
-    """Seconds of a replay behind its first forward: those without drafts run in bursts, as in plain decoding."""
-    live, tokens, seconds = np.array(report.live), np.array(report.tokens), np.array(report.seconds)
-    return float(np.where(tokens > live, seconds, plain_cost.seconds(live))[1:].sum())
 
 
 def _control(

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.cost_inputs import cost_shape, counted_bytes
@@ -22,16 +21,10 @@ from megatron_dta.engine.couples import with_pair_terms
 from megatron_dta.engine.expert_pass import mean_ffn_width, with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
+from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.model import (
-    Mesh,
-    Model,
-    StagedModel,
-    TreeGPTModel,
-    choose_attention,
-    current_mesh,
-    weights_quantized_once,
-)
+from megatron_dta.engine.step_result import StepResult
+from megatron_dta.model import Mesh, Model, weights_quantized_once
 from megatron_dta.planning.cost_file import CostFile
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.lockstep import RankPlan, plan_in_step
@@ -39,50 +32,14 @@ from megatron_dta.planning.segment_bytes import MemoryBudget, SegmentBytes
 from megatron_dta.planning.stage_program import PipelineShape
 from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.planning.step_plan import StepPlan
-from megatron_dta.planning.timeline import TimelineEvent
-
-# Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
-LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """Outcome of one step, of all data-parallel ranks together; gradients are in the model's parameters.
-
-    Counts are sums over the replicas of the model: tokens that two of them compute count twice.
-
-    Attributes:
-        loss: scalar tensor, the step's loss under the one global denominator.
-        metrics: scalar tensors: means over the step's tokens that count in the loss, and largest values.
-        sequence_tokens, computed_tokens, segments: tokens of the sequences counted separately, tokens of the forests,
-            and the segments that they were cut into.
-        peak_in_flight_tokens: most tokens whose K and V were alive at once, as run, on any rank (with several parts of
-            the model on a rank, divided by their number).
-        recomputed_tokens: tokens whose forward ran twice.
-        timeline: when each stage of this replica ran what; empty unless it was asked for.
-        plan: with a timeline, the plan that was run: the batch's, with empty segments where other ranks share experts.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    sequence_tokens: int
-    computed_tokens: int
-    segments: int
-    peak_in_flight_tokens: int
-    recomputed_tokens: int
-    timeline: list[TimelineEvent] = field(default_factory=list)
-    plan: StepPlan | None = None
-
-
-class TreeEngine:
+class TreeEngine(RankModel):
     """Runs batches on a model.
 
     Args:
-        model: a ``TreeGPTModel`` or ``StagedModel``, or its parts in Megatron's DistributedDataParallel.
-        temperature: the logits are divided by it, in training as in sampling.
-        logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` over the vocabulary.
+        model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay: see ``RankModel``.
         pipeline_in_flight_tokens: most tokens that a pipeline stage holds; None for the planner's default.
-        tree_attention_impl: "auto", "triton" or "reference", see ``TreeConfig``.
         costs: measured costs of this model; None for counts of operations. Another model's are refused (InputError).
 
     Attributes:
@@ -99,24 +56,10 @@ class TreeEngine:
         routing_replay: bool = False,
         costs: CostFile | None = None,
     ) -> None:
-        self.replays_routing = routing_replay
-        self.chunks = list(model.parts if isinstance(model, (TreeGPTModel, StagedModel)) else model)
-        self.tree_models: list[TreeGPTModel] = [
-            chunk if isinstance(chunk, TreeGPTModel) else chunk.module for chunk in self.chunks
-        ]
-        self.config, self.true_vocab_size = self.tree_models[0].config, self.tree_models[0].true_vocab_size
-        self.num_layers = [len(part.decoder.layers) for part in self.tree_models]
-        self.temperature = temperature
-        self.mesh = current_mesh()
-        parameter = next(self.tree_models[0].parameters())
-        self.dtype, self.device = parameter.dtype, parameter.device
-        most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
-        self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
+        super().__init__(model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay)
         self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
         # The last step that other ranks were asked about, and what came of it: one plan serves all passes of a step.
         self._stepped: tuple[StepPlan, StepPlan] | None = None
-        head_size = self.config.kv_channels
-        self.uses_kernels = choose_attention(tree_attention_impl, head_size, self.dtype, self.device)
         self.memory: MemoryBudget | None = None
         self.costs = costs
         if costs is not None:
@@ -207,20 +150,9 @@ class TreeEngine:
         timeline = [event for rank, events in stages if rank == 0 for event in events]
         return replace(result, timeline=timeline, plan=batch.plan)
 
-    def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
-        """Keep a backward of a part from starting the reduction of its gradients, unless ``allowed``."""
-        part = self.chunks[chunk]
-        return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
-
     def _constant_weights(self) -> AbstractContextManager:
         """Let the passes of a step share what is made of the weights."""
         return weights_quantized_once(self.tree_models) if self.config.fp8 else nullcontext()
-
-    @property
-    def syncs_in_backward(self) -> bool:
-        """Whether replicas' gradients are reduced within the last backward, and not only after it."""
-        part = self.chunks[0]
-        return hasattr(part, "ddp_config") and part.ddp_config.overlap_grad_reduce
 
     def _in_step(self, batch: TreeBatch) -> TreeBatch:
         """``batch`` with what this rank runs on empty segments, because other ranks wait for it.

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,11 +22,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron_dta.engine.balance_loss import BalanceLoss
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
+from megatron_dta.engine.step_result import StepResult
 from megatron_dta.model import Mesh, TokenRouting, TreeGPTModel, accumulation_dtype
 from megatron_dta.planning.multiplicity import token_weights
-
-if TYPE_CHECKING:
-    from megatron_dta.engine.executor import StepResult
 
 
 class ExpertPass:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.expert_pass import ExpertPass
 from megatron_dta.engine.loss_pass import LossPass, Objective
 from megatron_dta.engine.op_clock import OpClock
+from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_transport import StageTransport
 from megatron_dta.model import (
     AttentionShape,
@@ -37,9 +37,6 @@ from megatron_dta.model import (
 from megatron_dta.planning.pipeline_schedule import PipelineOp
 from megatron_dta.planning.schedule import OpKind
 from megatron_dta.planning.stage_program import stage_program
-
-if TYPE_CHECKING:
-    from megatron_dta.engine.executor import TreeEngine
 
 
 @dataclass
@@ -61,55 +58,55 @@ class StageRun:
     """State of one walk over the ops; ``objective`` None is a pass for logprobs only."""
 
     def __init__(
-        self, engine: TreeEngine, batch: TreeBatch, objective: Objective | None, clock: OpClock | None = None
+        self, model: RankModel, batch: TreeBatch, objective: Objective | None, clock: OpClock | None = None
     ) -> None:
-        self.engine, self.training, self.clock = engine, objective is not None, clock
-        step, mesh = batch.plan, engine.mesh
+        self.model, self.training, self.clock = model, objective is not None, clock
+        step, mesh = batch.plan, model.mesh
         self.pass_plan = step.training if self.training else step.forward_only
         self.keep_activations = step.keep_activations
         self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
-        self.plan = DevicePlan(step, engine.device, self.program, not self.training, engine.logprob_chunk_tokens)
-        self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(engine.dtype), engine.device)
+        self.plan = DevicePlan(step, model.device, self.program, not self.training, model.logprob_chunk_tokens)
+        self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(model.dtype), model.device)
         self.experts = self._expert_passes(batch)
-        self.pools = [self._pool(chunk) for chunk in range(len(engine.chunks))]
+        self.pools = [self._pool(chunk) for chunk in range(len(model.chunks))]
         self.attention_plans = None
-        if engine.uses_kernels:
+        if model.uses_kernels:
             _, _, groups, head_size = self.pools[0].keys_LSGD.shape
-            heads = engine.config.num_attention_heads // engine.config.tensor_model_parallel_size
-            shape = AttentionShape(heads, groups, head_size, engine.dtype)
-            self.attention_plans = SegmentAttentionPlans(step.segments, step.paths, shape, engine.device)
+            heads = model.config.num_attention_heads // model.config.tensor_model_parallel_size
+            shape = AttentionShape(heads, groups, head_size, model.dtype)
+            self.attention_plans = SegmentAttentionPlans(step.segments, step.paths, shape, model.device)
         self.lengths = step.segments.lengths.tolist()
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}
         self.transport = None
         if mesh.pipeline_size > 1:
             self.transport = StageTransport(
-                engine.tree_models[0],
+                model.tree_models[0],
                 stage_channels(),
                 mesh.pipeline_rank,
                 self.program.messages,
                 self.lengths,
-                engine.dtype,
-                engine.device,
+                model.dtype,
+                model.device,
             )
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
 
     def _expert_passes(self, batch: TreeBatch) -> list[ExpertPass]:
         """One for each part of a model with experts."""
-        if self.engine.config.num_moe_experts is None:
+        if self.model.config.num_moe_experts is None:
             return []
-        replays = self.engine.replays_routing
-        return [ExpertPass(part, batch, self.plan, self.training, replays) for part in self.engine.tree_models]
+        replays = self.model.replays_routing
+        return [ExpertPass(part, batch, self.plan, self.training, replays) for part in self.model.tree_models]
 
     def _pool(self, chunk: int) -> KVPool:
-        config = self.engine.config
+        config = self.model.config
         return KVPool(
-            num_layers=self.engine.num_layers[chunk],
+            num_layers=self.model.num_layers[chunk],
             num_slots=self.program.num_slots[chunk],
             num_kv_heads=config.num_query_groups // config.tensor_model_parallel_size,
             head_size=config.kv_channels,
-            dtype=self.engine.dtype,
-            device=self.engine.device,
+            dtype=self.model.dtype,
+            device=self.model.device,
             with_gradients=self.training,
         )
 
@@ -121,7 +118,7 @@ class StageRun:
                     self._forward(op, keep=self.training and bool(self.keep_activations[op.segment]))
                 else:
                     is_last = self.last_backward[op.chunk] == op.segment
-                    with self.engine.gradient_sync(op.chunk, allowed=is_last):
+                    with self.model.gradient_sync(op.chunk, allowed=is_last):
                         self._backward(op, is_last)
             except Exception as error:
                 # Where a job of many processes ends is found by what the first to fail was doing.
@@ -131,7 +128,7 @@ class StageRun:
             self.transport.finish()
 
     def _describe(self, op: PipelineOp) -> str:
-        mesh = self.engine.mesh
+        mesh = self.model.mesh
         part = f", part {op.chunk}" if len(self.pools) > 1 else ""
         return f"{op.kind.value}({op.segment}) of pipeline stage {mesh.pipeline_rank}{part}, rank {mesh.rank}"
 
@@ -143,10 +140,10 @@ class StageRun:
             return self.transport.receive(op.kind, op.segment, stage)
 
     def _virtual_stage(self, chunk: int) -> int:
-        return chunk * self.engine.mesh.pipeline_size + self.engine.mesh.pipeline_rank
+        return chunk * self.model.mesh.pipeline_size + self.model.mesh.pipeline_rank
 
     def _is_last(self, chunk: int) -> bool:
-        return self._virtual_stage(chunk) == len(self.pools) * self.engine.mesh.pipeline_size - 1
+        return self._virtual_stage(chunk) == len(self.pools) * self.model.mesh.pipeline_size - 1
 
     def _forward(self, op: PipelineOp, keep: bool) -> None:
         """F: run the segment; ``keep`` holds its graph for the backward."""
@@ -214,15 +211,15 @@ class StageRun:
     def _run_model(self, op: PipelineOp, context: SegmentContext, stage_input: Tensor | None) -> list[Tensor]:
         """The part's outputs: hidden states; on the last stage with logprobs of the edges and entropies of the rows."""
         tokens = self.plan.token_ids[self.plan.start[op.segment] : self.plan.start[op.segment + 1]]
-        part = self.engine.tree_models[op.chunk]
+        part = self.model.tree_models[op.chunk]
         if stage_input is not None:
             part.set_input_tensor(stage_input)
-        hidden = self.engine.chunks[op.chunk](tokens.unsqueeze(0), context)
+        hidden = self.model.chunks[op.chunk](tokens.unsqueeze(0), context)
         if not self._is_last(op.chunk):
             return [hidden]
         edges = self.plan.edges_of(op.segment)
         logprobs, entropy = part.edge_logprobs(
-            hidden.index_select(0, edges.rows), edges.edge_row, edges.target, edges.chunks, self.engine.temperature
+            hidden.index_select(0, edges.rows), edges.edge_row, edges.target, edges.chunks, self.model.temperature
         )
         return [hidden, logprobs, entropy]
 
@@ -235,12 +232,12 @@ class StageRun:
             position_ids=plan.positions[own],
             routing=self.experts[chunk].routing(segment) if self.experts else None,
             pool=self.pools[chunk],
-            first_layer=self.engine.tree_models[chunk].first_layer,
+            first_layer=self.model.tree_models[chunk].first_layer,
             slots=slice(slot, slot + own.stop - own.start),
             ancestor_slots=plan.token_slot[chunk][path],
             query_index=plan.stream[own],
             key_index=torch.cat([path, plan.stream[own]]),
             key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[own]]),
             attention_plan=self.attention_plans.of_segment(segment) if self.attention_plans is not None else None,
-            runs_hooks=self.engine.syncs_in_backward and self.last_backward.get(chunk) == segment,
+            runs_hooks=self.model.syncs_in_backward and self.last_backward.get(chunk) == segment,
         )

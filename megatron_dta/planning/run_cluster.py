@@ -2,7 +2,7 @@
 
 Peaks come from a preset or from flags. ``GEMM_TFLOPS`` is what a product of large matrices reaches; that of the H200 is
 measured, those of the others are estimates. How much of a peak this project reaches is set by a few shares, fitted to
-steps of the 1.7B, 8B and 14B shapes on one and four H200 (``benchmarks/step_*.json``, within 7%), which a
+steps of the 1.7B, 8B, 14B and 70B shapes on one and four H200 (``benchmarks/step_*.json``, within 8%), which a
 cost model fitted to measured segments corrects (``run_time.calibrated``).
 """
 
@@ -55,9 +55,9 @@ class Cluster:
     gemm_share: float = 0.89
     logit_share: float = 0.89
     attention_share: float = 0.76
-    hbm_share: float = 0.35
+    hbm_share: float = 0.30
     link_share: float = 0.75
-    short_segment_tokens: float = 800.0
+    short_segment_tokens: float = 500.0
     floor_seconds_per_layer: float = FLOOR_SECONDS_PER_LAYER
     forward_floor_share: float = CostModel.forward_floor_share
 

@@ -31,7 +31,7 @@ from enum import IntEnum
 import numpy as np
 
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.straggler import CandidateLengths
+from megatron_dta.speculation.straggler import candidate_lengths
 
 NEVER = 2.0
 """Above every probability."""
@@ -136,8 +136,13 @@ class LengthHistory:
         self._first = np.zeros(0, np.int64)  # the class each of them began with
         self._problems: dict[str, list[int]] = {}
         self._new: list[tuple[str, int, int]] = []
-        # Samples of one problem begin alike until the step is over; those of all new problems do, too (None).
-        self._candidates, self._found = CandidateLengths(self._lengths), dict[str | None, np.ndarray]()
+        self._expected: dict[str, tuple[LengthClass, np.ndarray]] = {}  # until the history changes
+
+    def expected(self, problem: str) -> tuple[LengthClass, np.ndarray]:
+        """``first_class`` and ``candidates`` of a problem."""
+        if problem not in self._expected:
+            self._expected[problem] = self.first_class(problem), self.candidates(problem)
+        return self._expected[problem]
 
     def first_class(self, problem: str) -> LengthClass:
         """The class of most past samples of the problem; the longer one of equals."""
@@ -148,12 +153,8 @@ class LengthHistory:
         return LengthClass(2 - int(counts[::-1].argmax()))
 
     def candidates(self, problem: str) -> np.ndarray:
-        """Equally likely lengths of a sample of the problem (``straggler.CandidateLengths``); not to be changed."""
-        known = problem if problem in self._problems else None
-        if known not in self._found:
-            own = self._problems.get(problem, [])
-            self._found[known] = self._candidates.of(np.array(own, np.float64))
-        return self._found[known]
+        """Equally likely lengths of a sample of the problem, see ``straggler.candidate_lengths``."""
+        return candidate_lengths(np.array(self._problems.get(problem, []), np.float64), self._lengths)
 
     def classes(self, first: np.ndarray, so_far: np.ndarray) -> np.ndarray:
         """int64 [n]: classes of running samples by the class they began with and their length so far."""
@@ -182,7 +183,7 @@ class LengthHistory:
         self._first = np.concatenate([self._first, new[:, 0]])[-self.max_samples :]
         self._lengths = np.concatenate([self._lengths, new[:, 1]])[-self.max_samples :]
         self._new.clear()
-        self._candidates, self._found = CandidateLengths(self._lengths), {}
+        self._expected.clear()
         if len(self._lengths) >= 6:
             low, high = np.quantile(self._lengths, [1 / 3, 2 / 3])
             self._bounds = float(low), float(high)

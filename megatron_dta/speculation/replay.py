@@ -120,8 +120,11 @@ def remember(speculator: Speculator, history: Sequence[Sequence[RecordedSample]]
         speculator.end_step(step)
 
 
-def replay_wave(speculator: Speculator, samples: Sequence[RecordedSample], step: int) -> SpeculationReport:
-    """Decode the samples of one wave with speculation; they are in the trees afterwards."""
+def replay_wave(
+    speculator: Speculator, samples: Sequence[RecordedSample], step: int, burst: int = 1
+) -> SpeculationReport:
+    """Decode the samples of one wave with speculation; they are in the trees afterwards. With ``burst``, as an engine
+    does that runs so many passes without drafts one after the other (samples of one turn; seconds of ``rounds``)."""
     slots = np.array([speculator.open(s.problem, s.prompt, key) for key, s in enumerate(samples)], np.int64)
     stream = np.concatenate([sample.generated for sample in samples])
     end = np.cumsum([len(sample.generated) for sample in samples])
@@ -130,15 +133,28 @@ def replay_wave(speculator: Speculator, samples: Sequence[RecordedSample], step:
     turn_end = origin + [sample.turn_ends[0] for sample in samples]
     live = np.arange(len(samples))
     most = np.full(len(samples), np.iinfo(np.int32).max)
+    host = speculator.report.draft_seconds
     while len(live):
-        proposal = speculator.propose(slots[live], most[live])
+        proposal = speculator.propose(slots[live], most[live]) if burst == 1 or speculator.wants() else None
+        if burst > 1 and (proposal is None or not proposal.lengths.any()):
+            hopeful = speculator.rounds is None or speculator.rounds.is_hopeful
+            count = np.minimum(min(burst, 4) if hopeful else burst, end[live] - position[live])
+            appended = [stream[a : a + n] for a, n in zip(position[live].tolist(), count.tolist(), strict=True)]
+            seconds = _burst_seconds(speculator, count)
+            speculator.record_burst(slots[live], appended, seconds, proposal is not None)
+            host = _took(speculator, seconds, host)
+            position[live] += count
+            live = _without_ended(speculator, samples, slots, live, position >= end)
+            continue
         accepted = _agreement(proposal.tokens, proposal.lengths, stream, position[live], turn_end[live])
         new = np.minimum(accepted + 1, turn_end[live] - position[live])
         offsets = np.concatenate([[0], np.cumsum(new)])
         tokens = stream[np.repeat(position[live] - offsets[:-1], new) + np.arange(offsets[-1])]
         count = len(live) + int(proposal.lengths.sum())
-        seconds = float(speculator.cost.seconds(count)) + speculator.cost.draft * len(proposal.asked)
+        cost = speculator.cost if speculator.rounds is None else speculator.rounds.drafted_cost
+        seconds = float(cost.seconds(count)) + cost.draft * len(proposal.asked)
         speculator.record(proposal, accepted, tokens, offsets, seconds)
+        host = _took(speculator, seconds, host)
         position[live] += new
         at_end = live[position[live] == turn_end[live]]
         for i in at_end.tolist():
@@ -153,6 +169,30 @@ def replay_wave(speculator: Speculator, samples: Sequence[RecordedSample], step:
         if len(at_end):
             live = live[position[live] < end[live]]
     return speculator.end_step(step)
+
+
+def _took(speculator: Speculator, seconds: float, host: float) -> float:
+    """Tell what a round took, with what the drafter took of it just now; ``draft_seconds`` so far, last time and now.
+    Without ``rounds`` no clock matters."""
+    now = speculator.report.draft_seconds
+    speculator.took(seconds + now - host)
+    return now
+
+
+def _burst_seconds(speculator: Speculator, counts: np.ndarray) -> float:
+    """Of passes without drafts, of which each sample takes part in the first ``counts[i]``."""
+    cost = speculator.cost if speculator.rounds is None else speculator.rounds.plain_cost
+    lives = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max()), side="right")
+    return float(cost.seconds(lives).sum())
+
+
+def _without_ended(
+    speculator: Speculator, samples: Sequence[RecordedSample], slots: np.ndarray, live: np.ndarray, ended: np.ndarray
+) -> np.ndarray:
+    for i in live[ended[live]].tolist():
+        speculator.finish(slots[i])
+        speculator.report.stopped += samples[i].stopped
+    return live[~ended[live]]
 
 
 def _agreement(

@@ -16,6 +16,9 @@ pause that doubles up to a bound, which keeps the CPU's part below about ``_QUER
 draft against the gate's advice, chosen by a hash of (seed, key, position), keeps the estimates of acceptance alive.
 Where nothing else is drafted, such a draft would cost a forward of its own kind, which an engine cannot run in a burst
 with others: there only every ``_LONELY`` th may have some.
+
+With ``rounds`` (an engine's) whole passes have a gate of their own, see ``rounds.py``, which probes by its own purse in
+place of the rare drafts. Its costs may be measured ones.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from megatron_dta.speculation.calibration import AcceptanceTable
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.report import SpeculationReport
+from megatron_dta.speculation.rounds import Rounds
 from megatron_dta.speculation.straggler import CANDIDATES, last_probabilities
 from megatron_dta.speculation.suffix_forest import Drafts
 
@@ -47,6 +51,8 @@ _LONELY_DRAFTS = 4
 _FIRST_DRAFTS = 64
 """While the table knows little, a forward verifies so many drafts, and twice those that were verified before."""
 _REPLAN_FORWARDS = 16
+_PROBES = 24
+"""Most drafts of a pass that probes, those that are the likeliest to be right."""
 _MOST_SHARERS = 4
 """A sample that surely is no straggler passes the gate as if so many times the live batch shared its forwards."""
 _CLASS_CAPS = np.array([0, 6, 255])
@@ -94,11 +100,15 @@ class Proposal:
 class Speculator:
     """Drafter, budgets and report of one engine."""
 
-    def __init__(self, drafter: DrafterParams, budget: BudgetParams, cost: ForwardCost) -> None:
+    def __init__(
+        self, drafter: DrafterParams, budget: BudgetParams, cost: ForwardCost, rounds: Rounds | None = None
+    ) -> None:
         self.drafter, self.budget, self.cost = Drafter(drafter), budget, cost
+        self.rounds = None if budget.budget == "always" else rounds
         self.table, self.history = AcceptanceTable(), LengthHistory()
         self.report = SpeculationReport()
         self._step, self._forwards, self._acceptance = 0, 0, (0.5, 1.0)
+        self._next_plan, self._last_round = 0, (0, 0, 0, 0.0)
         self._lonely = 0
         self._free: list[int] = []
         self._problems: list[str] = []
@@ -115,20 +125,27 @@ class Speculator:
             self._grow()
         slot = self._free.pop()
         text = self.drafter.open(problem, prompt, is_branch)
-        first, width = self.history.first_class(problem), self.drafter.params.draft.width
+        (first, candidates), width = self.history.expected(problem), self.drafter.params.draft.width
         self._rows[slot] = text, key, first, 0, 0, 0, 0, 0, 1, width
-        self._candidates[slot], self._last[slot] = self.history.candidates(problem), 0.0
+        self._candidates[slot], self._last[slot] = candidates, 0.0
         self._problems[slot] = problem
-        self._forwards = 0  # plan anew
+        self._next_plan = 0
         return slot
+
+    def wants(self) -> bool:
+        """Whether drafts are to be looked for before the next forward; to be asked once before each, or burst."""
+        return self.rounds is None or self.rounds.wants()
 
     def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
         """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
         begin = time.perf_counter()
         rows, live = self._rows[slots], len(slots)
         width = self.drafter.params.draft.width
-        if self._forwards % _REPLAN_FORWARDS == 0:
+        if self.rounds is not None:
+            self.cost = self.rounds.cost(live)
+        if self._forwards >= self._next_plan:
             self._plan(slots)
+            self._next_plan = self._forwards + _REPLAN_FORWARDS
             rows = self._rows[slots]
         self._forwards += 1
         self._rows[slots, 7] -= 1
@@ -144,8 +161,13 @@ class Speculator:
         else:
             drafts = self.drafter.draft(rows[asked, 0], caps[asked])
             tokens[asked] = drafts.tokens
-            lengths[asked] = self._lengths(drafts, slots[asked], explore[asked], live, is_lonely_turn)
+            if self.rounds is None:
+                lengths[asked] = self._lengths(drafts, slots[asked], explore[asked], live, is_lonely_turn)
+            else:
+                lengths[asked] = self._lengths_of_round(drafts, slots[asked], live)
             self._pause(slots[asked], lengths[asked] > 0, live)
+        if self.rounds is not None and not lengths.any():
+            self.rounds.in_vain(live)
         self.report.queries += len(asked)
         self.report.draft_seconds += time.perf_counter() - begin
         return Proposal(slots, tokens, lengths, asked, drafts)
@@ -169,22 +191,39 @@ class Speculator:
         self._rows[proposal.slots, 5] += drafted
         self._rows[proposal.slots, 6] += accepted
         self.drafter.extend(self._rows[proposal.slots, 0], tokens, offsets)
-        self.report.add_forward(len(drafted), len(drafted) + int(drafted.sum()), seconds)
+        live, count = len(drafted), len(drafted) + int(drafted.sum())
+        gain = 0.0
+        if self.rounds is not None and count > live:
+            gain = self.rounds.gain(accepted, self._sharers(proposal.slots, live), live)
+        self._last_round = live, count, 1, gain
+        self.report.add_forward(live, count, seconds)
         self.report.draft_seconds += time.perf_counter() - begin
 
-    def record_burst(self, proposal: Proposal, appended: Sequence[np.ndarray], seconds: float) -> None:
-        """Forwards without drafts have followed each other, the first with ``proposal``, of which nothing was verified:
-        row i got the tokens ``appended[i]`` (int32), one in each of the first forwards. ``seconds`` of all together."""
+    def took(self, seconds: float) -> None:
+        """The forward or burst that was recorded last took so long, with all that the host did for it."""
+        (live, tokens, passes, gain), self._last_round = self._last_round, (0, 0, 0, 0.0)
+        if self.rounds is None or not live:
+            return
+        if tokens > live:
+            self.rounds.ran_drafted(live, tokens, gain, seconds)
+        else:
+            self.rounds.ran(live, passes, seconds)
+
+    def record_burst(
+        self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float, was_asked: bool = True
+    ) -> None:
+        """Forwards without drafts have followed each other: row i got the tokens ``appended[i]`` (int32), one in each
+        of the first forwards. ``seconds`` of all together. was_asked: drafts were looked for before the first."""
         begin = time.perf_counter()
         counts = np.array([len(tokens) for tokens in appended], np.int64)
         passes = int(counts.max())
-        self._rows[proposal.slots, 3] += counts
-        self._rows[proposal.slots, 4] += counts
-        self._rows[proposal.slots, 7] -= counts - 1
-        after = self._forwards + passes - 1
-        self._forwards = 0 if (self._forwards - 1) // _REPLAN_FORWARDS != (after - 1) // _REPLAN_FORWARDS else after
+        self._rows[slots, 3] += counts
+        self._rows[slots, 4] += counts
+        self._rows[slots, 7] -= counts - was_asked
+        self._forwards += passes - was_asked
+        self._last_round = len(slots), len(slots), passes, 0.0
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        texts = self._rows[proposal.slots, 0]
+        texts = self._rows[slots, 0]
         self.drafter.extend_later(texts, np.concatenate(appended).astype(np.int32), offsets)
         for i in range(passes):
             live = int((counts > i).sum())
@@ -193,7 +232,8 @@ class Speculator:
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
         """Tokens that the sample did not generate, such as a tool's answer."""
-        self.drafter.extend(self._rows[slot : slot + 1, 0], np.ascontiguousarray(tokens, np.int32), _ends(len(tokens)))
+        ends = np.array([0, len(tokens)], np.int64)
+        self.drafter.extend(self._rows[slot : slot + 1, 0], np.ascontiguousarray(tokens, np.int32), ends)
 
     def finish(self, slot: int, length: int | None = None) -> None:
         """The sample ended; it stays in the trees, its slot is free. ``length``: generated tokens, where it was given
@@ -225,7 +265,9 @@ class Speculator:
         self.history.end_step()
         self.table.end_step()
         self.drafter.end_step(step)
-        self._step, self._forwards, self._lonely = step + 1, 0, 0
+        self._step, self._forwards, self._lonely, self._next_plan = step + 1, 0, 0, 0
+        if self.rounds is not None:
+            self.rounds.end_step()
         return report
 
     def current_report(self) -> SpeculationReport:
@@ -268,6 +310,28 @@ class Speculator:
             return lengths
         return np.where(explore, np.maximum(lengths, np.minimum(drafts.lengths, _EXPLORED_TOKENS)), lengths)
 
+    def _lengths_of_round(self, drafts: Drafts, slots: np.ndarray, live: int) -> np.ndarray:
+        """Those of the gate if the whole pass is worth it; if not, those of a probe if that is affordable, or none."""
+        sharers, width = self._sharers(slots, live), drafts.tokens.shape[1]
+        accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities)
+        lengths = gate(accept, drafts.lengths, self.cost, live, sharers)
+        lengths[np.cumsum(lengths > 0) > _FIRST_DRAFTS + 2 * self.table.verified] = 0
+
+        def gain() -> float:
+            expected = np.where(np.arange(width) < lengths[:, None], accept, 0.0).sum(1)
+            return self.rounds.gain(expected, sharers, live)
+
+        if self.rounds.pays(gain(), live, live + int(lengths.sum())):
+            return lengths
+        probes = np.minimum(drafts.lengths, _EXPLORED_TOKENS).astype(np.int64)
+        likeliest = np.argsort(np.where(probes > 0, -accept[:, 0], 1.0), kind="stable")
+        probes[likeliest[_PROBES:]] = 0
+        lengths = probes if not lengths.any() else lengths
+        tokens = live + int(lengths.sum())
+        if self.budget.exploration and tokens > live and self.rounds.may_probe(gain(), live, tokens):
+            return lengths
+        return np.zeros(len(slots), np.int64)
+
     def _sharers(self, slots: np.ndarray, live: int) -> np.ndarray:
         """float64 [n]: by how many samples a forward saved for each one is shared."""
         rows = self._rows[slots]
@@ -298,7 +362,7 @@ class Speculator:
     def _explored(self, keys: np.ndarray, positions: np.ndarray, live: int, is_lonely_turn: bool) -> np.ndarray:
         """Which samples may draft against the gate's advice here: a hash of (seed, key, position). So few that they
         cost no more than ``_EXPLORING_SHARE`` of a forward."""
-        if self.budget.budget == "always" or not self.budget.exploration:
+        if self.budget.budget == "always" or not self.budget.exploration or self.rounds is not None:
             return np.zeros(len(keys), bool)
         mixed = _mix(_mix(keys.astype(np.uint64) ^ np.uint64(self.budget.seed)) ^ positions.astype(np.uint64))
         cost = max(self.cost.per_token, 1e-12) * _EXPLORED_TOKENS
@@ -326,10 +390,6 @@ class Speculator:
 
 def _totals(report: SpeculationReport) -> tuple[list[int], list[int], list[int]]:
     return report.lengths, report.drafted, report.accepted
-
-
-def _ends(length: int) -> np.ndarray:
-    return np.array([0, length], np.int64)
 
 
 def _mix(words: np.ndarray) -> np.ndarray:

@@ -16,46 +16,36 @@ _LINDY = 0.5
 """A sample longer than all its candidates is expected to go on for up to this share of its length."""
 
 
-class CandidateLengths:
-    """Equally likely total lengths of samples, while the lengths of recent samples stay what they are.
+def candidate_lengths(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """float64 [CANDIDATES]: equally likely total lengths, ascending; zeros (nothing known) without any past sample.
 
     Args:
-        others: lengths of all recent samples.
+        own: lengths of the problem's past samples. others: lengths of all recent samples.
     """
-
-    def __init__(self, others: np.ndarray) -> None:
-        self._others = others
-        self._parts: dict[int, np.ndarray] = {}
-
-    def of(self, own: np.ndarray) -> np.ndarray:
-        """float64 [CANDIDATES], ascending; zeros (nothing known) without any recent sample.
-
-        Args:
-            own: lengths of the problem's past samples.
-        """
-        if not len(self._others):
-            return np.zeros(CANDIDATES)
-        share = len(own) / (len(own) + 2.0)
-        count = round(share * CANDIDATES)
-        part = self._part_of_others(CANDIDATES - count)
-        if not count:
-            return part.copy()
+    if not len(others):
+        return np.zeros(CANDIDATES)
+    share = len(own) / (len(own) + 2.0)
+    count = round(share * CANDIDATES)
+    parts = []
+    if count:
         # A few samples do not show how far the next one may stray.
         spread = np.geomspace(0.8, 1.25, count) if count > 1 else np.ones(1)
-        return np.sort(np.concatenate([np.quantile(own, (np.arange(count) + 0.5) / count) * spread, part]))
+        parts.append(_quantiles(own, count) * spread)
+    parts.append(_quantiles(others, CANDIDATES - count))
+    return np.sort(np.concatenate(parts))
 
-    def _part_of_others(self, count: int) -> np.ndarray:
-        """``count`` quantiles of all recent samples: sorting thousands of lengths for every sample would take long."""
-        if count not in self._parts:
-            self._parts[count] = np.quantile(self._others, (np.arange(count) + 0.5) / max(count, 1))
-        return self._parts[count]
+
+def _quantiles(values: np.ndarray, count: int) -> np.ndarray:
+    """float64 [count]: the middles of ``count`` equal parts, as ``numpy.quantile`` interpolates them."""
+    at = (np.arange(count) + 0.5) / count * (len(values) - 1)
+    return np.interp(at, np.arange(len(values)), np.sort(values))
 
 
 def last_probabilities(candidates: np.ndarray, so_far: np.ndarray, speed: np.ndarray) -> np.ndarray:
     """float64 [n], summing to 1: the probability that each sample is the last one to end.
 
     Args:
-        candidates: float64 [n, CANDIDATES] of ``CandidateLengths``. so_far: [n] generated tokens.
+        candidates: float64 [n, CANDIDATES] of ``candidate_lengths``. so_far: [n] generated tokens.
         speed: [n], tokens per forward that are expected of each sample, positive.
     """
     if len(so_far) == 1 or not candidates.any():

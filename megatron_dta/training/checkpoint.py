@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import dist_checkpointing
@@ -38,9 +38,6 @@ from megatron_dta.training.checkpoint_writer import CheckpointWrite, on_first_ra
 from megatron_dta.training.frozen_base import ADAPTERS_ONLY, adapter_part, base_part, load_part, trained_part
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.random_state import capture_random_state, restore_random_state
-
-if TYPE_CHECKING:
-    from megatron_dta.training.critic import Critic
 
 REFERENCE = "reference"
 # Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
@@ -70,6 +67,18 @@ _FREE_MODEL_SETTINGS = {
 }
 
 
+class SavedPart(Protocol):
+    """What goes into a checkpoint beside the policy and its optimizer: the critic."""
+
+    def sharded_state_dict(self, is_loading: bool = False, *, fully_parallel: bool = False) -> dict[str, Any]:
+        """Its part, for Megatron's distributed checkpoint."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what a checkpoint has."""
+        ...
+
+
 class CheckpointSaver:
     """Saves a run's checkpoints into ``--save``: now or, with ``--async-save``, while training goes on.
 
@@ -85,7 +94,7 @@ class CheckpointSaver:
         model: Model,
         optimizer: TrainingOptimizer,
         report: Callable[[str], None] = lambda line: None,
-        critic: Critic | None = None,
+        critic: SavedPart | None = None,
     ) -> None:
         self._config, self._model, self._optimizer, self._report = config, model, optimizer, report
         self._critic = critic
@@ -165,7 +174,7 @@ def _complete_state(
     optimizer: TrainingOptimizer,
     iteration: int,
     progress: dict[str, Any],
-    critic: Critic | None = None,
+    critic: SavedPart | None = None,
 ) -> dict[str, Any]:
     """All that a checkpoint holds: shards of this rank, and what is the same on every rank."""
     model_state = trained_part(model.sharded_state_dict(), config.model)
@@ -188,7 +197,7 @@ def load_checkpoint(
     config: TrainConfig,
     model: Model,
     optimizer: TrainingOptimizer,
-    critic: Critic | None = None,
+    critic: SavedPart | None = None,
 ) -> tuple[int, dict[str, Any], list[str]]:
     """Continue a run: weights, optimizer, schedule and random states are set to the checkpoint's.
 

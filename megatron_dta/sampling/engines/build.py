@@ -20,6 +20,7 @@ from megatron_dta.sampling.engines.sglang import SglangProtocol
 from megatron_dta.sampling.engines.vllm import VllmProtocol
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.rounds import Rounds
 from megatron_dta.speculation.speculator import BudgetParams, Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 
@@ -38,7 +39,7 @@ def build_drafting(config: TrainConfig) -> SuffixDrafting | None:
         draft=DraftParams(width=settings.das_draft_tokens),
     )
     budget = BudgetParams(settings.das_budget, seed=config.optimization.seed)
-    return SuffixDrafting(Speculator(drafter, budget, ForwardCost()))
+    return SuffixDrafting(Speculator(drafter, budget, ForwardCost(), Rounds(ForwardCost(), ForwardCost())))
 
 
 def build_engine(

@@ -172,13 +172,20 @@ class DecodeSteps:
     def _captured(self, burst: Burst, params: SamplingParams) -> tuple[StaticPass, Callable[[], Tensor]]:
         num_tokens = bucket(len(burst.token_ids))
         run = self._run_of(burst)
-        tiles = num_tokens if run == 1 else bucket(int((-(-burst.counts // self._tile_tokens(burst))).sum()))
-        key = (num_tokens, tiles, run, params.temperature, params.top_p)
+        # There are never more tiles than tokens, and empty ones cost less than a capture for each number of them.
+        key = (num_tokens, run, params.temperature, params.top_p)
         if key not in self._passes:
             while len(self._passes) >= _MOST_GRAPHS:
                 del self._passes[next(iter(self._passes))]
             static = StaticPass(
-                num_tokens, tiles, run, self._shape, self._page_size, self._tables, self._addresses, self._layer_rows
+                num_tokens,
+                num_tokens,
+                run,
+                self._shape,
+                self._page_size,
+                self._tables,
+                self._addresses,
+                self._layer_rows,
             )
             self.captures += 1
             self._passes[key] = static, self._capture(lambda: self._pass(static, params))

@@ -24,9 +24,11 @@ import numpy as np
 
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
-from megatron_dta.sampling.engines.scheduler import Sequence
+from megatron_dta.sampling.engines.scheduler import Pass, Scheduler, Sequence
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.speculator import Proposal, Speculator
+
+NO_DRAFT = np.zeros(0, np.int32)
 
 _MEASURED = 512
 """Passes whose seconds are kept for measuring what a pass costs."""
@@ -38,6 +40,19 @@ class Drafting(ABC):
     @abstractmethod
     def submitted(self, sequence: Sequence) -> None:
         """A sequence will run."""
+
+    def wants(self) -> bool:
+        """Whether drafts are to be looked for in this round, a pass or burst of which every row gets tokens. If not,
+        ``verified_burst`` comes without ``propose``."""
+        return True
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether a draft is likely soon where none is worth it now: bursts are short then."""
+        return True
+
+    def ran(self, seconds: float) -> None:  # noqa: B027 - most need no clock
+        """The round whose tokens were handed over last took so long, everything included."""
 
     @abstractmethod
     def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
@@ -77,6 +92,28 @@ class Drafting(ABC):
         """Nothing runs, and the weights are others now."""
 
 
+def drafts_of(plan: Pass, drafting: Drafting | None, scheduler: Scheduler, most_tokens: int) -> list[np.ndarray]:
+    """Tokens to verify behind each row's own, int32, which have pages now; none behind rows that get no token in this
+    pass, and no more than ``most_tokens`` with all others of the pass."""
+    drafts = [NO_DRAFT] * len(plan.rows)
+    if drafting is None:
+        return drafts
+    ready = [i for i, row in enumerate(plan.rows) if row.computed + plan.counts[i] == row.known]
+    if not ready:
+        return drafts
+    rows = [plan.rows[i] for i in ready]
+    # The last token is sampled behind the draft, and no token may lie beyond the request.
+    most = np.array([len(row.tokens) - row.known - 1 for row in rows])
+    budget = most_tokens - sum(plan.counts)
+    for i, row, draft in zip(ready, rows, drafting.propose(rows, most), strict=True):
+        length = min(len(draft), budget)
+        if length:
+            length = scheduler.look_ahead(row, row.known + length) - row.known
+            drafts[i] = draft[:length]
+            budget -= length
+    return drafts
+
+
 class SuffixDrafting(Drafting):
     """Drafts of a ``Speculator``, whose model of a pass's cost is fitted to the passes that ran."""
 
@@ -86,7 +123,9 @@ class SuffixDrafting(Drafting):
         self._problems: dict[Sequence, str] = {}
         self._branches: set[Sequence] = set()  # those whose parent had the same problem
         self._proposal: Proposal | None = None
-        self._measured: list[tuple[int, float]] = []
+        # Tokens, seconds, and whether there were drafts.
+        self._measured: list[tuple[int, float, bool]] = []
+        self._last: list[tuple[int, bool]] = []
         # Complete samples that the other replicas do not know of, where there are others.
         self._unshared: list[tuple[str, bool, np.ndarray, np.ndarray]] = []
 
@@ -98,10 +137,20 @@ class SuffixDrafting(Drafting):
             self._branches.add(sequence)
         self._problems[sequence] = problem
 
+    def wants(self) -> bool:
+        return self.speculator.wants()
+
+    @property
+    def is_hopeful(self) -> bool:
+        return self.speculator.rounds is None or self.speculator.rounds.is_hopeful
+
     def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
         slots = np.array([self._slot(sequence) for sequence in rows], np.int64)
         self._proposal = self.speculator.propose(slots, most)
-        return [row[:length] for row, length in zip(self._proposal.tokens, self._proposal.lengths, strict=True)]
+        proposal = self._proposal
+        if not proposal.lengths.any():
+            return [NO_DRAFT] * len(rows)
+        return [row[:length] for row, length in zip(proposal.tokens, proposal.lengths.tolist(), strict=True)]
 
     def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
         proposal, self._proposal = self._proposal, None
@@ -111,15 +160,23 @@ class SuffixDrafting(Drafting):
         accepted = np.minimum(counts - 1, drafted)
         offsets = np.concatenate([[0], np.cumsum(counts)])
         self.speculator.record(proposal, accepted, np.concatenate(appended).astype(np.int32), offsets, seconds)
-        self._measured.append((tokens, seconds))
-        del self._measured[:-_MEASURED]
+        # A pass that computes prompts too says nothing of drafts.
+        is_pure = tokens == len(drafted) + int(drafted.sum())
+        self._last = [(tokens, tokens > len(drafted))] if is_pure else []
 
     def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
         proposal, self._proposal = self._proposal, None
-        proposal.lengths[:] = 0
-        self.speculator.record_burst(proposal, appended, seconds)
-        passes = max(map(len, appended))
-        self._measured += [(len(rows), seconds / passes)] * passes
+        was_asked = proposal is not None
+        slots = proposal.slots if was_asked else np.array([self._slot(sequence) for sequence in rows], np.int64)
+        self.speculator.record_burst(slots, appended, seconds, was_asked)
+        self._last = [(len(rows), False)] * max(map(len, appended))
+
+    def ran(self, seconds: float) -> None:
+        last, self._last = self._last, []
+        if not last:
+            return
+        self.speculator.took(seconds)
+        self._measured += [(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last]
         del self._measured[:-_MEASURED]
 
     def finished(self, sequence: Sequence) -> None:
@@ -149,9 +206,15 @@ class SuffixDrafting(Drafting):
         # The rollouts so far are of the weights before.
         self.speculator.end_step(policy_version - 1)
         # The ranks of a replica draft alike, so they go by what the first one has measured.
-        cost = current_mesh().gather_over_replica(self.measured_cost())[0]
-        if cost is not None:
-            self.speculator.cost = cost
+        mesh, rounds = current_mesh(), self.speculator.rounds
+        costs = mesh.gather_over_replica((self.measured_cost(), self.measured_cost(False), self.measured_cost(True)))[0]
+        if costs[0] is not None:
+            self.speculator.cost = costs[0]
+        if rounds is not None:
+            rounds.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
+            plain, drafted = (own or costs[0] for own in costs[1:])
+            if plain is not None and drafted is not None:
+                rounds.calibrate(plain, drafted)
 
     def share(self) -> None:
         """Take in what the other replicas have sampled since the last call; all ranks call this together."""
@@ -162,9 +225,14 @@ class SuffixDrafting(Drafting):
                 for problem, is_branch, context, response in samples:
                     self.speculator.learn(problem, context, response, is_branch)
 
-    def measured_cost(self) -> ForwardCost | None:
-        """The cost of a pass as measured, the median of each number of tokens; None where too little has run."""
-        tokens, seconds = np.array(self._measured).reshape(-1, 2).T
+    def measured_cost(self, drafted: bool | None = None) -> ForwardCost | None:
+        """The cost of a pass as measured, the median of each number of tokens; None where too little has run.
+
+        drafted: only of passes with drafts, or only of those without.
+        """
+        tokens, seconds, kinds = np.array(self._measured, np.float64).reshape(-1, 3).T
+        if drafted is not None:
+            tokens, seconds = tokens[kinds == drafted], seconds[kinds == drafted]
         counts = [count for count in np.unique(tokens) if (tokens == count).sum() >= 3]
         try:
             medians = [np.median(seconds[tokens == count]) for count in counts]

@@ -28,8 +28,8 @@ from megatron_dta.model.decode_context import append_context
 from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.paged_context import paged_context
 from megatron_dta.sampling.engines.cache_size import head_shape, max_pages
-from megatron_dta.sampling.engines.decode_steps import Burst, DecodeSteps, noise_of
-from megatron_dta.sampling.engines.drafting import Drafting
+from megatron_dta.sampling.engines.decode_steps import MOST_TOKENS, Burst, DecodeSteps, noise_of
+from megatron_dta.sampling.engines.drafting import NO_DRAFT, Drafting, drafts_of
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
     GenerationRequest,
@@ -138,7 +138,10 @@ class InProcessEngine(RolloutEngine):
         try:
             with sampling_mode(self._model):
                 while not finished and not self._scheduler.is_idle:
+                    round_began = time.perf_counter()
                     finished = self._run(self._scheduler.next_pass())
+                    if self._drafting is not None:
+                        self._drafting.ran(time.perf_counter() - round_began)
         except BaseException:
             self.close()
             raise
@@ -196,8 +199,12 @@ class InProcessEngine(RolloutEngine):
     def _run(self, plan: Pass) -> list[Sequence]:
         """One forward pass and its tokens; the sequences that it ends."""
         began = time.perf_counter()
-        drafts = self._drafts(plan)
-        if self._steps is not None and self._steps.takes(plan, sum(map(len, drafts))):
+        is_static = self._steps is not None and self._steps.takes(plan, 0)
+        if is_static and self._drafting is not None and not self._drafting.wants():
+            return self._run_static(plan, [NO_DRAFT] * len(plan.rows), began)
+        most = min(self._max_tokens, MOST_TOKENS) if is_static else self._max_tokens
+        drafts = drafts_of(plan, self._drafting, self._scheduler, most)
+        if is_static:
             return self._run_static(plan, drafts, began)
         cache = self._cache_for(plan)
         starts = np.array([sequence.computed for sequence in plan.rows])
@@ -232,7 +239,7 @@ class InProcessEngine(RolloutEngine):
     def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Sequence]:
         """As ``_run`` for rows that all decode: one pass with drafts, or several without."""
         rows, is_drafted = plan.rows, any(map(len, drafts))
-        is_short = self._drafting is not None and self._undrafted < _BURSTS_IN_VAIN
+        is_short = self._drafting is not None and self._undrafted < _BURSTS_IN_VAIN and self._drafting.is_hopeful
         most = min(self._burst, _PASSES_BETWEEN_DRAFTS) if is_short else self._burst
         steps = self._scheduler.steps_ahead(rows, 1 if is_drafted else most)
         cache = self._cache_for(plan)
@@ -256,26 +263,6 @@ class InProcessEngine(RolloutEngine):
         sampled = [(tokens[:count, i].astype(np.int32), logprobs[:count, i]) for i, count in columns]
         return self._take(rows, sampled, None, began, len(rows))
 
-    def _drafts(self, plan: Pass) -> list[np.ndarray]:
-        """Tokens to verify behind each row's own, int32; none behind those that get no token in this pass."""
-        drafts = [np.zeros(0, np.int32)] * len(plan.rows)
-        if self._drafting is None:
-            return drafts
-        ready = [i for i, row in enumerate(plan.rows) if row.computed + plan.counts[i] == row.known]
-        if not ready:
-            return drafts
-        rows = [plan.rows[i] for i in ready]
-        # The last token is sampled behind the draft, and no token may lie beyond the request.
-        most = np.array([len(row.tokens) - row.known - 1 for row in rows])
-        budget = self._max_tokens - sum(plan.counts)
-        for i, row, draft in zip(ready, rows, self._drafting.propose(rows, most), strict=True):
-            length = min(len(draft), budget)
-            if length:
-                length = self._scheduler.look_ahead(row, row.known + length) - row.known
-            drafts[i] = draft[:length]
-            budget -= length
-        return drafts
-
     def _take(
         self,
         rows: list[Sequence],
@@ -290,15 +277,16 @@ class InProcessEngine(RolloutEngine):
             right. began: when the pass of ``num_tokens`` did, or the burst of such passes.
         """
         finished, appended = [], []
-        inputs = [own[:-1] for own, _ in sampled] if drafts is None else drafts
+        # A burst's inputs were right, as far as the sequence went on.
+        inputs = [None] * len(rows) if drafts is None else drafts
         self._undrafted = self._undrafted + 1 if drafts is None else 0
+        if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
+            raise FloatingPointError("the model's logits are not finite: its weights have diverged")
         for sequence, (own, logprobs), draft in zip(rows, sampled, inputs, strict=True):
-            if not np.isfinite(logprobs).all():
-                raise FloatingPointError("the model's logits are not finite: its weights have diverged")
             known = sequence.known
             is_end = self._append(sequence, own, logprobs, draft)
             appended.append(own[: sequence.known - known])
-            if len(draft):
+            if draft is None or len(draft):
                 self._scheduler.settle(sequence, len(appended[-1]) - 1)
             if is_end:
                 self._scheduler.finish(sequence)
@@ -317,17 +305,22 @@ class InProcessEngine(RolloutEngine):
             self._drafting.finished(sequence)
         return finished
 
-    def _append(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray) -> bool:
-        """Take the sampled tokens up to the first at which the draft was wrong; whether the sequence is at its end."""
-        for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
-            sequence.append(token, logprob)
-            if token in self._params.eos_ids or sequence.known == len(sequence.tokens):
-                return True
-            if self._stop_degenerate and self._degenerates(sequence, token):
-                return True
-            if i < len(draft) and token != draft[i]:
-                return False
-        return False
+    def _append(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray | None) -> bool:
+        """Take the sampled tokens up to the first at which the draft was wrong (None: it was right); whether the
+        sequence is at its end."""
+        ends, room, values = self._params.eos_ids, len(sequence.tokens) - sequence.known, tokens.tolist()
+        guesses = values if draft is None else draft.tolist()
+        if draft is None and not self._stop_degenerate and len(values) < room and ends.isdisjoint(values):
+            sequence.extend(tokens, logprobs)
+            return False
+        taken, is_end = 0, False
+        for token in values:
+            taken += 1
+            is_end = token in ends or taken == room or (self._stop_degenerate and self._degenerates(sequence, token))
+            if is_end or (taken <= len(guesses) and token != guesses[taken - 1]):
+                break
+        sequence.extend(tokens[:taken], logprobs[:taken])
+        return is_end
 
     def _degenerates(self, sequence: Sequence, token: int) -> bool:
         detector = self._detectors.setdefault(sequence, DegenerateDetector())

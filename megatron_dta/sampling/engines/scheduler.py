@@ -74,11 +74,12 @@ class Sequence:
             self._digests.append(extend_digest(previous, self.tokens[first : first + size]))
         return self._digests
 
-    def append(self, token: int, logprob: float) -> None:
-        """Take a sampled token."""
-        self.logprobs[self.known - self.context_length] = logprob
-        self.tokens[self.known] = token
-        self.known += 1
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Take sampled tokens, one after the other."""
+        done, end = self.known - self.context_length, self.known + len(tokens)
+        self.logprobs[done : done + len(tokens)] = logprobs
+        self.tokens[self.known : end] = tokens
+        self.known = end
 
     def add_pages(self, pages: list[int]) -> None:
         """Hold further pages at the end of the table."""
@@ -186,6 +187,8 @@ class Scheduler:
         before which position it has pages."""
         size = sequence.page_size
         missing = -(-end // size) - sequence.num_pages
+        if missing <= 0:
+            return end
         while missing > 0 and not self.pool.has_room(missing + len(self.running)):
             missing -= 1
         if missing > 0:
@@ -198,7 +201,9 @@ class Scheduler:
         steps = np.ones(len(sequences), np.int64)
         for i, sequence in enumerate(sequences):
             wanted = min(most, len(sequence.tokens) - sequence.known)
-            if wanted > 1:
+            if wanted > 1 and sequence.computed + wanted <= sequence.num_pages * sequence.page_size:
+                steps[i] = wanted
+            elif wanted > 1:
                 steps[i] = self.look_ahead(sequence, sequence.computed + wanted) - sequence.computed
         return steps
 
@@ -206,6 +211,8 @@ class Scheduler:
         """Of what was run beyond ``computed`` the first ``accepted`` tokens were right; pages for more are free."""
         self._has_computed(sequence, accepted)
         kept = -(-sequence.computed // sequence.page_size)
+        if kept == sequence.num_pages:
+            return
         self.pool.give_back(sequence.table[kept : sequence.num_pages].tolist())
         sequence.num_pages = kept
 
@@ -228,6 +235,8 @@ class Scheduler:
         """K and V of the next ``count`` known tokens are there: others may share the pages that they fill."""
         first, last = sequence.computed // sequence.page_size, (sequence.computed + count) // sequence.page_size
         sequence.computed += count
+        if first == last:
+            return
         digests = sequence.digests()
         for i in range(first, last):
             self._not_coming(digests[i], sequence)

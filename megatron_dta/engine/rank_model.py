@@ -1,0 +1,60 @@
+"""This rank's part of the model as a pass through it needs it: its chunks, where they are and how they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
+
+# Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
+LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
+
+
+class RankModel:
+    """The parts of a model on a rank, with the settings that all passes share.
+
+    Args:
+        model: a ``TreeGPTModel`` or ``StagedModel``, or its parts in Megatron's DistributedDataParallel.
+        temperature: the logits are divided by it, in training as in sampling.
+        logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` over the vocabulary.
+        tree_attention_impl: "auto", "triton" or "reference", see ``TreeConfig``.
+        routing_replay: let experts be those that the rollouts' sampler chose.
+    """
+
+    def __init__(
+        self,
+        model: Model | Sequence[torch.nn.Module],
+        temperature: float,
+        logprob_chunk_tokens: int | None,
+        tree_attention_impl: str,
+        routing_replay: bool,
+    ) -> None:
+        self.replays_routing = routing_replay
+        self.chunks = list(model.parts if isinstance(model, (TreeGPTModel, StagedModel)) else model)
+        self.tree_models: list[TreeGPTModel] = [
+            chunk if isinstance(chunk, TreeGPTModel) else chunk.module for chunk in self.chunks
+        ]
+        self.config, self.true_vocab_size = self.tree_models[0].config, self.tree_models[0].true_vocab_size
+        self.num_layers = [len(part.decoder.layers) for part in self.tree_models]
+        self.temperature = temperature
+        self.mesh = current_mesh()
+        parameter = next(self.tree_models[0].parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
+        self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
+        head_size = self.config.kv_channels
+        self.uses_kernels = choose_attention(tree_attention_impl, head_size, self.dtype, self.device)
+
+    def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
+        """Keep a backward of a part from starting the reduction of its gradients, unless ``allowed``."""
+        part = self.chunks[chunk]
+        return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
+
+    @property
+    def syncs_in_backward(self) -> bool:
+        """Whether replicas' gradients are reduced within the last backward, and not only after it."""
+        part = self.chunks[0]
+        return hasattr(part, "ddp_config") and part.ddp_config.overlap_grad_reduce
