@@ -2,8 +2,8 @@
 
 Samples that share prefixes are worth most in one step. So the groups stand in depth-first order, mini-batches are runs
 of them, and among the ways to make runs of equal size (one group more or less where the number does not divide) the one
-is taken whose cuts separate least. Runs of the collection's own order are taken instead unless these cost more: where
-all groups share the same, as a system prompt, there is nothing to gain, and a shuffled collection stays shuffled.
+is taken whose cuts separate least. Runs of the collection's own order are taken instead unless these cost enough more:
+where all groups share the same, as a system prompt, there is nothing to gain, and a shuffled collection stays shuffled.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def cut_mini_batches(
     num_mini_batches: int,
     groups: Sequence[str],
     cost_model: CostModel | None = None,
+    least_saving: float = 0.0,
 ) -> MiniBatches:
     """Mini-batches of whole groups, as even in their number as possible. The same on every rank that has the samples.
 
@@ -47,6 +48,7 @@ def cut_mini_batches(
         num_mini_batches: optimizer steps, at most the number of groups.
         groups: a group name for each sample.
         cost_model: says what a separated prefix costs; None for the defaults.
+        least_saving: part of the cost in the collection's own order that leaving it must save.
 
     Raises:
         ValueError: num_mini_batches below 1 or above the number of groups, or names of another number than samples.
@@ -71,7 +73,7 @@ def cut_mini_batches(
         Partition.of(costs, np.searchsorted(starts, group, side="right"), num_mini_batches)
         for starts, group in ((even, by_appearance), (cuts, along_tree))
     )
-    best = along if along.total_cost < in_order.total_cost else in_order
+    best = along if along.total_cost < (1 - least_saving) * in_order.total_cost else in_order
     found = [best.sequences_of(step) for step in range(num_mini_batches)]
     return MiniBatches(sorted(found, key=lambda part: part[0]), best.duplicated_tokens)
 
