@@ -59,6 +59,18 @@ class Wrapped:
         return {name: p.main_grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
 
+def test_buffers_without_their_hooks_are_refused():
+    model = build_model(model_config(**QWEN3), initialize_parallel(0), DIRECT)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    engine = TreeEngine(model, TEMPERATURE, 5)
+    samples = random_training_samples(branching_sequences(seed_all(5), count=8), seed=5)
+    batch = prepare_batch(samples, tree_config("dta", 6))
+    assert batch.plan.segments.num_segments > 1
+    with pytest.raises(RuntimeError, match="keep its DistributedDataParallel"):
+        engine.forward_backward(batch, GRPO)
+
+
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Largest error of a parameter's gradient, relative to its norm."""
     assert found.keys() == expected.keys()

@@ -77,7 +77,7 @@ class TreeAttentionPlan:
         parts: the backward pass, mostly in one part; where the tiles of dS of as many groups as fill the GPU are more
             than may be stored, of some tiles of queries each.
         stored_groups: key/value heads whose tiles of dS are stored at once; 0 where dS is computed again.
-        stored_elements: elements of the buffer for them, the same in all segments that are planned together.
+        stored_elements: elements of the buffer for them: the most of the segments that are planned together.
     """
 
     shape: AttentionShape

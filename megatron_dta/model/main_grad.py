@@ -37,7 +37,16 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def added_to_main_grad(weight: Parameter) -> Tensor:
-    """Tell Megatron's hooks that the pass's gradient is in the buffer; what to return to autograd in its place."""
+    """Tell Megatron's hooks that the pass's gradient is in the buffer; what to return to autograd in its place.
+
+    Raises:
+        RuntimeError: the hooks are gone, so what an earlier pass returned is still there; autograd would add to it.
+    """
+    if weight.grad is not None:
+        raise RuntimeError(
+            "a weight with a gradient buffer has a gradient beside it: keep its DistributedDataParallel, whose hooks "
+            "clear it after each backward"
+        )
     weight.grad_added_to_main_grad = True
     return gradient_placeholder(weight)
 

@@ -13,7 +13,8 @@ No segment is faster than the host launches it. One of S tokens takes max(floor,
 max(floor, a S) (T / S + P - 1), which is least at S = floor / a: below it more segments take as long each, above it the
 bubble grows. So sizes are not below that, as far as (P - 1) S stays within half of the budget.
 
-This is a rule, for where costs are not measured; ``pipeline_choice`` simulates.
+This is a rule, which takes no time, so it is what training goes by at every step; ``pipeline_choice`` simulates, which
+takes seconds.
 """
 
 from __future__ import annotations
