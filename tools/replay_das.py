@@ -53,6 +53,7 @@ from megatron_dta.speculation.replay import (
     waves,
 )
 from megatron_dta.speculation.report import SpeculationReport
+from megatron_dta.speculation.rounds import Rounds
 from megatron_dta.speculation.speculator import BUDGETS, BudgetParams, Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 
@@ -132,7 +133,11 @@ def replay(
         max_tokens=arguments.das_max_tokens,
         draft=DraftParams(width=arguments.das_draft_tokens),
     )
-    speculator = Speculator(drafter, BudgetParams(budget), forward_cost(arguments))
+    cost = forward_cost(arguments)
+    # The gate for whole passes that an engine has. By the model's seconds alone: this machine's clock says nothing.
+    rounds = Rounds(cost, cost, burst=1)
+    rounds.is_measured = False
+    speculator = Speculator(drafter, BudgetParams(budget), cost, rounds)
     remember(speculator, history)
     return merged([replay_wave(speculator, part, len(history)) for part in parts])
 

@@ -59,11 +59,16 @@ def check_rollout_engine(config: TrainConfig) -> None:
             raise InputError("--das-draft-tokens 1: SGLang divides a draft between two sources; give at least 2")
     if sampling.rollout_max_staleness:
         _check_staleness(config)
-    if config.speculation.rollout_stop_degenerate and config.treepo.rollout_method == "treepo":
-        raise InputError(
-            "--rollout-stop-degenerate ends whole responses, and --rollout-method treepo asks for segments; leave it "
-            "out, --treepo-repetition-count ends a path"
-        )
+    if config.speculation.rollout_stop_degenerate:
+        if config.treepo.rollout_method == "treepo":
+            raise InputError(
+                "--rollout-stop-degenerate ends whole responses, and --rollout-method treepo asks for segments; leave "
+                "it out, --treepo-repetition-count ends a path"
+            )
+        if config.environment.environment is not None:
+            raise InputError(
+                "--rollout-stop-degenerate ends whole responses, and --environment asks for turns; leave it out"
+            )
 
 
 def _check_staleness(config: TrainConfig) -> None:

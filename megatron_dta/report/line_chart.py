@@ -1,4 +1,4 @@
-"""Curves over the steps of a run, as SVG.
+"""Curves over the steps of a run, or over the parts of one step, as SVG.
 
 A run of more than ``MOST_POINTS`` steps is drawn as means over equal numbers of steps. Missing values are gaps. A
 logarithmic axis is taken where all values are above 0 and the largest is more than 1,000 times the smallest.
@@ -58,10 +58,12 @@ def smoothed(series: Series, window: int) -> Series:
     return Series(f"{series.name}, mean of {window} steps", values, series.color)
 
 
-def line_chart(title: str, curves: Sequence[Series | None], marks: Sequence[tuple[int, str]] = ()) -> Markup | None:
+def line_chart(
+    title: str, curves: Sequence[Series | None], marks: Sequence[tuple[int, str]] = (), across: str = "step"
+) -> Markup | None:
     """A figure with the curves that exist; None if none does.
 
-    marks: (step, what it is): vertical lines.
+    marks: (step, what it is): vertical lines. across: what is counted in place of steps.
     """
     drawn = [_thinned(series) for series in curves if series is not None]
     if not drawn:
@@ -84,9 +86,9 @@ def line_chart(title: str, curves: Sequence[Series | None], marks: Sequence[tupl
     picture = svg(
         WIDTH,
         HEIGHT,
-        _axes(x, y, linear_ticks(min(steps), max(steps), 8), ticks),
+        _axes(x, y, linear_ticks(min(steps), max(steps), 8), ticks, across),
         [_mark(x(step), label) for step, label in marks],
-        [_curve(series, x, y) for series in drawn],
+        [_curve(series, x, y, across) for series in drawn],
         title=title,
         class_="chart",
         data_points=sum(value is not None for series in drawn for _, value in series.values),
@@ -94,6 +96,22 @@ def line_chart(title: str, curves: Sequence[Series | None], marks: Sequence[tupl
     keys = [tag("span", tag("i", style=f"background:{s.color}"), s.name, class_="key") for s in drawn]
     note = " (logarithmic)" if is_log else ""
     return tag("figure", tag("figcaption", tag("b", title + note), keys), picture)
+
+
+def metric_charts(
+    records: Sequence[Mapping], charts: Sequence[tuple[str, ...]], prefix: str = "timing/"
+) -> list[Markup | None]:
+    """A figure over the steps for each (title, metrics...), whose keys leave ``prefix`` out."""
+    return [
+        line_chart(
+            title,
+            [
+                series_of(records, name, COLORS[i % len(COLORS)], name.removeprefix(prefix))
+                for i, name in enumerate(names)
+            ],
+        )
+        for title, *names in charts
+    ]
 
 
 def _thinned(series: Series) -> Series:
@@ -116,7 +134,11 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 
 
 def _axes(
-    x: Callable[[float], float], y: Callable[[float], float], x_ticks: Sequence[float], y_ticks: Sequence[float]
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+    x_ticks: Sequence[float],
+    y_ticks: Sequence[float],
+    across: str,
 ) -> list[Markup]:
     parts = []
     for value, label in zip(y_ticks, tick_labels(y_ticks), strict=True):
@@ -126,7 +148,7 @@ def _axes(
         if value == int(value):
             parts.append(tag("text", number(value), x=x(value), y=HEIGHT - BOTTOM + 16, class_="tick middle"))
     parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="axis"))
-    parts.append(tag("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="tick right"))
+    parts.append(tag("text", across, x=WIDTH - RIGHT, y=HEIGHT - 4, class_="tick right"))
     return parts
 
 
@@ -134,7 +156,7 @@ def _mark(x: float, label: str) -> Markup:
     return tag("line", tag("title", label), x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="mark")
 
 
-def _curve(series: Series, x: Callable[[float], float], y: Callable[[float], float]) -> Markup:
+def _curve(series: Series, x: Callable[[float], float], y: Callable[[float], float], across: str) -> Markup:
     """A path for each run of values without a gap, and a dot for each value."""
     runs: list[list[tuple[int, float]]] = [[]]
     for step, value in series.values:
@@ -155,7 +177,7 @@ def _curve(series: Series, x: Callable[[float], float], y: Callable[[float], flo
             if crowded and len(run) > 1:
                 continue
             dots += [
-                tag("circle", tag("title", f"{series.name}, step {s}: {number(v)}"), cx=x(s), cy=y(v), r=2.2)
+                tag("circle", tag("title", f"{series.name}, {across} {s}: {number(v)}"), cx=x(s), cy=y(v), r=2.2)
                 for s, v in run
             ]
     return tag("g", lines, tag("g", dots, fill=series.color, opacity=opacity), class_="series", data_name=series.name)

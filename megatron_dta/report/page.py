@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dta.report.bars import phase_chart, rank_chart, timeline_chart
-from megatron_dta.report.line_chart import COLORS, Series, line_chart, series_of, smoothed
+from megatron_dta.report.draft_charts import draft_charts
+from megatron_dta.report.line_chart import COLORS, Series, line_chart, metric_charts, series_of, smoothed
 from megatron_dta.report.markup import Markup, join, number, tag
 from megatron_dta.report.run_files import RunFiles, SavedStep
 from megatron_dta.report.tree_picture import tree_picture
@@ -71,18 +72,6 @@ SPEED_CHARTS: tuple[_Curve, ...] = (
     ("tokens a second", "timing/tokens_per_second", "timing/unique_tokens_per_second"),
     ("sampled tokens a second", "timing/sampled_tokens_per_second"),
 )
-DRAFTER = "speculation_"
-DRAFTER_CHARTS: tuple[_Curve, ...] = (
-    ("tokens of a forward pass", "timing/speculation_tokens_per_forward"),
-    ("drafted tokens that were accepted", "timing/speculation_acceptance"),
-    (
-        "drafted, accepted and wasted tokens",
-        "timing/speculation_drafted_tokens",
-        "timing/speculation_accepted_tokens",
-        "timing/speculation_wasted_tokens",
-    ),
-    ("memory of the trees (bytes)", "timing/speculation_drafter_bytes"),
-)
 FAILURE_CHARTS: tuple[_Curve, ...] = (
     ("rewards that failed", "reward_failures", "reward_timeouts"),
     ("steps of environments that failed", "environment_failures", "environment_timeouts"),
@@ -99,28 +88,30 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
     sections = [
         _header(run),
         _section("Reward", _reward_charts(run), "No rewards: this run trains without them."),
-        _section("Loss and update", _charts(run.records, LOSS_CHARTS), "No step has been trained."),
-        _section("Trees", _charts(run.records, TREE_CHARTS), "No step has been trained."),
+        _section("Loss and update", metric_charts(run.records, LOSS_CHARTS), "No step has been trained."),
+        _section("Trees", metric_charts(run.records, TREE_CHARTS), "No step has been trained."),
         _trees(run, most_prompts, prompt),
-        _section("Time", [phase_chart(run.records), *_charts(run.records, SPEED_CHARTS)], "No times were recorded."),
+        _section(
+            "Time", [phase_chart(run.records), *metric_charts(run.records, SPEED_CHARTS)], "No times were recorded."
+        ),
         _section("Pipeline", _timelines(run), "No timelines: train with --timeline-dir DIR."),
         _section(
             "Balance of data-parallel ranks",
             [
                 rank_chart(run.records),
-                *_charts(run.records, (("balance: 1 where ranks are alike", "timing/rank_balance"),)),
+                *metric_charts(run.records, (("balance: 1 where ranks are alike", "timing/rank_balance"),)),
             ],
             "One data-parallel rank: there is nothing to balance.",
         ),
         _section(
             "Sampler and trainer",
-            [_alarms(run.records), *_charts(run.records, MISMATCH_CHARTS)],
+            [_alarms(run.records), *metric_charts(run.records, MISMATCH_CHARTS)],
             "The sampler's logprobs are not known, or were not compared.",
         ),
-        _section("Failures", _charts(run.records, FAILURE_CHARTS), "None was counted."),
+        _section("Failures", metric_charts(run.records, FAILURE_CHARTS), "None was counted."),
         _section(
             "Drafts",
-            _charts(run.records, DRAFTER_CHARTS),
+            draft_charts(run.records),
             "Nothing was drafted: train with --rollout-speculation das.",
         ),
         _all_metrics(run.records),
@@ -193,7 +184,7 @@ def _reward_charts(run: RunFiles) -> list[Markup | None]:
     return [
         line_chart("reward", curves, marks),
         line_chart("held-out prompts", held_out),
-        *_charts(
+        *metric_charts(
             run.records,
             (
                 ("reward, leaves weighted", "weighted_reward"),
@@ -201,19 +192,6 @@ def _reward_charts(run: RunFiles) -> list[Markup | None]:
                 ("tokens of a response", "response_tokens", "eval_response_tokens"),
             ),
         ),
-    ]
-
-
-def _charts(records: Sequence[Mapping[str, Any]], charts: Sequence[_Curve]) -> list[Markup | None]:
-    return [
-        line_chart(
-            title,
-            [
-                series_of(records, name, COLORS[i % len(COLORS)], name.removeprefix("timing/"))
-                for i, name in enumerate(names)
-            ],
-        )
-        for title, *names in charts
     ]
 
 

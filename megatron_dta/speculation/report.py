@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_dta.speculation.budgets import LengthClass
 
-DECILES = 10
+DECILES = TENTHS = 10
 
 
 @dataclass
@@ -23,7 +23,7 @@ class SpeculationReport:
             and accepted tokens, and the length class that it began with.
         queries: drafts that were looked for. draft_seconds: CPU time of making and accounting them.
         drafter_bytes, drafter_tokens: memory of the trees and tokens in them, at the end.
-        stopped: samples stopped for degenerate text.
+        stopped: of a replay, samples that were cut for degenerate text.
     """
 
     live: list[int] = field(default_factory=list)
@@ -63,15 +63,42 @@ class SpeculationReport:
 
     def tokens_per_forward_by_decile(self) -> list[float | None]:
         """The same by length, the shortest tenth of the samples first; None where there are too few samples."""
-        order = np.argsort(self.lengths, kind="stable")
-        parts = np.array_split(order, DECILES)
         lengths, steps = np.asarray(self.lengths), np.asarray(self.steps)
-        return [_ratio(lengths[part].sum(), steps[part].sum()) if len(part) else None for part in parts]
+        return [_ratio(lengths[part].sum(), steps[part].sum()) if len(part) else None for part in self._deciles()]
 
     def tokens_per_forward_by_class(self) -> dict[str, float | None]:
-        lengths, steps, classes = map(np.asarray, (self.lengths, self.steps, self.classes))
-        rows = {c.name.lower(): classes == c for c in LengthClass}
-        return {name: _ratio(lengths[r].sum(), steps[r].sum()) if r.any() else None for name, r in rows.items()}
+        lengths, steps = np.asarray(self.lengths), np.asarray(self.steps)
+        rows = self._classes()
+        return {name: _ratio(lengths[r].sum(), steps[r].sum()) if len(r) else None for name, r in rows.items()}
+
+    def wasted_tokens_by_decile(self) -> list[int | None]:
+        """Tokens drafted in vain for each tenth of the samples by length, the shortest first."""
+        wasted = np.subtract(self.drafted, self.accepted)
+        return [int(wasted[part].sum()) if len(part) else None for part in self._deciles()]
+
+    def wasted_tokens_by_class(self) -> dict[str, int | None]:
+        wasted = np.subtract(self.drafted, self.accepted)
+        return {name: int(wasted[rows].sum()) if len(rows) else None for name, rows in self._classes().items()}
+
+    def live_batch_over_time(self, parts: int = TENTHS) -> list[float | None]:
+        """Mean number of live sequences in each of ``parts`` equal parts of the makespan; None without a forward."""
+        ends = np.cumsum(self.seconds)
+        if not len(ends) or not ends[-1] > 0:
+            return [None] * parts
+        # Live sequences x seconds up to each boundary, between forwards in proportion.
+        bounds = np.linspace(0, ends[-1], parts + 1)
+        area = np.concatenate([[0.0], np.cumsum(np.asarray(self.live) * np.asarray(self.seconds))])
+        upto = np.interp(bounds, np.concatenate([[0.0], ends]), area)
+        return (np.diff(upto) / np.diff(bounds)).tolist()
+
+    def _deciles(self) -> list[np.ndarray]:
+        """Rows of each tenth of the samples, the shortest ones first."""
+        return np.array_split(np.argsort(self.lengths, kind="stable"), DECILES)
+
+    def _classes(self) -> dict[str, np.ndarray]:
+        """Rows of the samples of each class."""
+        classes = np.asarray(self.classes, np.int64)
+        return {c.name.lower(): np.flatnonzero(classes == c) for c in LengthClass}
 
     def longest_tokens_per_forward(self, samples: int = 4) -> float:
         """Of the longest samples, which decide when a rollout is done."""
@@ -79,13 +106,14 @@ class SpeculationReport:
         return _ratio(np.asarray(self.lengths)[order].sum(), np.asarray(self.steps)[order].sum())
 
     def figures(self) -> dict[str, object]:
-        """Everything but the courses over time, for JSON."""
+        """Everything but the course from forward to forward, for JSON."""
         drafted, accepted = int(np.sum(self.drafted)), int(np.sum(self.accepted))
         return {
             "samples": len(self.lengths),
             "generated_tokens": int(np.sum(self.lengths)),
             "forwards": len(self.live),
             "makespan_seconds": self.makespan,
+            "live_batch_over_time": self.live_batch_over_time(),
             "tokens_per_forward": self.tokens_per_forward,
             "tokens_per_forward_by_decile": self.tokens_per_forward_by_decile(),
             "tokens_per_forward_by_class": self.tokens_per_forward_by_class(),
@@ -93,6 +121,8 @@ class SpeculationReport:
             "drafted_tokens": drafted,
             "accepted_tokens": accepted,
             "wasted_tokens": drafted - accepted,
+            "wasted_tokens_by_decile": self.wasted_tokens_by_decile(),
+            "wasted_tokens_by_class": self.wasted_tokens_by_class(),
             "draft_queries": self.queries,
             "draft_seconds": self.draft_seconds,
             "drafter_bytes": self.drafter_bytes,
@@ -104,18 +134,18 @@ class SpeculationReport:
     def metrics(self) -> dict[str, float]:
         """Flat numbers for the training log; the names begin with ``speculation_``."""
         figures = self.figures()
-        names = ("tokens_per_forward", "tokens_per_forward_longest_4", "forwards", "drafted_tokens", "accepted_tokens")
-        names += ("wasted_tokens", "draft_queries", "draft_seconds", "drafter_bytes", "drafter_tokens")
-        names += ("stopped_degenerate",)
-        values = {name: float(figures[name]) for name in names}
+        names = ("tokens_per_forward", "tokens_per_forward_longest_4", "forwards", "makespan_seconds")
+        names += ("drafted_tokens", "accepted_tokens", "wasted_tokens")
+        names += ("draft_queries", "draft_seconds", "drafter_bytes", "drafter_tokens")
+        values: dict[str, float | None] = {name: float(figures[name]) for name in names}
         values["acceptance"] = _ratio(figures["accepted_tokens"], figures["drafted_tokens"])
-        for name, value in figures["tokens_per_forward_by_class"].items():
-            if value is not None:
-                values[f"tokens_per_forward_{name}"] = value
-        for decile, value in enumerate(figures["tokens_per_forward_by_decile"], 1):
-            if value is not None:
-                values[f"tokens_per_forward_decile_{decile}"] = value
-        return {f"speculation_{name}": value for name, value in values.items()}
+        for name in ("tokens_per_forward", "wasted_tokens"):
+            values |= {f"{name}_{each}": value for each, value in figures[f"{name}_by_class"].items()}
+            by_decile = enumerate(figures[f"{name}_by_decile"], 1)
+            values |= {f"{name}_decile_{decile}": value for decile, value in by_decile}
+        over_time = enumerate(figures["live_batch_over_time"], 1)
+        values |= {f"live_batch_tenth_{tenth}": value for tenth, value in over_time}
+        return {f"speculation_{name}": float(value) for name, value in values.items() if value is not None}
 
 
 def _ratio(a: float, b: float) -> float:

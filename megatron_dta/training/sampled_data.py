@@ -18,6 +18,7 @@ from megatron_dta.sampling.first_rank import FirstRankEvaluation, FirstRankSourc
 from megatron_dta.sampling.method import build_sampling_evaluation, build_sampling_source
 from megatron_dta.sampling.server_corpus import DraftingServersSource, RolloutCorpus
 from megatron_dta.sampling.speculating_source import SpeculatingSource
+from megatron_dta.sampling.stopping_source import StoppingSource
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.training.loop import Progress
 from megatron_dta.training.rollout_weights import RolloutWeights, weights_folder
@@ -39,6 +40,8 @@ def build_sampled_data(
         stop, impl = config.speculation.rollout_stop_degenerate, config.tree.tree_attention_impl
         engine = build_engine(config.sampling, model, drafting, stop, impl, report)
         source = build_sampling_source(engine, task, config)
+        if stop:
+            source = StoppingSource(source, engine)
         if drafting is not None:
             source = SpeculatingSource(source, drafting)
         return source, [build_sampling_evaluation(engine, task, config)] if evaluated else []
