@@ -43,6 +43,15 @@ class Store:
                 page = int(row.table[position // self._size])
                 assert self._slots[page, position % self._size] == row.tokens[: position + 1].tobytes()
 
+    def run_draft(self, row: Sequence, draft: np.ndarray, pool: PagePool) -> None:
+        """Write what belongs to guesses behind the row's tokens."""
+        guessed = np.concatenate([row.tokens[: row.known], draft])
+        for position in range(row.known, len(guessed)):
+            page = int(row.table[position // self._size])
+            assert position // self._size < row.num_pages
+            assert pool.holders(page) == 1
+            self._slots[page, position % self._size] = guessed[: position + 1].tobytes()
+
 
 def check_pages(pool: PagePool, scheduler: Scheduler, sequences: list[Sequence]) -> None:
     held = Counter(page for sequence in sequences for page in sequence.pages)
@@ -65,11 +74,28 @@ CASES = [
 ]
 
 
+def run_drafts(rng: np.random.Generator, scheduler: Scheduler, store: Store, plan: Pass) -> dict[Sequence, np.ndarray]:
+    """Guessed tokens behind the rows that get a token now, with whatever K and V belong to the guesses."""
+    drafts = {}
+    for row, count in zip(plan.rows, plan.counts, strict=True):
+        most = min(9, len(row.tokens) - row.known - 1)
+        if row.computed + count < row.known or most < 1 or rng.random() < 0.3:
+            continue
+        before = row.num_pages
+        end = scheduler.look_ahead(row, row.known + int(rng.integers(1, most + 1)))
+        # Pages for guesses are never those that running rows need for their next token.
+        assert row.num_pages == before or scheduler.pool.has_room(len(scheduler.running))
+        drafts[row] = rng.integers(0, 2, end - row.known).astype(np.int32)
+        store.run_draft(row, drafts[row], scheduler.pool)
+    return drafts
+
+
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", range(3))
-def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int):
+@pytest.mark.parametrize(("seed", "is_drafted"), [(0, False), (1, False), (2, False), (3, True), (4, True), (5, True)])
+def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int, is_drafted: bool):
     size, pages, rows, tokens = case
     rng = seed_all(1000 * seed + size)
+    rejected = 0
     pool = PagePool(size, pages)
     scheduler, store = Scheduler(pool, rows, tokens), Store(size)
     longest = size * pages if pages is not None else 60
@@ -90,8 +116,18 @@ def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int):
         assert len(set(plan.rows)) == len(plan.rows)
         check_pages(pool, scheduler, everything)
         store.run(plan, pool)
+        drafts = run_drafts(rng, scheduler, store, plan) if is_drafted else {}
         for sequence in scheduler.complete(plan):
-            sequence.extend(rng.integers(0, 2, 1), np.zeros(1))
+            draft = drafts.get(sequence, np.zeros(0, np.int32))
+            sampled = rng.integers(0, 2, len(draft) + 1)
+            accepted = int((sampled[:-1] == draft).cumprod().sum())
+            sequence.extend(sampled[: accepted + 1], np.zeros(accepted + 1))
+            if len(draft):
+                scheduler.settle(sequence, accepted)
+                rejected += len(draft) - accepted
+                assert sequence.computed == sequence.known - 1
+                # Pages that only rejected guesses have used are free again.
+                assert sequence.num_pages == -(-sequence.computed // size)
             if sequence.known == len(sequence.tokens) or rng.random() < 0.2:
                 scheduler.finish(sequence)
                 finished += 1
@@ -101,6 +137,7 @@ def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int):
             scheduler.release(held.pop(int(rng.integers(len(held)))))
         check_pages(pool, scheduler, everything)
     assert finished == len(everything) >= 300
+    assert rejected > 20 or not is_drafted
     counts = scheduler.counts
     assert counts["prefilled_tokens"] + counts["reused_tokens"] == sum(s.context_length for s in everything)
     if pages is None:
