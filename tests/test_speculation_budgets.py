@@ -241,9 +241,11 @@ def rollout(rng: np.random.Generator, n: int) -> np.ndarray:
     return rng.integers(0, 9, n).astype(np.int32)
 
 
-def test_window_budget_and_state_of_the_drafter() -> None:
+@pytest.mark.parametrize("max_tokens", [700, 260])
+def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
+    """Of six steps with one, two, three samples; the smaller budget holds fewer than those of the window."""
     rng = seed_all(7)
-    drafter = Drafter(DrafterParams(depth=6, early_depth=2, window=3, max_tokens=700))
+    drafter = Drafter(DrafterParams(depth=6, early_depth=2, window=3, max_tokens=max_tokens))
     prompts = {name: rollout(rng, 5) for name in "abc"}
     empty = drafter._forest.num_nodes
     for step in range(6):
@@ -253,8 +255,14 @@ def test_window_budget_and_state_of_the_drafter() -> None:
             drafter.extend(np.array([sample], np.uint32), tokens, np.array([0, 50]))
             drafter.finish(sample, step)
         drafter.end_step(step)
-        assert drafter.stored_tokens <= 700
-        assert {entry.step for entry in drafter._samples.values()} <= {step - 2, step - 1, step}
+        assert drafter.stored_tokens <= max_tokens
+        steps = [entry.step for entry in drafter._samples.values()]
+        if max_tokens == 700:
+            assert set(steps) == {each for each in (step - 2, step - 1, step) if each >= 0}
+        else:
+            # The oldest left first: what stays are the last ones, and one more would have been too many.
+            assert steps == sorted(each for each in range(step + 1) for _ in range(1 + each % 3))[-len(steps) :]
+            assert drafter.stored_tokens > 260 - 2 * 60 or len(steps) == sum(1 + each % 3 for each in range(step + 1))
     running = drafter.open("a", prompts["a"])
     restored = Drafter(drafter.params)
     restored.load_state_dict(drafter.state_dict())

@@ -129,7 +129,8 @@ def test_five_thousand_sequences_in_float32(temperature: float, top_p: float, se
     prompts = random_prompts(np.random.default_rng(seed), [1, 5, 9, 14] * 7)
     drafting = suffix_drafting()
     plain, engine = started(model, params), started(model, params, drafting=drafting)
-    steps, compared = 5, 0
+    steps, compared, texts = 5, 0, []
+    depth = drafting.speculator.drafter.params.depth
     for step in range(steps):
         requests = [
             GenerationRequest(i * 8 + j, prompt, 14 + i % 9, i * 8 + j)
@@ -145,12 +146,18 @@ def test_five_thousand_sequences_in_float32(temperature: float, top_p: float, se
             assert one.finish_reason == other.finish_reason
             assert np.allclose(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
         compared += len(requests)
+        rows = zip(requests, found, strict=True)
+        texts += [[*request.token_ids[1 - depth :], *result.token_ids] for request, result in rows]
     assert compared == 1120
     statistics = engine.statistics()
     assert statistics["accepted_drafts"] > 0.01 * statistics["decoded_tokens"]
     assert statistics["drafted_tokens"] > statistics["accepted_drafts"]
     assert statistics["forwards"] < plain.statistics()["forwards"]
     assert drafting.speculator.drafter.num_samples == compared
+    # The trees have what was sampled, and nothing of a draft besides.
+    state = drafting.speculator.drafter.state_dict()
+    stored = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])[int(state["num_prompts"]) :]
+    assert sorted(text.tolist() for text in stored) == sorted(texts)
 
 
 def test_an_error_leaves_drafts_and_pages_empty() -> None:

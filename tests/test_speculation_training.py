@@ -14,8 +14,10 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.config.speculation import SpeculationConfig
 from megatron_dta.errors import InputError
 from megatron_dta.parity.shards import shard_weights
+from megatron_dta.rollouts import load_rollouts
 from megatron_dta.speculation.degenerate import degenerate_length
 from mesh_worker import named_parameters, run_on_ranks
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
@@ -151,6 +153,63 @@ def test_stop_of_degenerate_responses() -> None:
         assert engine.statistics()["stopped_degenerate"] == sum(end is not None for end in ends)
 
 
+STOPPING = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 400 --task arithmetic "
+    "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 3 --rollout-max-response-len 330 "
+    "--lr 1e-3 --rollout-temperature 0.05 --old-logprobs recompute --seed 3 --train-iters 2 --rollout-stop-degenerate "
+    "--save-rollouts-interval 1"
+)
+
+
+def stopping_run(rank: int, flags: str) -> None:
+    from rich.console import Console
+
+    from megatron_dta.arguments import parse_arguments
+    from megatron_dta.training.setup import build_trainer
+
+    trainer = build_trainer(parse_arguments(flags.split()), Console(quiet=True))
+    try:
+        trainer.run()
+    finally:
+        trainer.metrics.close()
+
+
+def test_stopped_responses_are_counted(tmp_path: Path) -> None:
+    """In every step, of all replicas, with drafts and without: those that end where a scan would stop them."""
+    counts = {}
+    for name, ranks, more in (("plain", 1, ""), ("das", 2, "--rollout-speculation das")):
+        run_on_ranks(stopping_run, f"{STOPPING} {more} --save {tmp_path / name}", ranks, tmp_path / f"{name}-ranks")
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        counts[name] = [row["degenerate_responses"] for row in rows]
+        for row in rows:
+            rollouts = load_rollouts(tmp_path / name / "rollouts" / f"step_{row['iteration']:07d}.jsonl")
+            responses = [rollout.token_ids[rollout.loss_mask] for rollout in rollouts]
+            assert row["degenerate_responses"] == sum(degenerate_length(r) == len(r) for r in responses)
+    assert counts["plain"] == counts["das"]
+    assert 0 < sum(counts["plain"]) < 2 * 9
+
+
+def test_flags_reach_the_drafter(tmp_path: Path) -> None:
+    """Also the window: what is in the trees is of that many collections, besides the last one."""
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, np.random.default_rng(0))
+        flags = "--rollout-speculation das --das-window 2 --das-max-tokens 5000 --das-depth 19 --das-draft-tokens 11"
+        trainer, _ = runs.run(f"{flags} --das-budget class --train-iters 4 --seed 77", "in-process")
+        speculator = trainer.source._drafting.speculator
+        params = speculator.drafter.params
+        assert (params.window, params.max_tokens, params.depth, params.draft.width) == (2, 5000, 19, 11)
+        assert (speculator.budget.budget, speculator.budget.seed) == ("class", 77)
+        assert set(speculator.drafter.state_dict()["steps"].tolist()) == {1, 2, 3}
+        trainer, _ = runs.run("--rollout-speculation das --das-max-tokens 100 --train-iters 4", "in-process")
+        # Most were evicted before the last collection, whose twelve samples came to them.
+        assert trainer.source._drafting.speculator.drafter.num_samples < 24
+        trainer, _ = runs.trainer("--rollout-speculation das --train-iters 1", "in-process")
+        given = SpeculationConfig()
+        params = trainer.source._drafting.speculator.drafter.params
+        found = params.window, params.max_tokens, params.depth, params.draft.width
+        assert found == (given.das_window, given.das_max_tokens, given.das_depth, given.das_draft_tokens)
+
+
 def test_flags_without_effect(tmp_path: Path) -> None:
     with ExitStack() as stack:
         runs = Runs(stack, tmp_path, np.random.default_rng(0))
@@ -158,6 +217,12 @@ def test_flags_without_effect(tmp_path: Path) -> None:
             ("--das-window 3", "--rollout-speculation das"),
             (f"--rollout-stop-degenerate {TREES}", "--rollout-stop-degenerate"),
             ("--rollout-speculation das --das-depth 1", "--das-depth"),
+            ("--rollout-speculation das --das-depth 256", "--das-depth"),
+            ("--rollout-speculation das --das-draft-tokens 0", "--das-draft-tokens"),
+            ("--rollout-speculation das --das-window 0", "--das-window"),
+            ("--rollout-speculation das --das-max-tokens -1", "--das-max-tokens"),
+            ("--rollout-speculation das --das-budget best", "--das-budget"),
+            ("--rollout-speculation dass", "--rollout-speculation"),
         ):
             with pytest.raises(InputError, match=words):
                 runs.trainer(f"--train-iters 1 {flags}", "in-process")
@@ -175,6 +240,7 @@ def trained_samples(rank: int, job: tuple[str, bool]) -> list[tuple[str, list[in
     from rich.console import Console
 
     from megatron_dta.arguments import parse_arguments
+    from megatron_dta.model import current_mesh
     from megatron_dta.training.setup import build_trainer
 
     flags, runs = job
@@ -184,6 +250,11 @@ def trained_samples(rank: int, job: tuple[str, bool]) -> list[tuple[str, list[in
             trainer.run()
     finally:
         trainer.metrics.close()
+    kept = trainer.source.state_dict()["speculation"]
+    for other in current_mesh().gather_from_all(kept):
+        # Megatron compares what is common to all ranks, and prints every number that differs.
+        assert other.keys() == kept.keys()
+        assert all(np.array_equal(other[name], value) for name, value in kept.items())
     state = trainer.source._drafting.speculator.drafter.state_dict()
     texts = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])
     return sorted((str(state["problems"][p]), t.tolist()) for p, t in zip(state["problem"], texts, strict=True))

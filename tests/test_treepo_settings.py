@@ -85,6 +85,8 @@ def test_every_flag_reaches_the_sampler():
         (TREE + "--treepo-branch-at turn", "has no effect without --environment"),
         (TREE + "--environment-max-turns 3", "has no effect without --environment"),
         (TREE + "--environment a.B --treepo-answer-pattern boxed", "leave out --treepo-answer-pattern"),
+        (BASE + "--environment a.B --rollout-stop-degenerate", "--rollout-stop-degenerate ends whole responses"),
+        (TREE + "--rollout-stop-degenerate", "--rollout-stop-degenerate ends whole responses"),
         (TREE + "--treepo-preset fixed-1x1", "invalid choice"),
         (TREE + "--over-sampling-batch-size 4", "--over-sampling-batch-size 4 is below --rollout-batch-size 16"),
         (TREE + "--treepo-drop-root", "has no effect without --advantage-estimator treepo"),

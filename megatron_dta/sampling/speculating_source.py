@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_dta.model import current_mesh
 from megatron_dta.rollouts.record import Rollout
 from megatron_dta.rollouts.source import RolloutSource
 from megatron_dta.sampling.engines.drafting import SuffixDrafting
@@ -32,12 +33,14 @@ class SpeculatingSource(RolloutSource):
         return rollouts
 
     def state_dict(self, wait: bool = True) -> dict[str, Any]:
+        """See ``RolloutSource``; the same on every rank."""
         arrays = self._drafting.speculator.state_dict()
         state = {
             name: value.tolist() if value.dtype.kind == "U" else torch.from_numpy(np.array(value))
             for name, value in arrays.items()
         }
-        return self._inner.state_dict(wait) | {_STATE: state}
+        # Of what a replica has learned from its own samples, and in which order, each knows something else.
+        return self._inner.state_dict(wait) | {_STATE: current_mesh().from_first(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = state.get(_STATE)
