@@ -132,9 +132,10 @@ class Speculator:
         self._next_plan = 0
         return slot
 
-    def wants(self) -> bool:
-        """Whether drafts are to be looked for before the next forward; to be asked once before each, or burst."""
-        return self.rounds is None or self.rounds.wants()
+    def wants(self, live: int) -> bool:
+        """Whether drafts are to be looked for before the next forward of so many samples; to be asked once before each,
+        or burst."""
+        return self.rounds is None or self.rounds.wants(live)
 
     def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
         """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
@@ -194,7 +195,9 @@ class Speculator:
         live, count = len(drafted), len(drafted) + int(drafted.sum())
         gain = 0.0
         if self.rounds is not None and count > live:
-            gain = self.rounds.gain(accepted, self._sharers(proposal.slots, live), live)
+            sharers = self._sharers(proposal.slots, live)
+            gain = self.rounds.saved(accepted, sharers, live)
+            self.rounds.went_on(float(np.average(1 + accepted, weights=1 / sharers)))
         self._last_round = live, count, 1, gain
         self.report.add_forward(live, count, seconds)
         self.report.draft_seconds += time.perf_counter() - begin

@@ -45,8 +45,8 @@ class Drafting(ABC):
     def submitted(self, sequence: Sequence) -> None:
         """A sequence will run."""
 
-    def wants(self) -> bool:
-        """Whether drafts are to be looked for in this round, a pass or burst of which rows get tokens. If not,
+    def wants(self, live: int) -> bool:
+        """Whether drafts are to be looked for in this round, a pass or burst of which ``live`` rows get tokens. If not,
         ``verified_burst`` comes without ``propose``."""
         return True
 
@@ -107,7 +107,7 @@ def drafts_of(plan: Pass, drafting: Drafting | None, scheduler: Scheduler, most_
     if drafting is None:
         return drafts
     ready = [i for i, row in enumerate(plan.rows) if row.computed + plan.counts[i] == row.known]
-    if not ready or not drafting.wants():
+    if not ready or not drafting.wants(len(ready)):
         return drafts
     rows = [plan.rows[i] for i in ready]
     # The last token is sampled behind the draft, and no token may lie beyond the request.
@@ -164,8 +164,8 @@ class SuffixDrafting(Drafting):
             self._branches.add(sequence)
         self._problems[sequence] = problem
 
-    def wants(self) -> bool:
-        return self._speculator.wants()
+    def wants(self, live: int) -> bool:
+        return self._speculator.wants(live)
 
     @property
     def is_hopeful(self) -> bool:
