@@ -100,13 +100,19 @@ class Rounds:
         base, per_token = self._parts(live)
         return float(np.sum(tokens * (base / sharers + per_token)))
 
+    @property
+    def asks_next(self) -> bool:
+        """Whether drafts will be looked for in the next round."""
+        return not self._wait
+
     def wants(self, live: int) -> bool:
         """Whether to look for drafts in this round; to be asked once a round. Not in the first one, which shows what
         a pass without drafts takes."""
         if self.is_measured and not self._ratios[False]:
             return False
-        if self._wait and 2 * live > self._asked_live:
-            self._wait -= 1
+        if self._wait:
+            # Once half of the samples have ended the answer may be another.
+            self._wait = self._wait - 1 if 2 * live > self._asked_live else 0
             return False
         self._asked_live = live
         return True

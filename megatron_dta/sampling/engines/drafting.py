@@ -34,6 +34,9 @@ from megatron_dta.speculation.speculator import Proposal, Speculator
 
 NO_DRAFT = np.zeros(0, np.int32)
 
+_MOST_BURSTS = 4
+"""Bursts that are put off."""
+
 _MEASURED = 512
 """Passes whose seconds are kept for measuring what a pass costs."""
 
@@ -129,6 +132,7 @@ class SuffixDrafting(Drafting):
         self._speculator = speculator
         # What is to be done before anything is asked of the speculator, in this order.
         self._put_off: deque[Callable[[], None]] = deque()
+        self._bursts = 0
         self._slots: dict[Sequence, int] = {}
         self._problems: dict[Sequence, str] = {}
         self._branches: set[Sequence] = set()  # those whose parent had the same problem
@@ -142,10 +146,17 @@ class SuffixDrafting(Drafting):
     @property
     def speculator(self) -> Speculator:
         """With all that has been sampled."""
-        self.catch_up()
+        self._do_all()
         return self._speculator
 
     def catch_up(self) -> None:
+        # Not more often than needed: walking through the trees leaves nothing else in the host's caches.
+        rounds = self._speculator.rounds
+        if rounds is None or rounds.asks_next or self._bursts >= _MOST_BURSTS:
+            self._do_all()
+
+    def _do_all(self) -> None:
+        self._bursts = 0
         while self._put_off:
             self._put_off.popleft()()
 
@@ -194,6 +205,7 @@ class SuffixDrafting(Drafting):
 
     def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, tokens: int) -> None:
         proposal, self._proposal = self._proposal, None
+        self._bursts += 1
         self._put_off.append(partial(self._record_burst, rows, appended, seconds, proposal is not None))
         self._last = [(tokens, False)] * max(map(len, appended)) if tokens == len(rows) else []
 
@@ -270,7 +282,7 @@ class SuffixDrafting(Drafting):
 
         drafted: only of passes with drafts, or only of those without.
         """
-        self.catch_up()
+        self._do_all()
         tokens, seconds, kinds = np.array(self._measured, np.float64).reshape(-1, 3).T
         if drafted is not None:
             tokens, seconds = tokens[kinds == drafted], seconds[kinds == drafted]
