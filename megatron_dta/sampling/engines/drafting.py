@@ -74,9 +74,9 @@ class Drafting(ABC):
         none, and it went on with ``appended[i]``."""
 
     def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, tokens: int) -> None:
-        """Passes of ``tokens`` tokens, none of them drafted, that ran one after the other are over: row i got a token in
-        each of the first ``len(appended[i])``. It was asked for drafts before the first and gave none that was run,
-        or was not asked."""
+        """Passes of ``tokens`` tokens, none of them drafted, that ran one after the other are over: row i got a token
+        in each of the first ``len(appended[i])``. It was asked for drafts before the first and gave none that was
+        run, or was not asked."""
         passes = max(map(len, appended))
         for i in range(passes):
             alive = [row for row, own in zip(rows, appended, strict=True) if len(own) > i]
@@ -209,9 +209,7 @@ class SuffixDrafting(Drafting):
         self._put_off.append(partial(self._record_burst, rows, appended, seconds, proposal is not None))
         self._last = [(tokens, False)] * max(map(len, appended)) if tokens == len(rows) else []
 
-    def _record_burst(
-        self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, was_asked: bool
-    ) -> None:
+    def _record_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, was_asked: bool) -> None:
         slots = np.array([self._slot(sequence) for sequence in rows], np.int64)
         self._speculator.record_burst(slots, appended, seconds, was_asked)
 
