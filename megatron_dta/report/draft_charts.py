@@ -16,7 +16,7 @@ _OVER_STEPS: tuple[tuple[str, ...], ...] = (
     ("drafted tokens that were accepted", "acceptance"),
     ("drafted, accepted and wasted tokens", "drafted_tokens", "accepted_tokens", "wasted_tokens"),
     ("wasted tokens by length class", *(f"wasted_tokens_{c}" for c in _CLASSES)),
-    ("seconds: all passes of a collection, the drafter", "makespan_seconds", "draft_seconds"),
+    ("seconds: all passes of a collection, the drafter", "makespan_seconds", "draft_seconds", "hidden_seconds"),
     ("memory of the trees (bytes)", "drafter_bytes"),
 )
 # Within a step: title, what is counted from 1 to 10, metrics.
