@@ -202,6 +202,7 @@ def test_text_that_cannot_be_drafted_costs_little(tmp_path: Path) -> None:
         (["--past", "-1"], "--past"),
         (["--live-batch", "0"], "--live-batch"),
         (["--das-depth", "1"], "--das-depth"),
+        (["--das-depth", "8", "--das-draft-tokens", "9"], "--das-draft-tokens 9 is not below"),
         (["--c-base", "0"], "base > 0"),
         (["--c-tok", "nan"], "base > 0"),
         (["--das-budget", "most"], "--das-budget"),

@@ -219,6 +219,10 @@ def test_flags_without_effect(tmp_path: Path) -> None:
             ("--rollout-speculation das --das-depth 1", "--das-depth"),
             ("--rollout-speculation das --das-depth 256", "--das-depth"),
             ("--rollout-speculation das --das-draft-tokens 0", "--das-draft-tokens"),
+            (
+                "--rollout-speculation das --das-draft-tokens 9 --das-depth 9",
+                "--das-draft-tokens 9 is not below --das-d",
+            ),
             ("--rollout-speculation das --das-window 0", "--das-window"),
             ("--rollout-speculation das --das-max-tokens -1", "--das-max-tokens"),
             ("--rollout-speculation das --das-budget best", "--das-budget"),

@@ -99,6 +99,11 @@ def parse_arguments() -> argparse.Namespace:
     for flag in ("--das-depth", "--das-draft-tokens"):
         if getattr(arguments, flag[2:].replace("-", "_")) > 255:
             raise InputError(f"{flag} must be at most 255")
+    if arguments.das_draft_tokens >= arguments.das_depth and arguments.das_draft_tokens != draft.width:
+        raise InputError(
+            f"--das-draft-tokens {arguments.das_draft_tokens} is not below --das-depth {arguments.das_depth}, the "
+            "tokens of a match and its draft together"
+        )
     return arguments
 
 

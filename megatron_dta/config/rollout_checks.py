@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_dta.config.speculation import SpeculationConfig
 from megatron_dta.config.train import TrainConfig
 from megatron_dta.errors import InputError
 
@@ -57,6 +58,7 @@ def check_rollout_engine(config: TrainConfig) -> None:
             )
         if config.speculation.das_draft_tokens < 2:
             raise InputError("--das-draft-tokens 1: SGLang divides a draft between two sources; give at least 2")
+    _check_draft_length(config.speculation)
     if sampling.rollout_max_staleness:
         _check_staleness(config)
     if config.speculation.rollout_stop_degenerate:
@@ -69,6 +71,16 @@ def check_rollout_engine(config: TrainConfig) -> None:
             raise InputError(
                 "--rollout-stop-degenerate ends whole responses, and --environment asks for turns; leave it out"
             )
+
+
+def _check_draft_length(speculation: SpeculationConfig) -> None:
+    """Refuse a length that was asked for and that no draft can have; the default one is what fits."""
+    tokens, depth = speculation.das_draft_tokens, speculation.das_depth
+    if tokens >= depth and tokens != SpeculationConfig().das_draft_tokens:
+        raise InputError(
+            f"--das-draft-tokens {tokens} is not below --das-depth {depth}, the tokens of a match and its draft "
+            f"together; raise that to at least {tokens + 1}"
+        )
 
 
 def _check_staleness(config: TrainConfig) -> None:
