@@ -132,9 +132,10 @@ class Speculator:
         self._next_plan = 0
         return slot
 
-    def wants(self) -> bool:
-        """Whether drafts are to be looked for before the next forward; to be asked once before each, or burst."""
-        return self.rounds is None or self.rounds.wants()
+    def wants(self, live: int) -> bool:
+        """Whether drafts are to be looked for before the next forward of so many samples; to be asked once before each,
+        or burst."""
+        return self.rounds is None or self.rounds.wants(live)
 
     def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
         """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
@@ -194,7 +195,9 @@ class Speculator:
         live, count = len(drafted), len(drafted) + int(drafted.sum())
         gain = 0.0
         if self.rounds is not None and count > live:
-            gain = self.rounds.gain(accepted, self._sharers(proposal.slots, live), live)
+            sharers = self._sharers(proposal.slots, live)
+            gain = self.rounds.saved(accepted, sharers, live)
+            self.rounds.went_on(float(np.average(1 + accepted, weights=1 / sharers)))
         self._last_round = live, count, 1, gain
         self.report.add_forward(live, count, seconds)
         self.report.draft_seconds += time.perf_counter() - begin
@@ -213,7 +216,8 @@ class Speculator:
         self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float, was_asked: bool = True
     ) -> None:
         """Forwards without drafts have followed each other: row i got the tokens ``appended[i]`` (int32), one in each
-        of the first forwards. ``seconds`` of all together. was_asked: drafts were looked for before the first."""
+        of the first forwards. ``seconds`` of all together. was_asked: drafts were looked for before the first. To be
+        called while a device runs the next ones."""
         begin = time.perf_counter()
         counts = np.array([len(tokens) for tokens in appended], np.int64)
         passes = int(counts.max())
@@ -223,12 +227,10 @@ class Speculator:
         self._forwards += passes - was_asked
         self._last_round = len(slots), len(slots), passes, 0.0
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        texts = self._rows[slots, 0]
-        self.drafter.extend_later(texts, np.concatenate(appended).astype(np.int32), offsets)
-        for i in range(passes):
-            live = int((counts > i).sum())
+        self.drafter.extend(self._rows[slots, 0], np.concatenate(appended).astype(np.int32), offsets)
+        for live in (len(slots) - np.searchsorted(np.sort(counts), np.arange(passes), side="right")).tolist():
             self.report.add_forward(live, live, seconds / passes)
-        self.report.draft_seconds += time.perf_counter() - begin
+        self.report.hidden_seconds += time.perf_counter() - begin
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
         """Tokens that the sample did not generate, such as a tool's answer."""
