@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
+<<<<<<< HEAD
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
+=======
+from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.speculation.budgets import BudgetParams
+>>>>>>> main
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.replay import (
@@ -24,7 +29,7 @@ from megatron_dta.speculation.replay import (
     text_like_control,
     waves,
 )
-from megatron_dta.speculation.speculator import BudgetParams, Speculator
+from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 
 TOOL = REPOSITORY / "tools" / "replay_das.py"

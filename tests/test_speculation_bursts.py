@@ -14,10 +14,11 @@ from megatron_dta.sampling.engines.drafting import NO_DRAFT, Drafting, SuffixDra
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.sampling.engines.scheduler import Sequence
 from megatron_dta.speculation import drafter
+from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.rounds import Rounds
-from megatron_dta.speculation.speculator import _LONELY, BudgetParams, Speculator
+from megatron_dta.speculation.speculator import _LONELY, Speculator
 from megatron_dta.speculation.suffix_forest import PythonSuffixForest
 
 DEAR = ForwardCost(base=1e-3, per_token=1.0)

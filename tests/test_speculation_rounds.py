@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
+from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.rounds import CREDIT, LOSS_SHARE, Rounds
-from megatron_dta.speculation.speculator import BudgetParams, Speculator
+from megatron_dta.speculation.speculator import Speculator
 
 PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
 DRAFTED = ForwardCost(base=4e-3, per_token=1e-5)

@@ -29,7 +29,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.speculation.budgets import LengthClass, LengthHistory, fit_acceptance, gate, optimal_budget
+from megatron_dta.speculation.budgets import (
+    BudgetParams,
+    LengthClass,
+    LengthHistory,
+    fit_acceptance,
+    gate,
+    optimal_budget,
+)
 from megatron_dta.speculation.calibration import AcceptanceTable
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
@@ -38,7 +45,6 @@ from megatron_dta.speculation.rounds import Rounds
 from megatron_dta.speculation.straggler import CANDIDATES, last_probabilities
 from megatron_dta.speculation.suffix_forest import Drafts
 
-BUDGETS = ("straggler", "gate", "class", "optimal", "always")
 _QUERY_SHARE = 0.005
 _EXPLORING_SHARE = 0.004
 _USUAL_GAIN = 0.1
@@ -57,28 +63,6 @@ _MOST_SHARERS = 4
 """A sample that surely is no straggler passes the gate as if so many times the live batch shared its forwards."""
 _CLASS_CAPS = np.array([0, 6, 255])
 """Drafted tokens a forward of short, medium and long samples, with the budget "class"."""
-
-
-@dataclass(frozen=True)
-class BudgetParams:
-    """Attributes:
-    budget: what passes the gate. "straggler": the forwards of a sample are worth the more the likelier it is the last
-        one to end. "gate": all samples alike. "class": none for short samples, few for medium ones, and those of long
-        ones are shared by the long ones alone. "optimal": the optimal budget for the expected lengths, spread over
-        the expected forwards. "always": every draft as it comes, without the gate (for comparison).
-    exploration: share of drafts verified whatever the gate says, a few tokens each.
-    seed: of the exploration.
-    """
-
-    budget: str = "straggler"
-    exploration: float = 0.003
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.budget not in BUDGETS:
-            raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, not {self.budget!r}")
-        if not 0 <= self.exploration <= 1:
-            raise ValueError(f"exploration must be in [0, 1], got {self.exploration}")
 
 
 @dataclass(frozen=True)

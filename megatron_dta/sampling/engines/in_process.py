@@ -232,8 +232,7 @@ class InProcessEngine(RolloutEngine):
         self._catch_up()
         # The only place that waits for the device; a float64 holds every token id.
         tokens, logprobs = drawn.cpu().numpy()
-        ends = np.cumsum([len(draft) + 1 for draft in own_drafts])[:-1]
-        sampled = list(zip(np.split(tokens.astype(np.int32), ends), np.split(logprobs, ends), strict=True))
+        sampled = _by_row(tokens.astype(np.int32), logprobs, [len(draft) + 1 for draft in own_drafts])
         return self._take(rows, sampled, own_drafts, began, int(counts.sum()))
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Sequence]:
@@ -256,8 +255,7 @@ class InProcessEngine(RolloutEngine):
         self._counts["captures"] = float(self._steps.captures)
         self._scheduler.complete(plan)
         if is_drafted:
-            ends = np.cumsum(counts)[:-1]
-            sampled = list(zip(np.split(tokens[0], ends), np.split(logprobs[0], ends), strict=True))
+            sampled = _by_row(tokens[0], logprobs[0], counts)
             return self._take(rows, sampled, drafts, began, int(counts.sum()))
         columns = enumerate(steps.tolist())
         sampled = [(tokens[:count, i].astype(np.int32), logprobs[:count, i]) for i, count in columns]
@@ -395,3 +393,8 @@ class InProcessEngine(RolloutEngine):
         device = next(self._model.parameters()).device
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Requests[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Each row's part of both, which has ``counts[i]`` entries."""
+    return [(tokens[b - n : b], logprobs[b - n : b]) for n, b in zip(counts, np.cumsum(counts).tolist(), strict=True)]
