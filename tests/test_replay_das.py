@@ -12,12 +12,8 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
-<<<<<<< HEAD
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
-=======
-from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.speculation.budgets import BudgetParams
->>>>>>> main
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.replay import (
