@@ -12,6 +12,7 @@ from megatron_dta.config import ParallelConfig
 from megatron_dta.sampling.engines.drafting import SuffixDrafting
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.speculation.budgets import BudgetParams, LengthClass, optimal_budget
+from megatron_dta.speculation.calibration import AcceptanceTable
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.rounds import Rounds
@@ -129,6 +130,31 @@ def test_classes_have_their_budgets() -> None:
     assert proposal.lengths[2] > 12
     # Who is alone among the long ones shares a forward with nobody, the others with all three.
     assert speculator._sharers(slots, 3).tolist() == [3.0, 3.0, 1.0]
+    for slot in slots.tolist():
+        speculator.finish(slot)
+    assert speculator.report.classes == [LengthClass.SHORT, LengthClass.MEDIUM, LengthClass.LONG]
+
+
+def test_who_is_likely_the_last_shares_its_forwards_with_few() -> None:
+    """A drafted token that pays for one sample in three, and for the long one long before that."""
+    speculator = taught("straggler", ForwardCost(1.0, 1.0, 0.0, 0.0))
+    slots = opened(speculator, 12)
+    proposal = speculator.propose(slots, np.full(3, 24))
+    sharers = speculator._sharers(slots, 3)
+    assert sharers[0] > 3 > 1.7 > sharers[2] >= 1
+    assert proposal.lengths[2] > proposal.lengths[0]
+
+
+def test_estimates_follow_the_policy() -> None:
+    """What was nearly always right ten steps ago and is wrong now is soon known to be wrong."""
+    table = AcceptanceTable()
+    matches, supports, ones = np.full(500, 5), np.ones(500, int), np.ones((500, 4))
+    table.update(matches, supports, ones, np.full(500, 4), np.full(500, 4))
+    assert table.probabilities(matches[:1], supports[:1], ones[:1])[0, 0] > 0.95
+    for _ in range(10):
+        table.end_step()
+    table.update(matches[:20], supports[:20], ones[:20], np.full(20, 4), np.zeros(20, int))
+    assert table.probabilities(matches[:1], supports[:1], ones[:1])[0, 0] < 0.2
 
 
 @pytest.mark.parametrize("per_token", [1e-3, 0.05, 0.4, 3.0])
@@ -171,6 +197,7 @@ def test_ranks_of_a_replica_go_by_one_clock(sizes: dict[str, int], tmp_path: Pat
     np.testing.assert_allclose(first[1].seconds(at), 1e-3 + 1e-5 * at, rtol=1e-3)
     np.testing.assert_allclose(first[2].seconds(at), 3e-3 + 1e-5 * at, rtol=1e-3)
     assert first[3] == second[3] == (not sizes)
+    assert 1e-3 < first[0].seconds(20) < 4e-3
     if sizes:
         assert first == second
     else:
