@@ -169,7 +169,7 @@ def test_an_error_leaves_drafts_and_pages_empty() -> None:
     requests = [GenerationRequest(i, prompt, 9, i) for i, prompt in enumerate(prompts)]
     clean = generate(engine, requests)
     drafter = drafting.speculator.drafter
-    kept = drafter.num_samples, drafter.stored_tokens
+    before = drafter.num_samples, drafter.stored_tokens
     engine.submit([replace(request, max_tokens=20) for request in requests])
     with torch.no_grad():
         weight = model.output_weight()
@@ -181,8 +181,8 @@ def test_an_error_leaves_drafts_and_pages_empty() -> None:
         weight.copy_(kept)
     assert engine.pages_in_use == 0
     # Of those given up nothing stays in the trees.
-    assert (drafter.num_samples, drafter.stored_tokens) == kept
-    assert kept[0] == len(requests)
+    assert (drafter.num_samples, drafter.stored_tokens) == before
+    assert before[0] == len(requests)
     engine.start(NEVER, 4)
     again = generate(engine, requests)
     assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in clean]
