@@ -92,7 +92,10 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     engine, reward = config.sampling.rollout_engine, config.sampling.reward_function
     return {
         "--reward-function": (reward is not None, "reward_failure"),
-        "--reward-function code_tests or remote": (reward in ("code_tests", "remote"), "reward_workers"),
+        "--reward-function math_verify, code_tests or remote": (
+            reward in ("math_verify", "code_tests", "remote"),
+            "reward_workers",
+        ),
         "--reward-function code_tests": (reward == "code_tests", "code_time_seconds code_memory_mb code_processes"),
         "--reward-function remote": (
             reward == "remote",

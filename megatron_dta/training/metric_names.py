@@ -47,6 +47,8 @@ METRICS: dict[str, dict[str, str]] = {
         "reward_failures": "rewards of the collection that could not be determined; their rollouts were dropped",
         "reward_retries": "requests to reward servers that were sent again",
         "reward_timeouts": "requests to reward servers that took too long",
+        "math_timeouts": "responses that math_verify could not judge within its limits of time and memory; reward 0",
+        "math_errors": "responses that the package math-verify raised over; their reward is 0",
         "code_timeouts": "programs of code_tests that were stopped; their reward is 0",
         "code_unisolated": "programs that ran where no namespace of their own was to be had",
         "environment_steps": "steps of environments",
