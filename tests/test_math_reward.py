@@ -20,7 +20,7 @@ from megatron_dta.sampling.math_worker import answer_text
 from megatron_dta.sampling.rewards import compute_reward, load_reward_function
 from megatron_dta.sampling.scoring import Response, Scorer
 
-STAND_IN = '''
+STAND_IN = """
 import os, time
 
 class Slow(BaseException):
@@ -45,7 +45,7 @@ def parse(text, parsing_timeout=5, raise_on_error=False):
 def verify(gold, target, timeout_seconds=5, raise_on_error=False):
     assert timeout_seconds is None and raise_on_error
     return bool(target) and gold[0] == target[0]
-'''
+"""
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_replies(stand_in: None) -> None:
     assert compute_reward(function, "p", {"answer": "4"}, "raise", []) == 0
     assert function.counts == {"math_timeouts": 0, "math_errors": 1}
     for answer in ("", "raise", [4], None, True, float("nan"), float("inf"), {"a": 1}):
-        with pytest.raises(InputError, match="prompt 'p'.*the prompt's answer .* cannot be compared with: "):
+        with pytest.raises(InputError, match=r"prompt 'p'.*the prompt's answer .* cannot be compared with: "):
             compute_reward(function, "p", {"answer": answer}, "4", [])
     with pytest.raises(InputError, match="no field 'answer'"):
         compute_reward(function, "p", {}, "4", [])
@@ -191,8 +191,8 @@ def test_the_package_reads_answers_as_they_are_meant(answer: object, right: str,
 
 
 @real
-def test_the_package_is_stopped_in_a_thread(seconds: int = 1) -> None:
-    function, found = MathVerify(cpu_seconds=seconds), []
+def test_the_package_is_stopped_in_a_thread() -> None:
+    function, found = MathVerify(cpu_seconds=1), []
     judge = lambda: found.append(function({"answer": 4}, "\\boxed{9^{9^{9^{9}}}}", []))  # noqa: E731
     thread = threading.Thread(target=judge)
     thread.start()

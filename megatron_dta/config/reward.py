@@ -17,7 +17,9 @@ class RewardConfig:
         "the rollout; it is counted and never taken to be 0.",
         choices=("stop", "drop"),
     )
-    reward_workers: int = option(8, "Rewards of math_verify, code_tests and remote that are determined at once.", minimum=1)
+    reward_workers: int = option(
+        8, "Rewards of math_verify, code_tests and remote that are determined at once.", minimum=1
+    )
     reward_server_url: list[str] | None = option(
         None, "Servers of --reward-function remote, like http://HOST:PORT/PATH; they take turns."
     )

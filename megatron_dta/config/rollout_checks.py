@@ -49,6 +49,11 @@ def check_rollout_engine(config: TrainConfig) -> None:
             "--reward-failure drop would leave holes in sampled trees, whose leaves are compared; leave it out with "
             "--rollout-method treepo"
         )
+    if config.environment.environment_failure == "drop" and config.treepo.rollout_method == "treepo":
+        raise InputError(
+            "--environment-failure drop would leave holes in sampled trees, whose leaves are compared; give end or "
+            "stop with --rollout-method treepo"
+        )
     if engine == "sglang" and config.speculation.rollout_speculation == "das":
         if config.sampling.tokenizer_type == "NullTokenizer":
             raise InputError(

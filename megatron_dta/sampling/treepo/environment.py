@@ -11,8 +11,8 @@ the reward of the turn, and whether the episode is over. A turn ends with an end
 
 A tree continues one episode in several ways, so every step runs on a copy: of ``fork()`` where the class has it, else
 ``copy.deepcopy``. Steps run in threads of their own, several at once. A step that raises, takes longer than
-``--environment-timeout`` or returns something else ends its path with the reward so far
-(``EndReason.ENVIRONMENT_FAILED``); it is counted, and with ``--environment-failure stop`` it stops the run.
+``--environment-timeout`` or returns something else ends its path (``EndReason.ENVIRONMENT_FAILED``). It is counted; by
+``--environment-failure`` the rollout is trained with the reward so far, is left out of training, or the run stops.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import importlib.util
 import math
 import numbers
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,8 +136,10 @@ class EnvironmentRunner:
             group = [_Call(function, arguments) for function, arguments in calls[first : first + self._workers]]
             for call in group:
                 call.start()
+            # They have begun together: waiting for one is time that the others have had, too.
+            end = None if self._timeout is None else time.monotonic() + self._timeout
             for call in group:
-                call.join(self._timeout)
+                call.join(None if end is None else max(0.0, end - time.monotonic()))
                 values.append(f"{_TIMEOUT} {self._timeout:g} s" if call.is_alive() else call.value)
         return values
 
@@ -187,7 +190,7 @@ class _Call(threading.Thread):
     def run(self) -> None:
         try:
             self.value = self._function(*self._arguments)
-        except Exception as error:
+        except BaseException as error:  # a tool that calls sys.exit has failed, too
             self.value = " ".join(f"{type(error).__name__}: {error}".split()) or type(error).__name__
 
 
