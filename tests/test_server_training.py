@@ -176,7 +176,7 @@ def test_sigterm_does_not_wait_for_what_is_sampled_ahead(runs: Runs) -> None:
     def stop(record):
         report(record)
         if record["iteration"] == 1:
-            trainer.terminated = True
+            trainer.signals.name = "SIGTERM"
             ended.append(time.monotonic())
 
     trainer._report = stop
