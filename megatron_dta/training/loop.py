@@ -190,7 +190,6 @@ class Trainer:
         return {
             "iteration": self.progress.iteration,
             **step.statistics,
-            **self.source.statistics(),
             "collection_step": step.age,
             **trained,
             **self._judge(trained, step),
@@ -219,6 +218,10 @@ class Trainer:
                     self.rollout_files.write(self.progress.iteration + 1, self.progress.waiting)
                 for step in self.progress.waiting:
                     step.rollouts = None  # no longer needed
+            # Of the collection, so part of what a checkpoint keeps of its steps.
+            found = self.source.statistics()
+            for step in self.progress.waiting:
+                step.statistics = step.statistics | found
             self.progress.collections += 1
         if self.progress.waiting:
             return self.progress.waiting.pop(0), sampled
