@@ -265,7 +265,8 @@ def test_source_and_evaluation_with_an_environment(tmp_path, method: str):
     metrics = evaluation.evaluate(0)
     assert metrics == evaluation.evaluate(1)
     counts = {"environment_steps", "environment_failures", "environment_timeouts"}
-    assert set(metrics) == {"reward", "response_tokens"} | counts
+    assert set(metrics) == {"reward", "response_tokens", "ended"} | counts
+    assert 0 <= metrics["ended"] <= 1
     assert metrics["environment_steps"] > 0
     assert metrics["environment_failures"] == 0
 
@@ -322,6 +323,7 @@ def test_rollouts_whose_environment_failed_can_be_left_out(tmp_path):
     assert [r.token_ids.tolist() for r in kept] == [r.token_ids.tolist() for r in every if r.reward]
     for group in {r.group_id for r in kept}:
         assert sum(r.leaf_weight for r in kept if r.group_id == group) == pytest.approx(1)
+    assert counts["ended"] == pytest.approx(1 - counts["environment_failures"] / len(every))
     assert held_out["environment_failures"] == all_held_out["environment_failures"] > 0
     assert held_out["reward"] > all_held_out["reward"]
     assert all(r.reward == 0 for r in found["Gone", "end"][0])

@@ -1,5 +1,5 @@
-"""What a collection's source has counted belongs to its steps: a run that stops between two steps of a collection and goes
-on writes the metrics of one that never stopped.
+"""What a collection's source has counted belongs to its steps: a run that stops between two steps of a collection, and
+goes on, writes the metrics of one that never stopped.
 """
 
 from __future__ import annotations

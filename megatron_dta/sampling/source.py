@@ -57,7 +57,10 @@ class SamplingSource(RolloutSource):
             self._engine.update_weights(step)
         before = self._task.scorer.counts
         scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, step)
-        self._statistics = counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas)
+        self._statistics = {
+            "ended": float(np.mean([result.ended for _, result, _ in scored])),
+            **counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas),
+        }
         if all(reward is None for _, _, reward in scored):
             why = self._task.scorer.last_failure or "see the other ranks"
             raise RolloutError(f"every reward of a collection has failed; the last one: {why}")
@@ -69,7 +72,9 @@ class SamplingSource(RolloutSource):
         ]
 
     def statistics(self) -> dict[str, float]:
-        """What the scorer counts (``sampling.scoring``), of the last collection and over all ranks."""
+        """``ended`` (fraction of responses not cut at the cap) and what the scorer counts (``sampling.scoring``), of
+        the last collection and over all ranks.
+        """
         return self._statistics
 
 

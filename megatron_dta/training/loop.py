@@ -225,9 +225,12 @@ class Trainer:
             self.progress.collections += 1
         if self.progress.waiting:
             return self.progress.waiting.pop(0), sampled
+        why = "no group has rewards that differ, so there are no pairs; look at the rewards"
+        if self.config.objective.objective != "dpo":
+            why = "no reward reaches --rejection-reward-threshold; lower it, or look at the rewards"
         raise InputError(
             f"step {self.progress.iteration + 1}: {EMPTY_COLLECTIONS} collections of rollouts in a row had nothing to "
-            "train; lower --rejection-reward-threshold, or look at the rewards"
+            f"train: {why}"
         )
 
     def _train_policy(self, batch: TreeBatch, watch: Stopwatch) -> dict[str, Any]:

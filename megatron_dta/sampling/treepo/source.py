@@ -30,7 +30,7 @@ from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules, answer_rule
-from megatron_dta.sampling.treepo.tree import FallbackWeight, SampledTree
+from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
 
 
 class TreeSource(RolloutSource):
@@ -62,7 +62,10 @@ class TreeSource(RolloutSource):
         groups = sample_scored_trees(
             sampler, self._task, prompts, first, self._params, step, self._environments is None
         )
-        self._statistics = counted(rewards_before, self._task.scorer.counts, current_mesh().gather_from_replicas)
+        self._statistics = {
+            "ended": ended_leaves([tree for tree, _ in groups]),
+            **counted(rewards_before, self._task.scorer.counts, current_mesh().gather_from_replicas),
+        }
         if self._environments:
             self._statistics |= _total(
                 {name: value - before[name] for name, value in self._environments.counts.items()}
@@ -80,7 +83,7 @@ class TreeSource(RolloutSource):
         return rollouts
 
     def statistics(self) -> dict[str, float]:
-        """Steps, failures and time-outs of environments, and what the scorer counts, of the last collection."""
+        """``ended``, steps, failures and time-outs of environments, and what the scorer counts, of the last one."""
         return dict(self._statistics)
 
 
@@ -99,7 +102,8 @@ class TreeEvaluation(Evaluation):
         self._environments = environment_runner(task, config)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """``reward`` and ``response_tokens`` (sampled ones), means over all rollouts, and what the environments count.
+        """``reward`` and ``response_tokens`` (sampled ones), means over all rollouts, ``ended``, and what the
+        environments count.
 
         Rollouts whose environment has failed are left out where training leaves them out; NaN if all are.
         """
@@ -121,7 +125,14 @@ class TreeEvaluation(Evaluation):
             **_total({name: value - before[name] for name, value in after.items()}),
             "reward": float(np.mean([rollout.reward for rollout in rollouts])) if rollouts else math.nan,
             "response_tokens": float(np.mean(tokens)) if rollouts else math.nan,
+            "ended": ended_leaves([tree for tree, _ in groups]),
         }
+
+
+def ended_leaves(trees: Sequence[SampledTree]) -> float:
+    """Fraction of the leaves that ended by themselves, and not at a limit, by repetition or with a failure."""
+    ends = [tree.nodes[leaf].end for tree in trees for leaf in tree.leaves]
+    return float(np.mean([end in (EndReason.EOS, EndReason.ANSWER, EndReason.ENVIRONMENT) for end in ends]))
 
 
 def stop_rules(task: SamplingTask, config: TrainConfig) -> StopRules:
