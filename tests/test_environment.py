@@ -265,7 +265,7 @@ def test_source_and_evaluation_with_an_environment(tmp_path, method: str):
     metrics = evaluation.evaluate(0)
     assert metrics == evaluation.evaluate(1)
     counts = {"environment_steps", "environment_failures", "environment_timeouts"}
-    assert set(metrics) == {"reward", "response_tokens", "ended"} | counts
+    assert set(metrics) == {"reward", "response_tokens", "ended", "pass@2"} | counts
     assert 0 <= metrics["ended"] <= 1
     assert metrics["environment_steps"] > 0
     assert metrics["environment_failures"] == 0

@@ -103,6 +103,7 @@ METRICS: dict[str, dict[str, str]] = {
         "reward": "mean reward on held-out prompts",
         "response_tokens": "mean number of sampled tokens",
         "ended": "fraction of responses that ended by themselves",
+        "pass@{k}": "probability that one of k responses has a reward above 0.5, with --n-samples-per-eval-prompt",
         "loss": "mean negative logprob of trained tokens of held-out rollouts",
     },
     "Time (under timing)": {
@@ -143,7 +144,7 @@ METRICS: dict[str, dict[str, str]] = {
         "speculation_stopped_degenerate": "responses ended by --rollout-stop-degenerate",
     },
 }
-_HOLES = {"{n}": r"\d+", "{class}": "[a-z]+"}
+_HOLES = {"{n}": r"\d+", "{k}": r"\d+", "{class}": "[a-z]+"}
 
 
 def is_known(name: str) -> bool:

@@ -19,6 +19,7 @@ from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts import Prompt, prompts_at
@@ -114,15 +115,13 @@ class TreeEvaluation(Evaluation):
         sampler = TreeSampler(self._engine, settings, StopRules(), self._environments, turns)
         groups = sample_scored_trees(sampler, self._task, self._prompts, 0, self._params, 0, self._environments is None)
         drop = self._config.environment.environment_failure == "drop"
-        rollouts = [
-            rollout
-            for tree, rewards in groups
-            for rollout in tree_rollouts(tree, "held out", rewards, drop_failed=drop)
-        ]
+        of_prompts = [tree_rollouts(tree, "held out", rewards, drop_failed=drop) for tree, rewards in groups]
+        rollouts = [rollout for own in of_prompts for rollout in own]
         tokens = [np.count_nonzero(rollout.loss_mask) for rollout in rollouts]
         after = self._environments.counts if self._environments else {}
         return {
             **_total({name: value - before[name] for name, value in after.items()}),
+            **pass_rates([[r.reward for r in own] for own in of_prompts], sampling.n_samples_per_eval_prompt),
             "reward": float(np.mean([rollout.reward for rollout in rollouts])) if rollouts else math.nan,
             "response_tokens": float(np.mean(tokens)) if rollouts else math.nan,
             "ended": ended_leaves([tree for tree, _ in groups]),
