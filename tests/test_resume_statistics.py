@@ -26,6 +26,9 @@ def reward(prompt, response, token_ids):
     if len(token_ids) == 3:
         raise ValueError
     return sum(token_ids) % 7
+
+def even(prompt, response, token_ids):
+    return sum(token_ids) % 2
 """
 COMMON = "--rollout-batch-size 4 --n-samples-per-prompt 8 --rollout-max-response-len 6 --train-iters 5 "
 FILTERS = "--num-steps-per-rollout 2 --task arithmetic --arithmetic-max-operand 3 "
@@ -42,8 +45,14 @@ FILTERS = "--num-steps-per-rollout 2 --task arithmetic --arithmetic-max-operand 
             "--reward-failure drop --ppo-epochs 2 --kl-loss-coef 0.1 --use-tis --old-logprobs recompute",
             "reward_failures",
         ),
+        (
+            "--num-steps-per-rollout 2 --rollout-method treepo --treepo-segment-length 2 --leaf-weights both "
+            "--reward-function {0}/odd.py:even "
+            "--prompt-data {0}/prompts.jsonl --tokenizer-type CharacterTokenizer",
+            "effective_leaves fallback_leaves",
+        ),
     ],
-    ids=["dynamic", "over", "environment", "reward"],
+    ids=["dynamic", "over", "environment", "reward", "leaf weights"],
 )
 def test_steps_of_a_stopped_collection(tmp_path: Path, flags: str, counted: str) -> None:
     (tmp_path / "echo.py").write_text(ENVIRONMENT)
