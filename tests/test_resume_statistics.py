@@ -80,3 +80,20 @@ def test_steps_of_a_stopped_collection(tmp_path: Path, flags: str, counted: str)
     assert found == expected
     assert all(name in row for row in expected for name in counted.split())
     assert any(row[name] for row in expected for name in counted.split())
+
+
+@pytest.mark.parametrize("offload", ["", "--offload-reference"])
+def test_the_reference_of_a_continued_run_is_what_it_started_from(tmp_path: Path, offload: str) -> None:
+    """Neither random weights nor those of the checkpoint, and --load may be gone by then."""
+    flags = f"{COMMON} {FILTERS} --kl-loss-coef 0.5 {offload}"
+    run(f"{COMMON} {FILTERS} --kl-loss-coef 0.1 --entropy-coef 0.1 --seed 5 --save {tmp_path}/first")
+    begin = f"{flags} --load {tmp_path}/first --finetune"
+    run(f"{begin} --save {tmp_path}/straight")
+    run(f"{begin} --train-iters 3 --save {tmp_path}/stopped")
+    (tmp_path / "first").rename(tmp_path / "gone")
+    run(f"{begin} --save {tmp_path}/stopped")
+    expected, found = (rows_of(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped"))
+    for row in expected + found:
+        row.pop("timing")
+    assert found == expected
+    assert expected[-1]["ref_kl"] > 0
