@@ -23,7 +23,13 @@ from megatron_dta.config import CriticConfig, FilterConfig, ObjectiveConfig, Tre
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Mesh
-from megatron_dta.objectives import Objective, estimate_advantages, preference_pairs, sequence_weights
+from megatron_dta.objectives import (
+    Objective,
+    estimate_advantages,
+    preference_pairs,
+    sequence_weights,
+    trajectory_shares,
+)
 from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
 from megatron_dta.objectives.policy import reward_kl
 from megatron_dta.planning.ownership import first_owners
@@ -132,6 +138,10 @@ class SamplePreparation:
         if self.settings.shared_token_ownership == "first":
             # In the order of the collection, so before it is cut: a token is trained once in an epoch.
             samples = [replace(s, owned=mask) for s, mask in zip(samples, first_owners(samples), strict=True)]
+        if self.settings.loss_aggregation == "trajectory-mean":
+            names = [(r.group_id, i if r.trajectory_id is None else r.trajectory_id) for i, r in enumerate(rollouts)]
+            shares = trajectory_shares([sample.num_counted for sample in samples], names)
+            samples = [replace(s, weight=s.weight * float(share)) for s, share in zip(samples, shares, strict=True)]
         return samples
 
     def _with_routing(
