@@ -294,3 +294,21 @@ def test_the_environment_is_not_the_trainers() -> None:
         assert compute_reward(CodeTests(QUICK), "p", {"tests": "assert found is None"}, fenced(code), []) == 1
     finally:
         del os.environ["DTA_SECRET"]
+
+
+def test_groups_that_fail_as_a_whole_leave_a_step_out(tmp_path: Path) -> None:
+    """A collection of as many steps as groups has one step less then, and the run goes on with the next."""
+    (tmp_path / "gone.py").write_text(
+        "def reward(prompt, response, ids):\n"
+        "    if prompt['answer'] == 'a':\n        raise ConnectionError\n    return len(ids) % 2\n"
+    )
+    rows = [json.dumps({"prompt": f"{i}=", "answer": "abcd"[i]}) for i in range(4)]
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    run(
+        f"--prompt-data {tmp_path}/p.jsonl --tokenizer-type CharacterTokenizer --rollout-batch-size 4 "
+        f"--reward-function {tmp_path}/gone.py:reward --reward-failure drop --n-samples-per-prompt 3 "
+        f"--num-steps-per-rollout 4 --rollout-max-response-len 4 --train-iters 7 --metrics-file {tmp_path}/m.jsonl"
+    )
+    rows = rows_of(tmp_path / "m.jsonl")
+    assert [row["collection_step"] for row in rows] == [0, 1, 2, 0, 1, 2, 0]
+    assert all(row["reward_failures"] == 3 for row in rows)

@@ -86,10 +86,9 @@ class SamplePreparation:
             rollouts, couples = _coupled(rollouts, self.settings.dpo_pairs)
         if not rollouts:
             return []
-        num_steps, selected = self.num_steps, len(rollouts) < num_rollouts
-        if selected or couples is not None:
-            # How many groups have something to train depends on the rollouts.
-            num_steps = min(num_steps, len({rollout.group_id for rollout in rollouts}))
+        # How many groups have something to train depends on the rollouts: whole ones are dropped where rewards fail.
+        num_steps = min(self.num_steps, len({rollout.group_id for rollout in rollouts}))
+        selected = len(rollouts) < num_rollouts
         samples = self._samples(rollouts)
         steps, found = [], {}
         parts, cut = split_groups(rollouts, num_steps, self.policy.cost_model(self.tree.tree_segment_tokens))
