@@ -92,7 +92,7 @@ def test_experts_on_a_pipeline_in_all_modes(tmp_path):
     write_rollouts(tmp_path / "rollouts.jsonl", make_rollouts(seed_all(3), 6, 4))
     folder = tmp_path / "timelines"
     mesh = ("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2", "--timeline-dir", str(folder))
-    arguments = (str(tmp_path / "rollouts.jsonl"), "--model", "tiny-moe", "--steps", "1", *mesh)
+    arguments = (str(tmp_path / "rollouts.jsonl"), "--model", "tiny-moe", "--moe-grouped-gemm", "--steps", "1", *mesh)
     cuts = ("--tree-segment-tokens", "16", "--pack-tokens", "16", "--tree-mode", "packed", "dta", "dense")
     rows = run(*arguments, *cuts, processes=4)["rows"]
     assert [row["mode"] for row in rows] == ["packed", "dta", "dense"]

@@ -75,6 +75,8 @@ def outcome_of(
 
     ``twin_of`` makes the local layers round as an FP8 format and recipe say.
     """
+    # The fused layers multiply without the modules that the twin stands in for.
+    model = model if twin_of is None else replace(model, fused_layer_impl="reference")
     built = build_model(model, initialize_parallel(0))
     built.load_state_dict(weights)
     if twin_of is not None:
@@ -87,6 +89,7 @@ def outcome_of(
     for _ in range(steps):
         result = engine.forward_backward(batch, objective)
     logprobs = engine.compute_logprobs(batch)
+    assert twin_of is None or all(getattr(layer, "direct", None) is None for layer in built.decoder.layers)
     assert not any(layer._fp8_workspaces for layer in built.modules() if isinstance(layer, TreeTELinear))
     named = [(name, p) for name, p in built.named_parameters() if p.requires_grad]
     return Outcome(float(result.loss), logprobs, {name: p.main_grad.clone() for name, p in named})

@@ -34,6 +34,8 @@ MODELS = {
     "qwen3": QWEN3_MOE,
     "qwen3-balanced": QWEN3_BALANCED,
     "deepseek": DEEPSEEK_BALANCED,
+    "grouped": DEEPSEEK_BALANCED | {"moe_grouped_gemm": True},
+    "grouped-recompute": QWEN3_BALANCED | FULL_RECOMPUTE | {"moe_grouped_gemm": True},
     "recompute": QWEN3_BALANCED | FULL_RECOMPUTE,
     "all-experts": QWEN3_MOE | {"moe_router_topk": 6},
 }
@@ -81,6 +83,8 @@ def _combinations() -> list[tuple[str, str, str]]:
     found += [(mesh, "qwen3-balanced", "dta-mixed") for mesh in ("ep2-tp2", "ep2-etp2", "ep2-dp4")]
     found += [("ep4", "deepseek", "dta-mixed"), ("ep2-over-tp2", "qwen3", "dta")]
     found += [("ep2-dp4-overlap", "qwen3", "dta"), ("ep2-tp2", "deepseek", "dense"), ("ep2-dp4", "deepseek", "packed")]
+    found += [(mesh, "grouped", "dta-mixed") for mesh in ("ep2", "etp1-tp2", "ep2-over-tp2", "ep2-tp2", "ep2-etp2")]
+    found += [("ep2-idle", "grouped", "dta"), ("ep2-overlap", "grouped-recompute", "dta"), ("ep4", "grouped", "packed")]
     return found
 
 
@@ -235,7 +239,8 @@ def test_lost_communication_would_be_seen(references, results):
 
 def test_initial_weights_do_not_depend_on_the_division(references, results):
     whole = moe_weights(references.models["qwen3"], seed=5)
-    for name in ("ep2 qwen3 dense", "ep2-over-tp2 qwen3 dta", "ep2-dp4-overlap qwen3 dta"):
+    names = ["ep2 qwen3 dense", "ep2-over-tp2 qwen3 dta", "ep2-dp4-overlap qwen3 dta"]
+    for name in [*names, "ep2-overlap grouped-recompute dta"]:
         found = {}
         for rank in results[name]:
             for key, weight in rank.initial.items():

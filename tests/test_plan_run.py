@@ -354,6 +354,12 @@ def test_short_segments_wait_for_their_launches() -> None:
         stage_time(EXPERTS, make_mesh(EXPERTS, 8, experts=e), plan.cluster, found.work, 0).launches for e in (8, 2)
     )
     assert few < many
+    together = replace(EXPERTS, moe_grouped_gemm=True)
+    grouped = [stage_time(together, make_mesh(EXPERTS, 8, experts=e), plan.cluster, found.work, 0) for e in (8, 2)]
+    assert grouped[0].launches == pytest.approx(grouped[1].launches, rel=0.2)
+    assert grouped[1].launches < few
+    with pytest.raises(InputError, match="--moe-grouped-gemm has no effect without --num-experts"):
+        replace(SMALL, moe_grouped_gemm=True)
 
 
 def test_links_between_nodes_are_slower() -> None:

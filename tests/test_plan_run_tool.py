@@ -6,7 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +110,11 @@ def test_a_rollout_file_and_a_configuration() -> None:
         ([*NUMBERS, "--num-gpus", "8", "--args-file", "nowhere.args"], "there is no such file"),
         ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--cost-model", "no.json"], "no.json: cannot be read"),
         ([*NUMBERS, "--num-gpus", "8", "--model", "gpt5"], "--model"),
+        (
+            [*NUMBERS, "--num-gpus", "128", "--args-file", "examples/qwen3_235b_a22b.args", "--moe-grouped-gemm"],
+            "--moe-grouped-gemm has no effect beside --args-file",
+        ),
+        ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--moe-grouped-gemm"], "without --num-experts"),
         ([*NUMBERS, "--num-gpus", "16", "--args-file", "examples/qwen3_235b_a22b.args"], "does not divide the 16"),
     ],
 )
@@ -129,10 +134,12 @@ def test_an_example_is_the_published_model_and_passes_all_checks(name: str, monk
     config = parse_arguments([f"@{path}", "--rollouts", "r.jsonl", "--global-batch-size", "512", "--save", "s"])
     values = json.loads((REPOSITORY / "tests" / "hf_configs" / f"{hf_name}.json").read_text())
     published = ModelConfig(**model_settings(values))
+    own = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype", "moe_grouped_gemm")
     for setting in fields(ModelConfig):
-        if setting.name not in ("max_position_embeddings", "init_method_std", "bf16", "params_dtype"):
+        if setting.name not in own:
             assert getattr(config.model, setting.name) == getattr(published, setting.name), setting.name
-    assert RunShape.of(config.model) == SHAPES[shape_name]
+    assert config.model.moe_grouped_gemm == (config.model.num_experts is not None)
+    assert replace(RunShape.of(config.model), moe_grouped_gemm=False) == SHAPES[shape_name]
     assert config.model.bf16
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
 from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.replay import (
@@ -24,7 +25,7 @@ from megatron_dta.speculation.replay import (
     text_like_control,
     waves,
 )
-from megatron_dta.speculation.speculator import BudgetParams, Speculator
+from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 
 TOOL = REPOSITORY / "tools" / "replay_das.py"

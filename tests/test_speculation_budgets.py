@@ -8,6 +8,7 @@ import pytest
 from conftest import seed_all
 from megatron_dta.errors import InputError
 from megatron_dta.speculation.budgets import (
+    BudgetParams,
     LengthClass,
     LengthHistory,
     drafted_tokens,
@@ -19,7 +20,7 @@ from megatron_dta.speculation.calibration import AcceptanceTable
 from megatron_dta.speculation.degenerate import DegenerateDetector, degenerate_length
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.speculator import BudgetParams, Speculator
+from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.straggler import CANDIDATES, candidate_lengths, last_probabilities
 
 

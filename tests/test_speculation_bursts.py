@@ -10,13 +10,15 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.model import initialize_parallel
-from megatron_dta.sampling.engines.drafting import Drafting, SuffixDrafting
+from megatron_dta.sampling.engines.drafting import NO_DRAFT, Drafting, SuffixDrafting
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.sampling.engines.scheduler import Sequence
 from megatron_dta.speculation import drafter
+from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.speculator import _LONELY, BudgetParams, Speculator
+from megatron_dta.speculation.rounds import Rounds
+from megatron_dta.speculation.speculator import _LONELY, Speculator
 from megatron_dta.speculation.suffix_forest import PythonSuffixForest
 
 DEAR = ForwardCost(base=1e-3, per_token=1.0)
@@ -68,7 +70,7 @@ def test_a_burst_is_its_passes(seed: int):
         for row, tokens in zip(rows, appended, strict=True):
             row.extend(tokens, np.zeros(len(tokens)))
         for drafting in pair.both():
-            drafting.verified_burst(rows, appended, 0.5)
+            drafting.verified_burst(rows, appended, 0.5, len(rows))
         ended += [row for row in rows if row.known == len(row.tokens)]
         for drafting in pair.both():
             for row in rows:
@@ -102,7 +104,7 @@ def test_a_new_plan_is_not_forgotten_in_a_burst(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(drafting.speculator, "_plan", lambda slots: (plans.append(passes), plan(slots)))
     for length in rng.integers(1, 12, 40).tolist():
         drafting.propose(rows, np.full(3, 50))
-        drafting.verified_burst(rows, [np.ones(length, np.int32)] * 3, 1.0)
+        drafting.verified_burst(rows, [np.ones(length, np.int32)] * 3, 1.0, 3)
         passes += length
     # Sixteen passes at least, and less than a burst more.
     assert plans[0] == 0
@@ -128,53 +130,100 @@ def test_where_nothing_pays_few_passes_have_drafts(live: int):
     assert late.max() <= 16 * 4
 
 
+class AtOnce(SuffixDrafting):
+    """Puts nothing off."""
+
+    def verified_burst(self, rows, appended, seconds, tokens) -> None:
+        super().verified_burst(rows, appended, seconds, tokens)
+        self._do_all()
+
+
 @pytest.mark.parametrize("native", [True, False])
-def test_insertions_beside_other_work_are_there_when_they_are_asked_for(native: bool, monkeypatch: pytest.MonkeyPatch):
-    """Two drafters, one of which inserts at once; between insertions samples begin, end, are drafted for, and leave."""
+@pytest.mark.parametrize("has_rounds", [True, False])
+def test_what_is_put_off_is_there_when_it_is_asked_for(native: bool, has_rounds: bool, monkeypatch: pytest.MonkeyPatch):
+    """Beside a twin that puts nothing off; between bursts samples begin, end, branch, are drafted for and given up."""
     if not native:
         monkeypatch.setattr(drafter, "create_forest", PythonSuffixForest)
     rng = seed_all(11)
-    later, now = (drafter.Drafter(DrafterParams(depth=10, window=2, max_tokens=3000)) for _ in range(2))
-    alive: list[int] = []
-    for step in range(60):
-        while len(alive) < 6:
-            prompt = rng.integers(0, 4, 7)
-            opened = [each.open(str(len(alive) % 2), prompt) for each in (later, now)]
-            assert opened[0] == opened[1]
-            alive.append(opened[0])
-        samples = np.array(alive)
-        counts = rng.integers(1, 9, len(alive))
-        tokens = rng.integers(0, 4, counts.sum()).astype(np.int32)
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        later.extend_later(samples, tokens, offsets)
-        now.extend(samples, tokens, offsets)
-        if step % 3 == 0:
-            for each in (later, now):
-                each.finish(alive[0], step // 10)
-            alive.pop(0)
-        if step % 7 == 0:
-            drafts = [each.draft(np.array(alive), np.full(len(alive), 5)) for each in (later, now)]
-            assert np.array_equal(drafts[0].tokens, drafts[1].tokens)
-            assert np.array_equal(drafts[0].lengths, drafts[1].lengths)
-        if step % 10 == 9:
-            assert later.end_step(step // 10) == now.end_step(step // 10)
-        if step % 13 == 0:
-            assert (later.stored_tokens, later.num_samples) == (now.stored_tokens, now.num_samples)
-            for each in (later, now):
-                each.discard(alive[-1])
-            alive.pop()
-    states = [each.state_dict() for each in (later, now)]
+    initialize_parallel(11)
+    cost = ForwardCost(base=1e-3, per_token=1e-6)
+    rounds = [Rounds(cost, cost) if has_rounds else None for _ in range(2)]
+    made = [Speculator(DrafterParams(depth=10, window=2, max_tokens=3000), BudgetParams(), cost, r) for r in rounds]
+    draftings = [SuffixDrafting(made[0]), AtOnce(made[1])]
+    rows: list[Sequence] = []
+    count = most_put_off = 0
+    for step in range(80):
+        while len(rows) < 6:
+            request = GenerationRequest(count, rng.integers(0, 4, 7).astype(np.int32), 40, count, hold=bool(count % 2))
+            rows.append(Sequence(request, count, 16, None))
+            count += 1
+            for drafting in draftings:
+                drafting.submitted(rows[-1])
+        asked = [drafting.wants(len(rows)) for drafting in draftings]
+        drafts = [[NO_DRAFT] * len(rows)] * 2
+        if any(asked) and rng.random() < 0.3:
+            limits = np.array([len(row.tokens) - row.known - 1 for row in rows])
+            drafts = [drafting.propose(rows, limits) for drafting in draftings]
+            assert all(np.array_equal(a, b) for a, b in zip(*drafts, strict=True))
+        lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.known for row in rows])
+        is_drafted = any(map(len, drafts[0]))
+        if is_drafted:
+            lengths = np.minimum(lengths, [len(draft) + 1 for draft in drafts[0]])
+        appended = [rng.integers(0, 4, length).astype(np.int32) for length in lengths]
+        for row, tokens in zip(rows, appended, strict=True):
+            row.extend(tokens, np.zeros(len(tokens)))
+        for drafting in draftings:
+            if is_drafted:
+                widths = np.array([len(draft) for draft in drafts[0]])
+                drafting.verified(widths, appended, 0.01, len(rows) + int(widths.sum()))
+            else:
+                drafting.verified_burst(list(rows), appended, 0.01, len(rows))
+            drafting.ran(0.01)
+        for row in [row for row in rows if row.known == len(row.tokens)]:
+            rows.remove(row)
+            for drafting in draftings:
+                drafting.finished(row)
+                if row.request.hold:
+                    drafting.released(row)
+        most_put_off = max(most_put_off, len(draftings[0]._put_off))
+        if step % 3 == 2:
+            for drafting in draftings:
+                drafting.catch_up()
+        if step % 25 == 24:
+            rows.clear()
+            for drafting in draftings:
+                drafting.abandoned()
+                drafting.weights_changed(step // 25 + 1)
+    assert most_put_off > 4
+    states = [drafting.speculator.state_dict() for drafting in draftings]
+    assert states[0].keys() == states[1].keys()
     assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
+    assert draftings[0]._measured == draftings[1]._measured
 
 
-def test_an_insertion_that_fails_is_not_lost(monkeypatch: pytest.MonkeyPatch):
-    broken = drafter.Drafter(DrafterParams())
-    sample = np.array([broken.open("one", np.arange(4))])
+def test_a_burst_before_any_draft_does_not_stand_in_the_trees_twice():
+    initialize_parallel(1)
+    drafting = SuffixDrafting(Speculator(DrafterParams(depth=8), BudgetParams(), DEAR))
+    row = Sequence(GenerationRequest(0, np.arange(5, dtype=np.int32), 9, key=0), 0, 16, None)
+    drafting.submitted(row)
+    tokens = np.array([7, 8, 9], np.int32)
+    row.extend(tokens, np.zeros(3))
+    drafting.verified_burst([row], [tokens], 0.1, 1)
+    forest = drafting.speculator.drafter
+    text = int(drafting.speculator._rows[drafting._slots[row], 0])
+    assert forest._forest.tokens(text).tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
+
+
+def test_what_fails_when_it_is_done_is_not_lost(monkeypatch: pytest.MonkeyPatch):
+    initialize_parallel(1)
+    drafting = SuffixDrafting(Speculator(DrafterParams(), BudgetParams(), DEAR))
+    (row,) = running(seed_all(1), 1, 9)
+    drafting.submitted(row)
 
     def fail(*_: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(broken._forest, "extend", fail)
-    broken.extend_later(sample, np.array([1], np.int32), np.array([0, 1]))
+    monkeypatch.setattr(drafting._speculator.drafter._forest, "extend", fail)
+    drafting.verified_burst([row], [np.array([1], np.int32)], 0.1, 1)
     with pytest.raises(MemoryError, match="no memory"):
-        broken.draft(sample, np.array([3]))
+        drafting.propose([row], np.array([3]))

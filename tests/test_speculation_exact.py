@@ -13,9 +13,10 @@ from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.sampling.engines.drafting import Drafting, SuffixDrafting
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.speculator import BudgetParams, Speculator
+from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts

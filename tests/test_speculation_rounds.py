@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
+from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.rounds import CREDIT, LOSS_SHARE, Rounds
-from megatron_dta.speculation.speculator import BudgetParams, Speculator
+from megatron_dta.speculation.speculator import Speculator
 
 PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
 DRAFTED = ForwardCost(base=4e-3, per_token=1e-5)
@@ -17,9 +18,9 @@ DRAFTED = ForwardCost(base=4e-3, per_token=1e-5)
 
 def warm(rounds: Rounds, live: int = 40) -> Rounds:
     """After one burst that took what was expected."""
-    assert not rounds.wants()
+    assert not rounds.wants(live)
     rounds.ran(live, 8, 8 * float(PLAIN.seconds(live)))
-    assert rounds.wants()
+    assert rounds.wants(live)
     return rounds
 
 
@@ -49,6 +50,40 @@ def test_seconds_follow_what_is_measured():
     assert rounds.plain(10) == pytest.approx(3 * float(PLAIN.seconds(10)))
 
 
+def test_what_the_last_sample_saves_is_what_it_takes_with_drafts():
+    """Once drafts give it several tokens a pass; against decoding without any it saves as much as before."""
+    rounds = warm(Rounds(PLAIN, DRAFTED))
+    tokens, alone = np.array([3.0]), np.array([1.0])
+    before = rounds.gain(tokens, alone, 40)
+    assert before == pytest.approx(rounds.saved(tokens, alone, 40))
+    for _ in range(50):
+        rounds.went_on(8.0)
+    assert rounds.gain(tokens, alone, 40) == pytest.approx(3 * (float(DRAFTED.seconds(8)) / 8 + 1e-5), rel=1e-3)
+    assert rounds.saved(tokens, alone, 40) == pytest.approx(before)
+    # The gate of single tokens goes by the same price.
+    assert rounds.cost(40).base == pytest.approx(float(DRAFTED.seconds(8)) / 8, rel=1e-3)
+    for _ in range(50):
+        rounds.went_on(1.0)
+    assert rounds.gain(tokens, alone, 40) == pytest.approx(before, rel=1e-3)
+
+
+def test_fewer_samples_are_looked_at_again():
+    """After looking in vain many rounds pass, unless half of the samples have ended meanwhile."""
+    rounds = warm(Rounds(PLAIN, DRAFTED), 400)
+    for _ in range(12):
+        rounds.in_vain(400)
+    waited = 0
+    while not rounds.wants(400):
+        waited += 1
+    assert waited > 8
+    for _ in range(2):
+        rounds.in_vain(400)
+    assert not rounds.asks_next
+    assert [rounds.wants(live) for live in (300, 201, 200)] == [False, False, False]
+    assert rounds.asks_next
+    assert rounds.wants(199)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_losses_are_bounded_whatever_is_expected(seed: int):
     """Drafts that are always expected to be worth it and never are; half of the passes with them take longer too."""
@@ -58,7 +93,7 @@ def test_losses_are_bounded_whatever_is_expected(seed: int):
     passes = 8
     for _ in range(3000):
         tokens = live + int(rng.integers(1, 200))
-        if rounds.wants() and rounds.pays(1.0, live, tokens):
+        if rounds.wants(live) and rounds.pays(1.0, live, tokens):
             seconds = float(DRAFTED.seconds(tokens)) * float(rng.choice([1.0, 1.5]))
             rounds.ran_drafted(live, tokens, 0.0, seconds)
             drafted, passes, spent = drafted + 1, passes + 1, spent + seconds
@@ -85,7 +120,7 @@ def test_text_that_cannot_be_drafted_is_left_alone(live: int):
     most, asked, drafted, count = np.full(live, 20), 0, 0, 400
     plain = spent = 0.0
     for step in range(count):
-        proposal = speculator.propose(slots, most) if speculator.wants() else None
+        proposal = speculator.propose(slots, most) if speculator.wants(live) else None
         tokens = phrase[(step + np.arange(live)) % 30] if step % 3 else rng.integers(50, 10**6, live).astype(np.int32)
         asked += proposal is not None
         if proposal is not None and proposal.lengths.any():

@@ -98,6 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--fused-layer-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
+    parser.add_argument("--moe-grouped-gemm", action="store_true", help="experts as grouped products")
     parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="layers' products in FP8")
     parser.add_argument("--fp8-recipe", choices=("blockwise", "tensorwise", "mxfp8"), help="as in training")
     for name in PARALLEL:
@@ -174,7 +175,7 @@ def model_config(arguments: argparse.Namespace, sets: dict[str, list[TrainingSam
     shape = benchmark_model(
         arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers, arguments.fused_layer_impl
     )
-    names = ("transformer_impl", "fp8_format", "fp8_recipe")
+    names = ("transformer_impl", "fp8_format", "fp8_recipe", "moe_grouped_gemm")
     return replace(shape, **{name: getattr(arguments, name) for name in names})
 
 

@@ -26,6 +26,7 @@ from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.engines.drafting import Drafting, SuffixDrafting
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.speculation.budgets import BUDGETS, BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.replay import (
@@ -40,7 +41,7 @@ from megatron_dta.speculation.replay import (
 )
 from megatron_dta.speculation.report import SpeculationReport
 from megatron_dta.speculation.rounds import Rounds
-from megatron_dta.speculation.speculator import BUDGETS, BudgetParams, Speculator
+from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 from rollout_setup import Setup, build_engine, check_arguments, counts_since, synchronize, warm_up
 

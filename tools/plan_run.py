@@ -64,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--args-file", metavar="FILE", help="arguments of megatron_dta.train: model, mesh and settings")
     for name in SHAPE_FLAGS:
         add(_flag(name), type=int, metavar="N", help="of the model, in place of a name")
+    add("--moe-grouped-gemm", action="store_true", help="a rank's experts run as grouped products")
     for name in ("qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"):
         add(_flag(name), action="store_true", help="of the model, in place of a name")
     add("--gpu", choices=sorted(PRESETS), default="h200", help="what the flags of the cluster do not say")
@@ -217,9 +218,12 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
     cluster = read_cluster(arguments)
     if arguments.args_file is not None:
+        if arguments.moe_grouped_gemm:
+            raise InputError("--moe-grouped-gemm has no effect beside --args-file; write it there")
         shape, looked_at, states = read_args_file(arguments.args_file, cluster.num_gpus)
     else:
-        shape, states = read_shape(arguments), read_states(arguments)
+        shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)
+        states = read_states(arguments)
         looked_at = choices(arguments, shape, cluster)
     measured = None if arguments.cost_model is None else load_cost_file(arguments.cost_model)
     if measured is not None:

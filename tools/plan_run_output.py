@@ -175,7 +175,7 @@ def _model_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
     shape, step = planner.shape, planner.step
     if arguments.hf_config is not None:
         folder = arguments.hf_config.removesuffix("/config.json")
-        return ["--load-hf", folder, "--bf16"]
+        return ["--load-hf", folder, "--bf16", *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size"
     flags = [part for name in names.split() for part in ("--" + name.replace("_", "-"), str(getattr(shape, name)))]
     flags += ["--group-query-attention", "--swiglu", "--disable-bias-linear", "--bf16"]
@@ -184,7 +184,7 @@ def _model_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
             flags.append("--" + name.replace("_", "-"))
     if shape.num_experts:
         flags += ["--num-experts", str(shape.num_experts), "--moe-router-topk", str(shape.moe_router_topk)]
-        flags += ["--moe-ffn-hidden-size", str(shape.expert_width)]
+        flags += ["--moe-ffn-hidden-size", str(shape.expert_width), *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
         if shape.moe_shared_expert_intermediate_size:
             flags += ["--moe-shared-expert-intermediate-size", str(shape.moe_shared_expert_intermediate_size)]
     return [*flags, "--max-position-embeddings", str(max(4096, step.longest))]

@@ -38,6 +38,7 @@ from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.plots.files import checked_path
 from megatron_dta.plots.speculation import plot_speculation
 from megatron_dta.rollouts import load_rollouts
+from megatron_dta.speculation.budgets import BUDGETS, BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.native import create_forest
@@ -53,7 +54,7 @@ from megatron_dta.speculation.replay import (
     waves,
 )
 from megatron_dta.speculation.report import SpeculationReport
-from megatron_dta.speculation.speculator import BUDGETS, BudgetParams, Speculator
+from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 
 SMALL_TOKENS = 20_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import fields
 
 from megatron_dta.config.model import ModelConfig
@@ -112,11 +111,6 @@ def _check_layers(model: ModelConfig) -> None:
     if model.moe_token_dispatcher_type != "alltoall":
         raise InputError(
             f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type} is not supported; use alltoall"
-        )
-    if model.moe_grouped_gemm and importlib.util.find_spec("grouped_gemm") is None:
-        raise InputError(
-            "--moe-grouped-gemm needs the package grouped_gemm (--transformer-impl local has no other); leave it out "
-            "to run the experts one by one"
         )
 
 

@@ -151,7 +151,9 @@ class ModelConfig:
     moe_routing_replay: bool = option(
         False, "Route tokens to the experts that the rollouts' sampler chose (their field routed_experts)."
     )
-    moe_grouped_gemm: bool = option(False, "Run a rank's experts as one grouped GEMM; needs the package grouped_gemm.")
+    moe_grouped_gemm: bool = option(
+        False, "Run a rank's experts as grouped products; weights and checkpoints stay the same."
+    )
     moe_token_dispatcher_type: str = option(
         "alltoall", "How tokens reach their experts.", choices=("alltoall", "allgather", "flex")
     )

@@ -11,20 +11,22 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from dta_kernels.swiglu import swiglu, swiglu_into
 from megatron_dta.config import ModelConfig
+from megatron_dta.model.activation import is_swiglu
 from megatron_dta.model.attention_context import check_context
 from megatron_dta.model.decode_layer import DecodeLayer
 from megatron_dta.model.direct_layer import DirectLayer, has_plain_modules, is_plain
+from megatron_dta.model.expert_spec import replace_experts
 from megatron_dta.model.fused_attention import FusedSelfAttention
+from megatron_dta.model.fused_experts import FusedGroupedExperts
 from megatron_dta.model.fused_norm import FusedRMSNorm
+from megatron_dta.model.grouped_experts import GroupedExperts
 from megatron_dta.model.paged_context import PagedContext
 from megatron_dta.model.rematerialize import call_without_keeping_input, mark_recomputable
 
@@ -32,7 +34,7 @@ from megatron_dta.model.rematerialize import call_without_keeping_input, mark_re
 def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
     """Put the fused modules into the spec of a block, wherever they compute what Megatron's would.
 
-    LayerNorm stays Megatron's; so do experts, whose layers get the norms and the attention.
+    LayerNorm stays Megatron's; so do experts that are not grouped, whose layers get the norms and the attention.
     """
     has_fused_norm = model.normalization == "RMSNorm"
     for layer in spec.layer_specs:
@@ -41,6 +43,7 @@ def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FusedRMSNorm
         if layer.module is TransformerLayer:
             layer.module = FusedLayer
+        replace_experts(layer, GroupedExperts, FusedGroupedExperts)
     if has_fused_norm:
         spec.layer_norm = FusedRMSNorm
 
@@ -54,7 +57,7 @@ class FusedLayer(TransformerLayer):
     @property
     def decodes_directly(self) -> bool:
         """Whether ``decode_layer`` can take its passes over pages."""
-        if self.decoding is None and _is_swiglu(self.config) and has_plain_modules(self):
+        if self.decoding is None and is_swiglu(self.config) and has_plain_modules(self):
             self.decoding = DecodeLayer(self)
         return self.decoding is not None and self.decoding.is_free
 
@@ -72,7 +75,7 @@ class FusedLayer(TransformerLayer):
         if isinstance(context, PagedContext) and context.direct_until is not None:
             return self.decoding(hidden_states, context), None
         # Gradient buffers come after the layer is built; with them it is complete.
-        if self.direct is None and _is_swiglu(self.config) and is_plain(self):
+        if self.direct is None and is_swiglu(self.config) and is_plain(self):
             self.direct = DirectLayer(self)
         if self.direct is not None and self.direct.takes(hidden_states, context):
             return self.direct(hidden_states, context), None
@@ -87,16 +90,11 @@ class FusedLayer(TransformerLayer):
 
 def feed_forward(mlp: MLP, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
     """Output and bias of Megatron's ``mlp``, through the SwiGLU kernel where that is its activation."""
-    if not _is_swiglu(mlp.config):
+    if not is_swiglu(mlp.config):
         return call_without_keeping_input(mlp, hidden_states)
     gated = _with_bias(call_without_keeping_input(mlp.linear_fc1, hidden_states))
     active = mark_recomputable(swiglu(gated), partial(swiglu_into, gated.detach()))
     return call_without_keeping_input(mlp.linear_fc2, active)
-
-
-def _is_swiglu(config: TransformerConfig) -> bool:
-    plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0
-    return config.gated_linear_unit and config.activation_func is F.silu and plain
 
 
 def _normed(norm: torch.nn.Module, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:

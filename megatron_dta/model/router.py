@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_dta.model.attention_context import AttentionContext, check_context
+from megatron_dta.model.grouped_experts import GroupedExperts
 from megatron_dta.model.token_routing import TokenRouting, rows_of
 
 
@@ -136,14 +137,17 @@ class _BalancingLoss(torch.autograd.Function):
 
 
 class RoutedLayer(TransformerLayer):
-    """Megatron's transformer layer, which tells its router whose tokens it routes.
+    """Megatron's transformer layer, which tells its router, and grouped experts, whose tokens these are.
 
     The core attention gets the pass's context as an argument, also when a layer is recomputed; the layer with experts
     does not, so it is handed over here.
     """
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        self.mlp.router.context = check_context(kwargs.get("packed_seq_params"))
+        context = check_context(kwargs.get("packed_seq_params"))
+        self.mlp.router.context = context
+        if isinstance(self.mlp.experts, GroupedExperts):
+            self.mlp.experts.context = context
         return super().forward(*args, **kwargs)
 
 

@@ -41,6 +41,7 @@ class RunShape:
 
     Attributes:
         moe_layers: whether each layer has experts; empty: all do where there are experts, else none.
+        moe_grouped_gemm: whether a rank's experts run together, and not one by one.
     """
 
     num_layers: int
@@ -60,6 +61,7 @@ class RunShape:
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
     moe_layers: tuple[bool, ...] = ()
+    moe_grouped_gemm: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"):
@@ -78,6 +80,8 @@ class RunShape:
             raise InputError(f"--moe-layer-freq names {len(self.moe_layers)} of {self.num_layers} layers")
         if self.num_experts is not None and self.moe_router_topk > self.num_experts:
             raise InputError(f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {self.num_experts}")
+        if self.num_experts is None and self.moe_grouped_gemm:
+            raise InputError("--moe-grouped-gemm has no effect without --num-experts; leave it out or add that")
 
     @classmethod
     def of(cls, settings: Any) -> RunShape:

@@ -113,8 +113,10 @@ def stage_time(
 
 
 def layer_launches(shape: RunShape, mesh: RunMesh, layer: int) -> float:
-    """Kernels of a layer over those of one without experts: a rank's experts run one by one."""
-    return 1.0 + (shape.num_experts / mesh.experts * LAUNCHES_PER_EXPERT if shape.moe_layers[layer] else 0.0)
+    """Kernels of a layer over those of one without experts: a rank's experts run one by one if they are not grouped."""
+    if not shape.moe_layers[layer] or shape.moe_grouped_gemm:
+        return 1.0
+    return 1.0 + shape.num_experts / mesh.experts * LAUNCHES_PER_EXPERT
 
 
 def _waiting_for_launches(

@@ -26,6 +26,7 @@ convex in N, and least where c_base = c_tok sum over l > N of 1 / (a (k - 1 + N 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -35,6 +36,30 @@ from megatron_dta.speculation.straggler import candidate_lengths
 
 NEVER = 2.0
 """Above every probability."""
+
+BUDGETS = ("straggler", "gate", "class", "optimal", "always")
+
+
+@dataclass(frozen=True)
+class BudgetParams:
+    """Attributes:
+    budget: what passes the gate. "straggler": the forwards of a sample are worth the more the likelier it is the last
+        one to end. "gate": all samples alike. "class": none for short samples, few for medium ones, and those of long
+        ones are shared by the long ones alone. "optimal": the optimal budget for the expected lengths, spread over
+        the expected forwards. "always": every draft as it comes, without the gate (for comparison).
+    exploration: share of drafts verified whatever the gate says, a few tokens each.
+    seed: of the exploration.
+    """
+
+    budget: str = "straggler"
+    exploration: float = 0.003
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.budget not in BUDGETS:
+            raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, not {self.budget!r}")
+        if not 0 <= self.exploration <= 1:
+            raise ValueError(f"exploration must be in [0, 1], got {self.exploration}")
 
 
 def optimal_budget(

@@ -11,21 +11,17 @@ ranks and a resumed run agree.
 
 The state is the samples' tokens in plain arrays; loading inserts them again (about half a microsecond a token), and as
 trees are canonical the drafts are those of the saved one.
-
-What passes without drafts have sampled is inserted by another thread (``extend_later``), while the device runs the next
-ones: C lets go of Python's lock. Whatever looks at the trees, or changes them otherwise, waits for it first.
 """
 
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_dta.speculation.native import create_forest
-from megatron_dta.speculation.suffix_forest import NO_TREE, DraftParams, Drafts, SuffixForest
+from megatron_dta.speculation.suffix_forest import NO_TREE, DraftParams, Drafts
 
 
 @dataclass(frozen=True)
@@ -71,22 +67,12 @@ class Drafter:
 
     def __init__(self, params: DrafterParams) -> None:
         self.params = params
-        self._own_forest = create_forest(params.depth, params.early_depth)
-        self._thread: ThreadPoolExecutor | None = None
-        self._later: list[Future] = []
+        self._forest = create_forest(params.depth, params.early_depth)
         self._all = self._forest.new_tree() if params.all_problems else NO_TREE
         self._problems: dict[str, _Problem] = {}
         self._samples: dict[int, _Sample] = {}  # complete ones in the order in which they ended
         self.stored_tokens = 0
         """Tokens of samples and prompts in the trees."""
-
-    @property
-    def _forest(self) -> SuffixForest:
-        """The trees with all that was to be inserted."""
-        later, self._later = self._later, []
-        for insertion in later:
-            insertion.result()
-        return self._own_forest
 
     def open(self, problem: str, prompt: np.ndarray, is_branch: bool = False) -> int:
         """A sample begins after ``prompt`` (int [T], T >= 1), which a branch has from another one; its number."""
@@ -98,16 +84,6 @@ class Drafter:
     def extend(self, samples: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
         """Sample ``samples[i]`` goes on with ``tokens[offsets[i] : offsets[i + 1]]``: accepted ones, or an answer."""
         self._forest.extend(samples, tokens, offsets)
-        self._count(samples, offsets)
-
-    def extend_later(self, samples: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
-        """``extend`` beside what the caller does next; the arrays must not change."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "drafter")
-        self._later.append(self._thread.submit(self._own_forest.extend, samples, tokens, offsets))
-        self._count(samples, offsets)
-
-    def _count(self, samples: np.ndarray, offsets: np.ndarray) -> None:
         for sample, more in zip(samples.tolist(), np.diff(offsets).tolist(), strict=True):
             self._samples[sample].tokens += more
         self.stored_tokens += int(offsets[-1])
@@ -118,10 +94,7 @@ class Drafter:
 
     def finish(self, sample: int, step: int) -> None:
         """The sample is complete; it stays until policy step ``step`` + window has ended."""
-        if self._later:
-            self._later.append(self._thread.submit(self._own_forest.finish, sample))
-        else:
-            self._forest.finish(sample)
+        self._forest.finish(sample)
         entry = self._samples.pop(sample)
         entry.step = step
         self._samples[sample] = entry

@@ -135,7 +135,7 @@ def replay_wave(
     most = np.full(len(samples), np.iinfo(np.int32).max)
     host = speculator.report.draft_seconds
     while len(live):
-        proposal = speculator.propose(slots[live], most[live]) if burst == 1 or speculator.wants() else None
+        proposal = speculator.propose(slots[live], most[live]) if burst == 1 or speculator.wants(len(live)) else None
         if burst > 1 and (proposal is None or not proposal.lengths.any()):
             hopeful = speculator.rounds is None or speculator.rounds.is_hopeful
             count = np.minimum(min(burst, 4) if hopeful else burst, end[live] - position[live])

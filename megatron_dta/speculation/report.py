@@ -21,7 +21,8 @@ class SpeculationReport:
         seconds: of each forward, measured or by a cost model.
         lengths, steps, drafted, accepted, classes: of each finished sample: generated tokens, its steps, its drafted
             and accepted tokens, and the length class that it began with.
-        queries: drafts that were looked for. draft_seconds: CPU time of making and accounting them.
+        queries: drafts that were looked for. draft_seconds: CPU time of making and accounting them. hidden_seconds: of
+            accounting for forwards without drafts, beside a device that runs the next ones.
         drafter_bytes, drafter_tokens: memory of the trees and tokens in them, at the end.
         stopped: samples stopped for degenerate text.
     """
@@ -36,6 +37,7 @@ class SpeculationReport:
     classes: list[int] = field(default_factory=list)
     queries: int = 0
     draft_seconds: float = 0.0
+    hidden_seconds: float = 0.0
     drafter_bytes: int = 0
     drafter_tokens: int = 0
     stopped: int = 0
@@ -95,6 +97,7 @@ class SpeculationReport:
             "wasted_tokens": drafted - accepted,
             "draft_queries": self.queries,
             "draft_seconds": self.draft_seconds,
+            "hidden_seconds": self.hidden_seconds,
             "drafter_bytes": self.drafter_bytes,
             "drafter_tokens": self.drafter_tokens,
             "drafter_bytes_per_token": _ratio(self.drafter_bytes, self.drafter_tokens),
@@ -105,8 +108,8 @@ class SpeculationReport:
         """Flat numbers for the training log; the names begin with ``speculation_``."""
         figures = self.figures()
         names = ("tokens_per_forward", "tokens_per_forward_longest_4", "forwards", "drafted_tokens", "accepted_tokens")
-        names += ("wasted_tokens", "draft_queries", "draft_seconds", "drafter_bytes", "drafter_tokens")
-        names += ("stopped_degenerate",)
+        names += ("wasted_tokens", "draft_queries", "draft_seconds", "hidden_seconds", "drafter_bytes")
+        names += ("drafter_tokens", "stopped_degenerate")
         values = {name: float(figures[name]) for name in names}
         values["acceptance"] = _ratio(figures["accepted_tokens"], figures["drafted_tokens"])
         for name, value in figures["tokens_per_forward_by_class"].items():

@@ -34,6 +34,7 @@ ASKING_SHARE = 0.002
 ASKING_SECONDS = 6e-4
 """Of looking for drafts for a batch, besides ``ForwardCost.draft`` for each sequence."""
 _RECENT = 31
+_RENEWAL = 0.3
 _VAIN = 4
 """Rounds in vain after which drafts are no longer likely to come soon."""
 _MOST_CREDIT = 0.03
@@ -48,12 +49,13 @@ class Rounds:
 
     Attributes:
         is_measured: scale both by what rounds are measured to take.
+        tokens_alone: what the sample that will be the last goes on by in a pass with drafts.
         is_hopeful: a draft is likely to be worth it in one of the next rounds.
         elapsed: seconds, as passes without drafts would count. loss: seconds lost by drafts, negative if gained.
     """
 
     def __init__(self, plain: ForwardCost, drafted: ForwardCost, burst: int = 8) -> None:
-        self.burst, self.is_measured = burst, True
+        self.burst, self.is_measured, self.tokens_alone = burst, True, 1.0
         self.plain_cost, self.drafted_cost = plain, drafted
         self._ratios: dict[bool, deque[float]] = {}
         self._scale: dict[bool, float] = {}
@@ -70,7 +72,7 @@ class Rounds:
         """A collection is over: the purse is filled for the next."""
         self.elapsed = self.loss = 0.0
         self.is_hopeful = False
-        self._vain = self._wait = self._probe_wait = 0
+        self._vain = self._wait = self._probe_wait = self._asked_live = 0
         self._pause = self._probe_pause = 1
         self._probed, self._is_probe = 0.0, False
 
@@ -84,23 +86,35 @@ class Rounds:
 
     def cost(self, live: int) -> ForwardCost:
         """For the gate of single tokens: what a forward saved saves, and what a drafted token costs."""
-        base, _ = self._parts(live)
+        base, _ = self._worth(live)
         per_token = self._scale[True] * self.drafted_cost.per_token
         return ForwardCost(base, per_token, self.drafted_cost.knee, self.drafted_cost.draft)
 
     def gain(self, tokens: np.ndarray, sharers: np.ndarray, live: int) -> float:
         """Seconds that so many accepted tokens of each sample save; [n] each, tokens may be expectations."""
+        base, per_token = self._worth(live)
+        return float(np.sum(tokens * (base / sharers + per_token)))
+
+    def saved(self, tokens: np.ndarray, sharers: np.ndarray, live: int) -> float:
+        """The same against decoding without any drafts."""
         base, per_token = self._parts(live)
         return float(np.sum(tokens * (base / sharers + per_token)))
 
-    def wants(self) -> bool:
+    @property
+    def asks_next(self) -> bool:
+        """Whether drafts will be looked for in the next round."""
+        return not self._wait
+
+    def wants(self, live: int) -> bool:
         """Whether to look for drafts in this round; to be asked once a round. Not in the first one, which shows what
         a pass without drafts takes."""
         if self.is_measured and not self._ratios[False]:
             return False
         if self._wait:
-            self._wait -= 1
+            # Once half of the samples have ended the answer may be another.
+            self._wait = self._wait - 1 if 2 * live > self._asked_live else 0
             return False
+        self._asked_live = live
         return True
 
     def pays(self, gain: float, live: int, tokens: int) -> bool:
@@ -135,6 +149,10 @@ class Rounds:
         self._measure(False, seconds / passes / float(self.plain_cost.seconds(live)))
         self.elapsed += passes * self.plain(live)
 
+    def went_on(self, tokens: float) -> None:
+        """In a pass with drafts the samples that may be the last went on by so many tokens."""
+        self.tokens_alone += _RENEWAL * (tokens - self.tokens_alone)
+
     def ran_drafted(self, live: int, tokens: int, gain: float, seconds: float) -> None:
         """A pass with drafts took so long and had that gain."""
         self._measure(True, seconds / float(self.drafted_cost.seconds(tokens)))
@@ -160,6 +178,12 @@ class Rounds:
 
     def _allowed(self, extra: float) -> float:
         return LOSS_SHARE * self.elapsed + CREDIT * max(0.0, extra)
+
+    def _worth(self, live: int) -> tuple[float, float]:
+        """Seconds that are saved where the last sample need not run one more pass, and where a sample need not run in
+        one. By the time that the last one is alone it drafts, if that pays, so that a pass is worth several tokens."""
+        base, per_token = self._parts(live)
+        return min(base, self.drafted(self.tokens_alone) / self.tokens_alone), per_token
 
     def _parts(self, live: int) -> tuple[float, float]:
         """Of a pass without drafts: seconds for itself, and for each sequence."""

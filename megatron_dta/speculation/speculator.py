@@ -29,7 +29,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.speculation.budgets import LengthClass, LengthHistory, fit_acceptance, gate, optimal_budget
+from megatron_dta.speculation.budgets import (
+    BudgetParams,
+    LengthClass,
+    LengthHistory,
+    fit_acceptance,
+    gate,
+    optimal_budget,
+)
 from megatron_dta.speculation.calibration import AcceptanceTable
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
@@ -38,7 +45,6 @@ from megatron_dta.speculation.rounds import Rounds
 from megatron_dta.speculation.straggler import CANDIDATES, last_probabilities
 from megatron_dta.speculation.suffix_forest import Drafts
 
-BUDGETS = ("straggler", "gate", "class", "optimal", "always")
 _QUERY_SHARE = 0.005
 _EXPLORING_SHARE = 0.004
 _USUAL_GAIN = 0.1
@@ -57,28 +63,6 @@ _MOST_SHARERS = 4
 """A sample that surely is no straggler passes the gate as if so many times the live batch shared its forwards."""
 _CLASS_CAPS = np.array([0, 6, 255])
 """Drafted tokens a forward of short, medium and long samples, with the budget "class"."""
-
-
-@dataclass(frozen=True)
-class BudgetParams:
-    """Attributes:
-    budget: what passes the gate. "straggler": the forwards of a sample are worth the more the likelier it is the last
-        one to end. "gate": all samples alike. "class": none for short samples, few for medium ones, and those of long
-        ones are shared by the long ones alone. "optimal": the optimal budget for the expected lengths, spread over
-        the expected forwards. "always": every draft as it comes, without the gate (for comparison).
-    exploration: share of drafts verified whatever the gate says, a few tokens each.
-    seed: of the exploration.
-    """
-
-    budget: str = "straggler"
-    exploration: float = 0.003
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.budget not in BUDGETS:
-            raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, not {self.budget!r}")
-        if not 0 <= self.exploration <= 1:
-            raise ValueError(f"exploration must be in [0, 1], got {self.exploration}")
 
 
 @dataclass(frozen=True)
@@ -132,9 +116,10 @@ class Speculator:
         self._next_plan = 0
         return slot
 
-    def wants(self) -> bool:
-        """Whether drafts are to be looked for before the next forward; to be asked once before each, or burst."""
-        return self.rounds is None or self.rounds.wants()
+    def wants(self, live: int) -> bool:
+        """Whether drafts are to be looked for before the next forward of so many samples; to be asked once before each,
+        or burst."""
+        return self.rounds is None or self.rounds.wants(live)
 
     def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
         """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
@@ -194,7 +179,9 @@ class Speculator:
         live, count = len(drafted), len(drafted) + int(drafted.sum())
         gain = 0.0
         if self.rounds is not None and count > live:
-            gain = self.rounds.gain(accepted, self._sharers(proposal.slots, live), live)
+            sharers = self._sharers(proposal.slots, live)
+            gain = self.rounds.saved(accepted, sharers, live)
+            self.rounds.went_on(float(np.average(1 + accepted, weights=1 / sharers)))
         self._last_round = live, count, 1, gain
         self.report.add_forward(live, count, seconds)
         self.report.draft_seconds += time.perf_counter() - begin
@@ -213,7 +200,8 @@ class Speculator:
         self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float, was_asked: bool = True
     ) -> None:
         """Forwards without drafts have followed each other: row i got the tokens ``appended[i]`` (int32), one in each
-        of the first forwards. ``seconds`` of all together. was_asked: drafts were looked for before the first."""
+        of the first forwards. ``seconds`` of all together. was_asked: drafts were looked for before the first. To be
+        called while a device runs the next ones."""
         begin = time.perf_counter()
         counts = np.array([len(tokens) for tokens in appended], np.int64)
         passes = int(counts.max())
@@ -223,12 +211,10 @@ class Speculator:
         self._forwards += passes - was_asked
         self._last_round = len(slots), len(slots), passes, 0.0
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        texts = self._rows[slots, 0]
-        self.drafter.extend_later(texts, np.concatenate(appended).astype(np.int32), offsets)
-        for i in range(passes):
-            live = int((counts > i).sum())
+        self.drafter.extend(self._rows[slots, 0], np.concatenate(appended).astype(np.int32), offsets)
+        for live in (len(slots) - np.searchsorted(np.sort(counts), np.arange(passes), side="right")).tolist():
             self.report.add_forward(live, live, seconds / passes)
-        self.report.draft_seconds += time.perf_counter() - begin
+        self.report.hidden_seconds += time.perf_counter() - begin
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
         """Tokens that the sample did not generate, such as a tool's answer."""

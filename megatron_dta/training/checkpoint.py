@@ -59,6 +59,7 @@ _FREE_MODEL_SETTINGS = {
     "fp16",
     "transformer_impl",
     "fused_layer_impl",
+    "moe_grouped_gemm",
     "fp8_format",
     "fp8_recipe",
     "recompute_granularity",

@@ -18,10 +18,11 @@ from megatron_dta.sampling.engines.replay import ReplayEngine
 from megatron_dta.sampling.engines.server_speculation import ServerSpeculation
 from megatron_dta.sampling.engines.sglang import SglangProtocol
 from megatron_dta.sampling.engines.vllm import VllmProtocol
+from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.rounds import Rounds
-from megatron_dta.speculation.speculator import BudgetParams, Speculator
+from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 
 _PROTOCOLS = {"vllm": VllmProtocol, "sglang": SglangProtocol}

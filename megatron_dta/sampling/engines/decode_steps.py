@@ -137,10 +137,12 @@ class DecodeSteps:
         )
         return decodes and len(plan.rows) + drafted <= MOST_TOKENS
 
-    def run(self, cache: PagedCache, burst: Burst, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    def run(
+        self, cache: PagedCache, burst: Burst, params: SamplingParams, meanwhile: Callable[[], None]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The tokens drawn behind every token of every pass, and their logprobs: int64 and float64 [passes, n].
 
-        Entries of rows that have left a burst mean nothing.
+        Entries of rows that have left a burst mean nothing. ``meanwhile`` is called while the device runs.
         """
         if self._addresses_of is not cache.addresses:
             self._addresses.copy_(cache.addresses)
@@ -157,8 +159,10 @@ class DecodeSteps:
         for step_words in words_on_device.view(num_steps, -1):
             static.words.copy_(step_words)
             drawn.append(replay().clone())
+        drawn = torch.stack(drawn)
+        meanwhile()
         # The only place that waits for the device; a float64 holds every token id.
-        tokens_and_logprobs = torch.stack(drawn).cpu().numpy()[:, :, :n]
+        tokens_and_logprobs = drawn.cpu().numpy()[:, :, :n]
         return tokens_and_logprobs[:, 0].astype(np.int64), tokens_and_logprobs[:, 1]
 
     def _tile_tokens(self, burst: Burst) -> int:

@@ -11,14 +11,18 @@ are computed, and those taken for the draft alone are given back.
 
 ``SuffixDrafting`` proposes from suffix trees of recent samples (``megatron_dta.speculation``). A request's problem is
 that of its parent, so the branches of a tree share their drafts; a request without a parent is of the problem of those
-with the same context.
+with the same context. What passes without drafts have sampled is put into the trees while the device runs the next ones
+(``catch_up``), so that where drafts are not worth it they take next to no time.
 """
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from functools import partial
 
 import numpy as np
 
@@ -29,6 +33,9 @@ from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.speculator import Proposal, Speculator
 
 NO_DRAFT = np.zeros(0, np.int32)
+
+_MOST_BURSTS = 4
+"""Bursts that are put off."""
 
 _MEASURED = 512
 """Passes whose seconds are kept for measuring what a pass costs."""
@@ -41,8 +48,8 @@ class Drafting(ABC):
     def submitted(self, sequence: Sequence) -> None:
         """A sequence will run."""
 
-    def wants(self) -> bool:
-        """Whether drafts are to be looked for in this round, a pass or burst of which every row gets tokens. If not,
+    def wants(self, live: int) -> bool:
+        """Whether drafts are to be looked for in this round, a pass or burst of which ``live`` rows get tokens. If not,
         ``verified_burst`` comes without ``propose``."""
         return True
 
@@ -50,6 +57,9 @@ class Drafting(ABC):
     def is_hopeful(self) -> bool:
         """Whether a draft is likely soon where none is worth it now: bursts are short then."""
         return True
+
+    def catch_up(self) -> None:  # noqa: B027 - most put nothing off
+        """Do what was put off: the host has nothing to do, since the device runs passes without drafts."""
 
     def ran(self, seconds: float) -> None:  # noqa: B027 - most need no clock
         """The round whose tokens were handed over last took so long, everything included."""
@@ -60,20 +70,21 @@ class Drafting(ABC):
 
     @abstractmethod
     def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
-        """The pass of ``tokens`` tokens is over: of row i's draft ``drafted[i]`` tokens were run, and it went on with
-        ``appended[i]``."""
+        """The pass of ``tokens`` tokens is over: of row i's draft ``drafted[i]`` tokens were run, of some more than
+        none, and it went on with ``appended[i]``."""
 
-    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
-        """Passes without drafts that ran one after the other are over: row i got a token in each of the first
-        ``len(appended[i])``. It was asked for drafts before the first, and gave none or none that was run."""
+    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, tokens: int) -> None:
+        """Passes of ``tokens`` tokens, none of them drafted, that ran one after the other are over: row i got a token
+        in each of the first ``len(appended[i])``. It was asked for drafts before the first and gave none that was
+        run, or was not asked."""
         passes = max(map(len, appended))
         for i in range(passes):
-            alive = [row for row, tokens in zip(rows, appended, strict=True) if len(tokens) > i]
+            alive = [row for row, own in zip(rows, appended, strict=True) if len(own) > i]
             none = np.zeros(len(alive), np.int64)
             if i:
                 self.propose(alive, none)
-            new = [tokens[i : i + 1] for tokens in appended if len(tokens) > i]
-            self.verified(none, new, seconds / passes, len(rows))
+            new = [own[i : i + 1] for own in appended if len(own) > i]
+            self.verified(none, new, seconds / passes, tokens)
 
     @abstractmethod
     def finished(self, sequence: Sequence) -> None:
@@ -99,7 +110,7 @@ def drafts_of(plan: Pass, drafting: Drafting | None, scheduler: Scheduler, most_
     if drafting is None:
         return drafts
     ready = [i for i, row in enumerate(plan.rows) if row.computed + plan.counts[i] == row.known]
-    if not ready:
+    if not ready or not drafting.wants(len(ready)):
         return drafts
     rows = [plan.rows[i] for i in ready]
     # The last token is sampled behind the draft, and no token may lie beyond the request.
@@ -118,7 +129,10 @@ class SuffixDrafting(Drafting):
     """Drafts of a ``Speculator``, whose model of a pass's cost is fitted to the passes that ran."""
 
     def __init__(self, speculator: Speculator) -> None:
-        self.speculator = speculator
+        self._speculator = speculator
+        # What is to be done before anything is asked of the speculator, in this order.
+        self._put_off: deque[Callable[[], None]] = deque()
+        self._bursts = 0
         self._slots: dict[Sequence, int] = {}
         self._problems: dict[Sequence, str] = {}
         self._branches: set[Sequence] = set()  # those whose parent had the same problem
@@ -129,6 +143,30 @@ class SuffixDrafting(Drafting):
         # Complete samples that the other replicas do not know of, where there are others.
         self._unshared: list[tuple[str, bool, np.ndarray, np.ndarray]] = []
 
+    @property
+    def speculator(self) -> Speculator:
+        """With all that has been sampled."""
+        self._do_all()
+        return self._speculator
+
+    def catch_up(self) -> None:
+        # Not more often than needed: walking through the trees leaves nothing else in the host's caches.
+        rounds = self._speculator.rounds
+        if rounds is None or rounds.asks_next or self._bursts >= _MOST_BURSTS:
+            self._do_all()
+
+    def _do_all(self) -> None:
+        self._bursts = 0
+        while self._put_off:
+            self._put_off.popleft()()
+
+    def _in_order(self, call: Callable[[], None]) -> None:
+        """Behind what is put off, where something is."""
+        if self._put_off:
+            self._put_off.append(call)
+        else:
+            call()
+
     def submitted(self, sequence: Sequence) -> None:
         problem = None if sequence.parent is None else self._problems.get(sequence.parent)
         if problem is None:
@@ -137,16 +175,17 @@ class SuffixDrafting(Drafting):
             self._branches.add(sequence)
         self._problems[sequence] = problem
 
-    def wants(self) -> bool:
-        return self.speculator.wants()
+    def wants(self, live: int) -> bool:
+        return self._speculator.wants(live)
 
     @property
     def is_hopeful(self) -> bool:
-        return self.speculator.rounds is None or self.speculator.rounds.is_hopeful
+        return self._speculator.rounds is None or self._speculator.rounds.is_hopeful
 
     def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
+        speculator = self.speculator
         slots = np.array([self._slot(sequence) for sequence in rows], np.int64)
-        self._proposal = self.speculator.propose(slots, most)
+        self._proposal = speculator.propose(slots, most)
         proposal = self._proposal
         if not proposal.lengths.any():
             return [NO_DRAFT] * len(rows)
@@ -164,52 +203,62 @@ class SuffixDrafting(Drafting):
         is_pure = tokens == len(drafted) + int(drafted.sum())
         self._last = [(tokens, tokens > len(drafted))] if is_pure else []
 
-    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float) -> None:
+    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, tokens: int) -> None:
         proposal, self._proposal = self._proposal, None
-        was_asked = proposal is not None
-        slots = proposal.slots if was_asked else np.array([self._slot(sequence) for sequence in rows], np.int64)
-        self.speculator.record_burst(slots, appended, seconds, was_asked)
-        self._last = [(len(rows), False)] * max(map(len, appended))
+        self._bursts += 1
+        self._put_off.append(partial(self._record_burst, rows, appended, seconds, proposal is not None))
+        self._last = [(tokens, False)] * max(map(len, appended)) if tokens == len(rows) else []
+
+    def _record_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, was_asked: bool) -> None:
+        slots = np.array([self._slot(sequence) for sequence in rows], np.int64)
+        self._speculator.record_burst(slots, appended, seconds, was_asked)
 
     def ran(self, seconds: float) -> None:
         last, self._last = self._last, []
-        if not last:
-            return
-        self.speculator.took(seconds)
+        if last:
+            self._in_order(partial(self._took, last, seconds))
+
+    def _took(self, last: list[tuple[int, bool]], seconds: float) -> None:
+        self._speculator.took(seconds)
         self._measured += [(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last]
         del self._measured[:-_MEASURED]
 
     def finished(self, sequence: Sequence) -> None:
-        self.speculator.finish(self._slots.pop(sequence))
+        self._in_order(partial(self._finish, sequence))
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._speculator.finish(self._slots.pop(sequence))
         if current_mesh().data_size > 1:
             is_branch = sequence in self._branches
             # Of a branch's context the trees take the end.
             context = sequence.tokens[: sequence.context_length]
-            context = context[-self.speculator.drafter.params.depth :] if is_branch else context
+            context = context[-self._speculator.drafter.params.depth :] if is_branch else context
             self._unshared.append((self._problems[sequence], is_branch, context.copy(), sequence.response.copy()))
         self._branches.discard(sequence)
         if not sequence.request.hold:
             del self._problems[sequence]
 
     def abandoned(self) -> None:
+        speculator = self.speculator
         for slot in self._slots.values():
-            self.speculator.discard(slot)
+            speculator.discard(slot)
         self._slots.clear()
         self._problems.clear()
         self._branches.clear()
         self._proposal = None
 
     def released(self, sequence: Sequence) -> None:
-        self._problems.pop(sequence, None)
+        self._in_order(partial(self._problems.pop, sequence, None))
 
     def weights_changed(self, policy_version: int) -> None:
+        speculator = self.speculator
         # The rollouts so far are of the weights before.
-        self.speculator.end_step(policy_version - 1)
+        speculator.end_step(policy_version - 1)
         # The ranks of a replica draft alike, so they go by what the first one has measured.
-        mesh, rounds = current_mesh(), self.speculator.rounds
+        mesh, rounds = current_mesh(), speculator.rounds
         costs = mesh.gather_over_replica((self.measured_cost(), self.measured_cost(False), self.measured_cost(True)))[0]
         if costs[0] is not None:
-            self.speculator.cost = costs[0]
+            speculator.cost = costs[0]
         if rounds is not None:
             rounds.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
             plain, drafted = (own or costs[0] for own in costs[1:])
@@ -218,33 +267,35 @@ class SuffixDrafting(Drafting):
 
     def share(self) -> None:
         """Take in what the other replicas have sampled since the last call; all ranks call this together."""
+        speculator = self.speculator
         own, self._unshared = self._unshared, []
         mesh = current_mesh()
         for replica, samples in enumerate(mesh.gather_over_data(own)):
             if replica != mesh.data_rank:
                 for problem, is_branch, context, response in samples:
-                    self.speculator.learn(problem, context, response, is_branch)
+                    speculator.learn(problem, context, response, is_branch)
 
     def measured_cost(self, drafted: bool | None = None) -> ForwardCost | None:
         """The cost of a pass as measured, the median of each number of tokens; None where too little has run.
 
         drafted: only of passes with drafts, or only of those without.
         """
+        self._do_all()
         tokens, seconds, kinds = np.array(self._measured, np.float64).reshape(-1, 3).T
         if drafted is not None:
             tokens, seconds = tokens[kinds == drafted], seconds[kinds == drafted]
         counts = [count for count in np.unique(tokens) if (tokens == count).sum() >= 3]
         try:
             medians = [np.median(seconds[tokens == count]) for count in counts]
-            return ForwardCost.fit(np.array(counts), np.array(medians), draft=self.speculator.cost.draft)
+            return ForwardCost.fit(np.array(counts), np.array(medians), draft=self._speculator.cost.draft)
         except InputError:
             return None
 
     def _slot(self, sequence: Sequence) -> int:
         slot = self._slots.get(sequence)
         if slot is None:
-            context = sequence.tokens[: sequence.known]
+            context = sequence.tokens[: sequence.context_length]
             is_branch = sequence in self._branches
-            slot = self.speculator.open(self._problems[sequence], context, sequence.request.key, is_branch)
+            slot = self._speculator.open(self._problems[sequence], context, sequence.request.key, is_branch)
             self._slots[sequence] = slot
         return slot

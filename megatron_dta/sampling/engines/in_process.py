@@ -29,7 +29,7 @@ from megatron_dta.model.paged_cache import PagedCache
 from megatron_dta.model.paged_context import paged_context
 from megatron_dta.sampling.engines.cache_size import head_shape, max_pages
 from megatron_dta.sampling.engines.decode_steps import MOST_TOKENS, Burst, DecodeSteps, noise_of
-from megatron_dta.sampling.engines.drafting import NO_DRAFT, Drafting, drafts_of
+from megatron_dta.sampling.engines.drafting import Drafting, drafts_of
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
     GenerationRequest,
@@ -188,20 +188,18 @@ class InProcessEngine(RolloutEngine):
         self._running.clear()
         self._held.clear()
         self._detectors.clear()
-        if self._drafting is not None:
-            self._drafting.abandoned()
         self._cache = None
         self._scheduler = Scheduler(PagePool(self._block_size), self._max_requests, self._max_tokens)
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
         self._counts["peak_pages"] = counts["peak_pages"]
         self._params = None
+        if self._drafting is not None:
+            self._drafting.abandoned()
 
     def _run(self, plan: Pass) -> list[Sequence]:
         """One forward pass and its tokens; the sequences that it ends."""
         began = time.perf_counter()
         is_static = self._steps is not None and self._steps.takes(plan, 0)
-        if is_static and self._drafting is not None and not self._drafting.wants():
-            return self._run_static(plan, [NO_DRAFT] * len(plan.rows), began)
         most = min(self._max_tokens, MOST_TOKENS) if is_static else self._max_tokens
         drafts = drafts_of(plan, self._drafting, self._scheduler, most)
         if is_static:
@@ -230,10 +228,11 @@ class InProcessEngine(RolloutEngine):
         noise = self._to_device(noise_of(rows, own_drafts, self._params, self._iteration)[0])
         hidden = hidden[self._to_device(np.concatenate(last))]
         drawn = next_tokens(self._model, hidden, noise, self._params, self._is_paged)
+        drawn = torch.stack([part.double() for part in drawn])
+        self._catch_up()
         # The only place that waits for the device; a float64 holds every token id.
-        tokens, logprobs = torch.stack([part.double() for part in drawn]).cpu().numpy()
-        ends = np.cumsum([len(draft) + 1 for draft in own_drafts])[:-1]
-        sampled = list(zip(np.split(tokens.astype(np.int32), ends), np.split(logprobs, ends), strict=True))
+        tokens, logprobs = drawn.cpu().numpy()
+        sampled = _by_row(tokens.astype(np.int32), logprobs, [len(draft) + 1 for draft in own_drafts])
         return self._take(rows, sampled, own_drafts, began, int(counts.sum()))
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Sequence]:
@@ -250,18 +249,22 @@ class InProcessEngine(RolloutEngine):
         starts = np.array([row.computed for row in rows])
         noise = noise_of(rows, drafts, self._params, self._iteration, int(steps.max()))
         burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise)
-        tokens, logprobs = self._steps.run(cache, burst, self._params)
+        tokens, logprobs = self._steps.run(cache, burst, self._params, self._catch_up)
         self._counts["forwards"] += len(noise)
         self._counts["static_forwards"] += len(noise)
         self._counts["captures"] = float(self._steps.captures)
         self._scheduler.complete(plan)
         if is_drafted:
-            ends = np.cumsum(counts)[:-1]
-            sampled = list(zip(np.split(tokens[0], ends), np.split(logprobs[0], ends), strict=True))
+            sampled = _by_row(tokens[0], logprobs[0], counts)
             return self._take(rows, sampled, drafts, began, int(counts.sum()))
         columns = enumerate(steps.tolist())
         sampled = [(tokens[:count, i].astype(np.int32), logprobs[:count, i]) for i, count in columns]
         return self._take(rows, sampled, None, began, len(rows))
+
+    def _catch_up(self) -> None:
+        """While the device runs."""
+        if self._drafting is not None:
+            self._drafting.catch_up()
 
     def _take(
         self,
@@ -295,8 +298,8 @@ class InProcessEngine(RolloutEngine):
         if self._drafting is None:
             return finished
         seconds = time.perf_counter() - began
-        if drafts is None:
-            self._drafting.verified_burst(rows, appended, seconds)
+        if drafts is None or not any(map(len, drafts)):
+            self._drafting.verified_burst(rows, appended, seconds, num_tokens)
         else:
             self._counts["drafted_tokens"] += sum(map(len, drafts))
             self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
@@ -390,3 +393,8 @@ class InProcessEngine(RolloutEngine):
         device = next(self._model.parameters()).device
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Requests[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Each row's part of both, which has ``counts[i]`` entries."""
+    return [(tokens[b - n : b], logprobs[b - n : b]) for n, b in zip(counts, np.cumsum(counts).tolist(), strict=True)]

@@ -1,0 +1,214 @@
+"""Products of many groups of rows, each with a matrix of its own, in one launch: experts' maps as Triton kernels.
+
+PyTorch's ``grouped_mm`` wants the matrices of all groups as one tensor and rounds their gradients to 16 bits. Megatron
+has a parameter, a place in checkpoints and a float32 gradient buffer for each expert, so every pass would copy all
+weights, and write, read and add all weights' gradients once more than needed: with a few hundred rows a group, longer
+than the products take. These kernels find each group's matrix, and the buffer of its gradient, in a table of addresses;
+gradients are added in the buffer's precision as they are computed. Nothing waits for the device.
+
+Programs take tiles of rows that never hold rows of two groups; the last tile of a group repeats its last row and does
+not store what becomes of it. A row's result does not depend on the other rows.
+
+Legend: G groups, R rows in all, N outputs and K inputs of a group's matrix [N, K].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dta_kernels.launch import Launcher, ceil_div
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _rows_kernel(
+    x_in, matrices_in, like_in, table_in, y_out, num_tiles, num_groups, OUT: tl.constexpr, INNER: tl.constexpr,
+    BACKWARD: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
+    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    group = tl.load(table_in + num_groups + 1 + tile)
+    first = tl.load(table_in + num_groups + 1 + num_tiles + tile)
+    end = tl.load(table_in + group + 1)
+    matrix = tl.load(matrices_in + group).to(tl.pointer_type(like_in.dtype.element_ty))
+    if ALIGNED:
+        matrix = tl.multiple_of(matrix, 16)
+    own = first + tl.arange(0, ROWS)
+    row = tl.minimum(own, end - 1).to(tl.int64)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, STEP)
+    x_at = x_in + row[:, None] * INNER + inner[None, :]
+    if BACKWARD:
+        matrix_at = matrix + inner[:, None] * OUT + column[None, :]
+    else:
+        matrix_at = matrix + column[None, :] * INNER + inner[:, None]
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for begin in range(0, INNER, STEP):
+        if INNER % STEP:
+            x = tl.load(x_at, mask=(begin + inner < INNER)[None, :], other=0.0)
+        else:
+            x = tl.load(x_at)
+        if INNER % STEP or OUT % COLUMNS:
+            inside = (begin + inner < INNER)[:, None] & (column < OUT)[None, :]
+            weight = tl.load(matrix_at, mask=inside, other=0.0)
+        else:
+            weight = tl.load(matrix_at)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+        x_at += STEP
+        matrix_at += STEP * OUT if BACKWARD else STEP
+    target = y_out + own.to(tl.int64)[:, None] * OUT + column[None, :]
+    tl.store(target, total.to(y_out.dtype.element_ty), mask=(own < end)[:, None] & (column < OUT)[None, :])
+
+
+@triton.jit
+def _gradients_kernel(
+    grad_in, x_in, sums_io, like_in, table_in, OUT: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
+    tiles: tl.constexpr = blocks * ((OUT + ROWS - 1) // ROWS)
+    group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    begin, end = tl.load(table_in + group), tl.load(table_in + group + 1)
+    if begin == end:
+        return
+    sums = tl.load(sums_io + group).to(tl.pointer_type(like_in.dtype.element_ty))
+    if ALIGNED:
+        sums = tl.multiple_of(sums, 16)
+    out = tile // blocks * ROWS + tl.arange(0, ROWS)
+    inner = tile % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.arange(0, STEP)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for first in range(begin, end, STEP):
+        row, is_own = (first + step).to(tl.int64)[:, None], (first + step < end)[:, None]
+        grad = tl.load(grad_in + row * OUT + out[None, :], mask=is_own & (out < OUT)[None, :], other=0.0)
+        x = tl.load(x_in + row * INNER + inner[None, :], mask=is_own & (inner < INNER)[None, :], other=0.0)
+        total = tl.dot(tl.trans(grad), x, total, input_precision="ieee")
+    target = sums + out[:, None] * INNER + inner[None, :]
+    inside = (out < OUT)[:, None] & (inner < INNER)[None, :]
+    total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, total.to(like_in.dtype.element_ty), mask=inside)
+
+
+class _Tiles(NamedTuple):
+    """Sizes of a program's tile, its steps along the sum, and launch settings."""
+
+    rows: int
+    columns: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+    def launcher(self, kernel: Any, **constants: object) -> Launcher:
+        sizes = dict(ROWS=self.rows, COLUMNS=self.columns, STEP=self.step)
+        return Launcher(kernel, **constants, **sizes, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+# By bytes of an element. 16-bit tiles are those that fill the tensor cores of a Hopper GPU; float32 has none, for which
+# the values are exact, and is there for checks.
+_LARGE = {2: _Tiles(128, 256, 64, 8, 3), 4: _Tiles(64, 64, 32, 4, 2)}
+# Groups of few rows waste less of these.
+_SMALL = {2: _Tiles(64, 256, 64, 4, 3), 4: _Tiles(64, 64, 32, 4, 2)}
+
+
+@lru_cache
+def _rows_launcher(tiles: _Tiles, out: int, inner: int, backward: bool, aligned: bool) -> Launcher:
+    return tiles.launcher(_rows_kernel, OUT=out, INNER=inner, BACKWARD=backward, ALIGNED=aligned)
+
+
+@lru_cache
+def _gradients_launcher(tiles: _Tiles, out: int, inner: int, aligned: bool) -> Launcher:
+    return tiles.launcher(_gradients_kernel, OUT=out, INNER=inner, ALIGNED=aligned)
+
+
+class MatrixTable:
+    """Contiguous matrices [N, K] of one shape, dtype and device, one for each group, and their addresses."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        first = matrices[0]
+        for matrix in matrices:
+            if matrix.shape != first.shape or matrix.dtype != first.dtype or not matrix.is_contiguous():
+                raise ValueError("matrices of groups must be contiguous and of one shape and dtype")
+        # The first one tells the kernels the dtype; all are kept, as nothing else may have them.
+        self.matrices, self.shape = tuple(matrices), tuple(first.shape)
+        self._addresses = _addresses(matrices)
+        self.on_device = _upload(np.array(self._addresses, dtype=np.int64), first.device)
+        # Then columns can be read and written 16 bytes at a time.
+        self.is_aligned = not any(address % 16 for address in self._addresses)
+
+    def holds(self, matrices: Sequence[Tensor]) -> bool:
+        """Whether it is of these matrices, and they are where they were."""
+        return self._addresses == _addresses(matrices)
+
+
+def _addresses(matrices: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(matrix.data_ptr() for matrix in matrices)
+
+
+def _upload(values: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class GroupedRows:
+    """Rows of G groups, one group after another, and the products of each with its group's matrix.
+
+    Args:
+        counts: rows of each group, any number.
+        like: a tensor of the rows' dtype (float32, bfloat16 or float16), on their device.
+    """
+
+    def __init__(self, counts: Sequence[int], like: Tensor) -> None:
+        self._counts, self._device = np.asarray(counts, dtype=np.int64), like.device
+        self.num_rows, size = int(self._counts.sum()), like.element_size()
+        self._columns = _LARGE[size]
+        self._tiles = _LARGE[size] if self.num_rows > _LARGE[size].rows * len(self._counts) else _SMALL[size]
+
+    @cached_property
+    def _table(self) -> tuple[Tensor, int]:
+        """(int32: bounds of the groups [G + 1], group of each of T tiles [T], its first row [T]; T)."""
+        bounds, size = np.concatenate([[0], np.cumsum(self._counts)]), self._tiles.rows
+        tiles = -(-self._counts // size)
+        group = np.repeat(np.arange(len(tiles)), tiles)
+        first = bounds[group] + size * (np.arange(len(group)) - np.repeat(np.cumsum(tiles) - tiles, tiles))
+        return _upload(np.concatenate([bounds, group, first]).astype(np.int32), self._device), len(group)
+
+    def product(self, x_RK: Tensor, matrices_NK: MatrixTable) -> Tensor:
+        """``x @ matrix.T`` [R, N]."""
+        return self._multiply(x_RK, matrices_NK, *matrices_NK.shape, False)
+
+    def input_gradient(self, grad_RN: Tensor, matrices_NK: MatrixTable) -> Tensor:
+        """``grad @ matrix`` [R, K]."""
+        return self._multiply(grad_RN, matrices_NK, *reversed(matrices_NK.shape), True)
+
+    def _multiply(self, x: Tensor, matrices: MatrixTable, out: int, inner: int, backward: bool) -> Tensor:
+        x = self._checked(x, inner)
+        y = x.new_empty(self.num_rows, out)
+        if y.numel():
+            table, num_tiles = self._table
+            launch = _rows_launcher(self._tiles, out, inner, backward, matrices.is_aligned)
+            launch(
+                (num_tiles * ceil_div(out, self._tiles.columns),), x, matrices.on_device, matrices.matrices[0], table,
+                y, num_tiles, len(self._counts),
+            )  # fmt: skip
+        return y
+
+    def add_weight_gradients(self, sums_NK: MatrixTable, grad_RN: Tensor, x_RK: Tensor) -> None:
+        """``sum += grad.T @ x`` over each group's rows, in float32, in a fixed order and rounded once."""
+        out, inner = sums_NK.shape
+        grad, x, tiles = self._checked(grad_RN, out), self._checked(x_RK, inner), self._columns
+        if self.num_rows:
+            launch = _gradients_launcher(tiles, out, inner, sums_NK.is_aligned)
+            programs = ceil_div(out, tiles.rows) * ceil_div(inner, tiles.columns)
+            launch((len(self._counts) * programs,), grad, x, sums_NK.on_device, sums_NK.matrices[0], self._table[0])
+
+    def _checked(self, x: Tensor, columns: int) -> Tensor:
+        if x.shape != (self.num_rows, columns):
+            raise ValueError(f"{self.num_rows} rows of {columns} columns are needed, not {tuple(x.shape)}")
+        return x.contiguous()
