@@ -191,8 +191,35 @@ def test_tool_calls():
         answer, _, done = environment.step(f"<tool_call>{bad}</tool_call>")
         assert answer.startswith("<tool_response>error: ")
         assert not done
+        assert environment.last_calls == (1, 1)
     assert environment.step(" 3 ") == ("", 1.0, True)
     assert environment.step("4")[1] == 0.0
+    assert environment.last_calls == (0, 0)
+
+
+def test_calls_and_their_errors_are_counted():
+    runner = EnvironmentRunner(Calculator, AsItIs())
+    states, _ = runner.reset([{"answer": 3}] * 3)
+    good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    turns = [good + "<tool_call>what?</tool_call>" + good, "3", "<tool_call>[]</tool_call>"]
+    runner.step(states, [np.frombuffer(turn.encode(), np.uint8).astype(np.int32) for turn in turns])
+    assert runner.counts["tool_calls"] == 4
+    assert runner.counts["tool_errors"] == 2
+    assert runner.counts["environment_steps"] == 3
+    assert runner.counts["environment_failures"] == 0
+    assert "tool_calls" not in EnvironmentRunner(Remembering, NullTokenizer(VOCAB, EOS)).counts
+
+
+class AsItIs:
+    """A tokenizer of bytes."""
+
+    vocab_size = 256
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, tokens):
+        return bytes(np.asarray(tokens, np.uint8)).decode()
 
 
 def test_loading(tmp_path):

@@ -264,6 +264,7 @@ def test_a_run_drops_what_failed_and_counts_it(tmp_path: Path) -> None:
     [
         ("--reward-function remote", "needs --reward-server-url"),
         ("--reward-function exact_match --reward-server-url http://x", "--reward-server-url has no effect"),
+        ("--reward-function exact_match --reward-timeout-seconds 3", "--reward-timeout-seconds has no effect"),
         ("--reward-function exact_match --code-memory-mb 99", "--code-memory-mb has no effect"),
         ("--reward-function code_tests --code-processes 0", "--code-processes 0: must be at least 1"),
         (
@@ -312,3 +313,24 @@ def test_groups_that_fail_as_a_whole_leave_a_step_out(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "m.jsonl")
     assert [row["collection_step"] for row in rows] == [0, 1, 2, 0, 1, 2, 0]
     assert all(row["reward_failures"] == 3 for row in rows)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_functions_that_hang_fail_in_time_where_there_is_one(drop: bool) -> None:
+    def reward(prompt: dict, response: str, ids: list[int]) -> float:
+        if response == "hang":
+            time.sleep(20)
+        if response == "raise":
+            raise KeyError
+        return float(len(response))
+
+    scorer, began = Scorer(reward, drop, seconds=0.5), time.monotonic()
+    responses = [Response("p", {}, text, []) for text in ("a", "hang", "bcd", "raise", "hang")]
+    if drop:
+        assert scorer.score(responses) == [1, None, 3, None, None]
+        assert scorer.counts == {"reward_failures": 3, "reward_timeouts": 2}
+        assert "took longer than 0.5 s" in scorer.last_failure
+    else:
+        with pytest.raises(InputError, match=r"prompt 'p', response 'hang': took longer than 0.5 s"):
+            scorer.score(responses)
+    assert time.monotonic() - began < 5

@@ -23,7 +23,12 @@ class RewardConfig:
     reward_server_url: list[str] | None = option(
         None, "Servers of --reward-function remote, like http://HOST:PORT/PATH; they take turns."
     )
-    reward_timeout_seconds: float = option(60.0, "A reward server has so long to answer one request.", above=0)
+    reward_timeout_seconds: float | None = option(
+        None,
+        "A reward server has so long to answer one request (default: 60), and a function of your own for one response "
+        "(default: no limit; with one it runs in a thread).",
+        above=0,
+    )
     reward_attempts: int = option(4, "How often a request to reward servers is sent before it has failed.", minimum=1)
     code_time_seconds: float = option(
         5.0,

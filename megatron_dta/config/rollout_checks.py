@@ -102,9 +102,10 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
             "reward_workers",
         ),
         "--reward-function code_tests": (reward == "code_tests", "code_time_seconds code_memory_mb code_processes"),
-        "--reward-function remote": (
-            reward == "remote",
-            "reward_server_url reward_timeout_seconds reward_attempts",
+        "--reward-function remote": (reward == "remote", "reward_server_url reward_attempts"),
+        "--reward-function remote or FILE.py:NAME": (
+            reward is not None and (reward == "remote" or ":" in reward),
+            "reward_timeout_seconds",
         ),
         "--rollout-engine vllm or sglang": (
             engine in SERVERS and samples(config),

@@ -86,6 +86,7 @@ DRAFTER_CHARTS: tuple[_Curve, ...] = (
 FAILURE_CHARTS: tuple[_Curve, ...] = (
     ("rewards that failed", "reward_failures", "reward_timeouts"),
     ("responses that ran too long or could not be judged", "code_timeouts", "math_timeouts", "math_errors"),
+    ("calls of tools, and errors", "tool_calls", "tool_errors"),
     ("steps of environments that failed", "environment_failures", "environment_timeouts"),
 )
 

@@ -29,6 +29,7 @@ from megatron_dta.config.reward import RewardConfig
 from megatron_dta.errors import InputError, one_line
 
 BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
+REMOTE_SECONDS = 60.0
 RewardFunction = Callable[[Mapping[str, Any], str, list[int]], float]
 
 
@@ -75,7 +76,8 @@ def _with_settings(name: str, settings: RewardConfig) -> RewardFunction:
         return MathVerify()
     if name == "code_tests":
         return CodeTests(settings)
-    return RemoteReward(settings.reward_server_url or [], settings.reward_timeout_seconds, settings.reward_attempts)
+    seconds = settings.reward_timeout_seconds or REMOTE_SECONDS
+    return RemoteReward(settings.reward_server_url or [], seconds, settings.reward_attempts)
 
 
 def compute_reward(

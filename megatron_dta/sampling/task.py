@@ -14,6 +14,7 @@ from megatron_dta.config import RewardConfig, SamplingConfig
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.arithmetic import ArithmeticTask
 from megatron_dta.sampling.prompts import Prompt, load_prompts
+from megatron_dta.sampling.remote_reward import RemoteReward
 from megatron_dta.sampling.rewards import RewardFunction, exact_match, load_reward_function
 from megatron_dta.sampling.scoring import Scorer
 from megatron_dta.sampling.tokenizer import Tokenizer, build_tokenizer
@@ -32,7 +33,10 @@ class SamplingTask:
     @cached_property
     def scorer(self) -> Scorer:
         """Calls the reward function, as the settings say."""
-        return Scorer(self.reward_function, self.reward.reward_failure == "drop", self.reward.reward_workers)
+        reward = self.reward
+        # Servers have time-outs of their own, and programs limits.
+        seconds = None if isinstance(self.reward_function, RemoteReward) else reward.reward_timeout_seconds
+        return Scorer(self.reward_function, reward.reward_failure == "drop", reward.reward_workers, seconds)
 
 
 def build_task(

@@ -25,7 +25,7 @@ import numbers
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +33,7 @@ import numpy as np
 
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.tokenizer import Tokenizer
+from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
 
 if TYPE_CHECKING:
     from megatron_dta.model import Mesh
@@ -56,6 +57,8 @@ class StepOutcome:
     reward: float = 0.0
     done: bool = False
     failure: str | None = None
+    tool_calls: int = 0
+    tool_errors: int = 0
 
 
 class EnvironmentRunner:
@@ -68,7 +71,8 @@ class EnvironmentRunner:
         mesh: gives the processes; the first of each replica runs the environments, the others learn what came out.
 
     Attributes:
-        counts: steps, failures, and those of the failures that were time-outs.
+        counts: steps, failures, and those of the failures that were time-outs; of environments with tools calls, and
+            those that were answered with an error.
     """
 
     def __init__(
@@ -83,6 +87,9 @@ class EnvironmentRunner:
         self._factory, self._tokenizer = factory, tokenizer
         self._timeout, self._workers, self._stop, self._mesh = timeout, workers, stop_on_failure, mesh
         self.counts = {"environment_steps": 0, "environment_failures": 0, "environment_timeouts": 0}
+        self._has_tools = isinstance(factory, type) and issubclass(factory, ToolEnvironment)
+        if self._has_tools:
+            self.counts |= {"tool_calls": 0, "tool_errors": 0}
 
     def reset(self, records: Sequence[Mapping[str, Any]]) -> tuple[list[Environment | None], list[np.ndarray]]:
         """An environment for each record and the tokens it puts behind the prompt. A failure is an ``InputError``."""
@@ -109,7 +116,11 @@ class EnvironmentRunner:
 
         def take(environment: Environment, action: np.ndarray) -> tuple[Environment, StepOutcome]:
             fork = environment.fork() if hasattr(environment, "fork") else copy.deepcopy(environment)
-            return fork, self._checked(fork.step(self._tokenizer.decode(action)))
+            outcome = self._checked(fork.step(self._tokenizer.decode(action)))
+            if self._has_tools:
+                calls, errors = fork.last_calls
+                outcome = replace(outcome, tool_calls=calls, tool_errors=errors)
+            return fork, outcome
 
         results: list[tuple[Environment, StepOutcome] | str] = []
         if self._is_first():
@@ -123,6 +134,9 @@ class EnvironmentRunner:
     def _count(self, outcomes: Sequence[StepOutcome]) -> None:
         self.counts["environment_steps"] += len(outcomes)
         for outcome in outcomes:
+            if self._has_tools:
+                self.counts["tool_calls"] += outcome.tool_calls
+                self.counts["tool_errors"] += outcome.tool_errors
             if outcome.failure is not None:
                 self.counts["environment_failures"] += 1
                 self.counts["environment_timeouts"] += outcome.failure.startswith(_TIMEOUT)
