@@ -227,7 +227,7 @@ class Trainer:
             return self.progress.waiting.pop(0), sampled
         why = "no group has rewards that differ, so there are no pairs; look at the rewards"
         if self.config.objective.objective != "dpo":
-            why = "no reward reaches --rejection-reward-threshold; lower it, or look at the rewards"
+            why = "no reward reaches --rejection-reward-threshold; lower that, or look at the rewards"
         raise InputError(
             f"step {self.progress.iteration + 1}: {EMPTY_COLLECTIONS} collections of rollouts in a row had nothing to "
             f"train: {why}"
