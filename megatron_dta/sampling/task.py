@@ -13,6 +13,7 @@ from typing import Any
 from megatron_dta.config import RewardConfig, SamplingConfig
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.arithmetic import ArithmeticTask
+from megatron_dta.sampling.chat_template import ChatTemplate, chat_template_settings
 from megatron_dta.sampling.prompts import Prompt, load_prompts
 from megatron_dta.sampling.remote_reward import RemoteReward
 from megatron_dta.sampling.rewards import RewardFunction, exact_match, load_reward_function
@@ -64,9 +65,13 @@ def build_task(
     reward_function = _no_reward
     if sampling.reward_function:
         reward_function = load_reward_function(sampling.reward_function, reward)
-    prompts = [p for file in sampling.prompt_data for p in load_prompts(file, tokenizer, max_prompt_tokens)]
+    template = None
+    if sampling.apply_chat_template:
+        settings = chat_template_settings(sampling.apply_chat_template_kwargs)
+        template = ChatTemplate(sampling.tokenizer_model or "", settings)
+    prompts = [p for file in sampling.prompt_data for p in load_prompts(file, tokenizer, max_prompt_tokens, template)]
     eval_files = sampling.eval_prompt_data or []
-    eval_prompts = [p for file in eval_files for p in load_prompts(file, tokenizer, max_prompt_tokens)]
+    eval_prompts = [p for file in eval_files for p in load_prompts(file, tokenizer, max_prompt_tokens, template)]
     return SamplingTask(prompts, eval_prompts, tokenizer, reward_function, reward)
 
 
