@@ -85,7 +85,7 @@ def _parse_row(
 ) -> Prompt:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(record, dict):
         raise InputError(f"{where}: must be a JSON object, got {type(record).__name__}")
@@ -101,9 +101,12 @@ def _parse_row(
             raise InputError(f"{where}: {name}: must be a string, got {type(record[name]).__name__}{fix}")
         try:
             text = record[name] if template is None else template.text(record[name], record.get("tools"))
+            text.encode()
             token_ids = tokenizer.encode(text)
         except InputError as error:
             raise InputError(f"{where}: {name}: {error}") from None
+        except UnicodeEncodeError as error:
+            raise InputError(f"{where}: {name}: is no valid text: {error}") from None
     if token_ids.size == 0:
         raise InputError(f"{where}: {name}: is empty; a response needs at least one token before it")
     if max_prompt_tokens is not None and token_ids.size > max_prompt_tokens:
