@@ -18,6 +18,7 @@ from megatron_dta.sampling.engines.build import build_engine
 from megatron_dta.sampling.engines.recording import RecordingEngine
 from megatron_dta.sampling.method import build_sampling_evaluation, build_sampling_source
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.rewards import load_reward_function
 from megatron_dta.sampling.task import build_task
 from megatron_dta.sampling.tokenizer import CharacterTokenizer, NullTokenizer
 from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
@@ -227,7 +228,11 @@ def test_loading(tmp_path):
     file.write_text("class Env:\n    def reset(self, record): ...\n    def step(self, action): ...\n\nclass No: ...\n")
     assert load_environment(f"{file}:Env").__name__ == "Env"
     assert load_environment(f"{Calculator.__module__}.Calculator") is not None
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(InputError, match="the file does not run: SystemExit"):
+        load_reward_function(f"{tmp_path}/leaves.py:reward")
     for spec, message in (
+        (f"{tmp_path}/leaves.py:Env", "does not load: SystemExit: 0"),
         (f"{file}:No", "no class with the methods"),
         (f"{tmp_path}/other.py:Env", "must be FILE.py:NAME"),
         ("nothing", "dotted name"),

@@ -58,7 +58,7 @@ def load_reward_function(spec: str, settings: RewardConfig | None = None) -> Rew
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"--reward-function {spec}: the file does not run: {_describe(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -226,7 +226,7 @@ def load_environment(spec: str) -> Callable[[], Environment]:
             module = importlib.import_module(package)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"{where}: the module does not load: {reason}") from error
     found = getattr(module, name, None)
