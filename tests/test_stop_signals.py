@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import REPOSITORY
 from megatron_dta.training.stop_signals import STOP_SIGNALS, StopSignals
 from test_trainer import MODEL, make_trainer, rows_of, run
 
@@ -81,3 +82,24 @@ def test_scripts_learn_of_ctrl_c(tmp_path: Path, times: int) -> None:
     assert "Traceback" not in errors
     assert ("interrupted" in errors) == (times == 2)
     assert bool(list(tmp_path.glob("iter_*"))) == (times == 1)
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_job_scripts_pass_slurms_warning_on(tmp_path: Path, name: str) -> None:
+    """Either signal of ``--signal B:...`` reaches the step as a SIGTERM, and the script waits until it has ended."""
+    script = tmp_path / "job.sh"
+    script.write_text(
+        f"""source {REPOSITORY}/slurm/common.sh
+say() {{ echo "$*"; }}
+scancel() {{ kill -TERM "$step_process"; }}
+SLURM_JOB_ID=1
+( trap 'sleep 0.5; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.1; done ) &
+step_process=$!
+( sleep 1; kill -{name} $$ ) &
+wait_for_step
+echo "status $step_status warned $warned"
+"""
+    )
+    found = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
+    expected = ["ready", f"got SIG{name}: the processes save and end", "saved", "status 0 warned 1"]
+    assert found.stdout.splitlines() == expected, found.stderr
