@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -257,37 +257,6 @@ def test_memory_of_a_token(mean_length: int, vocabulary: int) -> None:
     print(forest.num_bytes / total)
 
 
-def test_time_of_insertions_and_drafts() -> None:
-    """At depth 24, in two trees, as an engine asks: a few tokens of each of many samples that resemble each other. At
-    most 2 microseconds a token and 10 a draft; the quickest of several rounds, since others may use the processor."""
-    rng = seed_all(4)
-    forest, live = native_forest(24, 6), 64
-    everything, problems = forest.new_tree(), [forest.new_tree() for _ in range(8)]
-    bases = rng.integers(0, 3000, (8, 600))
-    inserted, drafted = [], []
-    for _ in range(6):
-        numbers = np.array([forest.new_text((problems[i % 8], everything)) for i in range(live)], np.uint32)
-        own = np.where(rng.random((live, 600)) < 0.95, bases[np.arange(live) % 8], rng.integers(0, 3000, (live, 600)))
-        insert_seconds, draft_seconds, queries = 0.0, 0.0, 0
-        for begin in range(0, 600, 4):
-            tokens = own[:, begin : begin + 4].astype(np.int32).reshape(-1)
-            start = time.perf_counter()
-            forest.extend(numbers, tokens, np.arange(0, 4 * live + 1, 4))
-            middle = time.perf_counter()
-            drafts = forest.draft(numbers, np.full(live, 16, np.int32), DraftParams(width=16))
-            draft_seconds += time.perf_counter() - middle
-            insert_seconds += middle - start
-            queries += int((drafts.lengths > 0).sum())
-        for number in numbers:
-            forest.finish(number)
-        inserted.append(1e6 * insert_seconds / own.size)
-        drafted.append(1e6 * draft_seconds / (150 * live))
-    print(min(inserted), min(drafted))
-    assert queries > 100 * live
-    assert min(inserted) <= 2
-    assert min(drafted) <= 10
-
-
 def test_without_a_compiler(tmp_path) -> None:
     """The fallback is taken, said once, and drafts."""
     code = (
@@ -308,3 +277,14 @@ def test_without_a_compiler(tmp_path) -> None:
 def test_depth_out_of_range(depth: int) -> None:
     with pytest.raises(ValueError, match="depth"):
         PythonSuffixForest(depth)
+
+
+def test_the_benchmark_measures_both() -> None:
+    tool = [sys.executable, str(REPOSITORY / "tools" / "benchmark_drafter.py")]
+    flags = ["--live", "3", "--tokens", "12", "--rounds", "1", "--depth", "6"]
+    done = subprocess.run([*tool, *flags, "--json"], capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["code"] for row in rows] == ["c", "python"]
+    assert all(row["insert_microseconds"] > 0 and row["draft_microseconds"] > 0 for row in rows if "error" not in row)
+    done = subprocess.run([*tool, "--live", "0"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (2, "error: --live 0: must be at least 1")

@@ -64,7 +64,7 @@ class ForcedEngine(InProcessEngine):
 
     def draft_with(self, drafting: Drafting | None) -> None:
         """Use another drafting from now on, while nothing runs; what is captured stays."""
-        self._drafting = drafting
+        self.drafting = drafting
 
     def timed(self, requests: Rows[GenerationRequest]) -> tuple[list[GenerationResult], WaveTime]:
         """Run the requests, which is all that runs. Every pass that gives tokens waits for the device, so the host's

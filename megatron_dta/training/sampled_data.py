@@ -14,9 +14,11 @@ from megatron_dta.model import Model, current_mesh
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.engines.build import build_drafting, build_engine, replay_engine, server_engine
 from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.engines.pass_costs import measure_passes
 from megatron_dta.sampling.first_rank import FirstRankEvaluation, FirstRankSource
 from megatron_dta.sampling.method import build_sampling_evaluation, build_sampling_source
 from megatron_dta.sampling.server_corpus import DraftingServersSource, RolloutCorpus
+from megatron_dta.sampling.source import sampling_params
 from megatron_dta.sampling.speculating_source import SpeculatingSource
 from megatron_dta.sampling.stopping_source import StoppingSource
 from megatron_dta.sampling.task import SamplingTask
@@ -43,6 +45,10 @@ def build_sampled_data(
         if stop:
             source = StoppingSource(source, engine)
         if drafting is not None:
+            if drafting.follows_clock:
+                rows = min(config.sampling.inference_max_requests, _responses_of_a_replica(config))
+                params = sampling_params(task, config.sampling, config.optimization.seed)
+                drafting.learn_costs(measure_passes(engine, params, rows, model.max_sequence_length))
             source = SpeculatingSource(source, drafting)
         return source, [build_sampling_evaluation(engine, task, config)] if evaluated else []
     is_replay = config.sampling.rollout_engine == "replay"
@@ -69,6 +75,13 @@ def build_sampled_data(
     if not evaluated:
         return source, []
     return source, [FirstRankEvaluation(build_sampling_evaluation(engine, task, config) if first else None, source)]
+
+
+def _responses_of_a_replica(config: TrainConfig) -> int:
+    """Most responses that a replica samples at once."""
+    sampling = config.sampling
+    prompts = max(sampling.rollout_batch_size, sampling.over_sampling_batch_size or 0)
+    return -(-prompts * sampling.n_samples_per_prompt // current_mesh().data_size)
 
 
 def _replay(config: TrainConfig) -> RolloutEngine:

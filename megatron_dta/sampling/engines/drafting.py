@@ -132,7 +132,7 @@ class SuffixDrafting(Drafting):
     """
 
     def __init__(self, speculator: Speculator, follows_clock: bool = True) -> None:
-        self._speculator, self._follows_clock = speculator, follows_clock
+        self._speculator, self.follows_clock = speculator, follows_clock
         if speculator.rounds is not None:
             speculator.rounds.is_measured = follows_clock
         # What is to be done before anything is asked of the speculator, in this order.
@@ -255,11 +255,16 @@ class SuffixDrafting(Drafting):
     def released(self, sequence: Sequence) -> None:
         self._in_order(partial(self._problems.pop, sequence, None))
 
+    def learn_costs(self, passes: Rows[tuple[int, float, bool]]) -> None:
+        """Take in (tokens, seconds, whether some were drafted) of passes that another drafting has seen."""
+        self._measured += passes
+        del self._measured[:-_MEASURED]
+
     def weights_changed(self, policy_version: int) -> None:
         speculator = self.speculator
         # The rollouts so far are of the weights before.
         speculator.end_step(policy_version - 1)
-        if not self._follows_clock:
+        if not self.follows_clock:
             return
         # The ranks of a replica draft alike, so they go by what the first one has measured.
         mesh, rounds = current_mesh(), speculator.rounds

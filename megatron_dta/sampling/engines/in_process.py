@@ -61,7 +61,7 @@ class InProcessEngine(RolloutEngine):
         buffer_size_gb: memory of the cache in GiB on each rank; None for as much as is asked for (on a GPU: half of
             what is free).
         max_tokens: most tokens of one forward pass: longer prompts are computed in chunks.
-        drafting: proposes tokens that are verified several a pass; does not change the samples.
+        drafting: proposes tokens that are verified several a pass; samples stay. May be set anew while nothing runs.
         stop_degenerate: end requests that have fallen into a loop or noise as if their length were reached.
         attention_impl: "triton" for the kernels that read pages in place, "reference" for PyTorch's attention, "auto"
             for the kernels wherever they run.
@@ -83,7 +83,7 @@ class InProcessEngine(RolloutEngine):
         static_passes: bool = False,
         burst: int = 8,
     ) -> None:
-        self._drafting, self._stop_degenerate, self._burst = drafting, stop_degenerate, burst
+        self.drafting, self._stop_degenerate, self._burst = drafting, stop_degenerate, burst
         self._model, self._passes = model, DecodingPasses(model)
         self._shape, device = head_shape(model), next(model.parameters()).device
         self._is_paged = choose_attention(attention_impl, self._shape.head_size, self._shape.dtype, device)
@@ -129,8 +129,8 @@ class InProcessEngine(RolloutEngine):
         self._running.update(new)
         for sequence in new.values():
             self._scheduler.submit(sequence)
-            if self._drafting is not None:
-                self._drafting.submitted(sequence)
+            if self.drafting is not None:
+                self.drafting.submitted(sequence)
 
     def poll(self) -> list[GenerationResult]:
         began = time.perf_counter()
@@ -140,8 +140,8 @@ class InProcessEngine(RolloutEngine):
                 while not finished and not self._scheduler.is_idle:
                     round_began = time.perf_counter()
                     finished = self._run(self._scheduler.next_pass())
-                    if self._drafting is not None:
-                        self._drafting.ran(time.perf_counter() - round_began)
+                    if self.drafting is not None:
+                        self.drafting.ran(time.perf_counter() - round_began)
         except BaseException:
             self.close()
             raise
@@ -156,8 +156,8 @@ class InProcessEngine(RolloutEngine):
                 raise ValueError(f"request {request_id} is not held")
             sequence = self._held.pop(request_id)
             self._scheduler.release(sequence)
-            if self._drafting is not None:
-                self._drafting.released(sequence)
+            if self.drafting is not None:
+                self.drafting.released(sequence)
         self._free_when_unused()
 
     def statistics(self) -> dict[str, float]:
@@ -176,8 +176,8 @@ class InProcessEngine(RolloutEngine):
             self._scheduler.release(sequence)
         self._free_when_unused()
         self._policy_version = policy_version
-        if self._drafting is not None:
-            self._drafting.weights_changed(policy_version)
+        if self.drafting is not None:
+            self.drafting.weights_changed(policy_version)
 
     def join(self) -> None:
         with sampling_mode(self._model):
@@ -193,15 +193,15 @@ class InProcessEngine(RolloutEngine):
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
         self._counts["peak_pages"] = counts["peak_pages"]
         self._params = None
-        if self._drafting is not None:
-            self._drafting.abandoned()
+        if self.drafting is not None:
+            self.drafting.abandoned()
 
     def _run(self, plan: Pass) -> list[Sequence]:
         """One forward pass and its tokens; the sequences that it ends."""
         began = time.perf_counter()
         is_static = self._steps is not None and self._steps.takes(plan, 0)
         most = min(self._max_tokens, MOST_TOKENS) if is_static else self._max_tokens
-        drafts = drafts_of(plan, self._drafting, self._scheduler, most)
+        drafts = drafts_of(plan, self.drafting, self._scheduler, most)
         if is_static:
             return self._run_static(plan, drafts, began)
         cache = self._cache_for(plan)
@@ -238,7 +238,7 @@ class InProcessEngine(RolloutEngine):
     def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Sequence]:
         """As ``_run`` for rows that all decode: one pass with drafts, or several without."""
         rows, is_drafted = plan.rows, any(map(len, drafts))
-        is_short = self._drafting is not None and self._undrafted < _BURSTS_IN_VAIN and self._drafting.is_hopeful
+        is_short = self.drafting is not None and self._undrafted < _BURSTS_IN_VAIN and self.drafting.is_hopeful
         most = min(self._burst, _PASSES_BETWEEN_DRAFTS) if is_short else self._burst
         steps = self._scheduler.steps_ahead(rows, 1 if is_drafted else most)
         cache = self._cache_for(plan)
@@ -263,8 +263,8 @@ class InProcessEngine(RolloutEngine):
 
     def _catch_up(self) -> None:
         """While the device runs."""
-        if self._drafting is not None:
-            self._drafting.catch_up()
+        if self.drafting is not None:
+            self.drafting.catch_up()
 
     def _take(
         self,
@@ -295,17 +295,17 @@ class InProcessEngine(RolloutEngine):
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
         self._counts["decoded_tokens"] += sum(map(len, appended))
-        if self._drafting is None:
+        if self.drafting is None:
             return finished
         seconds = time.perf_counter() - began
         if drafts is None or not any(map(len, drafts)):
-            self._drafting.verified_burst(rows, appended, seconds, num_tokens)
+            self.drafting.verified_burst(rows, appended, seconds, num_tokens)
         else:
             self._counts["drafted_tokens"] += sum(map(len, drafts))
             self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
-            self._drafting.verified(np.array([len(draft) for draft in drafts]), appended, seconds, num_tokens)
+            self.drafting.verified(np.array([len(draft) for draft in drafts]), appended, seconds, num_tokens)
         for sequence in finished:
-            self._drafting.finished(sequence)
+            self.drafting.finished(sequence)
         return finished
 
     def _append(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray | None) -> bool:
