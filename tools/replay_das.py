@@ -127,14 +127,6 @@ def merged(reports: Sequence[SpeculationReport]) -> SpeculationReport:
     return whole
 
 
-class _Purse(Rounds):
-    """Bounds what drafts may lose. A forward saved is worth a whole one here, whatever the last sample drafts itself:
-    where a pass with drafts costs the host nothing more than another, that saves more."""
-
-    def went_on(self, tokens: float) -> None:
-        del tokens
-
-
 def replay(
     history: Sequence[Sequence[RecordedSample]],
     parts: Sequence[Sequence[RecordedSample]],
@@ -148,7 +140,7 @@ def replay(
         draft=DraftParams(width=arguments.das_draft_tokens),
     )
     cost = forward_cost(arguments)
-    rounds = _Purse(cost, cost, burst=1)
+    rounds = Rounds(cost, cost, burst=1)
     # By the model's seconds alone: this machine's clock says nothing of them.
     rounds.is_measured = False
     speculator = Speculator(drafter, BudgetParams(budget), cost, rounds)
