@@ -36,19 +36,20 @@ class Places(NamedTuple):
     """Where tokens are among rows that are in the order of experts, and of tokens for each expert.
 
     Attributes:
-        entry_R: of each row its entry in a flat [N, K].
-        token_R: of each row its token.
-        row_NK: of each token its rows, ascending.
+        entries: [R], of each row its entry in a flat [N, K].
+        tokens: [R], of each row its token.
+        rows: [N, K], of each token its rows, ascending.
     """
 
-    entry_R: Tensor
-    token_R: Tensor
-    row_NK: Tensor
+    entries: Tensor
+    tokens: Tensor
+    rows: Tensor
 
 
 def places_of(chosen_NK: Tensor) -> Places:
     """For the experts that each token goes to; no expert twice."""
-    entry_R = chosen_NK.flatten().argsort(stable=True)
+    # Of narrow keys a GPU sorts a fraction of the digits.
+    entry_R = chosen_NK.flatten().to(torch.int16).argsort(stable=True)
     row_NK = inverse_of(entry_R).view(chosen_NK.shape).sort(dim=1).values
     return Places(entry_R, entry_R.div(chosen_NK.shape[1], rounding_mode="floor"), row_NK)
 
@@ -154,9 +155,9 @@ class _ToRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, places: Places, sums: RowSums) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(places.entry_R, places.row_NK)
+        ctx.save_for_backward(places.entries, places.rows)
         ctx.sums = sums
-        return x.index_select(0, places.token_R), weights.flatten().index_select(0, places.entry_R)
+        return x.index_select(0, places.tokens), weights.flatten().index_select(0, places.entries)
 
     @staticmethod
     def backward(ctx: Any, grad_RC: Tensor, grad_R: Tensor) -> tuple:
@@ -171,8 +172,8 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Places, sums: RowSums) -> Tensor:
-        ctx.save_for_backward(places.token_R)
-        return sums(rows, places.row_NK)
+        ctx.save_for_backward(places.tokens)
+        return sums(rows, places.rows)
 
     @staticmethod
     def backward(ctx: Any, grad_NC: Tensor) -> tuple:
