@@ -207,10 +207,10 @@ def expert_gradient_errors(overlap: bool, topk: int, layers: int, draws: int) ->
                 wrapped.optimizer.zero_grad()
                 wrapped.engine.forward_backward(prepare_batch(samples, tree), SFT)
                 wrapped.optimizer.reduce_gradients()
-            found = dict(wrapped.model.named_parameters())
-            joined = [torch.cat([each[name].flatten() for name in experts]) for each in (
-                {name: found[name].main_grad for name in experts}, wanted)]  # fmt: skip
-            totals[is_grouped] += norm_error(joined[0], joined[1].double()) / draws
+            parameters = dict(wrapped.model.named_parameters())
+            found = torch.cat([parameters[name].main_grad.flatten() for name in experts])
+            exact_ones = torch.cat([wanted[name].flatten() for name in experts])
+            totals[is_grouped] += norm_error(found, exact_ones.double()) / draws
     return totals
 
 
