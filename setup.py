@@ -51,6 +51,7 @@ setup(
             "hypothesis",
             "ruff",
             "import-linter",
+            "math-verify",
             # Its interpreter runs the GPU's kernels on a CPU.
             "triton; platform_system == 'Linux'",
         ],

@@ -22,7 +22,8 @@ def one_line(text: str) -> str:
 
 
 def run_entry_point(main: Callable[[], int | None]) -> None:
-    """Run ``main`` and exit with its status; an ``InputError`` becomes one line on standard error and status 2.
+    """Run ``main`` and exit with its status; an ``InputError`` becomes one line on standard error and status 2, Ctrl-C
+    the line ``interrupted`` and status 130, as shells have it.
 
     Of several processes, those after the first name themselves: mostly all of them met the same error, but not always.
     """
@@ -32,4 +33,7 @@ def run_entry_point(main: Callable[[], int | None]) -> None:
         rank, message = os.environ.get("RANK", "0"), one_line(str(error))
         print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
         status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
     sys.exit(status or 0)

@@ -1,8 +1,8 @@
 """Entry point of training: ``python -m megatron_dta.train --num-layers 4 ... --task arithmetic --save runs/first``.
 
 Runs on the CUDA GPU if there is one and on the CPU otherwise, alone or under ``torchrun``.
-``--help`` lists all flags; ``examples/`` holds whole commands. Status 0 after the last step and after SIGTERM (the
-state is saved; the same command continues), 2 after bad input.
+``--help`` lists all flags; ``examples/`` holds whole commands. Status 0 after the last step and after SIGTERM or
+SIGUSR1 (the state is saved; the same command continues), 130 after Ctrl-C (saved, too), 2 after bad input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import warnings
 from megatron_dta.errors import run_entry_point
 
 
-def main() -> None:
+def main() -> int:
     """Parse the command line, train, and leave metrics, a reward plot and a checkpoint."""
     quieten_libraries()
     # OpenMP threads that spin while they wait make a step 50 times slower on cores that other processes use too (5.2 s
@@ -39,12 +39,13 @@ def main() -> None:
 
         if is_first:
             dry_run(config, lambda line: console.print(line, soft_wrap=True, markup=False))
-        return
+        return 0
 
     import torch
 
     from megatron_dta.training.plot import plot_reward
     from megatron_dta.training.setup import build_trainer, metrics_path
+    from megatron_dta.training.stop_signals import INTERRUPTED
 
     trainer = build_trainer(config, console)
     try:
@@ -57,6 +58,7 @@ def main() -> None:
         if plot_reward(metrics, picture):
             console.print(f"reward plot: {picture}", soft_wrap=True)
     torch.distributed.destroy_process_group()
+    return INTERRUPTED if trainer.stopped_by == "SIGINT" else 0
 
 
 def quieten_libraries() -> None:

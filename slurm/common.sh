@@ -95,17 +95,18 @@ run_tool() {
     finish
 }
 
-# Wait for the step. Slurm's warning (SIGTERM) is passed on to its processes, which save and end; sets step_status.
+# Wait for the step. Slurm's warning (SIGTERM, or SIGUSR1 with --signal B:USR1@300) is passed on to its processes, which save and end; sets step_status.
 wait_for_step() {
     warned=0
     trap 'warned=1; say "got SIGTERM: the processes save and end"; pass_on_warning' TERM
+    trap 'warned=1; say "got SIGUSR1: the processes save and end"; pass_on_warning' USR1
     step_status=0
     while true; do
         step_status=0
         wait "$step_process" || step_status=$?
         kill -0 "$step_process" 2> /dev/null || break
     done
-    trap - TERM
+    trap - TERM USR1
 }
 
 pass_on_warning() {

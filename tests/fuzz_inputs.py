@@ -1,11 +1,12 @@
 """Mutated rollout files, command lines and rewards: each is used, or refused by one line that says where and why.
 
-    python tests/fuzz_inputs.py [--count 10000] [--seed 0] [--kinds files flags rewards]
+    python tests/fuzz_inputs.py [--count 10000] [--seed 0] [--kinds files prompts flags rewards]
 
 For each kind so many inputs, each made from a good one by a few random edits; all follow from the seed.
 
     files     JSONL, Parquet and npz: bytes damaged, or values of fields replaced. Refused with file and reason, JSONL
               and Parquet also with the row where it is a row's fault; what is read goes on to advantages and a tree
+    prompts   files of prompts, damaged likewise. Refused with file and row
     flags     random flags with random values, of sampled and of stored rollouts. Refused with a flag; what is accepted
               goes on to the checks of ``--dry-run``
     rewards   what reward functions return and raise, and what reward servers reply. Refused with the prompt
@@ -31,19 +32,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_dta.arguments import build_parser, parse_arguments
 from megatron_dta.errors import InputError, one_line
 from megatron_dta.objectives.advantages import group_advantages
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
+from megatron_dta.sampling.prompts import load_prompts
 from megatron_dta.sampling.remote_reward import _reward_in
 from megatron_dta.sampling.rewards import compute_reward
 from megatron_dta.sampling.scoring import Response, Scorer
+from megatron_dta.sampling.tokenizer import HuggingFaceTokenizer
 from megatron_dta.training.dry_run import dry_run
 from megatron_dta.tree import build_prefix_tree
 from test_rollouts_fuzz import VALUES, damage
 
-KINDS = ("files", "flags", "rewards")
+KINDS = ("files", "prompts", "flags", "rewards")
 MOST_SHOWN = 10
 
 
@@ -158,6 +162,40 @@ class Files:
         return "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8", "replace")
 
 
+class Prompts:
+    """Mutated files of prompts, for a tokenizer of bytes."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self._rng, self._path = rng, folder / "prompts.jsonl"
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "</s>"])}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        self._tokenizer = HuggingFaceTokenizer(folder)
+        self._rows: list[dict[str, Any]] = [
+            {"prompt": "1 + 1 = ?", "answer": 2},
+            {"prompt_token_ids": [5, 6], "id": "b"},
+        ]
+        self._rows.append({"question": "x\u00e4", "answer": "[1]", "tests": ["a"]})
+
+    def one(self) -> str:
+        """Make one file and read it; "read" or "refused"."""
+        rng, rows = self._rng, json.loads(json.dumps(self._rows))
+        if rng.random() < 0.5:
+            row = rng.choice(rows)
+            row[rng.choice([*row, "id", "prompt"])] = rng.choice(VALUES)
+            content = "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8", "replace")
+        else:
+            content = damage("".join(json.dumps(row) + "\n" for row in rows).encode(), rng) or b"x"
+        self._path.write_bytes(content)
+        try:
+            load_prompts(self._path, self._tokenizer, rng.choice((None, 20)))
+        except InputError as error:
+            told_well(str(error), f"{self._path}: row ", f"{self._path}: no prompts")
+            return "refused"
+        return "read"
+
+
 class Flags:
     """Mutated command lines."""
 
@@ -207,22 +245,8 @@ class Flags:
         if action.type in (int, float) and rng.random() < 0.85:
             numbers = [0, 1, 2, 3, 4, 8, 16, 100, -1, 4096, 10**6]
             return str(rng.choice(numbers if action.type is int else [*numbers, 0.5, 1e-6, -0.25, 1e300]))
-        strange = [
-            "",
-            " ",
-            "x",
-            "-",
-            "nan",
-            "inf",
-            "-inf",
-            "1e400",
-            "9" * 30,
-            "0x10",
-            "None",
-            "ü\n",
-            "http://x:1/",
-            "a|b",
-        ]
+        strange = ["", " ", "x", "-", "nan", "inf", "-inf", "1e400", "9" * 30, "0x10", "None", "ü\n", "http://x:1/"]
+        strange += ["a|b"]
         return str(
             rng.choice([*strange, str(self._folder), f"{self._folder}/flags.jsonl", f"{self._folder}/none.py:f"])
         )
@@ -328,7 +352,7 @@ class Rewards:
 def fuzz(kind: str, count: int, seed: int, folder: Path) -> tuple[Counter[str], list[str]]:
     """``count`` inputs of a kind: how they were answered, and what was wrong about the answers."""
     rng = random.Random(f"{seed} {kind}")
-    source = {"files": Files, "flags": Flags, "rewards": Rewards}[kind](folder, rng)
+    source = {"files": Files, "prompts": Prompts, "flags": Flags, "rewards": Rewards}[kind](folder, rng)
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
     for number in range(count):

@@ -20,6 +20,7 @@ from megatron_dta.objectives import (
     group_advantages,
     grpo_loss,
     loss_weights,
+    trajectory_shares,
 )
 from megatron_dta.rollouts import Rollout, cut_turns
 
@@ -219,3 +220,26 @@ def test_untrained_sequences_change_nothing(mode: str) -> None:
 def test_unknown_mode_is_refused() -> None:
     with pytest.raises(InputError, match="--loss-aggregation mean: choose from token-mean, sequence-mean"):
         loss_weights([1], "mean")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_trajectory_counts_once_however_it_is_cut(seed: int) -> None:
+    """trajectory-mean is the mean of the trajectories' own means, over any number of samples each and any ranks."""
+    rng = seed_all(seed)
+    names = [str(name) for name in rng.integers(0, 7, 25)]
+    trained = rng.integers(0, 6, 25)
+    trained[[i for i, name in enumerate(names) if name == "3"]] = 0
+    losses = [rng.standard_normal(n).tolist() for n in trained]
+    of_trajectory: dict[str, list[float]] = {}
+    for name, own in zip(names, losses, strict=True):
+        of_trajectory.setdefault(name, []).extend(own)
+    expected = statistics.fmean([statistics.fmean(own) for own in of_trajectory.values() if own])
+    shares = trajectory_shares(trained, names)
+    total = 0.0
+    counts = count_trained(trained[:9], shares[:9]) + count_trained(trained[9:], shares[9:])
+    for part in (slice(0, 9), slice(9, 25)):
+        weights = loss_weights(trained[part], "trajectory-mean", counts, shares[part])
+        total += sum(w * sum(own) for w, own in zip(weights, losses[part], strict=True))
+    assert total == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    alone = loss_weights(trained, "trajectory-mean", None, trajectory_shares(trained, range(25)))
+    np.testing.assert_allclose(alone, loss_weights(trained, "sequence-mean"), rtol=1e-14)

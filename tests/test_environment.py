@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import ClassVar
@@ -12,10 +13,12 @@ import pytest
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.errors import InputError
 from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.rollouts.source import RolloutError
 from megatron_dta.sampling.engines.build import build_engine
 from megatron_dta.sampling.engines.recording import RecordingEngine
 from megatron_dta.sampling.method import build_sampling_evaluation, build_sampling_source
 from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.rewards import load_reward_function
 from megatron_dta.sampling.task import build_task
 from megatron_dta.sampling.tokenizer import CharacterTokenizer, NullTokenizer
 from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
@@ -189,8 +192,35 @@ def test_tool_calls():
         answer, _, done = environment.step(f"<tool_call>{bad}</tool_call>")
         assert answer.startswith("<tool_response>error: ")
         assert not done
+        assert environment.last_calls == (1, 1)
     assert environment.step(" 3 ") == ("", 1.0, True)
     assert environment.step("4")[1] == 0.0
+    assert environment.last_calls == (0, 0)
+
+
+def test_calls_and_their_errors_are_counted():
+    runner = EnvironmentRunner(Calculator, AsItIs())
+    states, _ = runner.reset([{"answer": 3}] * 3)
+    good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    turns = [good + "<tool_call>what?</tool_call>" + good, "3", "<tool_call>[]</tool_call>"]
+    runner.step(states, [np.frombuffer(turn.encode(), np.uint8).astype(np.int32) for turn in turns])
+    assert runner.counts["tool_calls"] == 4
+    assert runner.counts["tool_errors"] == 2
+    assert runner.counts["environment_steps"] == 3
+    assert runner.counts["environment_failures"] == 0
+    assert "tool_calls" not in EnvironmentRunner(Remembering, NullTokenizer(VOCAB, EOS)).counts
+
+
+class AsItIs:
+    """A tokenizer of bytes."""
+
+    vocab_size = 256
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, tokens):
+        return bytes(np.asarray(tokens, np.uint8)).decode()
 
 
 def test_loading(tmp_path):
@@ -198,7 +228,11 @@ def test_loading(tmp_path):
     file.write_text("class Env:\n    def reset(self, record): ...\n    def step(self, action): ...\n\nclass No: ...\n")
     assert load_environment(f"{file}:Env").__name__ == "Env"
     assert load_environment(f"{Calculator.__module__}.Calculator") is not None
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(InputError, match="the file does not run: SystemExit"):
+        load_reward_function(f"{tmp_path}/leaves.py:reward")
     for spec, message in (
+        (f"{tmp_path}/leaves.py:Env", "does not load: SystemExit: 0"),
         (f"{file}:No", "no class with the methods"),
         (f"{tmp_path}/other.py:Env", "must be FILE.py:NAME"),
         ("nothing", "dotted name"),
@@ -262,4 +296,84 @@ def test_source_and_evaluation_with_an_environment(tmp_path, method: str):
     evaluation = build_sampling_evaluation(build_engine(config.sampling, model), task, config)
     metrics = evaluation.evaluate(0)
     assert metrics == evaluation.evaluate(1)
-    assert set(metrics) == {"reward", "response_tokens"}
+    counts = {"environment_steps", "environment_failures", "environment_timeouts"}
+    assert set(metrics) == {"reward", "response_tokens", "ended", "pass@2"} | counts
+    assert 0 <= metrics["ended"] <= 1
+    assert metrics["environment_steps"] > 0
+    assert metrics["environment_failures"] == 0
+
+
+BROKEN = """
+import sys
+
+class Broken:
+    '''Some rollouts, told by their text, meet a tool that is broken.'''
+    def reset(self, record):
+        pass
+    def step(self, action):
+        kind = sum(map(ord, action)) % 4
+        if kind == 1:
+            sys.exit(0)
+        if kind == 2:
+            raise KeyboardInterrupt
+        return "", 1.0 + kind, True
+
+class Gone(Broken):
+    def step(self, action):
+        raise ConnectionError("no server")
+"""
+
+
+def test_rollouts_whose_environment_failed_can_be_left_out(tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 250 --task arithmetic "
+    # Long enough that every response ends by itself: one that is cut has no turn.
+    flags += "--rollout-batch-size 3 --n-samples-per-prompt 8 --rollout-max-response-len 240 --eval-interval 1 "
+    flags += "--eval-iters 8 "
+    found = {}
+    for name in ("Broken", "Gone"):
+        for failure in ("end", "drop"):
+            own = f"{flags} --environment {tmp_path}/broken.py:{name} --environment-failure {failure}"
+            config = parse_arguments(own.split())
+            task = build_task(config.sampling, 250)
+            model = build_model(replace(config.model, vocab_size=task.tokenizer.vocab_size), initialize_parallel(3))
+            source = build_sampling_source(build_engine(config.sampling, model), task, config)
+            evaluation = build_sampling_evaluation(build_engine(config.sampling, model), task, config)
+            if (name, failure) == ("Gone", "drop"):
+                with pytest.raises(RolloutError, match="all rollouts of a collection have failed"):
+                    source.next_batch(0)
+                metrics = evaluation.evaluate(0)
+                assert math.isnan(metrics["reward"])
+                assert metrics["environment_failures"] == metrics["environment_steps"] > 0
+                continue
+            found[name, failure] = source.next_batch(0), source.statistics(), evaluation.evaluate(0)
+    (every, counts, all_held_out), (kept, same, held_out) = found["Broken", "end"], found["Broken", "drop"]
+    failed = [rollout for rollout in every if rollout.reward == 0]
+    assert counts["environment_failures"] == same["environment_failures"] > 0
+    assert counts["environment_timeouts"] == 0
+    assert len(failed) == counts["environment_failures"] < counts["environment_steps"] == len(every)
+    assert [r.token_ids.tolist() for r in kept] == [r.token_ids.tolist() for r in every if r.reward]
+    for group in {r.group_id for r in kept}:
+        assert sum(r.leaf_weight for r in kept if r.group_id == group) == pytest.approx(1)
+    assert counts["ended"] == pytest.approx(1 - counts["environment_failures"] / len(every))
+    assert held_out["environment_failures"] == all_held_out["environment_failures"] > 0
+    assert held_out["reward"] > all_held_out["reward"]
+    assert all(r.reward == 0 for r in found["Gone", "end"][0])
+    with pytest.raises(InputError, match="--environment-failure drop would leave holes"):
+        parse_arguments(f"{own} --rollout-method treepo --treepo-segment-length 2".split())
+
+
+def test_calls_that_hang_share_one_time_out():
+    """They begin together, so together they may take as long as one."""
+
+    class Hanging(Remembering):
+        def step(self, action):
+            time.sleep(20)
+
+    runner = EnvironmentRunner(Hanging, NullTokenizer(VOCAB, EOS), timeout=0.5, workers=6)
+    states, _ = runner.reset([{}] * 6)
+    began = time.monotonic()
+    _, outcomes = runner.step(states, [np.array([1])] * 6)
+    assert time.monotonic() - began < 2
+    assert all("took longer than" in outcome.failure for outcome in outcomes)
+    assert runner.counts["environment_timeouts"] == 6

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY
-from megatron_dta.sampling.evaluation import Answers, evaluate_answers, majority_at_k, pass_at_k
+from megatron_dta.sampling.evaluation import Answers, evaluate_answers, majority_at_k, pass_at_k, pass_rates
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -84,3 +84,23 @@ def test_the_tool(tmp_path):
     )  # fmt: skip
     assert bad.returncode == 2
     assert bad.stderr.strip() == "error: --k 0: must be at least 1"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pass_rates_are_means_over_all_choices(seed: int):
+    """Against every choice of k responses, with prompts that have lost some of theirs."""
+    rng = np.random.default_rng(seed)
+    samples = int(rng.integers(2, 8))
+    rewards = [rng.random(samples - int(rng.integers(0, 2))).tolist() for _ in range(5)]
+    found = pass_rates(rewards, samples)
+    for k in {2, 4, samples} & set(range(2, samples + 1)):
+        means = [
+            np.mean([max(choice) > 0.5 for choice in itertools.combinations(own, k)])
+            for own in rewards
+            if len(own) >= k
+        ]
+        if means:
+            assert found.pop(f"pass@{k}") == pytest.approx(np.mean(means))
+    assert not found
+    assert pass_rates([[1.0], [0.0]], 1) == {}
+    assert pass_rates([[1.0], []], 4) == {}

@@ -12,7 +12,7 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.errors import InputError, one_line
 from megatron_dta.sampling.rewards import compute_reward
 
-COUNTS = {"files": 400, "flags": 150, "rewards": 2000}
+COUNTS = {"files": 400, "prompts": 800, "flags": 150, "rewards": 2000}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from conftest import seed_all
+from conftest import REPOSITORY, seed_all
 from dta_kernels import grouped_products
 from dta_kernels.grouped_products import MatrixTable
 from dta_kernels.grouped_products_reference import PlainRows
@@ -151,3 +153,18 @@ def test_weighted_swiglu(rows, width, weight_dtype):
     torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(own[0].double(), grads[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(own[1].double(), grads[1], rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "tools/benchmark_grouped_products.py measures a CUDA GPU, and there is none here"),
+        (["--experts", "4", "0"], "--experts 0: must be at least 1"),
+    ],
+)
+def test_the_benchmark_refuses_in_one_line(flags, message):
+    command = [sys.executable, str(REPOSITORY / "tools" / "benchmark_grouped_products.py"), *flags]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.strip().splitlines() == [f"error: {message}"]

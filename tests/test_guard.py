@@ -186,7 +186,7 @@ def test_the_best_checkpoint_stays_and_a_new_start_knows_it(tmp_path: Path) -> N
 
         def stopping(plain=plain, trainer=trainer, stop=stop):
             record = plain()
-            trainer.terminated = record["iteration"] == stop
+            trainer.signals.name = "SIGTERM" if record["iteration"] == stop else None
             return record
 
         trainer._step = stopping

@@ -81,14 +81,16 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     assert [(event.step, round(event.value, 6)) for event in events.Scalars("loss")] == [(1, 0.1), (2, 0.2)]
 
 
-def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list = []
     fake = types.ModuleType("wandb")
     fake.__spec__ = types.SimpleNamespace()  # find_spec asks for it
     fake.init = lambda **arguments: (
         calls.append(arguments)
         or types.SimpleNamespace(
-            log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
+            log=lambda values, step: calls.append((step, values)),
+            finish=lambda: calls.append("finish"),
+            id=f"run{len(calls)}",
         )
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -97,6 +99,24 @@ def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
     log.close()
     expected = {"loss": 0.4, "skipped": 0.0, "timing/train_seconds": 1.0}
     assert calls == [{"project": "p", "name": "n", "config": {"--lr": 1.0}}, (4, expected), "finish"]
+    # A run that continues goes on in the same run there; one that starts anew, or elsewhere, has its own.
+    path = tmp_path / "metrics.jsonl"
+    for project, iteration, expected in (
+        ("p", -1, {}),
+        ("p", 0, {"id": "run1", "resume": "allow"}),
+        ("p", 7, {"id": "run1", "resume": "allow"}),
+        ("q", 7, {}),
+        ("q", 9, {"id": "run1", "resume": "allow"}),
+        ("q", -1, {}),
+    ):
+        calls.clear()
+        MetricsLog(path, LoggingConfig(wandb_project=project), iteration, None).close()
+        assert calls[0] == {"project": project, "name": None, "config": None, **expected}
+    (tmp_path / "wandb_run.json").write_text("{")
+    MetricsLog(path, LoggingConfig(wandb_project="q"), 3, None).close()
+    fake.init = lambda **arguments: 1 / 0
+    with pytest.raises(InputError, match="--wandb-project q: ZeroDivisionError"):
+        MetricsLog(path, LoggingConfig(wandb_project="q"), 3, None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="--wandb-project needs the package wandb"):
         MetricsLog(None, LoggingConfig(wandb_project="p"), -1)

@@ -339,3 +339,31 @@ def test_penalties_of_group_estimators_by_the_definition(estimator: str) -> None
             expected.append(np.full(len(rollout), advantage * (3 / 2 if estimator == "rloo" else 1)))
     for value, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(value[1:], wanted[1:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ownership", ["every-path", "first"])
+def test_turns_of_a_trajectory_count_as_one(stored, tmp_path: Path, ownership: str) -> None:
+    """With trajectory-mean every trajectory's trained tokens weigh 1 / trajectories together, however many turns."""
+    _, rollouts = stored
+    names = ["turns" if i % 3 else None for i in range(len(rollouts))]
+    reward_of = {(r.group_id, name): r.reward for r, name in zip(rollouts, names, strict=True)}
+    turns = [
+        replace(r, trajectory_id=name, reward=r.reward if name is None else reward_of[r.group_id, name])
+        for r, name in zip(rollouts, names, strict=True)
+    ]
+    write_rollouts(tmp_path / "turns.jsonl", turns)
+    flags = f"--rollouts {tmp_path}/turns.jsonl --global-batch-size 12 --shared-token-ownership {ownership}"
+    trainer, _ = make_trainer(f"{flags} --loss-aggregation trajectory-mean")
+    (step,) = trainer.preparation.prepare(turns)
+    batch = step.batch(trainer.config.tree, trainer.config.objective, trainer.engine)
+    owned = batch.owned if batch.owned is not None else np.ones(len(batch.loss_weights), bool)
+    totals: dict[tuple, float] = {}
+    ends = batch.plan.sequence_pairs
+    for i, turn in enumerate(turns):
+        own = slice(ends[i], ends[i + 1])
+        key = turn.group_id, turn.trajectory_id or i
+        totals[key] = totals.get(key, 0.0) + float(batch.loss_weights[own][owned[own]].sum())
+    counted = [total for total in totals.values() if total]
+    assert len(counted) == 8 < len(turns)
+    np.testing.assert_allclose(counted, 1 / len(counted), rtol=1e-12)
+    assert np.isfinite(trainer._step()["loss"])

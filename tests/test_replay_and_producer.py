@@ -146,3 +146,22 @@ def test_an_error_of_the_producer_reaches_who_takes_next() -> None:
     with pytest.raises(RolloutError, match="no more"):
         late.result(5)
     producer.close()
+
+
+@pytest.mark.parametrize("bound", [0, 3])
+def test_a_run_that_needs_more_collections_than_planned_gets_them(bound: int) -> None:
+    """Where rewards have failed, or no pairs are found, a collection has fewer steps than planned, or none."""
+    collected: list[int] = []
+
+    def collect(number: int) -> list[Rollout]:
+        collected.append(number)
+        return one(0)
+
+    producer = RolloutProducer(collect, lambda version, folder: None, 1, bound, 2)
+    producer.offer(0, None)
+    for number in range(4):
+        assert producer.take(number, 0, 5) is not None, number
+        assert producer.finish_begun(5)
+    time.sleep(0.05)
+    assert collected == [0, 1, 2, 3]  # none that nobody has asked for
+    producer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -238,6 +239,29 @@ def test_source_and_evaluation():
     assert metrics == evaluation.evaluate(6)
     assert 0 <= metrics["reward"] <= 1
     assert 1 <= metrics["response_tokens"] <= 5
+
+
+def test_an_evaluation_draws_numbers_that_training_never_draws():
+    """The same prompts, temperature and seed: with training's numbers the evaluation would be of its own rollouts."""
+    config = SamplingConfig(
+        task="arithmetic", arithmetic_max_operand=9, rollout_batch_size=1, n_samples_per_prompt=8,
+        n_samples_per_eval_prompt=8, rollout_max_response_len=5,
+    )  # fmt: skip
+    task = build_task(config, max_position_embeddings=32)
+    found: list[list[int]] = []
+    recorded = replace(
+        task,
+        prompts=task.prompts[:1],
+        eval_prompts=task.prompts[:1],
+        reward_function=lambda prompt, response, ids: found.append(ids) or 0.0,
+    )
+    engine = build_engine(config, small_model(task.tokenizer.vocab_size))
+    trained = [r.token_ids[r.loss_mask].tolist() for r in SamplingSource(engine, recorded, config, 11).next_batch(0)]
+    assert found == trained
+    found.clear()
+    SamplingEvaluation(engine, recorded, config, seed=11).evaluate(0)
+    assert len(found) == 8
+    assert sum(a == b for a, b in zip(found, trained, strict=True)) < 4
 
 
 def test_right_answers_get_reward_one():

@@ -227,3 +227,40 @@ def test_what_fails_when_it_is_done_is_not_lost(monkeypatch: pytest.MonkeyPatch)
     drafting.verified_burst([row], [np.array([1], np.int32)], 0.1, 1)
     with pytest.raises(MemoryError, match="no memory"):
         drafting.propose([row], np.array([3]))
+
+
+@pytest.mark.parametrize("follows_clock", [False, True])
+def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool):
+    """Two that are told the same but for the seconds, which say to one of them that drafts never pay."""
+    rng = seed_all(5)
+    initialize_parallel(5)
+    cost = ForwardCost(base=1e-3, per_token=1e-6)
+    made = [Speculator(DrafterParams(depth=10), BudgetParams(), cost, Rounds(cost, cost)) for _ in range(2)]
+    draftings = [SuffixDrafting(each, follows_clock) for each in made]
+    phrase, drafted = rng.integers(0, 50, 12).astype(np.int32), [[], []]
+    for version in range(3):
+        rows = [Sequence(GenerationRequest(i, phrase[:4], 60, i), i, 16, None) for i in range(4)]
+        for drafting in draftings:
+            drafting.weights_changed(version)
+            for row in rows:
+                drafting.submitted(row)
+        while rows[0].known < len(rows[0].tokens):
+            known, limits = rows[0].known, np.array([len(row.tokens) - row.known - 1 for row in rows])
+            new = np.array([phrase[known % 12]], np.int32)
+            for drafting, found, slow in zip(draftings, drafted, (1.0, 100.0), strict=True):
+                drafts = drafting.propose(rows, limits) if drafting.wants(4) else [NO_DRAFT] * 4
+                found.append([draft.tolist() for draft in drafts])
+                widths = np.array([len(draft) for draft in drafts])
+                seconds = (slow if widths.any() else 1.0) * 1e-3
+                if widths.any():
+                    drafting.verified(widths, [new] * 4, seconds, 4 + int(widths.sum()))
+                else:
+                    drafting.verified_burst(list(rows), [new] * 4, seconds, 4)
+                drafting.ran(seconds)
+            for row in rows:
+                row.extend(new, np.zeros(1))
+        for drafting in draftings:
+            for row in rows:
+                drafting.finished(row)
+    assert any(any(map(len, drafts)) for drafts in drafted[0])
+    assert (drafted[0] == drafted[1]) is not follows_clock

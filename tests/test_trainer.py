@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,8 +134,11 @@ def test_a_trajectory_counts_its_reward_once() -> None:
         return Rollout([1, 2, 3], [False, True, True], reward=reward, trajectory_id=trajectory)
 
     turns = [rollout(1.0, "a")] * 3 + [rollout(0.0, "b"), rollout(0.0, None), rollout(None, None)]
-    expected = {"rollouts": 6.0, "reward": 1 / 3, "response_tokens": 2.0, "decoded_tokens": 12.0}
+    expected = {"rollouts": 6.0, "reward": 1 / 3, "uniform_groups": 0.0, "response_tokens": 2.0, "decoded_tokens": 12.0}
     assert rollout_statistics(turns) == expected
+    assert rollout_statistics(turns[:3])["uniform_groups"] == 1
+    others = [replace(r, group_id="other", reward=0.5) for r in turns]
+    assert rollout_statistics(turns + others)["uniform_groups"] == 0.5
     assert "reward" not in rollout_statistics(turns[-1:])
 
 

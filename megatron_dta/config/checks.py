@@ -149,7 +149,9 @@ def _check_data(config: TrainConfig) -> None:
     if sampling.prompt_data and sampling.task:
         raise InputError("--task brings its own prompts and conflicts with --prompt-data; keep one of them")
     if sampling.prompt_data and not (sampling.reward_function or config.environment.environment):
-        raise InputError("--prompt-data needs --reward-function: exact_match, math_verify or FILE.py:NAME")
+        raise InputError(
+            "--prompt-data needs --reward-function: exact_match, math_verify, code_tests, remote or FILE.py:NAME"
+        )
     if sampling.prompt_data and not sampling.tokenizer_type:
         raise InputError("--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)")
     if sampled:
@@ -292,6 +294,11 @@ def _check_no_effect(config: TrainConfig) -> None:
             config.sampling.prompt_data is not None,
             "eval_prompt_data reward_function tokenizer_type tokenizer_model eos_id",
         ),
+        "--tokenizer-type HuggingFaceTokenizer": (
+            config.sampling.tokenizer_type == "HuggingFaceTokenizer",
+            "apply_chat_template",
+        ),
+        "--apply-chat-template": (config.sampling.apply_chat_template, "apply_chat_template_kwargs"),
         "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
         "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length moe_routing_replay"),
         "--eval-interval": (

@@ -50,6 +50,14 @@ class SamplingConfig:
         choices=("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer"),
     )
     tokenizer_model: str | None = option(None, "File of the tokenizer.")
+    apply_chat_template: bool = option(
+        False,
+        "Prompts are messages (or text, which is one message of the user): write them in the chat template that stands "
+        "beside the tokenizer, up to where the model's turn begins. Needs the package transformers.",
+    )
+    apply_chat_template_kwargs: str | None = option(
+        None, "Further variables of the chat template, as a JSON object such as '{\"enable_thinking\": false}'."
+    )
     eos_id: int | None = option(None, "Token that ends a response (default: the tokenizer's).", minimum=0)
     rollout_batch_size: int = option(16, "Prompts sampled per collection of rollouts.", minimum=1)
     over_sampling_batch_size: int | None = option(

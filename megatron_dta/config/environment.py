@@ -20,6 +20,7 @@ class EnvironmentConfig:
     environment_workers: int = option(16, "Steps of environments that run at once.", minimum=1)
     environment_failure: str = option(
         "end",
-        "A step that raises or takes too long ends its rollout with the reward so far, or stops the run.",
-        choices=("end", "stop"),
+        "A step that raises or takes too long ends its rollout, which is trained with the reward so far (end) or left "
+        "out of training and of its group (drop), or stops the run; it is counted.",
+        choices=("end", "drop", "stop"),
     )

@@ -27,4 +27,6 @@ class FilterConfig:
         "With --objective sft: train only the best rollout of each group, or all with --rejection-reward-threshold.",
         choices=("best", "threshold"),
     )
-    rejection_reward_threshold: float | None = option(None, "Least reward of a rollout that is trained.")
+    rejection_reward_threshold: float | None = option(
+        None, "Least reward of a rollout that is trained; with best a group whose best is below it is left out."
+    )

@@ -38,9 +38,10 @@ class ObjectiveConfig:
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     loss_aggregation: str = option(
         "token-mean",
-        "Mean over all trained tokens of the batch, over its sequences' own means, or over its sequences' sums divided "
-        "by one constant length (Dr. GRPO).",
-        choices=("token-mean", "sequence-mean", "sequence-sum"),
+        "Mean over all trained tokens of the batch, over its sequences' own means, over its trajectories' own means "
+        "(of all samples that a trajectory was cut into), or over its sequences' sums divided by one constant length "
+        "(Dr. GRPO).",
+        choices=("token-mean", "sequence-mean", "trajectory-mean", "sequence-sum"),
     )
     loss_length: float | None = option(
         None, "Constant length of sequence-sum (default when sampling: --rollout-max-response-len).", above=0

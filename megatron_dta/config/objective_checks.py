@@ -114,5 +114,5 @@ def objective_conditions(config: TrainConfig, sampled: bool) -> dict[str, tuple[
         "--dynamic-sampling": (filtering.dynamic_sampling, "dynamic_sampling_max_rounds"),
         "--overlong-buffer-len": (filtering.overlong_buffer_len is not None, "overlong_penalty_factor"),
         "--objective sft": (objective.objective == "sft", "rejection_sampling"),
-        "--rejection-sampling threshold": (filtering.rejection_sampling == "threshold", "rejection_reward_threshold"),
+        "--rejection-sampling": (filtering.rejection_sampling is not None, "rejection_reward_threshold"),
     }

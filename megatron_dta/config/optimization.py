@@ -67,4 +67,6 @@ class OptimizationConfig:
     no_pin_cpu_grads: bool = option(False, "Do not pin the host's memory of gradients.")
     no_pin_cpu_params: bool = option(False, "Do not pin the host's memory of weights.")
     seed: int = option(1234, "Seed of the weights, the order of the data and the sampling.", minimum=0)
-    deterministic_mode: bool = option(False, "Only deterministic CUDA kernels: GPU runs repeat bit for bit.")
+    deterministic_mode: bool = option(
+        False, "Only deterministic CUDA kernels, and drafts that follow no clock: runs repeat bit for bit."
+    )

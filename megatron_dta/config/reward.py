@@ -17,11 +17,18 @@ class RewardConfig:
         "the rollout; it is counted and never taken to be 0.",
         choices=("stop", "drop"),
     )
-    reward_workers: int = option(8, "Rewards of code_tests and remote that are determined at once.", minimum=1)
+    reward_workers: int = option(
+        8, "Rewards of math_verify, code_tests and remote that are determined at once.", minimum=1
+    )
     reward_server_url: list[str] | None = option(
         None, "Servers of --reward-function remote, like http://HOST:PORT/PATH; they take turns."
     )
-    reward_timeout_seconds: float = option(60.0, "A reward server has so long to answer one request.", above=0)
+    reward_timeout_seconds: float | None = option(
+        None,
+        "A reward server has so long to answer one request (default: 60), and a function of your own for one response "
+        "(default: no limit; with one it runs in a thread).",
+        above=0,
+    )
     reward_attempts: int = option(4, "How often a request to reward servers is sent before it has failed.", minimum=1)
     code_time_seconds: float = option(
         5.0,

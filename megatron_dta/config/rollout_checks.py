@@ -49,6 +49,11 @@ def check_rollout_engine(config: TrainConfig) -> None:
             "--reward-failure drop would leave holes in sampled trees, whose leaves are compared; leave it out with "
             "--rollout-method treepo"
         )
+    if config.environment.environment_failure == "drop" and config.treepo.rollout_method == "treepo":
+        raise InputError(
+            "--environment-failure drop would leave holes in sampled trees, whose leaves are compared; give end or "
+            "stop with --rollout-method treepo"
+        )
     if engine == "sglang" and config.speculation.rollout_speculation == "das":
         if config.sampling.tokenizer_type == "NullTokenizer":
             raise InputError(
@@ -92,11 +97,15 @@ def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     engine, reward = config.sampling.rollout_engine, config.sampling.reward_function
     return {
         "--reward-function": (reward is not None, "reward_failure"),
-        "--reward-function code_tests or remote": (reward in ("code_tests", "remote"), "reward_workers"),
+        "--reward-function math_verify, code_tests or remote": (
+            reward in ("math_verify", "code_tests", "remote"),
+            "reward_workers",
+        ),
         "--reward-function code_tests": (reward == "code_tests", "code_time_seconds code_memory_mb code_processes"),
-        "--reward-function remote": (
-            reward == "remote",
-            "reward_server_url reward_timeout_seconds reward_attempts",
+        "--reward-function remote": (reward == "remote", "reward_server_url reward_attempts"),
+        "--reward-function remote or FILE.py:NAME": (
+            reward is not None and (reward == "remote" or ":" in reward),
+            "reward_timeout_seconds",
         ),
         "--rollout-engine vllm or sglang": (
             engine in SERVERS and samples(config),

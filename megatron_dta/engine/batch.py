@@ -93,7 +93,7 @@ def prepare_batch(
 
     Args:
         tree: mode, segment size and budgets.
-        loss_aggregation: "token-mean", "sequence-mean" or "sequence-sum", over the whole step; not used with
+        loss_aggregation: one of ``objectives.weights.AGGREGATIONS``, over the whole step; not used with
             ``couples``, whose loss is the mean over the pairs.
         counts: what the whole step trains, where ``samples`` (maybe none) are only this rank's part of it.
         pipeline: the stages that share the model (``TreeEngine.pipeline``); None if one process has it all.

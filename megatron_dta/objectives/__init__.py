@@ -12,7 +12,7 @@ from megatron_dta.objectives.fields import LossFields, Objective, PairTerms, Tok
 from megatron_dta.objectives.policy import grpo_loss, policy_loss
 from megatron_dta.objectives.registry import make_objective, make_value_objective
 from megatron_dta.objectives.sft import sft_loss
-from megatron_dta.objectives.weights import TrainedCounts, count_trained, loss_weights
+from megatron_dta.objectives.weights import TrainedCounts, count_trained, loss_weights, trajectory_shares
 
 __all__ = [
     "LossFields",
@@ -31,4 +31,5 @@ __all__ = [
     "preference_pairs",
     "sequence_weights",
     "sft_loss",
+    "trajectory_shares",
 ]

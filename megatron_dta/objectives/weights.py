@@ -2,6 +2,8 @@
 
     token-mean      1 / (trained tokens of the step): every trained token counts alike
     sequence-mean   1 / (trained tokens of the sequence * sequences of the step): every sequence counts alike
+    trajectory-mean 1 / (trained tokens of the trajectory * trajectories of the step): as sequence-mean, where a
+                    trajectory may be cut into several sequences, whose number then changes nothing
     sequence-sum    1 / (a constant length * sequences of the step): no sequence's length changes what its tokens
                     weigh (Dr. GRPO, arXiv 2503.20783)
 
@@ -10,18 +12,20 @@ added up, never averaged, so the result does not depend on how the step was cut.
 no mean of their own and are not counted.
 
 Sequences may have weights of their own (the leaves of sampled trees): then the means are weighted ones, sums of
-weight x loss over sums of weight x trained tokens, or of weights.
+weight x loss over sums of weight x trained tokens, or of weights. With trajectory-mean a part of a trajectory weighs
+its share of the trajectory's trained tokens (``trajectory_shares``); the shares of a trajectory sum to 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dta.errors import InputError
 
-AGGREGATIONS = ("token-mean", "sequence-mean", "sequence-sum")
+AGGREGATIONS = ("token-mean", "sequence-mean", "trajectory-mean", "sequence-sum")
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,8 @@ def loss_weights(
     """float64 [Q]: the weight of each token's loss in sequence q, from the trained tokens of each sequence, int [Q].
 
     counts: of the whole step, where these are only a part of its sequences (default: these are all).
-    sequence_weights: float [Q], how much each sequence counts (default: alike). A sequence without trained tokens gets
-    0, as do all where all weights are 0.
+    sequence_weights: float [Q], how much each sequence counts (default: alike); with trajectory-mean its share. A
+        sequence without trained tokens gets 0, as do all where all weights are 0.
     constant_length: the length that sequence-sum divides by.
     """
     trained_tokens = np.asarray(trained_tokens, np.int64)
@@ -82,7 +86,7 @@ def loss_weights(
     tokens, sequences = counts.denominators()
     if mode == "token-mean":
         denominators = np.full(len(trained_tokens), tokens, np.float64)
-    elif mode == "sequence-mean":
+    elif mode in ("sequence-mean", "trajectory-mean"):
         denominators = trained_tokens.astype(np.float64) * sequences
     elif mode == "sequence-sum":
         if constant_length is None or not constant_length > 0:
@@ -93,3 +97,12 @@ def loss_weights(
     weights = np.ones(len(trained_tokens)) if sequence_weights is None else np.asarray(sequence_weights, np.float64)
     counted = (trained_tokens > 0) & (denominators > 0)
     return np.divide(weights, denominators, out=np.zeros(len(trained_tokens)), where=counted)
+
+
+def trajectory_shares(trained_tokens: np.ndarray, trajectories: Sequence[Hashable]) -> np.ndarray:
+    """float64 [Q]: which part of its trajectory's trained tokens each sequence has; 0 where there are none."""
+    numbers: dict[Hashable, int] = {}
+    own = np.array([numbers.setdefault(name, len(numbers)) for name in trajectories], np.int64)
+    trained = np.asarray(trained_tokens, np.float64)
+    total = np.bincount(own, trained, len(numbers))[own]
+    return np.divide(trained, total, out=np.zeros(len(trained)), where=total > 0)

@@ -85,6 +85,8 @@ DRAFTER_CHARTS: tuple[_Curve, ...] = (
 )
 FAILURE_CHARTS: tuple[_Curve, ...] = (
     ("rewards that failed", "reward_failures", "reward_timeouts"),
+    ("responses that ran too long or could not be judged", "code_timeouts", "math_timeouts", "math_errors"),
+    ("calls of tools, and errors", "tool_calls", "tool_errors"),
     ("steps of environments that failed", "environment_failures", "environment_timeouts"),
 )
 
@@ -188,7 +190,8 @@ def _reward_charts(run: RunFiles) -> list[Markup | None]:
     marks = []
     if run.best.get("iteration"):
         marks = [(run.best["iteration"], f"best checkpoint: {run.best.get('metric')} {run.best.get('value')}")]
-    names = sorted({name for record in run.records for name in record if name.startswith(("eval_pass@", "eval_maj@"))})
+    names = {name for record in run.records for name in record if name.startswith("eval_pass@")}
+    names = sorted(names, key=lambda name: (len(name), name))
     held_out = [series_of(run.records, name, COLORS[i % len(COLORS)]) for i, name in enumerate(names)]
     return [
         line_chart("reward", curves, marks),
@@ -199,6 +202,8 @@ def _reward_charts(run: RunFiles) -> list[Markup | None]:
                 ("reward, leaves weighted", "weighted_reward"),
                 ("reward before selection", "collected_reward"),
                 ("tokens of a response", "response_tokens", "eval_response_tokens"),
+                ("responses that ended by themselves", "ended", "eval_ended"),
+                ("groups whose rewards are all equal", "uniform_groups"),
             ),
         ),
     ]

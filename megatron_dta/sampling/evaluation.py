@@ -42,6 +42,21 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
     return 1 - comb(num_answers - num_right, k) / comb(num_answers, k)
 
 
+def pass_rates(rewards: Sequence[Sequence[float]], samples: int, threshold: float = 0.5) -> dict[str, float]:
+    """``pass@k`` for k = 2, 4, 8 ... and ``samples``, means over the prompts that have so many rewards each.
+
+    Args:
+        rewards: of the answers to each prompt; fewer than ``samples`` where some have failed.
+    """
+    ks = sorted({2**i for i in range(1, samples.bit_length())} | {samples}) if samples > 1 else []
+    result = {}
+    for k in ks:
+        rates = [pass_at_k(len(own), sum(r > threshold for r in own), k) for own in rewards if len(own) >= k]
+        if rates:
+            result[f"pass@{k}"] = float(np.mean(rates))
+    return result
+
+
 def majority_at_k(answers: Sequence[Hashable], is_right: Sequence[bool], k: int, draw: np.random.Generator) -> float:
     """The mean over ``k`` of the answers of whether the most frequent one is right; exact for k = 1 and k = n."""
     count = len(answers)

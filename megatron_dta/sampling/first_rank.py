@@ -75,36 +75,46 @@ class FirstRankSource(RolloutSource):
         self._producer: RolloutProducer | None = None
         if self._mesh.rank == 0:
             self._producer = RolloutProducer(
-                inner.next_batch, self._update, steps_per_collection, max_staleness, num_collections
+                self._collect, self._update, steps_per_collection, max_staleness, num_collections
             )
         self._written: int | None = None
         self._statistics: dict[str, float] = {}
+        # What ``inner`` said of the collections that are sampled and not handed out, by number.
+        self._waiting_statistics: dict[int, dict[str, float]] = {}
 
     def next_batch(self, step: int) -> list[Rollout]:
         """See ``RolloutSource``."""
         current = self._current_step()
         self._offer_weights(current)
-        rollouts = self._from_first(lambda: self._producer.take(step, current, _WAIT_S))
-        self._statistics = {}
+        rollouts, found = self._from_first(lambda: self._take(step, current))
+        self._statistics = dict(found)
         if self._writer is not None:
             self._statistics["rollout_staleness"] = float(current - min(r.policy_version or 0 for r in rollouts))
-        if self._engine is not None:
-            names = ("servers", "retried_requests", "moved_requests", "decoded_tokens", "reused_tokens")
-            found = self._engine.statistics()
-            self._statistics |= {f"rollout_{name}": found[name] for name in names if name in found}
-        if self._inner is not None:
-            self._statistics |= self._inner.statistics()
         return rollouts
 
+    def _collect(self, number: int) -> list[Rollout]:
+        """In the producer's thread: the next collection may be sampled before this one is handed out."""
+        rollouts = self._inner.next_batch(number)
+        self._waiting_statistics[number] = self._inner.statistics()
+        return rollouts
+
+    def _take(self, number: int, current: int) -> tuple[list[Rollout], dict[str, float]] | None:
+        rollouts = self._producer.take(number, current, _WAIT_S)
+        return None if rollouts is None else (rollouts, self._waiting_statistics.pop(number, {}))
+
     def statistics(self) -> dict[str, float]:
-        """``rollout_staleness``: steps since the weights of the last collection; on the first rank also counts, and
-        what ``inner`` says of the collection that it has sampled last.
-        """
+        """What ``inner`` says of the last collection, and ``rollout_staleness``: steps since its weights."""
         return self._statistics
 
     def timing(self) -> dict[str, float]:
-        """What ``inner`` says of the collection that it has sampled last; on the first rank only."""
-        return {} if self._inner is None else self._inner.timing()
+        """What ``inner`` says of the collection that it has sampled last, and what the engine has counted since this
+        process began; on the first rank only.
+        """
+        if self._inner is None:
+            return {}
+        names = ("servers", "retried_requests", "moved_requests", "decoded_tokens", "reused_tokens")
+        found = self._engine.statistics()
+        return self._inner.timing() | {f"rollout_{name}": found[name] for name in names if name in found}
 
     def state_dict(self, wait: bool = True) -> dict[str, Any]:
         """See ``RolloutSource``; the same on every rank."""
@@ -117,6 +127,7 @@ class FirstRankSource(RolloutSource):
             ready = self._producer.ready()
             state["numbers"] = sorted(ready)
             state["collections"] = [[pack_rollout(r) for r in ready[number]] for number in sorted(ready)]
+            state["statistics"] = [self._waiting_statistics.get(number, {}) for number in sorted(ready)]
             if isinstance(self._engine, ReplayEngine):
                 state["replay"] = self._engine.state_dict()
             inner = self._inner.state_dict(wait)
@@ -129,6 +140,8 @@ class FirstRankSource(RolloutSource):
         if self._producer is not None and state:
             collections = [[unpack_rollout(packed) for packed in collection] for collection in state["collections"]]
             self._producer.restore(dict(zip(state["numbers"], collections, strict=True)))
+            # Checkpoints of before have none.
+            self._waiting_statistics = dict(zip(state["numbers"], state.get("statistics", []), strict=False))
             if isinstance(self._engine, ReplayEngine) and "replay" in state:
                 self._engine.load_state_dict(state["replay"])
             self._inner.load_state_dict(state.get("inner", {}))

@@ -34,7 +34,7 @@ class RolloutProducer:
         update: gives the sampler the weights of a version (from a folder); called in the thread, between collections.
         steps_per_collection: optimizer steps that train a collection.
         max_staleness: most optimizer steps between a collection's weights and the first step that trains it.
-        num_collections: how many the run needs in all; no further one is begun.
+        num_collections: how many the run needs in all; no further one is begun ahead.
     """
 
     def __init__(
@@ -139,9 +139,12 @@ class RolloutProducer:
 
     def _may_begin(self) -> bool:
         """Whether the next collection may be sampled with the newest weights."""
-        if self._offered is None or self._place is None or self._next >= self._num_collections:
+        if self._offered is None or self._place is None:
             return False
         number, step = self._place
+        # What is asked for is sampled in any case: collections with less to train than planned make a run need more.
+        if self._next >= self._num_collections and self._next != number:
+            return False
         return step + (self._next - number) * self._steps - self._offered[0] <= self._max_staleness
 
     def _run(self) -> None:

@@ -2,7 +2,7 @@
 
 A row is an object with the prompt as text (``prompt`` or ``question``) or as ids (``prompt_token_ids``), usually with
 the ``answer`` that the reward compares against, and an optional ``id``. Every other field is kept for the reward
-function.
+function. With a chat template the prompt is a list of messages, or the text of one, and ``tools`` are its tools.
 
 The order is a keyed shuffle of each epoch, so which prompts a step sees is a function of the step number alone: a
 resumed run needs no reader state, and step k of any run with the same seed and file trains the same prompts.
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.errors import InputError
+from megatron_dta.sampling.chat_template import ChatTemplate
 from megatron_dta.sampling.keyed_random import keyed_permutation
 from megatron_dta.sampling.tokenizer import Tokenizer
 
@@ -35,7 +36,12 @@ class Prompt:
     record: Mapping[str, Any]  # the row of the file (or the generated problem) as it was given
 
 
-def load_prompts(path: str | Path, tokenizer: Tokenizer, max_prompt_tokens: int | None = None) -> list[Prompt]:
+def load_prompts(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int | None = None,
+    template: ChatTemplate | None = None,
+) -> list[Prompt]:
     """All prompts of a JSONL file, in its order; ``InputError`` names file, row (from 1) and field of a bad one."""
     file = Path(path)
     if not file.is_file():
@@ -46,7 +52,7 @@ def load_prompts(path: str | Path, tokenizer: Tokenizer, max_prompt_tokens: int 
         try:
             for row, line in enumerate(lines, start=1):
                 if line.strip():
-                    prompt = _parse_row(f"{file}: row {row}", line, row, tokenizer, max_prompt_tokens)
+                    prompt = _parse_row(f"{file}: row {row}", line, row, tokenizer, max_prompt_tokens, template)
                     if prompt.prompt_id in seen:
                         first = seen[prompt.prompt_id]
                         raise InputError(f"{file}: row {row}: id: {prompt.prompt_id!r} was already used in row {first}")
@@ -69,10 +75,17 @@ def prompts_at(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> 
     return order
 
 
-def _parse_row(where: str, line: str, row: int, tokenizer: Tokenizer, max_prompt_tokens: int | None) -> Prompt:
+def _parse_row(
+    where: str,
+    line: str,
+    row: int,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int | None,
+    template: ChatTemplate | None,
+) -> Prompt:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(record, dict):
         raise InputError(f"{where}: must be a JSON object, got {type(record).__name__}")
@@ -83,12 +96,17 @@ def _parse_row(where: str, line: str, row: int, tokenizer: Tokenizer, max_prompt
     name = given[0]
     token_ids = _parse_ids(where, record[name], tokenizer) if name == "prompt_token_ids" else None
     if token_ids is None:
-        if not isinstance(record[name], str):
-            raise InputError(f"{where}: {name}: must be a string, got {type(record[name]).__name__}")
+        if template is None and not isinstance(record[name], str):
+            fix = "; messages need --apply-chat-template" if isinstance(record[name], list) else ""
+            raise InputError(f"{where}: {name}: must be a string, got {type(record[name]).__name__}{fix}")
         try:
-            token_ids = tokenizer.encode(record[name])
+            text = record[name] if template is None else template.text(record[name], record.get("tools"))
+            text.encode()
+            token_ids = tokenizer.encode(text)
         except InputError as error:
             raise InputError(f"{where}: {name}: {error}") from None
+        except UnicodeEncodeError as error:
+            raise InputError(f"{where}: {name}: is no valid text: {error}") from None
     if token_ids.size == 0:
         raise InputError(f"{where}: {name}: is empty; a response needs at least one token before it")
     if max_prompt_tokens is not None and token_ids.size > max_prompt_tokens:

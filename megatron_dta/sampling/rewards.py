@@ -18,7 +18,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import numbers
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from megatron_dta.config.reward import RewardConfig
 from megatron_dta.errors import InputError, one_line
 
 BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
+REMOTE_SECONDS = 60.0
 RewardFunction = Callable[[Mapping[str, Any], str, list[int]], float]
 
 
@@ -38,34 +38,14 @@ def exact_match(prompt: Mapping[str, Any], response: str, response_token_ids: li
     return float(response.strip() == str(_answer(prompt)).strip())
 
 
-def math_verify(prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
-    """1 where the last mathematical answer of the response equals ``answer``, by the package math-verify; else 0.
-
-    An ``answer`` that the package finds nothing in, and what it cannot compare in time, are failures.
-    """
-    from math_verify import parse, verify
-
-    # The package guards against endless parsing with signals, which exist in the main thread only.
-    seconds = 5 if threading.current_thread() is threading.main_thread() else None
-    expected = parse(str(_answer(prompt)), parsing_timeout=seconds, raise_on_error=True)
-    if not expected:
-        raise InputError(
-            f"the prompt's answer {str(_answer(prompt))[:80]!r} holds nothing that math-verify can compare"
-        )
-    found = parse(response, parsing_timeout=seconds, raise_on_error=True)
-    return float(verify(expected, found, timeout_seconds=seconds, raise_on_error=True))
-
-
 def load_reward_function(spec: str, settings: RewardConfig | None = None) -> RewardFunction:
     """The function that ``spec`` names: a built-in one or ``FILE.py:NAME`` (the file is executed)."""
     if spec == "exact_match":
         return exact_match
-    if spec in ("code_tests", "remote"):
+    if spec == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise InputError("--reward-function math_verify needs the package math-verify: pip install math-verify")
+    if spec in ("math_verify", "code_tests", "remote"):
         return _with_settings(spec, settings or RewardConfig())
-    if spec == "math_verify":
-        if importlib.util.find_spec("math_verify") is None:
-            raise InputError("--reward-function math_verify needs the package math-verify: pip install math-verify")
-        return math_verify
     path, separator, name = spec.rpartition(":")
     if not separator or not path.endswith(".py") or not name.isidentifier():
         raise InputError(f"--reward-function {spec}: must be {', '.join(BUILT_IN)} or FILE.py:NAME")
@@ -78,7 +58,7 @@ def load_reward_function(spec: str, settings: RewardConfig | None = None) -> Rew
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"--reward-function {spec}: the file does not run: {_describe(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -87,13 +67,17 @@ def load_reward_function(spec: str, settings: RewardConfig | None = None) -> Rew
 
 
 def _with_settings(name: str, settings: RewardConfig) -> RewardFunction:
-    # Not on top: most runs need neither.
+    # Not on top: most runs need none of them.
     from megatron_dta.sampling.code_reward import CodeTests
+    from megatron_dta.sampling.math_reward import MathVerify
     from megatron_dta.sampling.remote_reward import RemoteReward
 
+    if name == "math_verify":
+        return MathVerify()
     if name == "code_tests":
         return CodeTests(settings)
-    return RemoteReward(settings.reward_server_url or [], settings.reward_timeout_seconds, settings.reward_attempts)
+    seconds = settings.reward_timeout_seconds or REMOTE_SECONDS
+    return RemoteReward(settings.reward_server_url or [], seconds, settings.reward_attempts)
 
 
 def compute_reward(
@@ -106,8 +90,11 @@ def compute_reward(
         value = function(dict(record), response, list(response_token_ids))
     except InputError as error:
         raise InputError(f"{where}: {one_line(str(error))}") from error
-    # A function that calls sys.exit would else end the run with its status, maybe 0.
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    # Not Exception alone: a function that calls sys.exit would end the run with its status, maybe 0, and time-outs of
+    # some packages (math-verify's, for one) derive from BaseException.
+    except BaseException as error:
         raise InputError(f"{where}: raised {_describe(error)}") from error
     if not isinstance(value, numbers.Real | np.bool_):
         raise InputError(f"{where}: must return a number, got {type(value).__name__}")

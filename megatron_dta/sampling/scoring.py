@@ -11,6 +11,7 @@ dictionary of what it has counted.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -34,17 +35,21 @@ class Scorer:
     Args:
         drop: failures drop the rollout and do not end the run.
         workers: calls at once, of functions that allow it.
+        seconds: a call that takes longer has failed; it goes on in a thread that nobody waits for. None: no limit.
 
     Attributes:
         counts: so far, on this rank: ``reward_failures``, and what the function counts.
         last_failure: the line of the last failure.
     """
 
-    def __init__(self, function: RewardFunction, drop: bool = False, workers: int = 1) -> None:
+    def __init__(
+        self, function: RewardFunction, drop: bool = False, workers: int = 1, seconds: float | None = None
+    ) -> None:
         self._function, self._drop = function, drop
         self._workers = workers if getattr(function, "is_concurrent", False) else 1
-        self._failures = 0
+        self._seconds, self._failures, self._timeouts = seconds, 0, 0
         self.last_failure = ""
+        self._lock = threading.Lock()
 
     @property
     def can_fail(self) -> bool:
@@ -56,7 +61,8 @@ class Scorer:
         """See on top; empty where nothing is counted."""
         if not self.can_fail:
             return {}
-        return {"reward_failures": self._failures, **getattr(self._function, "counts", {})}
+        timeouts = {} if self._seconds is None else {"reward_timeouts": self._timeouts}
+        return {"reward_failures": self._failures, **timeouts, **getattr(self._function, "counts", {})}
 
     def score(self, responses: Sequence[Response]) -> list[float | None]:
         """The reward of each response, in order; None where it failed and is to be dropped.
@@ -74,6 +80,20 @@ class Scorer:
         return [self._value(outcome) for outcome in outcomes]
 
     def _attempt(self, response: Response) -> float | InputError:
+        if self._seconds is None:
+            return self._call(response)
+        found: list[float | InputError] = []
+        call = threading.Thread(target=lambda: found.append(self._call(response)), name="reward", daemon=True)
+        call.start()
+        call.join(self._seconds)
+        if found:
+            return found[0]
+        with self._lock:
+            self._timeouts += 1
+        name, text = response.prompt_id, response.text[:80]
+        return InputError(f"reward function, prompt {name!r}, response {text!r}: took longer than {self._seconds:g} s")
+
+    def _call(self, response: Response) -> float | InputError:
         try:
             return compute_reward(self._function, *response)
         except InputError as error:

@@ -26,6 +26,7 @@ from megatron_dta.sampling.engines.interface import (
     generate,
     phase,
 )
+from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts import Prompt, prompts_at
@@ -57,7 +58,10 @@ class SamplingSource(RolloutSource):
             self._engine.update_weights(step)
         before = self._task.scorer.counts
         scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, step)
-        self._statistics = counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas)
+        self._statistics = {
+            "ended": float(np.mean([result.ended for _, result, _ in scored])),
+            **counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas),
+        }
         if all(reward is None for _, _, reward in scored):
             why = self._task.scorer.last_failure or "see the other ranks"
             raise RolloutError(f"every reward of a collection has failed; the last one: {why}")
@@ -69,7 +73,9 @@ class SamplingSource(RolloutSource):
         ]
 
     def statistics(self) -> dict[str, float]:
-        """What the scorer counts (``sampling.scoring``), of the last collection and over all ranks."""
+        """``ended`` (fraction of responses not cut at the cap) and what the scorer counts (``sampling.scoring``), of
+        the last collection and over all ranks.
+        """
         return self._statistics
 
 
@@ -99,13 +105,19 @@ class SamplingEvaluation(Evaluation):
         self._params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """``reward``, ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the cap), and what
-        the scorer counts. Rewards that failed are left out of the mean, which is NaN if all have.
+        """``reward``, ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the cap), with
+        several samples of a prompt ``pass@k``, and what the scorer counts. Rewards that failed are left out of the
+        mean, which is NaN if all have.
         """
         before = self._task.scorer.counts
         scored = _sample_and_score(self._engine, self._task, self._prompts, self._samples, self._params, 0)
         rewards = [reward for _, _, reward in scored if reward is not None]
+        of_prompts = [
+            [reward for _, _, reward in scored[first : first + self._samples] if reward is not None]
+            for first in range(0, len(scored), self._samples)
+        ]
         return {
+            **pass_rates(of_prompts, self._samples),
             **counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas),
             "reward": float(np.mean(rewards)) if rewards else math.nan,
             "response_tokens": float(np.mean([len(result.token_ids) for _, result, _ in scored])),

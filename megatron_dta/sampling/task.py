@@ -13,7 +13,9 @@ from typing import Any
 from megatron_dta.config import RewardConfig, SamplingConfig
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.arithmetic import ArithmeticTask
+from megatron_dta.sampling.chat_template import ChatTemplate, chat_template_settings
 from megatron_dta.sampling.prompts import Prompt, load_prompts
+from megatron_dta.sampling.remote_reward import RemoteReward
 from megatron_dta.sampling.rewards import RewardFunction, exact_match, load_reward_function
 from megatron_dta.sampling.scoring import Scorer
 from megatron_dta.sampling.tokenizer import Tokenizer, build_tokenizer
@@ -32,7 +34,10 @@ class SamplingTask:
     @cached_property
     def scorer(self) -> Scorer:
         """Calls the reward function, as the settings say."""
-        return Scorer(self.reward_function, self.reward.reward_failure == "drop", self.reward.reward_workers)
+        reward = self.reward
+        # Servers have time-outs of their own, and programs limits.
+        seconds = None if isinstance(self.reward_function, RemoteReward) else reward.reward_timeout_seconds
+        return Scorer(self.reward_function, reward.reward_failure == "drop", reward.reward_workers, seconds)
 
 
 def build_task(
@@ -60,9 +65,13 @@ def build_task(
     reward_function = _no_reward
     if sampling.reward_function:
         reward_function = load_reward_function(sampling.reward_function, reward)
-    prompts = [p for file in sampling.prompt_data for p in load_prompts(file, tokenizer, max_prompt_tokens)]
+    template = None
+    if sampling.apply_chat_template:
+        settings = chat_template_settings(sampling.apply_chat_template_kwargs)
+        template = ChatTemplate(sampling.tokenizer_model or "", settings)
+    prompts = [p for file in sampling.prompt_data for p in load_prompts(file, tokenizer, max_prompt_tokens, template)]
     eval_files = sampling.eval_prompt_data or []
-    eval_prompts = [p for file in eval_files for p in load_prompts(file, tokenizer, max_prompt_tokens)]
+    eval_prompts = [p for file in eval_files for p in load_prompts(file, tokenizer, max_prompt_tokens, template)]
     return SamplingTask(prompts, eval_prompts, tokenizer, reward_function, reward)
 
 

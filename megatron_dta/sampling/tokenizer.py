@@ -9,8 +9,8 @@ from ``--tokenizer-model``:
     SentencePieceTokenizer   a SentencePiece ``.model``
     NullTokenizer            no text at all: prompts give ``prompt_token_ids``, "text" is the ids separated by blanks
 
-Text is encoded as it stands: no BOS is put in front and no chat template is applied. Write them into the prompt, or
-give ``prompt_token_ids``.
+Text is encoded as it stands: no BOS is put in front and no chat template is applied. Write them into the prompt, give
+``prompt_token_ids``, or let ``--apply-chat-template`` write them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ collections, and the steps prepared but not trained yet. A checkpoint holds exac
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -42,6 +41,7 @@ from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.rollout_files import RolloutFiles
 from megatron_dta.training.samples import StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.stop_signals import StopSignals
 from megatron_dta.training.timelines import write_step_timeline
 from megatron_dta.training.watchdog import Watchdog
 
@@ -116,7 +116,8 @@ class Trainer:
     rollout_files: RolloutFiles | None = None
     resumed: bool = False
     saved_iteration: int | None = None
-    terminated: bool = False
+    signals: StopSignals = field(default_factory=StopSignals)
+    stopped_by: str | None = None
 
     def __post_init__(self) -> None:
         self.checkpoints = CheckpointSaver(
@@ -132,15 +133,15 @@ class Trainer:
         self.watchdog = Watchdog(self.engine.mesh, self.config.parallel.timeout.total_seconds())
 
     def run(self) -> None:
-        """Train to the last step, or until SIGTERM; either way the state is saved."""
-        with self._watching_for_sigterm(), self.watchdog, closing(self.source):
+        """Train to the last step, or until a signal (``stop_signals``); either way the state is saved."""
+        with self.signals.watching(), self.watchdog, closing(self.source):
             with self._saving_if_rollouts_end():
                 self._run_steps()
             self._save()
             self.checkpoints.finish()
             self._save_hf()
-        if self.terminated:
-            self.console.print(f"stopped by SIGTERM after step {self.progress.iteration}")
+        if self.stopped_by is not None:
+            self.console.print(f"stopped by {self.stopped_by} after step {self.progress.iteration}")
 
     def _run_steps(self) -> None:
         if not self.resumed:
@@ -189,7 +190,6 @@ class Trainer:
         return {
             "iteration": self.progress.iteration,
             **step.statistics,
-            **self.source.statistics(),
             "collection_step": step.age,
             **trained,
             **self._judge(trained, step),
@@ -218,12 +218,19 @@ class Trainer:
                     self.rollout_files.write(self.progress.iteration + 1, self.progress.waiting)
                 for step in self.progress.waiting:
                     step.rollouts = None  # no longer needed
+            # Of the collection, so part of what a checkpoint keeps of its steps.
+            found = self.source.statistics()
+            for step in self.progress.waiting:
+                step.statistics = step.statistics | found
             self.progress.collections += 1
         if self.progress.waiting:
             return self.progress.waiting.pop(0), sampled
+        why = "no group has rewards that differ, so there are no pairs; look at the rewards"
+        if self.config.objective.objective != "dpo":
+            why = "no reward reaches --rejection-reward-threshold; lower that, or look at the rewards"
         raise InputError(
             f"step {self.progress.iteration + 1}: {EMPTY_COLLECTIONS} collections of rollouts in a row had nothing to "
-            "train; lower --rejection-reward-threshold, or look at the rewards"
+            f"train: {why}"
         )
 
     def _train_policy(self, batch: TreeBatch, watch: Stopwatch) -> dict[str, Any]:
@@ -284,9 +291,10 @@ class Trainer:
         return Stopwatch(lambda name: self.watchdog.enter(f"'{name}' of step {iteration}"))
 
     def _stops(self) -> bool:
-        """Whether any process got a SIGTERM: it may reach them between different steps."""
-        self.terminated = any(self.engine.mesh.gather_from_all(self.terminated))
-        return self.terminated
+        """Whether any process got a signal: it may reach them between different steps."""
+        names = self.engine.mesh.gather_from_all(self.signals.name)
+        self.stopped_by = next((name for name in names if name is not None), None)
+        return self.stopped_by is not None
 
     def _collect(self) -> list:
         try:
@@ -339,30 +347,17 @@ class Trainer:
         if folder is None or self.saved_iteration == iteration:
             return
         self.watchdog.enter(f"saving step {iteration}")
-        source = self.source.state_dict(wait and not self.terminated)
+        source = self.source.state_dict(wait and self.stopped_by is None)
         state = self.progress.state_dict() | ({"source": source} if source else {})
         self.checkpoints.save(iteration, state, self.progress.best)
         self.saved_iteration = iteration
 
     def _save_hf(self) -> None:
-        if self.config.checkpoint.save_hf is None or self.terminated:
+        if self.config.checkpoint.save_hf is None or self.stopped_by is not None:
             return
         self.watchdog.enter("saving in Hugging Face's form")
         path = save_hf(self.config, self.model)
         self.console.print(f"saved {path}", soft_wrap=True)
-
-    @contextmanager
-    def _watching_for_sigterm(self) -> Iterator[None]:
-        """Let SIGTERM end the loop after the step it is in, instead of ending the process."""
-
-        def stop(signal_number: int, frame: object) -> None:
-            self.terminated = True
-
-        previous = signal.signal(signal.SIGTERM, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, previous)
 
 
 def _peak_memory() -> dict[str, float]:

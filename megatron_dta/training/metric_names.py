@@ -31,24 +31,24 @@ METRICS: dict[str, dict[str, str]] = {
         "effective_leaves": "mean number of evenly weighted leaves that a sampled tree is worth",
         "fallback_leaves": "fraction of leaves grown after their query had run out of paths",
         "sampling_rounds": "rounds of dynamic sampling for the collection",
-        "uniform_groups": "fraction of the sampled groups whose rewards are all equal",
+        "uniform_groups": "fraction of the groups whose rewards are all equal; with --dynamic-sampling of all sampled",
+        "ended": "fraction of the collection's sampled responses that ended by themselves",
         "left_out_decoded_tokens": "tokens sampled for groups that dynamic sampling has left out",
         "useful_groups": "groups sampled with --over-sampling-batch-size whose rewards differ",
         "rejected_groups": "groups sampled with it whose rewards are all equal",
         "overlong_penalty": "mean reward lost to --overlong-buffer-len",
         "rollout_staleness": "optimizer steps between the weights that sampled the collection and those it trains",
-        "rollout_servers": "servers that are left",
-        "rollout_retried_requests": "requests to servers that were sent again, so far",
-        "rollout_moved_requests": "requests that another server took over, so far",
-        "rollout_decoded_tokens": "tokens that servers or recordings have given, so far",
-        "rollout_reused_tokens": "prompt tokens that servers had in their cache, so far",
     },
     "Rewards and environments": {
         "reward_failures": "rewards of the collection that could not be determined; their rollouts were dropped",
         "reward_retries": "requests to reward servers that were sent again",
-        "reward_timeouts": "requests to reward servers that took too long",
+        "reward_timeouts": "requests to reward servers, or calls of an own function, that took too long",
+        "math_timeouts": "responses that math_verify could not judge within its limits of time and memory; reward 0",
+        "math_errors": "responses that the package math-verify raised over; their reward is 0",
         "code_timeouts": "programs of code_tests that were stopped; their reward is 0",
         "code_unisolated": "programs that ran where no namespace of their own was to be had",
+        "tool_calls": "calls of tools, of environments that derive from ToolEnvironment",
+        "tool_errors": "of these, those that were answered with an error: the call was wrong, or the tool raised",
         "environment_steps": "steps of environments",
         "environment_failures": "steps that raised or took too long",
         "environment_timeouts": "of these, those that took too long",
@@ -105,6 +105,7 @@ METRICS: dict[str, dict[str, str]] = {
         "reward": "mean reward on held-out prompts",
         "response_tokens": "mean number of sampled tokens",
         "ended": "fraction of responses that ended by themselves",
+        "pass@{k}": "probability that one of k responses has a reward above 0.5, with --n-samples-per-eval-prompt",
         "loss": "mean negative logprob of trained tokens of held-out rollouts",
     },
     "Time (under timing)": {
@@ -119,6 +120,11 @@ METRICS: dict[str, dict[str, str]] = {
         "tokens_per_second": "tokens of all sequences over the seconds of plan, train, update and critic",
         "unique_tokens_per_second": "tokens that were computed over the same",
         "sampled_tokens_per_second": "sampled tokens over collect_seconds",
+        "rollout_servers": "servers that are left",
+        "rollout_retried_requests": "requests to servers that were sent again, since the process began",
+        "rollout_moved_requests": "requests that another server took over, since the process began",
+        "rollout_decoded_tokens": "tokens that servers or recordings have given, since the process began",
+        "rollout_reused_tokens": "prompt tokens that servers had in their cache, since the process began",
         "peak_memory_gib": "most memory that tensors took on the first rank's GPU since the step before",
         "rank_train_seconds": "train_seconds of every data-parallel rank, a list",
         "rank_balance": "their mean over the largest: 1 where ranks are alike",
@@ -141,7 +147,7 @@ METRICS: dict[str, dict[str, str]] = {
         "speculation_stopped_degenerate": "responses ended by --rollout-stop-degenerate",
     },
 }
-_HOLES = {"{n}": r"\d+", "{class}": "[a-z]+"}
+_HOLES = {"{n}": r"\d+", "{k}": r"\d+", "{class}": "[a-z]+"}
 
 
 def is_known(name: str) -> bool:

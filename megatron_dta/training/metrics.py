@@ -2,7 +2,9 @@
 
 The JSONL file holds one object per optimizer step, in order. All that depends on the clock stands under the key
 ``timing``, so the rest of two runs can be compared bit for bit. A run that continues from a checkpoint cuts the file
-back to that step, and the file reads as if the run had never stopped.
+back to that step, and the file reads as if the run had never stopped. In TensorBoard the steps that come again hide
+the old ones. Weights & Biases gets them in the same run, which ``wandb_run.json`` beside the file names; it keeps the
+values that it has, which are the same.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ import importlib.util
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_dta.config import LoggingConfig
 from megatron_dta.errors import InputError
+from megatron_dta.training.checkpoint_files import replace_text
 
 TIMING = "timing"
+WANDB_RUN = "wandb_run.json"
 
 
 class MetricsLog:
@@ -38,7 +43,7 @@ class MetricsLog:
             cut_back(path, iteration)
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._tensorboard = _open_tensorboard(settings, iteration)
-        self._wandb = _open_wandb(settings, config)
+        self._wandb = _open_wandb(settings, config, path, iteration)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record: ``iteration``, numbers by name, and ``timing``."""
@@ -118,11 +123,24 @@ def _open_tensorboard(settings: LoggingConfig, iteration: int) -> Any:
     return SummaryWriter(settings.tensorboard_dir, purge_step=iteration + 1)
 
 
-def _open_wandb(settings: LoggingConfig, config: dict[str, Any] | None) -> Any:
+def _open_wandb(settings: LoggingConfig, config: dict[str, Any] | None, path: Path | None, iteration: int) -> Any:
+    """The run of Weights & Biases: a new one, or that of the steps before ``iteration``."""
     if settings.wandb_project is None:
         return None
     if importlib.util.find_spec("wandb") is None:
         raise InputError("--wandb-project needs the package wandb: pip install wandb, or leave the flag out")
     import wandb
 
-    return wandb.init(project=settings.wandb_project, name=settings.wandb_exp_name, config=config)
+    named = None if path is None else path.with_name(WANDB_RUN)
+    known = {}
+    if named is not None and named.is_file() and iteration >= 0:
+        with suppress(ValueError, TypeError):
+            known = dict(json.loads(named.read_text(encoding="utf-8")))
+    again = {"id": known.get("id"), "resume": "allow"} if known.get("project") == settings.wandb_project else {}
+    try:
+        run = wandb.init(project=settings.wandb_project, name=settings.wandb_exp_name, config=config, **again)
+    except Exception as error:
+        raise InputError(f"--wandb-project {settings.wandb_project}: {type(error).__name__}: {error}") from error
+    if named is not None:
+        replace_text(named, json.dumps({"project": settings.wandb_project, "id": run.id}) + "\n")
+    return run

@@ -23,7 +23,13 @@ from megatron_dta.config import CriticConfig, FilterConfig, ObjectiveConfig, Tre
 from megatron_dta.engine import TreeEngine
 from megatron_dta.errors import InputError
 from megatron_dta.model import Mesh
-from megatron_dta.objectives import Objective, estimate_advantages, preference_pairs, sequence_weights
+from megatron_dta.objectives import (
+    Objective,
+    estimate_advantages,
+    preference_pairs,
+    sequence_weights,
+    trajectory_shares,
+)
 from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
 from megatron_dta.objectives.policy import reward_kl
 from megatron_dta.planning.ownership import first_owners
@@ -80,10 +86,9 @@ class SamplePreparation:
             rollouts, couples = _coupled(rollouts, self.settings.dpo_pairs)
         if not rollouts:
             return []
-        num_steps, selected = self.num_steps, len(rollouts) < num_rollouts
-        if selected or couples is not None:
-            # How many groups have something to train depends on the rollouts.
-            num_steps = min(num_steps, len({rollout.group_id for rollout in rollouts}))
+        # How many groups have something to train depends on the rollouts: whole ones are dropped where rewards fail.
+        num_steps = min(self.num_steps, len({rollout.group_id for rollout in rollouts}))
+        selected = len(rollouts) < num_rollouts
         samples = self._samples(rollouts)
         steps, found = [], {}
         parts, cut = split_groups(rollouts, num_steps, self.policy.cost_model(self.tree.tree_segment_tokens))
@@ -132,6 +137,10 @@ class SamplePreparation:
         if self.settings.shared_token_ownership == "first":
             # In the order of the collection, so before it is cut: a token is trained once in an epoch.
             samples = [replace(s, owned=mask) for s, mask in zip(samples, first_owners(samples), strict=True)]
+        if self.settings.loss_aggregation == "trajectory-mean":
+            names = [(r.group_id, i if r.trajectory_id is None else r.trajectory_id) for i, r in enumerate(rollouts)]
+            shares = trajectory_shares([sample.num_counted for sample in samples], names)
+            samples = [replace(s, weight=s.weight * float(share)) for s, share in zip(samples, shares, strict=True)]
         return samples
 
     def _with_routing(

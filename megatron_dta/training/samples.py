@@ -125,11 +125,20 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     statistics = {"rollouts": float(len(rollouts))}
     if rewards:
         statistics["reward"] = float(np.mean(list(rewards.values())))
+        statistics["uniform_groups"] = _uniform_groups(rewards)
     statistics["response_tokens"] = float(np.mean([np.count_nonzero(rollout.loss_mask) for rollout in rollouts]))
     statistics["decoded_tokens"] = float(decoded_tokens(rollouts))
     if any(rollout.leaf_weight is not None for rollout in rollouts):
         statistics |= _tree_statistics(rollouts)
     return statistics
+
+
+def _uniform_groups(rewards: Mapping[tuple[str, str | int], float]) -> float:
+    """Fraction of the groups whose rewards are all equal, so that nothing is learned from them by comparing."""
+    groups: dict[str, set[float]] = {}
+    for (group, _), reward in rewards.items():
+        groups.setdefault(group, set()).add(reward)
+    return float(np.mean([len(found) == 1 for found in groups.values()]))
 
 
 def _tree_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:

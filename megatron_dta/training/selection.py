@@ -1,6 +1,7 @@
 """Rejection sampling: which rollouts of a collection supervised training learns from.
 
-best        the rollout of highest reward of each group, the first of equals; all samples cut from its trajectory
+best        the rollout of highest reward of each group, the first of equals; all samples cut from its trajectory. With
+            a threshold only where that reward reaches it: of answers that are all wrong there is none to learn from
 threshold   all rollouts with at least ``--rejection-reward-threshold``
 """
 
@@ -20,8 +21,11 @@ def select_rollouts(rollouts: Sequence[Rollout], settings: FilterConfig) -> list
     for i, rollout in enumerate(rollouts):
         if rollout.reward is None:
             raise InputError(f"rollout {i + 1}: has no reward, which --rejection-sampling selects by")
+    least = settings.rejection_reward_threshold
+    if least is not None:
+        rollouts = [rollout for rollout in rollouts if rollout.reward >= least]
     if settings.rejection_sampling == "threshold":
-        return [rollout for rollout in rollouts if rollout.reward >= settings.rejection_reward_threshold]
+        return list(rollouts)
     best: dict[str, int] = {}
     for i, rollout in enumerate(rollouts):
         leader = best.setdefault(rollout.group_id, i)

@@ -40,7 +40,8 @@ def build_drafting(config: TrainConfig) -> SuffixDrafting | None:
         draft=DraftParams(width=settings.das_draft_tokens),
     )
     budget = BudgetParams(settings.das_budget, seed=config.optimization.seed)
-    return SuffixDrafting(Speculator(drafter, budget, ForwardCost(), Rounds(ForwardCost(), ForwardCost())))
+    speculator = Speculator(drafter, budget, ForwardCost(), Rounds(ForwardCost(), ForwardCost()))
+    return SuffixDrafting(speculator, follows_clock=not config.optimization.deterministic_mode)
 
 
 def build_engine(

@@ -126,10 +126,15 @@ def drafts_of(plan: Pass, drafting: Drafting | None, scheduler: Scheduler, most_
 
 
 class SuffixDrafting(Drafting):
-    """Drafts of a ``Speculator``, whose model of a pass's cost is fitted to the passes that ran."""
+    """Drafts of a ``Speculator``, whose model of a pass's cost is fitted to the passes that ran.
 
-    def __init__(self, speculator: Speculator) -> None:
-        self._speculator = speculator
+    follows_clock: without it the cost is the one that ``speculator`` has, so that the same run drafts the same.
+    """
+
+    def __init__(self, speculator: Speculator, follows_clock: bool = True) -> None:
+        self._speculator, self._follows_clock = speculator, follows_clock
+        if speculator.rounds is not None:
+            speculator.rounds.is_measured = follows_clock
         # What is to be done before anything is asked of the speculator, in this order.
         self._put_off: deque[Callable[[], None]] = deque()
         self._bursts = 0
@@ -254,6 +259,8 @@ class SuffixDrafting(Drafting):
         speculator = self.speculator
         # The rollouts so far are of the weights before.
         speculator.end_step(policy_version - 1)
+        if not self._follows_clock:
+            return
         # The ranks of a replica draft alike, so they go by what the first one has measured.
         mesh, rounds = current_mesh(), speculator.rounds
         costs = mesh.gather_over_replica((self.measured_cost(), self.measured_cost(False), self.measured_cost(True)))[0]

@@ -11,8 +11,8 @@ the reward of the turn, and whether the episode is over. A turn ends with an end
 
 A tree continues one episode in several ways, so every step runs on a copy: of ``fork()`` where the class has it, else
 ``copy.deepcopy``. Steps run in threads of their own, several at once. A step that raises, takes longer than
-``--environment-timeout`` or returns something else ends its path with the reward so far
-(``EndReason.ENVIRONMENT_FAILED``); it is counted, and with ``--environment-failure stop`` it stops the run.
+``--environment-timeout`` or returns something else ends its path (``EndReason.ENVIRONMENT_FAILED``). It is counted; by
+``--environment-failure`` the rollout is trained with the reward so far, is left out of training, or the run stops.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import importlib.util
 import math
 import numbers
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +33,7 @@ import numpy as np
 
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.tokenizer import Tokenizer
+from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
 
 if TYPE_CHECKING:
     from megatron_dta.model import Mesh
@@ -55,6 +57,8 @@ class StepOutcome:
     reward: float = 0.0
     done: bool = False
     failure: str | None = None
+    tool_calls: int = 0
+    tool_errors: int = 0
 
 
 class EnvironmentRunner:
@@ -67,7 +71,8 @@ class EnvironmentRunner:
         mesh: gives the processes; the first of each replica runs the environments, the others learn what came out.
 
     Attributes:
-        counts: steps, failures, and those of the failures that were time-outs.
+        counts: steps, failures, and those of the failures that were time-outs; of environments with tools calls, and
+            those that were answered with an error.
     """
 
     def __init__(
@@ -82,6 +87,9 @@ class EnvironmentRunner:
         self._factory, self._tokenizer = factory, tokenizer
         self._timeout, self._workers, self._stop, self._mesh = timeout, workers, stop_on_failure, mesh
         self.counts = {"environment_steps": 0, "environment_failures": 0, "environment_timeouts": 0}
+        self._has_tools = isinstance(factory, type) and issubclass(factory, ToolEnvironment)
+        if self._has_tools:
+            self.counts |= {"tool_calls": 0, "tool_errors": 0}
 
     def reset(self, records: Sequence[Mapping[str, Any]]) -> tuple[list[Environment | None], list[np.ndarray]]:
         """An environment for each record and the tokens it puts behind the prompt. A failure is an ``InputError``."""
@@ -108,7 +116,11 @@ class EnvironmentRunner:
 
         def take(environment: Environment, action: np.ndarray) -> tuple[Environment, StepOutcome]:
             fork = environment.fork() if hasattr(environment, "fork") else copy.deepcopy(environment)
-            return fork, self._checked(fork.step(self._tokenizer.decode(action)))
+            outcome = self._checked(fork.step(self._tokenizer.decode(action)))
+            if self._has_tools:
+                calls, errors = fork.last_calls
+                outcome = replace(outcome, tool_calls=calls, tool_errors=errors)
+            return fork, outcome
 
         results: list[tuple[Environment, StepOutcome] | str] = []
         if self._is_first():
@@ -122,6 +134,9 @@ class EnvironmentRunner:
     def _count(self, outcomes: Sequence[StepOutcome]) -> None:
         self.counts["environment_steps"] += len(outcomes)
         for outcome in outcomes:
+            if self._has_tools:
+                self.counts["tool_calls"] += outcome.tool_calls
+                self.counts["tool_errors"] += outcome.tool_errors
             if outcome.failure is not None:
                 self.counts["environment_failures"] += 1
                 self.counts["environment_timeouts"] += outcome.failure.startswith(_TIMEOUT)
@@ -135,8 +150,10 @@ class EnvironmentRunner:
             group = [_Call(function, arguments) for function, arguments in calls[first : first + self._workers]]
             for call in group:
                 call.start()
+            # They have begun together: waiting for one is time that the others have had, too.
+            end = None if self._timeout is None else time.monotonic() + self._timeout
             for call in group:
-                call.join(self._timeout)
+                call.join(None if end is None else max(0.0, end - time.monotonic()))
                 values.append(f"{_TIMEOUT} {self._timeout:g} s" if call.is_alive() else call.value)
         return values
 
@@ -187,7 +204,7 @@ class _Call(threading.Thread):
     def run(self) -> None:
         try:
             self.value = self._function(*self._arguments)
-        except Exception as error:
+        except BaseException as error:  # a tool that calls sys.exit has failed, too
             self.value = " ".join(f"{type(error).__name__}: {error}".split()) or type(error).__name__
 
 
@@ -209,7 +226,7 @@ def load_environment(spec: str) -> Callable[[], Environment]:
             module = importlib.import_module(package)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"{where}: the module does not load: {reason}") from error
     found = getattr(module, name, None)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from megatron_dta.rollouts import Rollout
-from megatron_dta.sampling.treepo.tree import FallbackWeight, SampledTree
+from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
 
 
 def tree_rollouts(
@@ -19,16 +19,22 @@ def tree_rollouts(
     group_id: str,
     rewards: Mapping[int, float] | None = None,
     fallback_weight: FallbackWeight = FallbackWeight.ZERO,
+    drop_failed: bool = False,
 ) -> list[Rollout]:
     """The rollouts of a complete tree, in the order of its leaves.
 
     Args:
         rewards: reward of each leaf by its index; None: those that the environment gave along the path.
+        drop_failed: leave out leaves at which the environment has failed; the weights of the others sum to 1 again.
     """
     weights = tree.leaf_weights(fallback_weight)
+    leaves = tree.leaves
+    if drop_failed:
+        leaves = [leaf for leaf in leaves if tree.nodes[leaf].end is not EndReason.ENVIRONMENT_FAILED]
+    total = sum(weights[leaf] for leaf in leaves) if len(leaves) < len(tree.leaves) else 1.0
     return [
-        _rollout(tree, leaf, group_id, None if rewards is None else rewards[leaf], weights[leaf])
-        for leaf in tree.leaves
+        _rollout(tree, leaf, group_id, None if rewards is None else rewards[leaf], weights[leaf] / (total or 1.0))
+        for leaf in leaves
     ]
 
 

@@ -7,6 +7,7 @@ tree, so advantages by subgroup and leaf weights need nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,8 +17,9 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts import Prompt, prompts_at
@@ -29,7 +31,7 @@ from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules, answer_rule
-from megatron_dta.sampling.treepo.tree import FallbackWeight, SampledTree
+from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
 
 
 class TreeSource(RolloutSource):
@@ -40,6 +42,7 @@ class TreeSource(RolloutSource):
         self._params = sampling_params(task, config.sampling, config.optimization.seed)
         self._stops = stop_rules(task, config)
         self._environments = environment_runner(task, config)
+        self._drops_failures = config.environment.environment_failure == "drop"
         self._statistics: dict[str, float] = {}
 
     def next_batch(self, step: int) -> list[Rollout]:
@@ -60,20 +63,28 @@ class TreeSource(RolloutSource):
         groups = sample_scored_trees(
             sampler, self._task, prompts, first, self._params, step, self._environments is None
         )
-        self._statistics = counted(rewards_before, self._task.scorer.counts, current_mesh().gather_from_replicas)
+        self._statistics = {
+            "ended": ended_leaves([tree for tree, _ in groups]),
+            **counted(rewards_before, self._task.scorer.counts, current_mesh().gather_from_replicas),
+        }
         if self._environments:
             self._statistics |= _total(
                 {name: value - before[name] for name, value in self._environments.counts.items()}
             )
         weight = FallbackWeight(self._config.treepo.treepo_fallback_weight)
-        return [
+        rollouts = [
             rollout
             for index, (prompt, (tree, rewards)) in enumerate(zip(prompts, groups, strict=True))
-            for rollout in tree_rollouts(tree, f"{first + index}:{prompt.prompt_id}", rewards, weight)
+            for rollout in tree_rollouts(
+                tree, f"{first + index}:{prompt.prompt_id}", rewards, weight, self._drops_failures
+            )
         ]
+        if not rollouts:
+            raise RolloutError("the environments of all rollouts of a collection have failed (--environment-failure)")
+        return rollouts
 
     def statistics(self) -> dict[str, float]:
-        """Steps, failures and time-outs of environments, and what the scorer counts, of the last collection."""
+        """``ended``, steps, failures and time-outs of environments, and what the scorer counts, of the last one."""
         return dict(self._statistics)
 
 
@@ -92,17 +103,35 @@ class TreeEvaluation(Evaluation):
         self._environments = environment_runner(task, config)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """``reward`` and ``response_tokens`` (sampled ones), means over all rollouts."""
+        """``reward`` and ``response_tokens`` (sampled ones), means over all rollouts, ``ended``, and what the
+        environments count.
+
+        Rollouts whose environment has failed are left out where training leaves them out; NaN if all are.
+        """
+        before = dict(self._environments.counts) if self._environments else {}
         sampling = self._config.sampling
         settings = TreeSettings.independent(sampling.n_samples_per_eval_prompt, sampling.rollout_max_response_len)
         turns = self._config.environment.environment_max_turns
         sampler = TreeSampler(self._engine, settings, StopRules(), self._environments, turns)
         groups = sample_scored_trees(sampler, self._task, self._prompts, 0, self._params, 0, self._environments is None)
-        rollouts = [rollout for tree, rewards in groups for rollout in tree_rollouts(tree, "held out", rewards)]
+        drop = self._config.environment.environment_failure == "drop"
+        of_prompts = [tree_rollouts(tree, "held out", rewards, drop_failed=drop) for tree, rewards in groups]
+        rollouts = [rollout for own in of_prompts for rollout in own]
+        tokens = [np.count_nonzero(rollout.loss_mask) for rollout in rollouts]
+        after = self._environments.counts if self._environments else {}
         return {
-            "reward": float(np.mean([rollout.reward for rollout in rollouts])),
-            "response_tokens": float(np.mean([np.count_nonzero(rollout.loss_mask) for rollout in rollouts])),
+            **_total({name: value - before[name] for name, value in after.items()}),
+            **pass_rates([[r.reward for r in own] for own in of_prompts], sampling.n_samples_per_eval_prompt),
+            "reward": float(np.mean([rollout.reward for rollout in rollouts])) if rollouts else math.nan,
+            "response_tokens": float(np.mean(tokens)) if rollouts else math.nan,
+            "ended": ended_leaves([tree for tree, _ in groups]),
         }
+
+
+def ended_leaves(trees: Sequence[SampledTree]) -> float:
+    """Fraction of the leaves that ended by themselves, and not at a limit, by repetition or with a failure."""
+    ends = [tree.nodes[leaf].end for tree in trees for leaf in tree.leaves]
+    return float(np.mean([end in (EndReason.EOS, EndReason.ANSWER, EndReason.ENVIRONMENT) for end in ends]))
 
 
 def stop_rules(task: SamplingTask, config: TrainConfig) -> StopRules:

@@ -6,7 +6,7 @@ A call is one JSON object between tags, anywhere in the model's turn; several ca
 
 Subclasses give ``tools`` (functions by name) and ``finish``, which judges a turn without a call: it is the answer and
 ends the episode. A call that cannot be understood, or a tool that raises, is answered with the error, which the model
-can react to; it ends nothing.
+can react to; it ends nothing, and is counted (``tool_errors`` of all ``tool_calls``).
 
     class Calculator(ToolEnvironment):
         tools = {"add": lambda a, b: a + b}
@@ -30,11 +30,13 @@ class ToolEnvironment(ABC):
     Attributes:
         tools: what can be called, by name; arguments are passed by name.
         call_reward: reward of each turn that calls tools.
+        last_calls: calls of the last turn, and how many of them were answered with an error.
         before, after: what stands around the answers of a turn, such as a chat template's markers.
     """
 
     tools: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     call_reward: float = 0.0
+    last_calls: tuple[int, int] = (0, 0)
     before: str = ""
     after: str = ""
 
@@ -46,6 +48,7 @@ class ToolEnvironment(ABC):
     def step(self, action: str) -> tuple[str, float, bool]:
         """Answer the calls of a turn, or judge it where there are none."""
         calls = re.findall(r"<tool_call>(.*?)</tool_call>", action, flags=re.DOTALL)
+        self.last_calls = len(calls), 0
         if not calls:
             return "", self.finish(action), True
         answers = "".join(f"<tool_response>{self._answer(call)}</tool_response>" for call in calls)
@@ -60,4 +63,6 @@ class ToolEnvironment(ABC):
             request = json.loads(call)
             return str(self.tools[request["name"]](**request.get("arguments", {})))
         except Exception as error:
+            calls, errors = self.last_calls
+            self.last_calls = calls, errors + 1
             return " ".join(f"error: {type(error).__name__}: {error}".split())
