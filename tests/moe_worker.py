@@ -45,3 +45,18 @@ def sample(
             results = generate(engine, requests)
         found += [(iteration, i, result.token_ids, result.logprobs) for i, result in zip(own, results, strict=True)]
     return found
+
+
+def dispatch(rank: int, meshes: dict[str, tuple[ParallelConfig, list[int]]]) -> dict[str, list[list[torch.Tensor]]]:
+    """What our dispatcher and Megatron's make of this rank's tokens; a mesh comes with the number of each rank's."""
+    from megatron_dta.model import build_model, destroy_parallel, initialize_parallel
+    from test_token_dispatcher import MODEL, both_ways, random_tokens
+
+    found = {}
+    for number, (name, (parallel, tokens)) in enumerate(meshes.items()):
+        model = build_model(MODEL, initialize_parallel(3, parallel), parallel)
+        for unused in (0, 3):
+            given = random_tokens(tokens[rank], unused, seed=7 * number + rank)
+            found[f"{name} {unused}"] = both_ways(model.decoder.layers[0].mlp.token_dispatcher, *given)
+        destroy_parallel()
+    return found

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 
 from conftest import REPOSITORY, seed_all
 from dta_kernels import grouped_products
-from dta_kernels.grouped_products import GroupedRows, MatrixTable
+from dta_kernels.grouped_products import MatrixTable
 from dta_kernels.grouped_products_reference import PlainRows
 from dta_kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
+from grouped_rows import grouped_rows
 from tree_attention_cases import poisoned_memory
 from triton_device import interpreter
 
@@ -60,7 +61,7 @@ def by_loop(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor], 
 
 
 def by_kernels(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor], sums: list[Tensor]) -> Products:
-    rows, table, sums = GroupedRows(counts, x), MatrixTable(matrices), [each.clone() for each in sums]
+    rows, table, sums = grouped_rows(counts, x), MatrixTable(matrices), [each.clone() for each in sums]
     rows.add_weight_gradients(MatrixTable(sums), grad, x)
     return rows.product(x, table), rows.input_gradient(grad, table), sums
 
@@ -101,9 +102,9 @@ def test_sums_of_16_bits_are_rounded_once():
 def test_a_row_does_not_depend_on_the_others():
     """Other groups' rows change, and this one's; its row 3 does not, wherever it stands."""
     counts, x, _, matrices, _ = inputs("several tiles", torch.float32)
-    before = GroupedRows(counts, x).product(x, MatrixTable(matrices))
+    before = grouped_rows(counts, x).product(x, MatrixTable(matrices))
     other = torch.cat([torch.full((1, x.shape[1]), torch.nan), x[3:4], torch.randn(90, x.shape[1])])
-    after = GroupedRows([92, 0, 0], other).product(other, MatrixTable(matrices))
+    after = grouped_rows([92, 0, 0], other).product(other, MatrixTable(matrices))
     assert torch.equal(before[3], after[1])
     assert after[0].isnan().all()
     assert after[1:].isfinite().all()
@@ -126,13 +127,13 @@ def test_a_table_knows_when_a_matrix_has_moved():
 
 def test_rows_of_another_number_are_refused():
     with pytest.raises(ValueError, match="7 rows of 5 columns are needed"):
-        GroupedRows([3, 4], torch.zeros(1)).product(torch.zeros(8, 5), MatrixTable([torch.zeros(2, 5)] * 2))
+        grouped_rows([3, 4], torch.zeros(1)).product(torch.zeros(8, 5), MatrixTable([torch.zeros(2, 5)] * 2))
 
 
 def test_few_rows_take_small_tiles():
     like = torch.zeros(1, dtype=torch.bfloat16)
-    assert GroupedRows([300, 200], like)._tiles is grouped_products._LARGE[2]
-    assert GroupedRows([200, 10], like)._tiles is grouped_products._SMALL[2]
+    assert grouped_rows([300, 200], like)._tiles is grouped_products._LARGE[2]
+    assert grouped_rows([200, 10], like)._tiles is grouped_products._SMALL[2]
 
 
 @interpreter

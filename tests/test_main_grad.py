@@ -19,6 +19,7 @@ from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig,
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model, initialize_parallel, main_grad
 from megatron_dta.model.main_grad import MainGradColumnParallelLinear, MainGradEmbedding, MainGradRowParallelLinear
+from megatron_dta.objectives import Objective
 from megatron_dta.parity import random_training_samples, run_tree
 from megatron_dta.training.optimizer import TrainingOptimizer
 from test_linear_logprobs import chunks_of
@@ -50,11 +51,13 @@ class Wrapped:
         self.optimizer = TrainingOptimizer(self.model, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
         self.engine = TreeEngine(self.optimizer.chunks, TEMPERATURE, 5)
 
-    def gradients(self, samples: list, tree: TreeConfig, steps: int = 1) -> dict[str, torch.Tensor]:
+    def gradients(
+        self, samples: list, tree: TreeConfig, steps: int = 1, objective: Objective = GRPO
+    ) -> dict[str, torch.Tensor]:
         self.optimizer.zero_grad()
         batch = prepare_batch(samples, tree)
         for _ in range(steps):
-            self.engine.forward_backward(batch, GRPO)
+            self.engine.forward_backward(batch, objective)
         assert all(p.grad is None for p in self.model.parameters())
         return {name: p.main_grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
 

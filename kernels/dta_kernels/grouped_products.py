@@ -35,6 +35,8 @@ def _rows_kernel(
     blocks: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     group = tl.load(table_in + num_groups + 1 + tile)
+    if group < 0:
+        return
     first = tl.load(table_in + num_groups + 1 + num_tiles + tile)
     end = tl.load(table_in + group + 1)
     matrix = tl.load(matrices_in + group).to(tl.pointer_type(like_in.dtype.element_ty))
@@ -96,6 +98,27 @@ def _gradients_kernel(
     tl.store(target, total.to(like_in.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_tiles"])
+def _table_kernel(
+    counts_in, table_out, num_tiles, num_groups, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    own = tl.program_id(0)
+    each = tl.arange(0, GROUPS)
+    counts = tl.load(counts_in + each, mask=each < num_groups, other=0).to(tl.int32)
+    tiles = (counts + SIZE - 1) // SIZE
+    begin, tile = tl.sum(tl.where(each < own, counts, 0), 0), tl.sum(tl.where(each < own, tiles, 0), 0)
+    tl.store(table_out + own, begin)
+    # The last program stands for no group: it marks the tiles that are left over.
+    last = own == num_groups
+    group = tl.where(last, -1, own)
+    number = tl.where(last, num_tiles - tile, tl.sum(tl.where(each == own, tiles, 0), 0))
+    for first in range(0, number, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        target = table_out + num_groups + 1 + tile + index
+        tl.store(target, tl.zeros([BLOCK], dtype=tl.int32) + group, mask=index < number)
+        tl.store(target + num_tiles, begin + SIZE * index, mask=index < number)
+
+
 class _Tiles(NamedTuple):
     """Sizes of a program's tile, its steps along the sum, and launch settings."""
 
@@ -125,6 +148,11 @@ def _rows_launcher(tiles: _Tiles, out: int, inner: int, backward: bool, aligned:
 @lru_cache
 def _gradients_launcher(tiles: _Tiles, out: int, inner: int, aligned: bool) -> Launcher:
     return tiles.launcher(_gradients_kernel, OUT=out, INNER=inner, ALIGNED=aligned)
+
+
+@lru_cache
+def _table_launcher(size: int, num_groups: int) -> Launcher:
+    return Launcher(_table_kernel, SIZE=size, GROUPS=triton.next_power_of_2(num_groups), BLOCK=64, num_warps=4)
 
 
 class MatrixTable:
@@ -159,25 +187,29 @@ def _upload(values: np.ndarray, device: torch.device) -> Tensor:
 class GroupedRows:
     """Rows of G groups, one group after another, and the products of each with its group's matrix.
 
+    The device alone has to know how many rows a group has. There are as many tiles as that many rows in that many
+    groups can fill; those which they do not fill do nothing.
+
     Args:
-        counts: rows of each group, any number.
+        counts_G: integers on the rows' device, rows of each group, any number.
         like: a tensor of the rows' dtype (float32, bfloat16 or float16), on their device.
+        num_rows: the sum of the counts, on the host.
     """
 
-    def __init__(self, counts: Sequence[int], like: Tensor) -> None:
-        self._counts, self._device = np.asarray(counts, dtype=np.int64), like.device
-        self.num_rows, size = int(self._counts.sum()), like.element_size()
+    def __init__(self, counts_G: Tensor, like: Tensor, num_rows: int) -> None:
+        self._counts, self.num_rows, self._num_groups = counts_G, num_rows, len(counts_G)
+        size = like.element_size()
         self._columns = _LARGE[size]
-        self._tiles = _LARGE[size] if self.num_rows > _LARGE[size].rows * len(self._counts) else _SMALL[size]
+        self._tiles = _LARGE[size] if num_rows > _LARGE[size].rows * self._num_groups else _SMALL[size]
 
     @cached_property
     def _table(self) -> tuple[Tensor, int]:
         """(int32: bounds of the groups [G + 1], group of each of T tiles [T], its first row [T]; T)."""
-        bounds, size = np.concatenate([[0], np.cumsum(self._counts)]), self._tiles.rows
-        tiles = -(-self._counts // size)
-        group = np.repeat(np.arange(len(tiles)), tiles)
-        first = bounds[group] + size * (np.arange(len(group)) - np.repeat(np.cumsum(tiles) - tiles, tiles))
-        return _upload(np.concatenate([bounds, group, first]).astype(np.int32), self._device), len(group)
+        size, groups = self._tiles.rows, self._num_groups
+        num_tiles = min(self.num_rows, (self.num_rows + groups * (size - 1)) // size)
+        table = self._counts.new_empty(groups + 1 + 2 * num_tiles, dtype=torch.int32)
+        _table_launcher(size, groups)((groups + 1,), self._counts, table, num_tiles, groups)
+        return table, num_tiles
 
     def product(self, x_RK: Tensor, matrices_NK: MatrixTable) -> Tensor:
         """``x @ matrix.T`` [R, N]."""
@@ -195,7 +227,7 @@ class GroupedRows:
             launch = _rows_launcher(self._tiles, out, inner, backward, matrices.is_aligned)
             launch(
                 (num_tiles * ceil_div(out, self._tiles.columns),), x, matrices.on_device, matrices.matrices[0], table,
-                y, num_tiles, len(self._counts),
+                y, num_tiles, self._num_groups,
             )  # fmt: skip
         return y
 
@@ -206,7 +238,7 @@ class GroupedRows:
         if self.num_rows:
             launch = _gradients_launcher(tiles, out, inner, sums_NK.is_aligned)
             programs = ceil_div(out, tiles.rows) * ceil_div(inner, tiles.columns)
-            launch((len(self._counts) * programs,), grad, x, sums_NK.on_device, sums_NK.matrices[0], self._table[0])
+            launch((self._num_groups * programs,), grad, x, sums_NK.on_device, sums_NK.matrices[0], self._table[0])
 
     def _checked(self, x: Tensor, columns: int) -> Tensor:
         if x.shape != (self.num_rows, columns):

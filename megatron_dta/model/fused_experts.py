@@ -17,8 +17,8 @@ class FusedGroupedExperts(GroupedExperts):
 
     _tables: dict[str, MatrixTable] | None = None
 
-    def grouped_rows(self, counts: list[int], like: Tensor) -> GroupedRows:
-        return GroupedRows(counts, like)
+    def grouped_rows(self, counts_L: Tensor, rows_RC: Tensor) -> GroupedRows:
+        return GroupedRows(counts_L.to(rows_RC.device, non_blocking=True), rows_RC, len(rows_RC))
 
     def matrices(self, key: str, matrices: Sequence[Tensor]) -> MatrixTable:
         """The table of addresses; it is made anew when a matrix has moved."""

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from dta_kernels.row_sums import sum_rows
 from dta_kernels.swiglu import swiglu, swiglu_into
 from megatron_dta.config import ModelConfig
 from megatron_dta.model.activation import is_swiglu
@@ -29,6 +30,8 @@ from megatron_dta.model.fused_norm import FusedRMSNorm
 from megatron_dta.model.grouped_experts import GroupedExperts
 from megatron_dta.model.paged_context import PagedContext
 from megatron_dta.model.rematerialize import call_without_keeping_input, mark_recomputable
+from megatron_dta.model.router import RoutedLayer
+from megatron_dta.model.token_dispatcher import TreeDispatcher
 
 
 def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
@@ -43,9 +46,21 @@ def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FusedRMSNorm
         if layer.module is TransformerLayer:
             layer.module = FusedLayer
+        elif layer.module is RoutedLayer:
+            layer.module = FusedRoutedLayer
         replace_experts(layer, GroupedExperts, FusedGroupedExperts)
     if has_fused_norm:
         spec.layer_norm = FusedRMSNorm
+
+
+class _FusedDispatcher(TreeDispatcher):
+    sum_rows = staticmethod(sum_rows)
+
+
+class FusedRoutedLayer(RoutedLayer):
+    """A layer with experts whose dispatcher runs on the kernels."""
+
+    dispatcher = _FusedDispatcher
 
 
 class FusedLayer(TransformerLayer):

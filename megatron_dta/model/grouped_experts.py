@@ -10,8 +10,8 @@ Kept for the backward are the rows as they came in and the first product; the ac
 weights go straight into their buffers where they have them (``main_grad``). As in ``direct_layer`` autograd then need
 not know of the parameters, unless their hooks must run (``SegmentContext.runs_hooks``).
 
-Here the products are loops over the experts, for any device and dtype; ``fused_experts`` has those of the kernels.
-The rows of each expert are known to the host, for which Megatron's dispatcher has waited.
+Here the products are loops over the experts, for any device and dtype, for which the host fetches each expert's number
+of rows; ``fused_experts`` has those of the kernels, to which the device's numbers are enough.
 
 Legend: R rows of all of a rank's experts, one expert after another; C hidden size, F width of an expert.
 """
@@ -53,10 +53,10 @@ class GroupedExperts(SameOnEveryMesh):
         """Outputs [R, C] of all rows, each times its weight, and no bias.
 
         Args:
-            tokens_per_expert: on the host, rows of each expert.
+            tokens_per_expert: on any device, rows of each expert.
             weights_R: what the router gave each row.
         """
-        rows = self.grouped_rows(tokens_per_expert.tolist(), rows_RC)
+        rows = self.grouped_rows(tokens_per_expert, rows_RC)
         maps, in_buffers = self.maps, self._in_buffers()
         needs_hooks = not in_buffers or getattr(self.context, "runs_hooks", True) or not rows_RC.requires_grad
         parameters = (*maps.fc1, *maps.fc2) if needs_hooks else ()
@@ -78,9 +78,9 @@ class GroupedExperts(SameOnEveryMesh):
             return False
         return all(main_grad_of(weight) is not None for weights in self.maps for weight in weights)
 
-    def grouped_rows(self, counts: list[int], like: Tensor) -> Any:
+    def grouped_rows(self, counts_L: Tensor, rows_RC: Tensor) -> Any:
         """The rows of all experts with their products; ``matrices`` gives what these take."""
-        return PlainRows(counts)
+        return PlainRows(counts_L.tolist())
 
     def matrices(self, key: str, matrices: Sequence[Tensor]) -> Any:
         """A matrix for each expert; ``key`` tells these from others of the layer, and lasts longer than a pass."""

@@ -2,11 +2,12 @@
 
 Megatron's router computes scores in float32 whatever the model's dtype, draws its auxiliary losses from whatever one
 forward holds, and routes a recomputed forward anew. This one takes its place through the layer spec. Weights, gating
-product, group-limited choice and the dispatchers stay Megatron's. It differs in this:
+product and group-limited choice stay Megatron's. It differs in this:
 
 - scores are computed in float32, and in float64 where the logits are float64;
 - the experts that a pass chose are kept with the pass (``TokenRouting``): a recomputed forward uses the very same, and
   rollouts may bring them;
+- what it returns is [N, K], for ``token_dispatcher``, and not a map of all experts;
 - the balancing loss, the z-loss and the loads of the loss-free balance count a token once for every sequence through
   it, so they are those of training each sequence alone, however the tree is cut.
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from megatron_dta.model.attention_context import AttentionContext, check_context
 from megatron_dta.model.grouped_experts import GroupedExperts
+from megatron_dta.model.token_dispatcher import TreeDispatcher
 from megatron_dta.model.token_routing import TokenRouting, rows_of
 
 
@@ -47,22 +49,23 @@ class TreeRouter(TopKRouter):
         return F.linear(input.to(dtype), self.weight.to(dtype), bias)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights [N, E], 0 where a token does not go, and the bool map [N, E] of where it goes."""
+        """Weights [N, K] and experts [N, K] of each token."""
         self._maintain_float32_expert_bias()
         logits_NE = self.gating(input).reshape(-1, self.config.num_moe_experts)
         routing: TokenRouting | None = None if self.context is None else self.context.routing
         if routing is None:
-            return routing_weights(logits_NE, choose_experts(logits_NE, self.expert_bias, self.config), self.config)
+            chosen_NK = choose_experts(logits_NE, self.expert_bias, self.config)
+            return routing_weights(logits_NE, chosen_NK, self.config), chosen_NK
         if self.layer_number not in routing.chosen:
             self._choose(logits_NE.detach(), routing)
         chosen_NK = routing.chosen[self.layer_number].long()
         if torch.is_grad_enabled() and routing.z_weights is not None:
             logits_NE = _ZLoss.apply(logits_NE, self._rows(routing.z_weights, len(logits_NE)), routing)
-        weights_NE, map_NE = routing_weights(logits_NE, chosen_NK, self.config)
+        weights_NK = routing_weights(logits_NE, chosen_NK, self.config)
         if torch.is_grad_enabled() and routing.balance is not None:
             scores_NE = balanced_scores(logits_NE, self.config)
-            weights_NE = _BalancingLoss.apply(weights_NE, scores_NE, self, routing)
-        return weights_NE, map_NE
+            weights_NK = _BalancingLoss.apply(weights_NK, scores_NE, self, routing)
+        return weights_NK, chosen_NK
 
     @torch.no_grad()
     def _choose(self, logits_NE: Tensor, routing: TokenRouting) -> None:
@@ -123,17 +126,17 @@ class _BalancingLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weights_NE: Tensor, scores_NE: Tensor, router: TreeRouter, routing: TokenRouting) -> Tensor:
+    def forward(ctx, weights_NK: Tensor, scores_NE: Tensor, router: TreeRouter, routing: TokenRouting) -> Tensor:
         ctx.save_for_backward(scores_NE)
         ctx.router, ctx.routing = router, routing
-        return weights_NE.view_as(weights_NE)
+        return weights_NK.view_as(weights_NK)
 
     @staticmethod
-    def backward(ctx, grad_NE: Tensor):
+    def backward(ctx, grad_NK: Tensor):
         (scores_NE,) = ctx.saved_tensors
         own_NE = ctx.router._rows(ctx.routing.balance(ctx.router.layer_number), len(scores_NE))
         ctx.routing.add_loss("seq_load_balancing_loss", (own_NE * scores_NE).sum())
-        return grad_NE, own_NE.type_as(scores_NE), None, None
+        return grad_NK, own_NE.type_as(scores_NE), None, None
 
 
 class RoutedLayer(TransformerLayer):
@@ -142,6 +145,13 @@ class RoutedLayer(TransformerLayer):
     The core attention gets the pass's context as an argument, also when a layer is recomputed; the layer with experts
     does not, so it is handed over here.
     """
+
+    dispatcher: type[TreeDispatcher] = TreeDispatcher
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        # Megatron's layer of experts takes its dispatchers from a list of its own.
+        self.mlp.token_dispatcher = self.dispatcher.like(self.mlp.token_dispatcher)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         context = check_context(kwargs.get("packed_seq_params"))
@@ -190,8 +200,8 @@ def choose_experts(logits_NE: Tensor, expert_bias_E: Tensor | None, config: Tran
     return torch.topk(scores_NE, k=config.moe_router_topk, dim=-1)[1]
 
 
-def routing_weights(logits_NE: Tensor, chosen_NK: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:
-    """Weights and map [N, E] of the ``chosen`` experts, by Megatron's rules."""
+def routing_weights(logits_NE: Tensor, chosen_NK: Tensor, config: TransformerConfig) -> Tensor:
+    """Weights [N, K] of the ``chosen`` experts, by Megatron's rules."""
     scores_NE = _scoring(logits_NE)
     if config.moe_router_score_function == "sigmoid":
         weights_NK = torch.sigmoid(scores_NE).gather(1, chosen_NK)
@@ -204,6 +214,4 @@ def routing_weights(logits_NE: Tensor, chosen_NK: Tensor, config: TransformerCon
     weights_NK = weights_NK.type_as(logits_NE)
     if config.moe_router_topk_scaling_factor:
         weights_NK = weights_NK * config.moe_router_topk_scaling_factor
-    weights_NE = torch.zeros_like(logits_NE).scatter(1, chosen_NK, weights_NK)
-    map_NE = torch.zeros_like(logits_NE, dtype=torch.bool).scatter(1, chosen_NK, True)
-    return weights_NE, map_NE
+    return weights_NK
