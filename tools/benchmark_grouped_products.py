@@ -35,21 +35,22 @@ def calls(counts: list[int], outputs: int, inputs: int, device: torch.device) ->
     matrices = stacked.unbind()
     sums = torch.zeros(len(counts), outputs, inputs, device=device).unbind()
     table, sums_table, loop = MatrixTable(matrices), MatrixTable(sums), PlainRows(counts)
-    ends = torch.tensor(counts, device=device).cumsum(0).int()
+    counts_on_device = torch.tensor(counts, device=device)
+    ends = counts_on_device.cumsum(0).int()
     grouped_mm = torch.nn.functional.grouped_mm
     return {
         "product": {
-            "grouped": lambda: GroupedRows(counts, x).product(x, table),
+            "grouped": lambda: GroupedRows(counts_on_device, x, len(x)).product(x, table),
             "one by one": lambda: loop.product(x, matrices),
             "grouped_mm": lambda: grouped_mm(x, stacked.transpose(1, 2), offs=ends),
         },
         "input gradient": {
-            "grouped": lambda: GroupedRows(counts, x).input_gradient(grad, table),
+            "grouped": lambda: GroupedRows(counts_on_device, x, len(x)).input_gradient(grad, table),
             "one by one": lambda: loop.input_gradient(grad, matrices),
             "grouped_mm": lambda: grouped_mm(grad, stacked, offs=ends),
         },
         "weight gradients": {
-            "grouped": lambda: GroupedRows(counts, x).add_weight_gradients(sums_table, grad, x),
+            "grouped": lambda: GroupedRows(counts_on_device, x, len(x)).add_weight_gradients(sums_table, grad, x),
             "one by one": lambda: loop.add_weight_gradients(sums, grad, x),
             "grouped_mm": lambda: grouped_mm(grad.t(), x, offs=ends),
         },
