@@ -9,7 +9,7 @@ from conftest import seed_all
 from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.rounds import ALONE_SHARE, CREDIT, LOSS_SHARE, Rounds
+from megatron_dta.speculation.rounds import CREDIT, LOSS_SHARE, Rounds
 from megatron_dta.speculation.speculator import Speculator
 
 PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
@@ -51,17 +51,20 @@ def test_seconds_follow_what_is_measured():
 
 
 def test_what_the_last_sample_saves_goes_down_once_it_drafts():
-    """Towards what a token takes with drafts; against decoding without any it saves as much as before."""
+    """To what a token takes with drafts; against decoding without any it saves as much as before."""
     rounds = warm(Rounds(PLAIN, DRAFTED))
     tokens, alone = np.array([3.0]), np.array([1.0])
     before = rounds.gain(tokens, alone, 40)
     assert before == pytest.approx(rounds.saved(tokens, alone, 40))
     for _ in range(50):
         rounds.went_on(8.0)
-    price = 2e-3 ** (1 - ALONE_SHARE) * (float(DRAFTED.seconds(8)) / 8) ** ALONE_SHARE
+    price = float(DRAFTED.seconds(8)) / 8
     assert price < 0.8 * 2e-3
     assert rounds.gain(tokens, alone, 40) == pytest.approx(3 * (price + 1e-5), rel=1e-3)
     assert rounds.saved(tokens, alone, 40) == pytest.approx(before)
+    whole = warm(Rounds(PLAIN, DRAFTED, prices_whole=True))
+    whole.went_on(8.0)
+    assert whole.gain(tokens, alone, 40) == pytest.approx(before)
     # The gate of single tokens goes by the same price.
     assert rounds.cost(40).base == pytest.approx(price, rel=1e-3)
     for _ in range(50):

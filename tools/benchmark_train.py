@@ -374,6 +374,9 @@ def main() -> int:
                 report.add(rows[mode])
     if arguments.json and is_first:
         print_json(report.results)
+    # Together: a rank that goes while others still use its connections makes them abort.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
     return 0
 
 

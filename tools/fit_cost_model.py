@@ -327,6 +327,9 @@ def main() -> int:
         }
         report.write()
         print_json({key: report.results[key] for key in (*SHOWN, "seconds_to_measure")})
+    # Together: a rank that goes while others still use its connections makes them abort.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
     return 0
 
 

@@ -140,7 +140,7 @@ def replay(
         draft=DraftParams(width=arguments.das_draft_tokens),
     )
     cost = forward_cost(arguments)
-    rounds = Rounds(cost, cost, burst=1)
+    rounds = Rounds(cost, cost, burst=1, prices_whole=True)
     # By the model's seconds alone: this machine's clock says nothing of them.
     rounds.is_measured = False
     speculator = Speculator(drafter, BudgetParams(budget), cost, rounds)

@@ -33,10 +33,6 @@ CREDIT = 1.0
 ASKING_SHARE = 0.002
 ASKING_SECONDS = 6e-4
 """Of looking for drafts for a batch, besides ``ForwardCost.draft`` for each sequence."""
-ALONE_SHARE = 0.25
-"""Between a whole pass (0) and what a token takes with drafts (1), by geometric mean. Replays of 39 and 390 recorded
-sequences save 65.1% and 47.7% of the time at 0, 65.0% and 47.8% here, 63.9% and 48.0% at 1; what an H200 saves with 40
-and 400 at 0.2, 0.5 and 1 differs by no more than two runs do."""
 _RECENT = 31
 _RENEWAL = 0.3
 _VAIN = 4
@@ -50,6 +46,8 @@ class Rounds:
 
     Args:
         plain: a pass in a burst, by live sequences. drafted: a pass with drafts, by tokens. burst: passes of a burst.
+        prices_whole: take a forward that the last sample need not run for a whole one, whatever it drafts itself. That
+            drafts more early on: better where the host makes drafts in no time, worse where a round of it costs.
 
     Attributes:
         is_measured: scale both by what rounds are measured to take.
@@ -58,8 +56,9 @@ class Rounds:
         elapsed: seconds, as passes without drafts would count. loss: seconds lost by drafts, negative if gained.
     """
 
-    def __init__(self, plain: ForwardCost, drafted: ForwardCost, burst: int = 8) -> None:
+    def __init__(self, plain: ForwardCost, drafted: ForwardCost, burst: int = 8, prices_whole: bool = False) -> None:
         self.burst, self.is_measured, self.tokens_alone = burst, True, 1.0
+        self.prices_whole = prices_whole
         self.plain_cost, self.drafted_cost = plain, drafted
         self._ratios: dict[bool, deque[float]] = {}
         self._scale: dict[bool, float] = {}
@@ -185,11 +184,11 @@ class Rounds:
 
     def _worth(self, live: int) -> tuple[float, float]:
         """Seconds that are saved where the last sample need not run one more pass, and where a sample need not run in
-        one. By the time that the last one is alone it drafts, if that pays, so that a pass is worth several tokens, or
-        one again where its drafts go wrong: the price is between the two."""
+        one. By the time that the last one is alone it drafts, if that pays, so that a pass is worth several tokens."""
         base, per_token = self._parts(live)
-        alone = min(base, self.drafted(self.tokens_alone) / self.tokens_alone)
-        return base ** (1 - ALONE_SHARE) * alone**ALONE_SHARE, per_token
+        if self.prices_whole:
+            return base, per_token
+        return min(base, self.drafted(self.tokens_alone) / self.tokens_alone), per_token
 
     def _parts(self, live: int) -> tuple[float, float]:
         """Of a pass without drafts: seconds for itself, and for each sequence."""
