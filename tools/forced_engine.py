@@ -17,6 +17,7 @@ import numpy as np
 from megatron_dta.sampling.engines.drafting import Drafting
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
+from megatron_dta.sampling.engines.pass_costs import SilentDrafting
 from megatron_dta.sampling.engines.scheduler import Sequence
 
 
@@ -101,23 +102,7 @@ class ForcedEngine(InProcessEngine):
         return ended
 
 
-class _Silent(Drafting):
-    """Drafts that need to know of nothing but the rows of a pass."""
-
-    def submitted(self, sequence: Sequence) -> None: ...
-
-    def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None: ...
-
-    def finished(self, sequence: Sequence) -> None: ...
-
-    def released(self, sequence: Sequence) -> None: ...
-
-    def abandoned(self) -> None: ...
-
-    def weights_changed(self, policy_version: int) -> None: ...
-
-
-class FixedDrafting(_Silent):
+class FixedDrafting(SilentDrafting):
     """As many drafted tokens in every pass.
 
     Attributes:
@@ -136,7 +121,7 @@ class FixedDrafting(_Silent):
         self.ends.setdefault(tokens, []).append(time.perf_counter())
 
 
-class KnownDrafting(_Silent):
+class KnownDrafting(SilentDrafting):
     """Drafts of up to ``width`` tokens of what each key is expected to sample, one in five of them spoiled."""
 
     def __init__(self, answers: dict[int, np.ndarray], width: int, vocab_size: int, seed: int) -> None:

@@ -54,6 +54,31 @@ class RolloutSource(ABC):
         return
 
 
+class WrappedSource(RolloutSource):
+    """``inner``, of which a subclass changes what it has to."""
+
+    def __init__(self, inner: RolloutSource) -> None:
+        self._inner = inner
+
+    def next_batch(self, step: int) -> list[Rollout]:
+        return self._inner.next_batch(step)
+
+    def state_dict(self, wait: bool = True) -> dict[str, Any]:
+        return self._inner.state_dict(wait)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    def statistics(self) -> dict[str, float]:
+        return self._inner.statistics()
+
+    def timing(self) -> dict[str, float]:
+        return self._inner.timing()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 class Evaluation(ABC):
     """Judges the current weights on held-out data."""
 

@@ -7,18 +7,17 @@ prompts remain, rejected ones make up for them in order, so a collection always 
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens
-from megatron_dta.rollouts.source import RolloutSource
+from megatron_dta.rollouts.source import RolloutSource, WrappedSource
 
 
-class DynamicSamplingSource(RolloutSource):
+class DynamicSamplingSource(WrappedSource):
     """The first ``groups`` groups of ``inner``'s collection whose rewards differ; see the module's docstring."""
 
     def __init__(self, inner: RolloutSource, groups: int) -> None:
-        self._inner, self._groups = inner, groups
+        super().__init__(inner)
+        self._groups = groups
         self._statistics: dict[str, float] = {}
 
     def next_batch(self, step: int) -> list[Rollout]:
@@ -40,15 +39,3 @@ class DynamicSamplingSource(RolloutSource):
     def statistics(self) -> dict[str, float]:
         """Groups with equal rewards and others that were sampled, and the tokens decoded for what is not trained."""
         return self._inner.statistics() | self._statistics
-
-    def state_dict(self, wait: bool = True) -> dict[str, Any]:
-        """See ``RolloutSource``."""
-        return self._inner.state_dict(wait)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``RolloutSource``."""
-        self._inner.load_state_dict(state)
-
-    def close(self) -> None:
-        """See ``RolloutSource``."""
-        self._inner.close()

@@ -23,10 +23,10 @@ import numpy as np
 from megatron_dta.config import TrainConfig
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens
-from megatron_dta.rollouts.source import RolloutSource
+from megatron_dta.rollouts.source import RolloutSource, WrappedSource
 
 
-class FilteringSource(RolloutSource):
+class FilteringSource(WrappedSource):
     """``inner`` with the filters that the settings ask for.
 
     Args:
@@ -34,7 +34,8 @@ class FilteringSource(RolloutSource):
     """
 
     def __init__(self, inner: RolloutSource, config: TrainConfig, renumber: bool = True) -> None:
-        self._inner, self._renumber, self._settings = inner, renumber, config.filtering
+        super().__init__(inner)
+        self._renumber, self._settings = renumber, config.filtering
         self._rounds = self._settings.dynamic_sampling_max_rounds if self._settings.dynamic_sampling else 1
         self._num_groups = config.sampling.rollout_batch_size
         self._num_steps = config.sampling.num_steps_per_rollout
@@ -78,27 +79,11 @@ class FilteringSource(RolloutSource):
         self._statistics["overlong_penalty"] = float(np.mean(lost))
         return shaped
 
-    def state_dict(self, wait: bool = True) -> dict[str, Any]:
-        """The inner source's."""
-        return self._inner.state_dict(wait)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inner source's."""
-        self._inner.load_state_dict(state)
-
     def statistics(self) -> dict[str, float]:
         """``sampling_rounds``, ``uniform_groups`` (fraction of the groups sampled), ``left_out_decoded_tokens``,
         ``overlong_penalty`` (mean).
         """
         return self._inner.statistics() | self._statistics
-
-    def timing(self) -> dict[str, float]:
-        """The inner source's, of its last round."""
-        return self._inner.timing()
-
-    def close(self) -> None:
-        """Close the inner source."""
-        self._inner.close()
 
 
 def groups_of(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.rollouts.record import Rollout
-from megatron_dta.rollouts.source import RolloutError, RolloutSource
+from megatron_dta.rollouts.source import RolloutError, RolloutSource, WrappedSource
 from megatron_dta.sampling.engines.http_engine import HttpEngine
 from megatron_dta.sampling.engines.server_speculation import DraftCounts
 from megatron_dta.sampling.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ class RolloutCorpus:
             self._collections.extend([(text, length) for text, length in collection] for collection in state)
 
 
-class DraftingServersSource(RolloutSource):
+class DraftingServersSource(WrappedSource):
     """``inner``, sampled on servers that draft.
 
     Args:
@@ -109,7 +109,8 @@ class DraftingServersSource(RolloutSource):
     """
 
     def __init__(self, inner: RolloutSource, engine: HttpEngine, corpus: RolloutCorpus | None) -> None:
-        self._inner, self._engine, self._corpus = inner, engine, corpus
+        super().__init__(inner)
+        self._engine, self._corpus = engine, corpus
         self._counts = DraftCounts()
 
     def next_batch(self, step: int) -> list[Rollout]:
@@ -131,9 +132,6 @@ class DraftingServersSource(RolloutSource):
         self._inner.load_state_dict({name: value for name, value in state.items() if name != "corpus"})
         if self._corpus is not None and "corpus" in state:
             self._corpus.load_state_dict(state["corpus"])
-
-    def statistics(self) -> dict[str, float]:
-        return self._inner.statistics()
 
     def timing(self) -> dict[str, float]:
         """What is drafted depends on what a server has at the moment."""

@@ -15,17 +15,18 @@ import torch
 
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts.record import Rollout
-from megatron_dta.rollouts.source import RolloutSource
+from megatron_dta.rollouts.source import RolloutSource, WrappedSource
 from megatron_dta.sampling.engines.drafting import SuffixDrafting
 
 _STATE = "speculation"
 
 
-class SpeculatingSource(RolloutSource):
+class SpeculatingSource(WrappedSource):
     """``inner``, whose engine drafts by ``drafting``."""
 
     def __init__(self, inner: RolloutSource, drafting: SuffixDrafting) -> None:
-        self._inner, self._drafting = inner, drafting
+        super().__init__(inner)
+        self._drafting = drafting
 
     def next_batch(self, step: int) -> list[Rollout]:
         rollouts = self._inner.next_batch(step)
@@ -52,12 +53,6 @@ class SpeculatingSource(RolloutSource):
             }
             self._drafting.speculator.load_state_dict(arrays)
 
-    def statistics(self) -> dict[str, float]:
-        return self._inner.statistics()
-
     def timing(self) -> dict[str, float]:
         """How much was drafted follows from what a pass was measured to cost."""
         return self._inner.timing() | self._drafting.speculator.current_report().metrics()
-
-    def close(self) -> None:
-        self._inner.close()

@@ -6,19 +6,18 @@ how often it happens is a metric of every step, with speculation and without.
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts.record import Rollout
-from megatron_dta.rollouts.source import RolloutSource
+from megatron_dta.rollouts.source import RolloutSource, WrappedSource
 from megatron_dta.sampling.engines.in_process import InProcessEngine
 
 
-class StoppingSource(RolloutSource):
+class StoppingSource(WrappedSource):
     """``inner``, whose engine stops degenerate responses."""
 
     def __init__(self, inner: RolloutSource, engine: InProcessEngine) -> None:
-        self._inner, self._engine, self._stopped = inner, engine, 0.0
+        super().__init__(inner)
+        self._engine, self._stopped = engine, 0.0
 
     def next_batch(self, step: int) -> list[Rollout]:
         before = self._engine.statistics()["stopped_degenerate"]
@@ -30,15 +29,3 @@ class StoppingSource(RolloutSource):
     def statistics(self) -> dict[str, float]:
         """``degenerate_responses`` besides: of the last collection and all replicas, those that are not trained too."""
         return self._inner.statistics() | {"degenerate_responses": self._stopped}
-
-    def timing(self) -> dict[str, float]:
-        return self._inner.timing()
-
-    def state_dict(self, wait: bool = True) -> dict[str, Any]:
-        return self._inner.state_dict(wait)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state)
-
-    def close(self) -> None:
-        self._inner.close()

@@ -24,7 +24,23 @@ _CONTEXT = 2
 _NO_END = -1
 
 
-class _FixedDrafts(Drafting):
+class SilentDrafting(Drafting):
+    """Drafts that need to know of nothing but the rows of a pass."""
+
+    def submitted(self, sequence: Sequence) -> None: ...
+
+    def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None: ...
+
+    def finished(self, sequence: Sequence) -> None: ...
+
+    def released(self, sequence: Sequence) -> None: ...
+
+    def abandoned(self) -> None: ...
+
+    def weights_changed(self, policy_version: int) -> None: ...
+
+
+class _FixedDrafts(SilentDrafting):
     """As many drafted tokens in every pass, right or not; notes (tokens, seconds, whether some were drafted)."""
 
     def __init__(self, width: int) -> None:
@@ -39,8 +55,6 @@ class _FixedDrafts(Drafting):
     def wants(self, live: int) -> bool:
         return self.width > 0
 
-    def submitted(self, sequence: Sequence) -> None: ...
-
     def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
         return [np.zeros(max(0, min(self.width, limit)), np.int32) for limit in most.tolist()]
 
@@ -54,14 +68,6 @@ class _FixedDrafts(Drafting):
     def ran(self, seconds: float) -> None:
         last, self._last = self._last, []
         self.passes += [(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last]
-
-    def finished(self, sequence: Sequence) -> None: ...
-
-    def released(self, sequence: Sequence) -> None: ...
-
-    def abandoned(self) -> None: ...
-
-    def weights_changed(self, policy_version: int) -> None: ...
 
 
 def measure_passes(
