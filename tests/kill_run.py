@@ -1,13 +1,16 @@
-"""Kills a training run again and again, at random moments, and compares what it ends with to an unbroken run's.
+"""Kills training runs again and again, at random moments, and compares what they end with to unbroken runs.
 
-    python tests/kill_run.py [--kills 100] [--processes 1 2] [--seed 0] [--folder FOLDER] [training flags]
+    python tests/kill_run.py [--runs plain async-save ...] [--kills 20] [--processes 1 2] [--seed 0] [--folder FOLDER]
+                             [training flags]
 
-The run saves after every step. A third of the kills (SIGKILL) come while a checkpoint is being written, a third in the
-steps, a third while the run starts and loads. With several processes one of them is killed, and the rest as torchrun
-would. Between kills the folder must hold a complete checkpoint that is never older than before; the metrics at the end
-must be those of the unbroken run, bit for bit. Further training flags are added to the command's. Status 0 if so.
+Every kind of run (``RUNS``; all of them unless some are named) is killed ``--kills`` times on every number of
+processes. A run saves after every step. A third of the kills (SIGKILL) come while a checkpoint is being written, a
+third in the steps, a third while the run starts and loads. With several processes one of them is killed, and the rest
+as torchrun would. Between kills the folder must hold a complete checkpoint that is never older than before; the metrics
+at the end must be those of the unbroken run, bit for bit. Further training flags are added to the commands. Status 0 if
+so.
 
-Runs are forked off this process, which has imported everything, so a start takes a fraction of a second.
+Training processes are forked off this one, which has imported everything, so a start takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -22,19 +25,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
 
 from megatron_dta import train
 from megatron_dta.training import plot, setup  # noqa: F401 (imported here, not in every child)
 from megatron_dta.training.checkpoint_files import find_checkpoint
+from rollout_runs import Runs
 
+SAVES = "--lr 1e-2 --save-interval 1 --keep-checkpoints 2 "
 COMMAND = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --tree-segment-tokens 16 "
-    "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 3 --entropy-coef 0.05 "
+    "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 3 "
     "--rollout-max-response-len 4 --num-steps-per-rollout 2 --old-logprobs recompute --eval-interval 10 --eval-iters 4 "
-    "--lr 1e-2 --save-interval 1 --keep-checkpoints 2"
+    + SAVES
 )
-KINDS = ("starting", "stepping", "saving")
+# What a kind of run adds to the command; asynchronous rollouts have a command of their own.
+RUNS = {
+    "plain": "--entropy-coef 0.05",
+    "async-save": "--entropy-coef 0.05 --async-save",
+    "treepo-das": "--rollout-method treepo --treepo-segment-length 2 --advantage-estimator treepo "
+    "--rollout-speculation das",
+    "critic": "--objective ppo --critic-lr 5e-3 --kl-coef 0.1 --ppo-epochs 2",
+    "async-rollouts": None,
+}
+MOMENTS = ("starting", "stepping", "saving")
 # A run that shows no sign of life for so long has hung.
 PATIENCE_S = 120.0
 
@@ -115,15 +133,45 @@ def _fork(argv: list[str], mesh: dict[str, str], log: Path) -> int:
     return child
 
 
-def kill_at(run: Run, folder: Path, kind: str, start_s: float, step_s: float, save_s: float) -> None:
-    """Wait for a random moment of the kind."""
+def server_command(folder: Path) -> str:
+    """The command that samples ahead on a server of a process of its own, which ends with this one."""
+    reader, writer = os.pipe()
+    parent = os.getpid()
+    if os.fork() == 0:
+        try:
+            with ExitStack() as stack:
+                runs = Runs(stack, folder, np.random.default_rng(0))
+                (server,) = runs.add_servers("vllm", 1)
+                os.write(writer, server.url.encode())
+                os.close(writer)
+                while os.getppid() == parent:
+                    time.sleep(0.5)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        url = told.read()
+    if not url:
+        raise SystemExit("the rollout server does not start")
+    # Nothing but what the command is made of: the rest is the server's, in its process.
+    made = SimpleNamespace(folder=folder, servers=[SimpleNamespace(url=url, kind="vllm")])
+    # With one step a collection and a bound of one step every collection has the weights of the step before it.
+    return Runs.command(
+        made,
+        f"{SAVES} --rollout-max-staleness 1 --eval-interval 10 --eval-iters 3 "
+        f"--eval-prompt-data {folder / 'prompts.jsonl'}",
+    )
+
+
+def kill_at(run: Run, folder: Path, moment: str, start_s: float, step_s: float, save_s: float) -> None:
+    """Wait for a random one of such moments."""
     delays = {"starting": start_s, "stepping": 2 * step_s, "saving": save_s}
-    if kind == "stepping":
+    if moment == "stepping":
         before = saved_iteration(folder)
         run.until(lambda: saved_iteration(folder) > before)
-    elif kind == "saving":
+    elif moment == "saving":
         run.until(lambda: any(folder.glob("iter_*.tmp")))
-    deadline = time.monotonic() + random.uniform(0, delays[kind])
+    deadline = time.monotonic() + random.uniform(0, delays[moment])
     run.until(lambda: time.monotonic() > deadline)
 
 
@@ -160,23 +208,23 @@ def unbroken_run(argv: list[str], processes: int, folder: Path, log: Path) -> tu
 
 
 def kill_repeatedly(argv: list[str], processes: int, kills: int, folder: Path) -> bool:
-    """The whole experiment on so many processes; prints and returns its outcome."""
-    straight, killed, log = folder / f"unbroken-{processes}", folder / f"killed-{processes}", folder / "output.txt"
+    """The whole experiment with one command; prints and returns its outcome."""
+    straight, killed, log = folder / "unbroken", folder / "killed", folder / "output.txt"
     times = unbroken_run(argv, processes, straight, log)
-    print(f"{processes} process(es): start {times[0]:.2f} s, step and save {times[1]:.3f} s", flush=True)
+    print(f"    start {times[0]:.2f} s, step and save {times[1]:.3f} s", flush=True)
     killed.mkdir()
-    counts, latest, began = dict.fromkeys(KINDS, 0), 0, time.monotonic()
+    counts, latest, began = dict.fromkeys(MOMENTS, 0), 0, time.monotonic()
     while sum(counts.values()) < kills:
-        kind = random.choice(KINDS)
+        moment = random.choice(MOMENTS)
         run = Run([*argv, "--save", str(killed)], processes, log)
-        kill_at(run, killed, kind, *times)
+        kill_at(run, killed, moment, *times)
         statuses = run.kill(random.randrange(processes))
         if -signal.SIGKILL not in statuses:
             # It had come to its end, or it has failed.
             if any(statuses):
                 raise SystemExit(f"a start after {counts} failed with {statuses}; see {log}")
             break
-        counts[kind] += 1
+        counts[moment] += 1
         iteration = saved_iteration(killed)
         if iteration < latest:
             raise SystemExit(f"the checkpoint of step {latest} is lost: that of {iteration} counts")
@@ -184,30 +232,45 @@ def kill_repeatedly(argv: list[str], processes: int, kills: int, folder: Path) -
     if any(Run([*argv, "--save", str(killed)], processes, log).wait()):
         raise SystemExit(f"the last start failed; see {log}")
     same = rows_without_timing(killed) == rows_without_timing(straight)
+    left = {path.relative_to(killed) for path in killed.rglob("*")} ^ {
+        path.relative_to(straight) for path in straight.rglob("*")
+    }
     number = sum(counts.values())
     print(
-        f"{number} kills {counts} in {time.monotonic() - began:.0f} s, the last at checkpoint {latest}; metrics",
-        end=" ",
+        f"    {number} kills {counts} in {time.monotonic() - began:.0f} s, the last at checkpoint {latest}", flush=True
     )
-    print("bit for bit the same" if same else "DIFFERENT", flush=True)
+    print("    metrics " + ("bit for bit the same" if same else "DIFFERENT"), flush=True)
+    if left:
+        print(f"    files DIFFERENT: {sorted(map(str, left))[:10]}", flush=True)
     if number < kills:
-        print(f"the run ended before {kills} kills; give more --train-iters", flush=True)
-    return same and number == kills
+        print(f"    the run ended before {kills} kills; give more --train-iters", flush=True)
+    return same and not left and number == kills
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="kinds of runs (default: all)")
+    parser.add_argument("--kills", type=int, default=20, help="of each kind on each number of processes")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where runs are kept (default: a temporary folder)")
     options, flags = parser.parse_known_args()
     random.seed(options.seed)
-    argv = [*COMMAND.split(), "--train-iters", str(3 * options.kills + 10), *flags]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        return 0 if all([kill_repeatedly(argv, count, options.kills, folder) for count in options.processes]) else 1
+        folder = (options.folder or Path(temporary)).resolve()
+        good, begun = 0, 0
+        for name in options.runs:
+            for processes in options.processes:
+                print(f"{name}, {processes} process{'es' if processes > 1 else ''}", flush=True)
+                own = folder / f"{name}-{processes}"
+                own.mkdir(parents=True)
+                more = RUNS[name]
+                command = server_command(own) if more is None else f"{COMMAND} {more}"
+                argv = [*command.split(), "--train-iters", str(3 * options.kills + 10), *flags]
+                good += kill_repeatedly(argv, processes, options.kills, own)
+                begun += 1
+    print(f"{begun * options.kills} kills of {begun} runs, {good} of which ended as if unbroken", flush=True)
+    return 0 if good == begun else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The short version of ``kill_run.py``: a few random kills of one process and of two, saves in the background."""
+"""The short version of ``kill_run.py``: a few random kills of one process and of two, and of every kind of run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,27 @@ KEPT = [
 ]
 
 
-def test_killed_runs_end_like_unbroken_ones(tmp_path: Path) -> None:
-    seed = int(seed_all(20261120).integers(1 << 30))
+def kill(folder: Path, *options: str) -> str:
     worker = Path(__file__).with_name("kill_run.py")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
     }
-    command = [sys.executable, str(worker), "--kills", "4", "--processes", "1", "2", "--seed", str(seed)]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path), "--async-save", *KEPT], env=environment, capture_output=True, text=True
-    )
+    seed = str(int(seed_all(20261120).integers(1 << 30)))
+    command = [sys.executable, str(worker), "--seed", seed, "--folder", str(folder), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     print(done.stdout, done.stderr[-2000:])
     assert done.returncode == 0
-    assert done.stdout.count("metrics bit for bit the same") == 2
+    return done.stdout
+
+
+def test_killed_runs_end_like_unbroken_ones(tmp_path: Path) -> None:
+    output = kill(tmp_path, "--runs", "async-save", "--kills", "4", "--processes", "1", "2", *KEPT)
+    assert output.count("metrics bit for bit the same") == 2
+
+
+def test_every_kind_of_run_is_killed(tmp_path: Path) -> None:
+    kinds = ["plain", "treepo-das", "critic", "async-rollouts"]
+    output = kill(tmp_path, "--runs", *kinds, "--kills", "2", "--processes", "2")
+    assert output.count("metrics bit for bit the same") == len(kinds)
+    assert "8 kills of 4 runs, 4 of which ended as if unbroken" in output
