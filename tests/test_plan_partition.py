@@ -16,6 +16,7 @@ from megatron_dta.planning import CostModel
 from partition_cases import cost, counts, turns_forest
 
 TOOL = REPOSITORY / "tools" / "plan_partition.py"
+METHODS = ("first_fit", "contiguous_by_tokens", "contiguous_by_cost")
 METHOD_KEYS = {"cost_per_rank", "max_over_mean", "total_cost", "duplicated_tokens", "seconds"}
 GOOD = '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n'
 
@@ -49,7 +50,7 @@ def test_figures(tmp_path: Path, seed: int) -> None:
     values = plan_json(path, "--data-parallel-size", 5)
     tokens = counts(sequences, masks)[0]
     assert values["unique_tokens"] == tokens
-    for method in (values, values["first_fit"], values["contiguous"]):
+    for method in (values, *(values[name] for name in METHODS)):
         assert method.keys() >= METHOD_KEYS
         per_rank = np.array(method["cost_per_rank"])
         assert len(per_rank) == 5
@@ -92,7 +93,7 @@ def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path)
     path, *_ = write_turns(tmp_path / "rollouts.jsonl", 3)
     done = plan(path, "--data-parallel-size", 4)
     assert done.returncode == 0, done.stderr
-    for label in ("slowest / mean", "first fit", "contiguous", "duplicated tokens", "idle ranks", "planning"):
+    for label in ("slowest / mean", "first fit", "by tokens", "by cost", "duplicated tokens", "idle ranks", "planning"):
         assert label in done.stdout
     assert "{" not in done.stdout
 
@@ -144,5 +145,10 @@ def test_a_real_set(tmp_path: Path) -> None:
     values = plan_json(rollout_file("tau1_airline_gpt4o_4x50.npz"), "--data-parallel-size", 8, "--framing", "turn")
     assert time.perf_counter() - begin < 20, "two seconds on an idle machine; the rest is room for a busy one"
     assert values["max_over_mean"] <= 1.03
-    assert values["total_cost"] <= values["contiguous"]["total_cost"]
+    for name in METHODS:
+        assert values["total_cost"] <= values[name]["total_cost"]
+        assert max(values["cost_per_rank"]) <= max(values[name]["cost_per_rank"])
+    # The cut by predicted cost, AReaL-DTA's, is the better one of the two.
+    by_cost, by_tokens = (max(values[name]["cost_per_rank"]) for name in METHODS[:0:-1])
+    assert by_cost < by_tokens
     assert values["idle_ranks"] == 0

@@ -158,33 +158,37 @@ def test_path_of_100000_segments() -> None:
     start, num_slots = allocate_slots(plan, schedule)
     assert num_slots == count
     np.testing.assert_array_equal(start, np.arange(count))
-    assert choose_kept_segments(plan, 70_000).sum() == 70_000
+    assert choose_kept_segments(plan, 70_000).sum() == 70_001  # the leaf costs nothing
 
 
-def heaviest_path(plan: SegmentPlan, kept: np.ndarray) -> int:
-    """Most kept tokens on a root path."""
+def heaviest_path(plan: SegmentPlan, kept: np.ndarray, num_stages: int) -> int:
+    """Most kept tokens on a root path; on one stage without its leaf, which runs backward at once."""
     on_path = np.zeros(plan.num_segments, dtype=np.int64)
     for segment in range(plan.num_segments):
-        parent = plan.segment_parent[segment]
-        on_path[segment] = plan.lengths[segment] * kept[segment] + (on_path[parent] if parent >= 0 else 0)
+        parent, charge = plan.segment_parent[segment], plan.lengths[segment] * kept[segment]
+        if num_stages == 1 and segment not in plan.segment_parent:
+            charge = 0
+        on_path[segment] = charge + (on_path[parent] if parent >= 0 else 0)
     return int(on_path.max(initial=0))
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("longest", [1, 7])
-def test_kept_segments_against_all_choices(seed: int, longest: int) -> None:
+def test_kept_segments_against_all_choices(seed: int, longest: int, num_stages: int) -> None:
     rng = seed_all(seed)
     plan = random_plan(rng, int(rng.integers(1, 10)), longest)
     choices = [np.asarray(kept) for kept in itertools.product([False, True], repeat=plan.num_segments)]
-    paths = [heaviest_path(plan, kept) for kept in choices]
+    paths = [heaviest_path(plan, kept, num_stages) for kept in choices]
     for budget in range(plan.peak_in_flight_tokens + 2):
         best = max(int(plan.lengths[kept].sum()) for kept, path in zip(choices, paths, strict=True) if path <= budget)
-        kept = choose_kept_segments(plan, budget)
+        kept = choose_kept_segments(plan, budget, num_stages)
         assert kept.dtype == bool
-        assert heaviest_path(plan, kept) <= budget
+        assert heaviest_path(plan, kept, num_stages) <= budget or budget >= plan.peak_in_flight_tokens
         assert plan.lengths[kept].sum() == best
-    assert choose_kept_segments(plan, None).all()
-    assert not choose_kept_segments(plan, 0).any()
+    assert choose_kept_segments(plan, None, num_stages).all()
+    leaves = ~np.isin(np.arange(plan.num_segments), plan.segment_parent)
+    np.testing.assert_array_equal(choose_kept_segments(plan, 0, num_stages), leaves & (num_stages == 1))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -198,6 +202,6 @@ def test_kept_segments_when_the_search_is_too_large(seed: int, monkeypatch: pyte
             best = int(plan.lengths[choose_kept_segments(plan, budget)].sum())
             monkeypatch.setattr(recompute, "MAX_STATES", 0)
             kept = choose_kept_segments(plan, budget)
-            assert heaviest_path(plan, kept) <= budget
+            assert heaviest_path(plan, kept, 1) <= budget
             assert plan.lengths[kept].sum() <= best
             assert plan.lengths[kept].sum() >= (best if longest == 1 else 0.8 * best)

@@ -132,8 +132,9 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypat
     run.clock = Scales(mode)
     with mode:
         run.walk()
-    segments, kept = batch.plan.segments, batch.plan.keep_activations
+    segments, kept = batch.plan.segments, batch.plan.training.kept[0]
     assert segments.num_segments > 2
+    assert kept.all() == (activation_tokens is None)
     used = []
     for segment, (tokens, path) in enumerate(zip(segments.lengths, segments.in_flight_tokens, strict=True)):
         forward, backward = (run.clock.ops[kind, segment] for kind in (OpKind.FORWARD, OpKind.BACKWARD))

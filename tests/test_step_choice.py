@@ -148,7 +148,7 @@ def test_bytes_of_a_walk(seed: int) -> None:
     plan = random_segments(rng, int(rng.integers(1, 30)))
     kept = rng.random(plan.num_segments) < 0.5
     ops = [(kind, segment, 0) for kind, segment in depth_first_schedule(plan)]
-    arguments = (ops, plan.lengths, plan.in_flight_tokens, kept, [plan.peak_in_flight_tokens], [LAYERS])
+    arguments = (ops, plan.lengths, plan.in_flight_tokens, [kept], [plan.peak_in_flight_tokens], [LAYERS])
     assert peak_bytes(*arguments, [False], EACH) == pytest.approx(slow_peak(plan, kept))
     assert peak_bytes(*arguments, [True], EACH) >= slow_peak(plan, kept)
 
@@ -216,10 +216,7 @@ def test_the_budget_is_never_exceeded(seed: int) -> None:
         except InputError:
             assert available < 40_000
             continue
-        peaks = [
-            stage_peak_bytes(step.segments, step.training, step.keep_activations, shape, stage)
-            for stage in range(stages)
-        ]
+        peaks = [stage_peak_bytes(step.segments, step.training, shape, stage) for stage in range(stages)]
         assert max(peaks) <= available
         planned += 1
     assert planned
@@ -268,7 +265,7 @@ def test_without_a_limit_in_bytes_the_fastest_size_is_taken() -> None:
     samples = random_samples(rng, 30, 50)
     free = plan_step(samples, "dta", None, pipeline=shape_of(None))
     assert free.segments.segment_tokens == 64
-    assert free.keep_activations.all()
+    assert free.training.kept.all()
     told = plan_step(samples, "dta", 8, pipeline=shape_of(None))
     assert told.segments.segment_tokens == 8
     assert predicted_seconds(free, shape_of(None)) < predicted_seconds(told, shape_of(None))
@@ -286,7 +283,7 @@ def test_recomputation_is_chosen_only_where_it_is_needed() -> None:
         shape = shape_of(float(available))
         step = plan_step(samples, "dta", None, pipeline=shape)
         seconds.append(predicted_seconds(step, shape))
-        recomputed.append(int(step.segments.lengths[~step.keep_activations].sum()))
+        recomputed.append(int(step.segments.lengths[~step.training.kept[0]].sum()))
     assert seconds == sorted(seconds, reverse=True)
     assert recomputed[-1] == 0 < recomputed[0]
     assert len(set(seconds)) > 3
@@ -304,18 +301,48 @@ def test_predicted_seconds_by_hand() -> None:
     longer = [max(f, 1.4) for f in forward], [max(b, 2.8) for b in backward]
     assert longer != (forward, backward)
     assert longer[0][1] == forward[1] > 1.4
-    # Every forward runs again.
-    assert predicted_seconds(step, shape) == pytest.approx(2 * sum(longer[0]) + sum(longer[1]))
+    # Every forward runs again but the last, whose backward follows at once.
+    assert predicted_seconds(step, shape) == pytest.approx(sum(longer[0][:2]) + sum(longer[0]) + sum(longer[1]))
     staged = shape_of(None, stages=2)
     step = plan_step([sample], "dta", 4, pipeline=staged)
     assert predicted_seconds(step, staged) == pytest.approx(step.training.timeline.makespan)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("activation_tokens", [0, 12])
+def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, activation_tokens: int) -> None:
+    at_once = recomputed = 0
+    for seed in range(8):
+        samples = random_samples(seed_all(seed), 12, 40)
+        shape = shape_of(None, stages, chunks)
+        step = plan_step(samples, "dta", 8, activation_tokens=activation_tokens, pipeline=shape)
+        schedule, kept = step.training.schedule, step.training.kept
+        budgeted = replace(shape, memory=MemoryBudget(2.0, (GIB,) * stages, EACH))
+        less = replace(step.training, kept=np.zeros_like(kept))
+        for stage, ops in enumerate(schedule.ops):
+            for op, then in itertools.pairwise(ops):
+                if op.kind is OpKind.FORWARD and then == (OpKind.BACKWARD, op.segment, op.chunk):
+                    at_once += 1
+                    assert kept[schedule.virtual_stage(stage, op.chunk), op.segment]
+            if activation_tokens == 0:  # What is kept costs no memory.
+                peaks = [stage_peak_bytes(step.segments, plan, budgeted, stage) for plan in (step.training, less)]
+                assert peaks[0] <= peaks[1]
+        recomputed += np.count_nonzero(~kept)
+        inner = np.isin(np.arange(step.segments.num_segments), step.segments.segment_parent)
+        if stages == 1:
+            assert kept[0, ~inner].all()
+        elif activation_tokens == 0:
+            assert not kept[:, inner].any()
+            assert not kept[0].all()
+    assert at_once > 20
+    assert recomputed > 20
 
 
 def test_packs_are_checked_too() -> None:
     rng = seed_all(8)
     samples = random_samples(rng, 20, 30)
     step = plan_step(samples, "packed", 50, pipeline=shape_of(60_000.0))
-    assert step.keep_activations.all()
+    assert step.training.kept.all()
     with pytest.raises(InputError, match="in segments of 50 takes"):
         plan_step(samples, "packed", 50, pipeline=shape_of(900.0))
 
@@ -338,7 +365,7 @@ def test_a_real_set_in_the_memory_of_one_gpu(monkeypatch: pytest.MonkeyPatch) ->
         memory = MemoryBudget(gib, (9.7 * GIB,), each)
         shape = PipelineShape(layers=(28,), cost_model=costs, memory=memory)
         step = plan_step(samples, "dta", None, pipeline=shape)
-        assert stage_peak_bytes(step.segments, step.training, step.keep_activations, shape, 0) <= memory.available(0)
+        assert stage_peak_bytes(step.segments, step.training, shape, 0) <= memory.available(0)
         seconds[gib] = predicted_seconds(step, shape)
     everything = float(sum(map(np.sum, costs.segment_seconds(*segment_counts(step.segments, None)))))
     assert seconds[64.0] <= seconds[40.0] <= 1.05 * seconds[64.0] <= 1.05 * everything

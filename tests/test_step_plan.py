@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
-from conftest import seed_all
+from conftest import rollout_file, seed_all
 from megatron_dta.parity.cases import random_training_samples
 from megatron_dta.planning.loss_batches import FREE_ELEMENTS, MAX_ELEMENTS, make_loss_batches
 from megatron_dta.planning.modes import plan_forest, plan_packs
+from megatron_dta.planning.partition import trained_parts
 from megatron_dta.planning.root_paths import root_paths
 from megatron_dta.planning.step_plan import plan_step
+from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree
 
 
@@ -55,18 +59,53 @@ def fewest_tokens(sequences: list[np.ndarray], capacity: int) -> int:
     return best[-1]
 
 
+def fewest_tokens_of_runs(sequences: list[np.ndarray], capacity: int) -> int:
+    """``fewest_tokens`` from what neighbours share, for sequences of many tokens."""
+    ordered = sorted(sequences, key=lambda s: s.tolist())
+    shared = [0]
+    for a, b in itertools.pairwise(ordered):
+        same = a[: len(b)] == b[: len(a)]
+        shared.append(len(same) if same.all() else int(same.argmin()))
+    best = [0]
+    for end in range(1, len(ordered) + 1):
+        tokens, costs = 0, []
+        for begin in range(end - 1, -1, -1):
+            whole = tokens + len(ordered[begin])  # The run's first sequence shares nothing.
+            if whole > capacity:
+                break
+            costs.append(best[begin] + whole)
+            tokens += len(ordered[begin]) - shared[begin]
+        best.append(min(costs))
+    return best[-1]
+
+
 @pytest.mark.parametrize("seed", range(30))
-def test_packs_fit_and_compute_the_fewest_tokens(seed):
+def test_packs_fit_and_compute_no_more_than_the_best_runs(seed):
     generator = seed_all(seed)
     sequences = random_sequences(generator, int(generator.integers(1, 14)), 7, alphabet=2)
     capacity = int(generator.integers(7, 16))
     plan = plan_packs(sequences, capacity)
     assert (plan.segment_parent == -1).all()
     assert plan.lengths.max() <= capacity
-    assert plan.tree.num_tokens == fewest_tokens(sequences, capacity)
+    assert pack_tokens(sequences) <= plan.tree.num_tokens <= fewest_tokens(sequences, capacity)
+    assert strings(plan, len(sequences)) == [tuple(s.tolist()) for s in sequences]
     # Each pack is a tree of its own: no token has its parent in another one.
     start = np.repeat(plan.segment_start[:-1], plan.lengths)
     assert ((plan.tree.parent == -1) | (plan.tree.parent >= start)).all()
+
+
+def test_sequences_that_are_no_neighbours_share_a_pack_where_that_fills_it():
+    """Of a prefix of 2 tokens hang 5, 5, 3 and 3: runs of neighbours need 22 tokens in packs of 10."""
+    sequences = [np.append([0, 0], np.full(n, token)) for token, n in ((1, 5), (2, 5), (3, 3), (4, 3))]
+    sequences = [sequence.astype(np.int32) for sequence in sequences]
+    assert fewest_tokens(sequences, 10) == 22
+    assert plan_packs(sequences, 10).lengths.tolist() == [10, 10]
+
+
+def test_packs_of_an_agent_set():
+    """Long trajectories: runs of neighbours leave room in their packs."""
+    sequences, _ = trained_parts(load_rollouts(rollout_file("tau1_airline_gpt4o_4x50.npz")))
+    assert plan_packs(sequences, 16384).tree.num_tokens <= 0.96 * fewest_tokens_of_runs(sequences, 16384)
 
 
 @pytest.mark.parametrize("seed", range(10))

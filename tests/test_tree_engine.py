@@ -107,6 +107,17 @@ def test_equals_stock_megatron_in_float64(references, architecture, mode, segmen
     assert errors.largest() < 1e-12, errors
 
 
+def test_leaves_never_run_forward_twice(references):
+    """One stage: their backward follows their forward, so with nothing else kept they hold no more memory."""
+    model, weights, samples, _ = references["qwen3"]
+    for mode, segment_tokens in CUTS:
+        tree = tree_config(mode, segment_tokens, 0)
+        _, result = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
+        segments = prepare_batch(samples, tree).plan.segments
+        inner = np.isin(np.arange(segments.num_segments), segments.segment_parent)
+        assert result.recomputed_tokens == segments.lengths[inner].sum() < segments.lengths.sum()
+
+
 @pytest.mark.parametrize(
     "recompute",
     [

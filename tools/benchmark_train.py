@@ -300,9 +300,7 @@ class Benchmark:
         each = (costs.bytes if costs is not None else None) or self.engine.counted_bytes()
         budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, each)
         plan, stage = batch.plan, self.mesh.pipeline_rank
-        step = stage_peak_bytes(
-            plan.segments, plan.training, plan.keep_activations, replace(shape, memory=budget), stage
-        )
+        step = stage_peak_bytes(plan.segments, plan.training, replace(shape, memory=budget), stage)
         return (self.constant + step) / GIB
 
     def _pipeline(self, result: StepResult, file: str, mode: str) -> dict[str, Any]:

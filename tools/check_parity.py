@@ -172,10 +172,11 @@ def compare_modes(arguments: argparse.Namespace) -> tuple[list[Row], list[Traini
             tree_activation_tokens=activation_tokens,
             logprob_chunk_tokens=37,
         )
-        outcome, _ = run_tree(double, weights, samples, objective, tree, arguments.temperature)
+        outcome, result = run_tree(double, weights, samples, objective, tree, arguments.temperature)
         in_single, _ = run_tree(single, single_weights, samples, objective, tree, arguments.temperature)
         renamed = Outcome(in_single.loss, in_single.logprobs, to_huggingface(in_single.gradients, single))
-        recompute = "kept" if activation_tokens is None else "recomputed"
+        share = result.recomputed_tokens / max(1, result.computed_tokens)
+        recompute = f"{share:.0%} recomputed" if share else "kept"
         rows.append(Row(mode, recompute, compare_outcomes(outcome, stock), compare_outcomes(renamed, huggingface)))
     return rows, samples
 

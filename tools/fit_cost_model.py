@@ -263,7 +263,7 @@ class DepthMeasurement:
         segments, edges = plan.segments, np.diff(plan.segment_edges)
         pairs, paths, found = attention_pairs(segments), segments.in_flight_tokens, []
         for kind, s in runs[0]:
-            keeps = bool(plan.keep_activations[s])
+            keeps = bool(plan.training.kept[0, s])
             name = "forward" if kind is OpKind.FORWARD else "backward" if keeps else "recompute"
             costs = [run[kind, s] for run in runs]
             left = max(c.left for c in costs) if name == "forward" and keeps and costs[0].left is not None else None

@@ -5,8 +5,8 @@
 FILE is a rollout file (.jsonl, .parquet or .npz). Costs are predicted seconds of a rank's forward and backward by the
 cost model (megatron_dta/planning/cost_model.py), shared prefixes counted on each rank that computes them; duplicated
 tokens are those that ranks compute beyond the unique ones; tokens behind a sequence's last trained one are left out, as
-in training. Two other methods stand beside it, costed by the same model: first fit by token count, and AReaL-DTA's
-contiguous runs of leaves. Seconds are those of planning, the prefix tree included.
+in training. Other methods stand beside it, costed by the same model: first fit by token count, and contiguous runs of
+leaves, cut by unique tokens or, as AReaL-DTA does, by predicted cost. Seconds of planning include the prefix tree.
 """
 
 from __future__ import annotations
@@ -27,10 +27,17 @@ from megatron_dta.errors import run_entry_point
 from megatron_dta.planning.cost_file import load_cost_model
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import Partition, least_slowest, partition_costs, trained_parts
-from megatron_dta.planning.partition_baselines import contiguous, first_fit
+from megatron_dta.planning.partition_baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.planning.sequence_costs import SequenceCosts
 from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.tree import PrefixTree, build_prefix_tree
+
+# The methods beside this planner's: keys of --json, and how the table names them.
+OTHERS = {
+    "first_fit": "first fit",
+    "contiguous_by_tokens": "contiguous, by tokens",
+    "contiguous_by_cost": "contiguous, by cost (AReaL-DTA)",
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -90,7 +97,7 @@ def figures(partition: Partition, seconds: float) -> dict[str, object]:
 
 
 def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostModel) -> dict[str, object]:
-    """Figures of the partition, and under ``first_fit`` and ``contiguous`` those of the other methods."""
+    """Figures of the partition, and under the names of ``OTHERS`` those of the other methods."""
     ranks = arguments.data_parallel_size
     names = names_to_keep(rollouts, arguments.keep_together)
     begin = time.perf_counter()
@@ -109,16 +116,17 @@ def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostM
         return figures(Partition.of(costs, rank, ranks), time.perf_counter() - begin)
 
     result["first_fit"] = of_tree(lambda tree: first_fit(tree.sequence_lengths, ranks))
-    result["contiguous"] = of_tree(lambda tree: contiguous(tree, ranks))
+    result["contiguous_by_tokens"] = of_tree(lambda tree: contiguous(tree, ranks))
+    result["contiguous_by_cost"] = of_tree(lambda tree: contiguous_by_cost(SequenceCosts.of(tree, model, masks), ranks))
     return result
 
 
 def print_table(values: dict[str, object], title: str) -> None:
     table = Table(title=escape(title), title_justify="left")
     table.add_column("figure", no_wrap=True)
-    methods = {"this planner": values, "first fit": values["first_fit"], "contiguous": values["contiguous"]}
+    methods = {"this planner": values, **{label: values[name] for name, label in OTHERS.items()}}
     for name in methods:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     rows: dict[str, Callable[[dict], str]] = {
         "slowest rank (seconds)": lambda v: f"{max(v['cost_per_rank']):.4f}",
         "slowest / mean": lambda v: f"{v['max_over_mean']:.4f}",

@@ -29,7 +29,8 @@ class TreeConfig:
     )
     tree_activation_tokens: int | None = option(
         None,
-        "In-flight tokens whose activations are kept; the rest is recomputed (default: keep all; 0: none).",
+        "In-flight tokens whose activations are kept; the rest is recomputed, but for what runs backward at once "
+        "(default: keep all).",
         minimum=0,
     )
     tree_memory_gib: float | None = option(

@@ -233,6 +233,9 @@ def _result(run: StageRun, batch: TreeBatch, mesh: Mesh) -> StepResult:
         peaks = {name: np.max([of_rank.get(name, 0.0) for of_rank in largest]) for name in names}
         maxima = {name: loss.new_tensor(float(value)) for name, value in peaks.items()}
         counts = tuple(map(sum, zip(*all_counts, strict=True)))
+        # Stages run different forwards again: of each replica the one with most.
+        recomputed = sum(max(of_stage[-2][-1] for of_stage in stages) for stages in gathered)
+        counts = (*counts[:-1], recomputed)
         peak = max(of_stage[-1] for stages in gathered for of_stage in stages)
     num_pairs, sequence_tokens, computed_tokens, segments, recomputed_tokens = counts
     means = {name: total / max(1, num_pairs) for name, total in metric_sums.items()}

@@ -63,7 +63,6 @@ class StageRun:
         self.model, self.training, self.clock = model, objective is not None, clock
         step, mesh = batch.plan, model.mesh
         self.pass_plan = step.training if self.training else step.forward_only
-        self.keep_activations = step.keep_activations
         self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
         self.plan = DevicePlan(step, model.device, self.program, not self.training, model.logprob_chunk_tokens)
         self.loss = LossPass(batch, self.plan, objective, accumulation_dtype(model.dtype), model.device)
@@ -115,7 +114,7 @@ class StageRun:
         for op in self.program.ops:
             try:
                 if op.kind is OpKind.FORWARD:
-                    self._forward(op, keep=self.training and bool(self.keep_activations[op.segment]))
+                    self._forward(op, keep=self._keeps(op))
                 else:
                     is_last = self.last_backward[op.chunk] == op.segment
                     with self.model.gradient_sync(op.chunk, allowed=is_last):
@@ -141,6 +140,10 @@ class StageRun:
 
     def _virtual_stage(self, chunk: int) -> int:
         return chunk * self.model.mesh.pipeline_size + self.model.mesh.pipeline_rank
+
+    def _keeps(self, op: PipelineOp) -> bool:
+        """Whether a forward's activations stay for its backward."""
+        return self.training and bool(self.pass_plan.kept[self._virtual_stage(op.chunk), op.segment])
 
     def _is_last(self, chunk: int) -> bool:
         return self._virtual_stage(chunk) == len(self.pools) * self.model.mesh.pipeline_size - 1

@@ -23,7 +23,7 @@ class StepResult:
             and the segments that they were cut into.
         peak_in_flight_tokens: most tokens whose K and V were alive at once, as run, on any rank (with several parts of
             the model on a rank, divided by their number).
-        recomputed_tokens: tokens whose forward ran twice.
+        recomputed_tokens: tokens whose forward ran twice, on the pipeline stage with most.
         timeline: when each stage of this replica ran what; empty unless it was asked for.
         plan: with a timeline, the plan that was run: the batch's, with empty segments where other ranks share experts.
     """

@@ -2,7 +2,8 @@
 
 Ranks that share experts meet in every layer of every op, so the k-th op is a forward on all of them or a backward on
 all of them. Where a backward runs its forward again, no more than that must be alike: what a rank runs in a *slot* is
-its own choice among its segments that may run, and where it has none it runs an empty segment. A common tree
+its own choice among its segments that may run, and where it has none it runs an empty segment. Only a backward slot of
+the same segments as the forward slot right before it needs no second forward on any rank. A common tree
 (``common_tree``) asks for more: that whoever runs together forward runs together backward. It must where activations
 are kept, because what a rank has computed for another's tokens in a forward hangs on its own segment of that forward.
 But it keeps a rank whose branch has ended waiting for the others' branches, and where the ranks' trees have other
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dta.planning.common_tree import SegmentForest, SegmentTree
 
@@ -45,10 +46,12 @@ class Slot:
     Attributes:
         is_backward: what all of them run.
         segments: each rank's segment, -1 where it runs an empty one.
+        runs_again: whether it is a backward that runs its forward again.
     """
 
     is_backward: bool
     segments: tuple[int, ...]
+    runs_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,10 @@ class _Run:
             slot, largest = self._next()
             for rank, segment in zip(self._ranks, slot.segments, strict=True):
                 (rank.end if slot.is_backward else rank.begin)(segment)
+            if slot.is_backward and not (found and found[-1] == Slot(False, slot.segments)):
+                slot = replace(slot, runs_again=True)
             found.append(slot)
-            cost += largest * (BACKWARD_AGAIN if slot.is_backward else FORWARD)
+            cost += largest * (BACKWARD_AGAIN if slot.runs_again else BACKWARD if slot.is_backward else FORWARD)
         return CommonSlots(found, cost)
 
     def _next(self) -> tuple[Slot, int]:

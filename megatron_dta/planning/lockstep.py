@@ -6,13 +6,12 @@ the passes are planned. A slot or a node is one of the rank's segments or an *em
 the end of the stream, with no rows, edges, pairs or losses, whose forward and backward join whatever the ranks do
 together in every layer and change nothing. Nothing else in a plan knows of them.
 
-Which segments are recomputed is chosen on the common tree too: a second forward is one that all ranks run. In slots all
-segments are, which takes longer for each of them and is done only where so many fewer empty ones outweigh it.
+Which segments are recomputed is chosen on the common tree too: a second forward is one that all ranks run. In slots
+nearly all segments are, which takes longer for each of them and is done only where fewer empty ones outweigh it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +26,6 @@ from megatron_dta.planning.common_slots import (
 )
 from megatron_dta.planning.common_tree import CommonTree, SegmentForest, SegmentTree, build_common_tree
 from megatron_dta.planning.pipeline_costs import PipelineCosts
-from megatron_dta.planning.pipeline_planner import plan_pipeline
 from megatron_dta.planning.pipeline_schedule import (
     PipelineOp,
     PipelineSchedule,
@@ -36,8 +34,8 @@ from megatron_dta.planning.pipeline_schedule import (
 from megatron_dta.planning.pipeline_simulation import message_order, simulate
 from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.root_paths import RootPaths
-from megatron_dta.planning.schedule import OpKind, depth_first_schedule
-from megatron_dta.planning.stage_program import PassPlan, PipelineShape, attention_pairs
+from megatron_dta.planning.schedule import OpKind
+from megatron_dta.planning.stage_program import PassPlan, PipelineShape, attention_pairs, plan_training_pass
 from megatron_dta.planning.step_plan import StepPlan
 
 
@@ -77,7 +75,7 @@ def plan_in_step(
         least_segments: run this many segments even if no rank has any.
     """
     tree = build_common_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
-    kept = choose_kept_segments(tree, step.activation_tokens)
+    kept = choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
     num_forwards = max([least_segments, *(len(rank.edges) for rank in ranks)])
     if shape.num_stages == 1 and len(ranks) > 1 and tree.num_segments >= max(1, least_segments):
         slots = build_common_slots([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
@@ -86,18 +84,16 @@ def plan_in_step(
     segment_of = tree.segment_of[own]
     if tree.num_segments < least_segments:
         tree, segment_of = _empty_tree(least_segments, len(ranks)), np.full(least_segments, -1, dtype=np.int32)
-        kept = choose_kept_segments(tree, step.activation_tokens)
+        kept = choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
     num_own = step.segments.num_segments
     num_empty = max(int(np.count_nonzero(segment_of < 0)), num_forwards - num_own)
     number = segment_of.astype(np.int64)
     number[number < 0] = num_own + np.arange(np.count_nonzero(number < 0))
-    keep_activations = np.ones(num_own + num_empty, dtype=bool)
-    keep_activations[number] = kept
-    training = _training_pass(tree, ranks, ~kept, shape)
-    forward_only = _forward_pass(num_forwards, ranks, shape)
-    extended = _with_empty_segments(step, num_empty)
+    training = plan_training_pass(tree, _largest_counts(tree, ranks), kept, shape)
     return replace(
-        extended, keep_activations=keep_activations, training=_renumbered(training, number), forward_only=forward_only
+        _with_empty_segments(step, num_empty),
+        training=_renumbered(training, number, num_own + num_empty),
+        forward_only=_forward_pass(num_forwards, ranks, shape),
     )
 
 
@@ -111,23 +107,26 @@ def _tree_cost(tree: CommonTree, ranks: Sequence[RankPlan], kept: np.ndarray) ->
 def _plan_slots(
     step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, slots: CommonSlots, num_forwards: int
 ) -> StepPlan:
-    """``plan_in_step`` by slots. Which of a rank's empty segments a slot has does not matter: the oldest ends first."""
+    """``plan_in_step`` by slots. Of a rank's empty segments the one begun last ends first."""
     num_own = step.segments.num_segments
-    num_empty, waiting = 0, deque[int]()
+    num_empty, waiting, kept = 0, list[int](), list[int]()
     ops = []
     for slot in slots.slots:
         segment = slot.segments[own]
         if segment < 0 and slot.is_backward:
-            segment = waiting.popleft()
+            segment = waiting.pop()
         elif segment < 0:
             segment, num_empty = num_own + num_empty, num_empty + 1
             waiting.append(segment)
         ops.append(PipelineOp(OpKind.BACKWARD if slot.is_backward else OpKind.FORWARD, segment))
+        if slot.is_backward and not slot.runs_again:
+            kept.append(segment)
     num_empty = max(num_empty, num_forwards - num_own)
+    keeps = np.zeros((1, num_own + num_empty), dtype=bool)
+    keeps[0, kept] = True
     return replace(
         _with_empty_segments(step, num_empty),
-        keep_activations=np.zeros(num_own + num_empty, dtype=bool),
-        training=PassPlan(PipelineSchedule(1, 1, [ops]), []),
+        training=PassPlan(PipelineSchedule(1, 1, [ops]), [], None, keeps),
         forward_only=_forward_pass(num_forwards, ranks, shape),
     )
 
@@ -140,23 +139,13 @@ def _empty_tree(num_segments: int, num_ranks: int) -> CommonTree:
     )
 
 
-def _training_pass(
-    tree: CommonTree, ranks: Sequence[RankPlan], recomputed: np.ndarray, shape: PipelineShape
-) -> PassPlan:
-    """Over the nodes of the common tree."""
-    if shape.num_stages == 1:
-        ops = [PipelineOp(kind, node) for kind, node in depth_first_schedule(tree)]
-        return PassPlan(PipelineSchedule(1, 1, [ops]), [])
+def _largest_counts(tree: CommonTree, ranks: Sequence[RankPlan]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, attention pairs and trained edges at the nodes of the common tree, each of the rank that has most."""
     pairs, edges = (
         np.max([_at_nodes(getattr(rank, name), nodes) for rank, nodes in zip(ranks, tree.segment_of, strict=True)], 0)
         for name in ("pairs", "edges")
     )
-    costs = PipelineCosts.of_segments(shape.cost_model, tree.lengths, pairs, edges, shape.layers, recomputed)
-    schedule = plan_pipeline(
-        tree.segment_parent, tree.lengths, costs, shape.num_stages, shape.num_chunks, shape.max_in_flight_tokens
-    )
-    timeline = simulate(schedule, tree.segment_parent, costs)
-    return PassPlan(schedule, message_order(schedule, timeline), timeline)
+    return tree.lengths, pairs, edges
 
 
 def _at_nodes(counts: Sequence[int], segment_of: np.ndarray) -> np.ndarray:
@@ -182,11 +171,13 @@ def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineS
     return PassPlan(schedule, message_order(schedule, timeline), timeline)
 
 
-def _renumbered(plan: PassPlan, number: np.ndarray) -> PassPlan:
-    """The same pass over segments in place of nodes."""
+def _renumbered(plan: PassPlan, number: np.ndarray, num_segments: int) -> PassPlan:
+    """The same pass over segments in place of nodes; segments that are at no node run forward only."""
     ops = [[op._replace(segment=int(number[op.segment])) for op in stage] for stage in plan.schedule.ops]
     messages = [message._replace(segment=int(number[message.segment])) for message in plan.messages]
-    return replace(plan, schedule=replace(plan.schedule, ops=ops), messages=messages)
+    kept = np.ones((len(plan.kept), num_segments), dtype=bool)
+    kept[:, number] = plan.kept
+    return replace(plan, schedule=replace(plan.schedule, ops=ops), messages=messages, kept=kept)
 
 
 def _with_empty_segments(step: StepPlan, count: int) -> StepPlan:

@@ -21,10 +21,16 @@ from megatron_dta.planning.mesh_choices import Choice
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_list_schedule import Policy, list_schedule, pipeline_of
 from megatron_dta.planning.pipeline_planner import DEFAULT_FACTOR, plan_pipeline
-from megatron_dta.planning.pipeline_schedule import PipelineOp, PipelineSchedule, peak_in_flight, tree_1f1b
+from megatron_dta.planning.pipeline_schedule import (
+    PipelineOp,
+    PipelineSchedule,
+    next_op_is_backward,
+    peak_in_flight,
+    tree_1f1b,
+)
 from megatron_dta.planning.pipeline_segments import ideal_utilisation, tokens_of_floor
 from megatron_dta.planning.pipeline_simulation import simulate
-from megatron_dta.planning.recompute import choose_kept_segments
+from megatron_dta.planning.recompute import choose_kept_segments, kept_on_stages
 from megatron_dta.planning.run_cluster import Cluster
 from megatron_dta.planning.run_memory import (
     InFlight,
@@ -139,27 +145,35 @@ class Planner:
         mesh = choice.mesh
         work = self.step.plan(*self._cut(choice))
         segments, counts = work.planned
-        again = np.ones(segments.num_segments, dtype=bool)
-        if not choice.full_recompute:
-            again = ~choose_kept_segments(segments, choice.activation_tokens)
-        recomputed = float(segments.lengths[again].sum() / max(1, segments.lengths.sum()))
         parents, busiest, wait, utilisation = segments.segment_parent, 0, 1.0, 1.0
+        # With full recomputation each layer runs again, whatever its segment keeps.
+        by_tokens = np.zeros(segments.num_segments, dtype=bool)
+        if not choice.full_recompute:
+            by_tokens = choose_kept_segments(segments, choice.activation_tokens, mesh.pipeline)
+        kept = by_tokens[None]
         if mesh.pipeline == 1:
             ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(segments)]
             schedule = PipelineSchedule(1, 1, [ops])
         else:
             measured = None if self.measured is None else self.measured.model(self.shape.num_layers)
             model = mesh_costs(self.shape, mesh, self.cluster, measured, work.segment_tokens)
-            costs = PipelineCosts.of_segments(model, *counts, mesh.layers, again)
             send = send_seconds(self.shape, mesh, self.cluster, work.segment_tokens)
             # Training chooses the schedule by the costs that it knows; how long it takes say those of this cluster.
             known = self._training_costs(choice)
-            schedule = _schedule(segments, PipelineCosts.of_segments(known, *counts, mesh.layers, again), mesh, max_ops)
+            if not choice.full_recompute:
+                kept = kept_on_stages(by_tokens, parents, len(mesh.layers))
+            known_costs = PipelineCosts.of_segments(known, *counts, mesh.layers, ~kept)
+            schedule = _schedule(segments, known_costs, mesh, max_ops)
+            if not choice.full_recompute:
+                kept = by_tokens | next_op_is_backward(schedule, segments.num_segments)
+            costs = PipelineCosts.of_segments(model, *counts, mesh.layers, ~kept)
             timeline = simulate(schedule, parents, costs, send)
             busiest, utilisation = int(np.argmax(timeline.busy)), timeline.utilisation
             wait = timeline.makespan / timeline.busy[busiest] if timeline.busy[busiest] else 1.0
+        of_busiest = kept[busiest :: mesh.pipeline].mean(axis=0)
+        recomputed = float(((1 - of_busiest) * segments.lengths).sum() / max(1, segments.lengths.sum()))
         computing = stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed).computing
-        kept = np.ones_like(again) if choice.full_recompute else ~again
+        kept = np.broadcast_to(kept | choice.full_recompute, (len(mesh.layers), segments.num_segments))
         each = self._bytes(choice)
         flights = {stage: _in_flight(segments, schedule, stage, mesh, kept, each) for stage in range(mesh.pipeline)}
         bubble = computing * (wait - 1)
@@ -323,7 +337,14 @@ def _in_flight(
     of_stage = each if is_last else replace(each, kept_per_token=0.0)
     has_input = [v > 0 for v in range(stage, len(mesh.layers), mesh.pipeline)]
     peak = peak_bytes(
-        program.ops, lengths, paths, kept.tolist(), program.num_slots, own, has_input=has_input, each=of_stage
+        program.ops,
+        lengths,
+        paths,
+        kept[stage :: mesh.pipeline].tolist(),
+        program.num_slots,
+        own,
+        has_input=has_input,
+        each=of_stage,
     )
     slots = sum(count * layers for count, layers in zip(program.num_slots, own, strict=True))
     return InFlight(slots / max(1, sum(own)), max(lengths, default=0), segments.peak_in_flight_tokens, peak_bytes=peak)

@@ -1,9 +1,9 @@
 """The three training modes as three forests over one engine.
 
     dta      the prefix forest, cut into segments: every shared token once, one root-to-leaf path in flight
-    packed   whole trees within a token capacity (Tree Training, arXiv 2511.00413): sequences in depth-first order go
-             into packs of at most ``--tree-segment-tokens`` unique tokens, a pack is one segment, and a prefix shared
-             by two packs is computed in both
+    packed   whole trees within a token capacity (Tree Training, arXiv 2511.00413): sequences go into packs of at most
+             ``--tree-segment-tokens`` unique tokens (``packs``), a pack is one segment, and a prefix that two packs
+             share is computed in both
     dense    no sharing: every sequence is a chain of its own; chains are bundled into segments or cut by them
 
 The engine does not know which one it runs, so a comparison between modes compares trees and nothing else.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_dta.errors import InputError
+from megatron_dta.planning.packs import pack_sequences
 from megatron_dta.planning.pipeline_segments import plan_pipeline_segments
 from megatron_dta.planning.segments import SegmentPlan, plan_segments
 from megatron_dta.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
@@ -68,7 +69,7 @@ def build_forest(
 
 
 def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:
-    """Whole trees of at most ``capacity`` tokens, each one segment; fewest computed tokens among depth-first cuts."""
+    """Whole trees of at most ``capacity`` tokens, each one segment, with few tokens in all."""
     if not len(sequences):
         return plan_segments(build_prefix_tree(sequences), capacity)
     longest = max(len(sequence) for sequence in sequences)
@@ -77,50 +78,9 @@ def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:
             f"--tree-segment-tokens {capacity} is less than the longest sequence ({longest} tokens), which --tree-mode "
             f"packed must hold in one pack; raise it to {longest} or more, or use --tree-mode dta"
         )
-    tree = build_prefix_tree(sequences)
-    order = np.argsort(sequence_ends(tree), kind="stable")
-    packs = _cut_into_packs(tree, order, capacity)
+    packs = pack_sequences(build_prefix_tree(sequences), capacity)
     trees = [build_prefix_tree([sequences[i] for i in pack]) for pack in packs]
     forest = concatenate_forests(trees, np.concatenate(packs))
     segment_start = np.concatenate([[0], np.cumsum([tree.num_tokens for tree in trees])]).astype(np.int64)
     parents = np.full(len(trees), -1, dtype=np.int32)
     return SegmentPlan(tree=forest, segment_start=segment_start, segment_parent=parents, segment_tokens=capacity)
-
-
-def sequence_ends(tree: PrefixTree) -> np.ndarray:
-    """Stream index of each sequence's last token, int64 [Q]."""
-    return tree.node_start[tree.sequence_node + 1].astype(np.int64) - 1
-
-
-def _cut_into_packs(tree: PrefixTree, order: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Contiguous runs of ``order`` (sequences in depth-first order) that fit and together have the fewest tokens.
-
-    In preorder the tokens that a sequence adds to its predecessors are one run of the stream, so a pack of sequences
-    j..i has length[j] + added[j + 1] + ... + added[i] tokens. The best cut is a shortest path over pack starts; the
-    starts that fit end i form a window that only moves forward, so a monotone queue finds each minimum in constant
-    time.
-    """
-    ends = sequence_ends(tree)[order]
-    lengths = tree.sequence_lengths[order].astype(np.int64)
-    total_added = ends + 1
-    # Tokens of pack j..i = start_cost[j] + total_added[i].
-    start_cost = lengths - total_added
-    best = np.zeros(len(order) + 1, dtype=np.int64)
-    first = np.zeros(len(order), dtype=np.int64)
-    queue: list[int] = []
-    head = 0
-    for i in range(len(order)):
-        while len(queue) > head and best[queue[-1]] + start_cost[queue[-1]] >= best[i] + start_cost[i]:
-            queue.pop()
-        queue.append(i)
-        while start_cost[queue[head]] + total_added[i] > capacity:
-            head += 1
-        first[i] = queue[head]
-        best[i + 1] = best[first[i]] + start_cost[first[i]] + total_added[i]
-    packs = []
-    end = len(order)
-    while end > 0:
-        begin = int(first[end - 1])
-        packs.append(order[begin:end])
-        end = begin
-    return packs[::-1]

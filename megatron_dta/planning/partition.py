@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_dta.planning.chunks import Chunks
 from megatron_dta.planning.cost_model import CostModel
-from megatron_dta.planning.partition_baselines import contiguous
+from megatron_dta.planning.partition_baselines import contiguous, first_stops_of_leaves
 from megatron_dta.planning.partition_search import assign, fill_idle
 from megatron_dta.planning.sequence_costs import RankCounts, SequenceCosts
 from megatron_dta.planning.trained_edges import count_edges
@@ -162,9 +162,7 @@ def partition_costs(costs: SequenceCosts, num_ranks: int, fill_idle_ranks: bool 
         return Partition.of(costs, np.zeros(0, dtype=np.int64), num_ranks)
     units, bound = np.arange(len(atoms)), None
     if not costs.labelled:
-        # Every leaf with the sequences before it that end on its path.
-        leaf = costs.tree.node_subtree_end[costs.stop_node] == costs.stop_node + 1
-        units = np.append(0, np.flatnonzero(leaf)[:-1] + 1)
+        units = first_stops_of_leaves(costs)
         bound = np.empty(len(atoms), dtype=np.int64)
         bound[costs.stop_of_sequence] = contiguous(costs.tree, num_ranks)
     rank = assign(atoms, num_ranks, units, bound)

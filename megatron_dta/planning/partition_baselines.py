@@ -1,18 +1,20 @@
-"""Two partitions that others use, to compare with: both balance token counts, and neither counts attention.
+"""Partitions that others use, to compare with.
 
 first fit    sequences one by one, the longest first, each into the first rank with room for its tokens; a rank has room
              for the mean, and what fits nowhere goes to the rank with fewest tokens. Knows nothing of prefixes.
 contiguous   AReaL-DTA (arXiv 2602.00482): the leaves of the prefix tree in depth-first order are cut into contiguous
-             runs, each as long as its unique tokens stay within a threshold, and the least threshold that needs no
-             more runs than ranks is found by binary search. Sequences that end inside the tree go with the first leaf
-             behind them. Ranks may stay empty.
+             runs, each as long as its cost stays within a threshold, and the least threshold that needs no more runs
+             than ranks is found by binary search. Sequences that end inside the tree go with the first leaf behind
+             them. Ranks may stay empty. The paper's cost is a predicted one (``contiguous_by_cost``, here with the cost
+             model of this package); by unique tokens alone (``contiguous``) attention is not counted.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron_dta.planning.sequence_costs import shared_node
+from megatron_dta.planning.chunks import Chunks
+from megatron_dta.planning.sequence_costs import SequenceCosts, shared_node
 from megatron_dta.tree import PrefixTree
 
 
@@ -31,8 +33,23 @@ def first_fit(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
     return rank_of
 
 
+def contiguous_by_cost(costs: SequenceCosts, num_ranks: int) -> np.ndarray:
+    """Rank of each sequence, int64 [Q], by predicted cost; ``costs`` are those of sequences without labels."""
+    if not len(costs.stop_node):
+        return np.zeros(0, dtype=np.int64)
+    leaves = Chunks.atoms(costs)[0].joined(first_stops_of_leaves(costs))
+    run_of_leaf = np.searchsorted(leaves.even_runs(num_ranks), np.arange(len(leaves)), side="right") - 1
+    return run_of_leaf[np.searchsorted(leaves.begin, costs.stop_of_sequence, side="right") - 1]
+
+
+def first_stops_of_leaves(costs: SequenceCosts) -> np.ndarray:
+    """Every leaf's first stop: those before a leaf that end on its path go with it; int64, ascending."""
+    leaf = costs.tree.node_subtree_end[costs.stop_node] == costs.stop_node + 1
+    return np.append(0, np.flatnonzero(leaf)[:-1] + 1)
+
+
 def contiguous(tree: PrefixTree, num_ranks: int) -> np.ndarray:
-    """Rank of each sequence of the tree, int64 [Q]."""
+    """Rank of each sequence of the tree, int64 [Q], by unique tokens."""
     if not tree.num_sequences:
         return np.zeros(0, dtype=np.int64)
     leaf = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))

@@ -84,7 +84,8 @@ class PipelineCosts:
             model: the coefficients of the whole model.
             tokens, pairs, edges: int64 [N], see ``CostModel``; edges lie where their row of logits is computed.
             layers: layers (or any measure of them) of each virtual stage; only their shares count.
-            recomputed: bool [N], segments whose forward runs a second time before their backward; None for none.
+            recomputed: bool [N] or [V, N], segments whose forward runs a second time before their backward; None for
+                none.
             embedding_seconds_per_token: forward and backward of the embedding, on the first virtual stage.
         """
         total = float(sum(layers))

@@ -22,6 +22,7 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +83,16 @@ def forward_only_pipeline(num_segments: int, num_stages: int, num_chunks: int = 
         for segment in range(first, min(first + num_stages, num_segments))
     ]
     return PipelineSchedule(num_stages, num_chunks, [list(ops) for _ in range(num_stages)])
+
+
+def next_op_is_backward(schedule: PipelineSchedule, num_segments: int) -> np.ndarray:
+    """bool [virtual stages, num_segments]: forwards whose own backward is the next op of their rank."""
+    found = np.zeros((schedule.num_virtual_stages, num_segments), dtype=bool)
+    for stage, ops in enumerate(schedule.ops):
+        for op, then in pairwise(ops):
+            if op.kind is F and then == (B, op.segment, op.chunk):
+                found[schedule.virtual_stage(stage, op.chunk), op.segment] = True
+    return found
 
 
 def backward_order(segment_parent: np.ndarray | Sequence[int]) -> list[int]:

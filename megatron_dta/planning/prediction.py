@@ -22,7 +22,7 @@ def predicted_seconds(step: StepPlan, shape: PipelineShape) -> float:
         attention_pairs(segments),
         np.diff(step.segment_edges),
         shape.layers,
-        ~step.keep_activations,
+        ~step.training.kept,
     )
     if shape.num_stages == 1:
         return float(costs.work.sum())

@@ -207,7 +207,7 @@ def peak_bytes(
     ops: Sequence[tuple[OpKind, int, int]],
     lengths: Sequence[int],
     path_tokens: Sequence[int],
-    kept: Sequence[bool],
+    kept: Sequence[Sequence[bool]],
     num_slots: Sequence[int],
     layers: Sequence[float],
     has_input: Sequence[bool],
@@ -217,21 +217,22 @@ def peak_bytes(
 
     Args:
         ops: (kind, segment, chunk) in order; a backward in two ops ends with its second.
-        lengths, path_tokens, kept: of each segment: its tokens, those of its root path with its own, and whether it
-            keeps its activations.
-        num_slots, layers, has_input: of each chunk of the rank: K/V slots, layers, and whether a stage comes before it.
+        lengths, path_tokens: of each segment: its tokens, and those of its root path with its own.
+        kept: of each chunk of the rank, whether each segment keeps its activations.
+        num_slots, layers, has_input: of each chunk: K/V slots, layers, and whether a stage comes before it.
     """
     slots = each.fixed + sum(count * each.slot(own) for count, own in zip(num_slots, layers, strict=True))
     live = peak = 0.0
     splits = {(segment, chunk) for kind, segment, chunk in ops if kind is OpKind.BACKWARD_WEIGHT}
     for kind, segment, chunk in ops:
         activations = each.kept(layers[chunk]) * lengths[segment]
-        held = activations if kept[segment] else has_input[chunk] * each.input_per_token * lengths[segment]
+        keeps = kept[chunk][segment]
+        held = activations if keeps else has_input[chunk] * each.input_per_token * lengths[segment]
         work = each.work(lengths[segment], path_tokens[segment])
         if kind is OpKind.FORWARD:
             live += held
         # The segment's activations are there in its backward, and at the end of a forward that keeps them.
-        if kept[segment]:
+        if keeps:
             peak = max(peak, live + work)
         else:
             peak = max(peak, live + work + (0.0 if kind is OpKind.FORWARD else activations))

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.pipeline_costs import PipelineCosts
 from megatron_dta.planning.pipeline_planner import plan_pipeline
-from megatron_dta.planning.pipeline_schedule import PipelineOp, PipelineSchedule, forward_only_pipeline
+from megatron_dta.planning.pipeline_schedule import (
+    PipelineOp,
+    PipelineSchedule,
+    forward_only_pipeline,
+    next_op_is_backward,
+)
 from megatron_dta.planning.pipeline_simulation import Message, Timeline, message_order, simulate
+from megatron_dta.planning.recompute import kept_on_stages
 from megatron_dta.planning.schedule import Op, allocate_slots, depth_first_schedule
 from megatron_dta.planning.segment_bytes import MemoryBudget, peak_bytes
 from megatron_dta.planning.segment_plan import SegmentPlan
@@ -54,11 +61,14 @@ class PassPlan:
         schedule: all stages' ops.
         messages: all messages in an order in which they can be posted.
         timeline: when ops run by the cost model; None for a single stage, where nothing depends on it.
+        kept: bool [virtual stages, segments], segments that keep their activations from forward to backward, else the
+            forward runs again before the backward; None where there are no backwards.
     """
 
     schedule: PipelineSchedule
     messages: list[Message]
     timeline: Timeline | None = None
+    kept: np.ndarray | None = None
 
     def planned_events(self) -> list[TimelineEvent]:
         """The timeline's events, none for a single stage."""
@@ -83,32 +93,54 @@ class StageProgram:
 
 
 def plan_passes(
-    segments: SegmentPlan, segment_edges: Sequence[int], recomputed: np.ndarray, shape: PipelineShape
+    segments: SegmentPlan, segment_edges: Sequence[int], kept: np.ndarray, shape: PipelineShape
 ) -> tuple[PassPlan, PassPlan]:
     """The training pass and the pass for logprobs only.
 
     Args:
         segment_edges: trained edges of each segment.
-        recomputed: bool [num_segments], segments whose forward runs again before their backward.
+        kept: bool [num_segments], see ``plan_training_pass``.
     """
-    parents, count = segments.segment_parent, segments.num_segments
-    forward_only = forward_only_pipeline(count, shape.num_stages, shape.num_chunks)
+    counts = segments.lengths, attention_pairs(segments), np.asarray(segment_edges)
+    training = plan_training_pass(segments, counts, kept, shape)
+    forward_only = forward_only_pipeline(segments.num_segments, shape.num_stages, shape.num_chunks)
     if shape.num_stages == 1:
-        ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(segments)]
-        return PassPlan(PipelineSchedule(1, 1, [ops]), []), PassPlan(forward_only, [])
-    costs = PipelineCosts.of_segments(
-        shape.cost_model,
-        segments.lengths,
-        attention_pairs(segments),
-        np.asarray(segment_edges),
-        shape.layers,
-        recomputed,
+        return training, PassPlan(forward_only, [])
+    costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers)
+    timeline = simulate(forward_only, segments.segment_parent, costs)
+    return training, PassPlan(forward_only, message_order(forward_only, timeline), timeline)
+
+
+class SegmentTree(Protocol):
+    """What a schedule is made of: a ``SegmentPlan``, or a tree that several ranks run together."""
+
+    segment_parent: np.ndarray
+    lengths: np.ndarray
+    num_segments: int
+
+
+def plan_training_pass(
+    tree: SegmentTree, counts: tuple[np.ndarray, np.ndarray, np.ndarray], kept: np.ndarray, shape: PipelineShape
+) -> PassPlan:
+    """Forwards and backwards of all segments.
+
+    Args:
+        counts: tokens, attention pairs and trained edges of each segment.
+        kept: bool [num_segments], segments that keep their activations on all stages. Where a pipeline's stage runs a
+            segment's backward right after its forward, it keeps them too: they would be there again at once.
+    """
+    if shape.num_stages == 1:
+        ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(tree)]
+        return PassPlan(PipelineSchedule(1, 1, [ops]), [], None, np.array(kept, dtype=bool, ndmin=2))
+    parents, expected = tree.segment_parent, kept_on_stages(kept, tree.segment_parent, len(shape.layers))
+    costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~expected)
+    schedule = plan_pipeline(
+        parents, tree.lengths, costs, shape.num_stages, shape.num_chunks, shape.max_in_flight_tokens
     )
-    training = plan_pipeline(
-        parents, segments.lengths, costs, shape.num_stages, shape.num_chunks, shape.max_in_flight_tokens
-    )
-    timelines = [(schedule, simulate(schedule, parents, costs)) for schedule in (training, forward_only)]
-    return tuple(PassPlan(schedule, message_order(schedule, timeline), timeline) for schedule, timeline in timelines)
+    found = kept | next_op_is_backward(schedule, tree.num_segments)
+    costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~found)
+    timeline = simulate(schedule, parents, costs)
+    return PassPlan(schedule, message_order(schedule, timeline), timeline, found)
 
 
 def attention_pairs(segments: SegmentPlan) -> np.ndarray:
@@ -127,13 +159,10 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
     return StageProgram(ops, [start for start, _ in slots], [number for _, number in slots], plan.messages)
 
 
-def stage_peak_bytes(
-    segments: SegmentPlan, plan: PassPlan, kept: np.ndarray, shape: PipelineShape, stage: int
-) -> float:
+def stage_peak_bytes(segments: SegmentPlan, plan: PassPlan, shape: PipelineShape, stage: int) -> float:
     """Most bytes that ``stage`` holds at once in a training pass, as ``segment_bytes`` counts them.
 
     Args:
-        kept: bool [num_segments], segments that keep their activations.
         shape: with a memory budget, whose bytes are used.
     """
     program = stage_program(segments, plan, stage)
@@ -141,7 +170,7 @@ def stage_peak_bytes(
         [(op.kind, op.segment, op.chunk) for op in program.ops],
         segments.lengths.tolist(),
         segments.in_flight_tokens.tolist(),
-        kept.tolist(),
+        plan.kept[stage :: shape.num_stages].tolist(),
         program.num_slots,
         shape.layers[stage :: shape.num_stages],
         [chunk > 0 or stage > 0 for chunk in range(shape.num_chunks)],

@@ -96,7 +96,7 @@ def _for_pipeline(
     candidates.sort(key=lambda each: each[:2])
     if shape.memory is None:
         seconds, _, budget, segments = candidates[0]
-        return StepChoice(segments, choose_kept_segments(segments, activation_tokens), budget, seconds)
+        return StepChoice(segments, choose_kept_segments(segments, activation_tokens, stages), budget, seconds)
     best: StepChoice | None = None
     missing, stage = np.inf, 0
     for bound, _, budget, segments in candidates:
@@ -135,13 +135,13 @@ def _attempts(
     if shape.max_in_flight_tokens is None or shape.max_in_flight_tokens > path:
         tries.append((0.0, path))
     for share, limit in tries:
-        kept = choose_kept_segments(segments, None if share == 1 else int(share * path))
+        kept = choose_kept_segments(segments, None if share == 1 else int(share * path), shape.num_stages)
         least = [_least_bytes(segments, kept, shape, stage) for stage in range(shape.num_stages)]
         if max(least[stage] - shape.memory.available(stage) for stage in range(shape.num_stages)) > 0:
             yield StepChoice(segments, kept, memory_tokens, np.inf, None, tuple(least))
             continue
-        passes = plan_passes(segments, edges, ~kept, replace(shape, max_in_flight_tokens=limit))
-        peaks = [stage_peak_bytes(segments, passes[0], kept, shape, stage) for stage in range(shape.num_stages)]
+        passes = plan_passes(segments, edges, kept, replace(shape, max_in_flight_tokens=limit))
+        peaks = [stage_peak_bytes(segments, passes[0], shape, stage) for stage in range(shape.num_stages)]
         yield StepChoice(segments, kept, memory_tokens, passes[0].timeline.makespan, passes, tuple(peaks))
 
 
@@ -168,7 +168,7 @@ def choose_kept_of(
 ) -> StepChoice:
     """``choose_step`` where the segments are given, packs of whole trees for example."""
     if shape.memory is None:
-        return StepChoice(segments, choose_kept_segments(segments, activation_tokens), 0, np.nan)
+        return StepChoice(segments, choose_kept_segments(segments, activation_tokens, shape.num_stages), 0, np.nan)
     if shape.num_stages == 1:
         choice, _, missing = judge(segments, loss_masks, shape, 0)
         stage = 0

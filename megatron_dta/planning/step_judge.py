@@ -77,8 +77,8 @@ def with_peak(choice: StepChoice, shape: PipelineShape) -> StepChoice:
     if shape.memory is None:
         return choice
     segments = choice.segments
-    passes = plan_passes(segments, np.zeros(segments.num_segments), ~choice.kept, shape)
-    peak = stage_peak_bytes(segments, passes[0], choice.kept, shape, 0)
+    passes = plan_passes(segments, np.zeros(segments.num_segments), choice.kept, shape)
+    peak = stage_peak_bytes(segments, passes[0], shape, 0)
     return replace(choice, passes=passes, peak_bytes=(peak,))
 
 

@@ -40,7 +40,6 @@ class StepPlan:
         segments: forest and segments.
         num_sequence_tokens: tokens of all sequences, counted separately (what is needed of them, see
             ``TrainingSample``).
-        keep_activations: bool [segments], else the segment's forward is run again before its backward.
         training, forward_only: order of execution, with and without backward passes.
         row_stream: int64 [R], stream index of each row.
         edge_row: int64 [E], row of each edge; ``edge_target`` int64 [E], its token id.
@@ -57,7 +56,6 @@ class StepPlan:
 
     segments: SegmentPlan
     num_sequence_tokens: int
-    keep_activations: np.ndarray
     training: PassPlan
     forward_only: PassPlan
     row_stream: np.ndarray
@@ -84,7 +82,7 @@ class StepPlan:
             self.segments.segment_start,
             tree.token_ids,
             tree.subtree_end,
-            self.keep_activations,
+            plan.kept if plan.kept is not None else np.zeros(0),
             self.sequence_pairs,
             self.pair_edge,
         ):
@@ -151,11 +149,10 @@ def plan_segmented_step(
     last_row = row_stream[edge_row[pair_edge[sequence_pairs[1:] - 1]]] if len(samples) else np.zeros(0, np.int64)
     completed_in = np.searchsorted(segments.segment_start, last_row, side="right") - 1
 
-    passes = choice.passes or plan_passes(segments, np.diff(segment_edges), ~choice.kept, pipeline)
+    passes = choice.passes or plan_passes(segments, np.diff(segment_edges), choice.kept, pipeline)
     return StepPlan(
         segments=segments,
         num_sequence_tokens=sum(lengths),
-        keep_activations=choice.kept,
         training=passes[0],
         forward_only=passes[1],
         row_stream=row_stream,

@@ -100,7 +100,7 @@ METRICS: dict[str, dict[str, str]] = {
         "--num-steps-per-rollout separates rollouts that share them; data-parallel ranks apart",
         "segments": "forwards of the step, over all data-parallel ranks",
         "peak_in_flight_tokens": "most tokens in flight",
-        "recomputed_tokens": "tokens of segments whose forward ran twice",
+        "recomputed_tokens": "tokens of segments whose forward ran twice, on the pipeline stage with most",
     },
     "Evaluation (behind eval_)": {
         "reward": "mean reward on held-out prompts",
