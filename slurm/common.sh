@@ -3,10 +3,10 @@
 
 # Read the site's settings and fill in the rest.
 read_settings() {
-    # shellcheck source=/dev/null
-    [ -z "${DTA_ENVIRONMENT:-}" ] || source "$DTA_ENVIRONMENT"
+    [ -z "${DTA_ENVIRONMENT:-}" ] || source_site "$DTA_ENVIRONMENT"
     : "${DTA_SLURM_DIR:?submit this job with submit.sh}"
     DTA_PYTHON=${DTA_PYTHON:-python3} DTA_LAUNCHER=${DTA_LAUNCHER:-task} DTA_MAX_RESTARTS=${DTA_MAX_RESTARTS:-10}
+    DTA_EARLY_FAILURE_SECONDS=${DTA_EARLY_FAILURE_SECONDS:-60}
     if [ -z "${DTA_PROCESSES_PER_NODE:-}" ]; then
         DTA_PROCESSES_PER_NODE=${SLURM_GPUS_ON_NODE:-1}
     fi
@@ -15,14 +15,57 @@ read_settings() {
         *) stop "DTA_LAUNCHER is '$DTA_LAUNCHER'; it must be task or torchrun" ;;
     esac
     export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    local root
-    root=$(dirname "$DTA_SLURM_DIR")
-    export PYTHONPATH=$root:$root/kernels${PYTHONPATH:+:$PYTHONPATH}
-    container=()
+    logs=$DTA_LOG_DIR/${SLURM_JOB_NAME}-${SLURM_JOB_ID}
+    mkdir -p "$logs" || stop "the log folder $logs cannot be made; set DTA_LOG_DIR"
+    repository=$(dirname "$DTA_SLURM_DIR") container=()
     if [ -n "${DTA_CONTAINER_IMAGE:-}" ]; then
-        container=("--container-image=$DTA_CONTAINER_IMAGE")
-        [ -z "${DTA_CONTAINER_MOUNTS:-}" ] || container+=("--container-mounts=$DTA_CONTAINER_MOUNTS")
+        set_container
+    else
+        command -v "$DTA_PYTHON" > /dev/null || stop "DTA_PYTHON is '$DTA_PYTHON', which is no program here; set it in the site file"
     fi
+}
+
+# Read a site file. Modules and conda use unset variables and pipelines whose parts fail, so both checks are off meanwhile. A command
+# that fails in the file itself ends the job. Functions and files that it calls may fail inside; their status counts.
+source_site() {
+    set +u +o pipefail -E
+    trap 'site_failed $? "$1" "$LINENO" "${FUNCNAME[0]} ${BASH_SOURCE[0]}"' ERR
+    trap 'say "$1: ended the shell of the job (exit, or a failure after set -e)" >&2; exit 2' EXIT
+    # shellcheck source=/dev/null
+    source "$1"
+    local status=$?
+    trap - ERR EXIT
+    set +eE -uo pipefail
+    [ "$status" = 0 ] || stop "$1: ended with status $status; if nothing is wrong, add the line: true"
+}
+
+site_failed() {
+    local hint="" command word
+    [ "$4$BASH_SUBSHELL" = "source ${2}0" ] || return 0
+    # Not $BASH_COMMAND, which may be the return of a function.
+    command=$(sed -n "${3}s/^[[:space:]]*//p" "$2")
+    word=${command%% *}
+    if [ "$1" = 127 ] && [[ $word != *[=\$]* ]]; then
+        hint="; there is no command '$word' in the shell of a job"
+        case $word in
+            module | ml) hint+=", source /etc/profile.d/modules.sh or lmod.sh before it" ;;
+            conda | mamba) hint+=", source etc/profile.d/conda.sh of its installation before it" ;;
+        esac
+    fi
+    trap - EXIT
+    stop "$2, line $3: '$command' failed with status $1$hint (a command that may fail: add || true)"
+}
+
+# Options of srun for pyxis. The repository, the logs and the folder of the job have the same paths inside as outside.
+set_container() {
+    local mounts=${DTA_CONTAINER_MOUNTS:-} folder
+    [ -n "${DTA_CONTAINER_REPOSITORY:-}" ] || mounts+=",$repository:$repository"
+    for folder in "$DTA_LOG_DIR" "$PWD"; do
+        mounts+=",$folder:$folder"
+    done
+    repository=${DTA_CONTAINER_REPOSITORY:-$repository}
+    container=("--container-image=$DTA_CONTAINER_IMAGE" "--container-mounts=${mounts#,}"
+        "--container-workdir=${DTA_CONTAINER_WORKDIR:-$PWD}")
 }
 
 say() {
@@ -48,49 +91,69 @@ set_rendezvous() {
     export MASTER_ADDR MASTER_PORT
 }
 
+# What every task runs first, in the container if there is one: it finds the project, and notes when the first task began.
+# An image may have a PYTHONPATH of its own, which goes before that of the job.
+# shellcheck disable=SC2016 # the variables are those of each task
+prelude='export PYTHONPATH=$1:$1/kernels${PYTHONPATH:+:$PYTHONPATH}; logs=$2; shift 2
+    if [ "$SLURM_PROCID" = 0 ]; then date +%s > "$logs/began"; fi
+'
+
+# Run a script in all tasks of a step, in the background; sets step_process. What srun itself says goes to srun.log, too.
+#   launch [srun options] -- SCRIPT [arguments]
+launch() {
+    local options=()
+    while [ "$1" != "--" ]; do
+        options+=("$1")
+        shift
+    done
+    local script=$prelude$2
+    shift 2
+    rm -f "$logs/began" "$logs/srun.log"
+    exec {messages}> >(tee "$logs/srun.log" >&2)
+    messages_process=$!
+    srun ${container[@]+"${container[@]}"} "${options[@]}" bash -c "$script" task "$repository" "$logs" "$@" 2>&"$messages" &
+    step_process=$!
+    exec {messages}>&-
+}
+
 # Run a Python module on all nodes of the job, a process for each GPU, in the background; sets step_process.
 #   start_step NODES [srun options] -- MODULE [arguments]
 start_step() {
-    local nodes=$1 logs options=()
+    local nodes=$1 options=()
     shift
     while [ "$1" != "--" ]; do
         options+=("$1")
         shift
     done
     shift
-    logs=$DTA_LOG_DIR/${SLURM_JOB_NAME}-${SLURM_JOB_ID}
-    mkdir -p "$logs"
     # A process that ends takes the others with it a minute later: time to say why, and to end by themselves.
-    options+=(--wait=60 "${container[@]}" "--nodes=$nodes")
+    options+=(--wait=60 "--nodes=$nodes" --label)
     local cpus=${SLURM_CPUS_ON_NODE:-1}
     [ "$cpus" -ge "$DTA_PROCESSES_PER_NODE" ] || stop "the job has $cpus CPUs on a node for $DTA_PROCESSES_PER_NODE \
 processes; submit it with --exclusive, or with --ntasks-per-node $DTA_PROCESSES_PER_NODE --cpus-per-task N"
     if [ "$DTA_LAUNCHER" = task ]; then
-        options+=("--cpus-per-task=$((cpus / DTA_PROCESSES_PER_NODE))")
         # shellcheck disable=SC2016 # the variables are those of each task
-        srun "${options[@]}" "--ntasks=$((nodes * DTA_PROCESSES_PER_NODE))" \
-            "--ntasks-per-node=$DTA_PROCESSES_PER_NODE" --label \
-            bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-                log=$1/rank-$RANK.log; shift; "$@" > >(tee -a "$log") 2>&1; code=$?; wait; exit $code' \
-            task "$logs" "$DTA_PYTHON" -m "$@" &
+        launch "${options[@]}" "--cpus-per-task=$((cpus / DTA_PROCESSES_PER_NODE))" \
+            "--ntasks=$((nodes * DTA_PROCESSES_PER_NODE))" "--ntasks-per-node=$DTA_PROCESSES_PER_NODE" -- \
+            'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+                "$@" > >(tee -a "$logs/rank-$RANK.log") 2>&1; code=$?; wait; exit $code' \
+            "$DTA_PYTHON" -m "$@"
     else
         # shellcheck disable=SC2016
-        srun "${options[@]}" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cpus" --label \
-            bash -c 'python=$1 processes=$2 logs=$3; shift 3
+        launch "${options[@]}" "--ntasks=$nodes" --ntasks-per-node=1 "--cpus-per-task=$cpus" -- \
+            'python=$1 processes=$2; shift 2
                 exec "$python" -m torch.distributed.run --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
                     --nproc-per-node "$processes" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
                     --log-dir "$logs" --tee 3 -m "$@"' \
-            task "$DTA_PYTHON" "$DTA_PROCESSES_PER_NODE" "$logs" "$@" &
+            "$DTA_PYTHON" "$DTA_PROCESSES_PER_NODE" "$@"
     fi
-    step_process=$!
 }
 
 # Run a tool of the project on this node, and put the job into the queue again unless it ended well or its input was wrong.
 run_tool() {
     local tool=$1
     shift
-    srun --ntasks=1 --nodes=1 "${container[@]}" "$DTA_PYTHON" "$(dirname "$DTA_SLURM_DIR")/tools/$tool" "$@" &
-    step_process=$!
+    launch --ntasks=1 --nodes=1 -- 'exec "$@"' "$DTA_PYTHON" "$repository/tools/$tool" "$@"
     wait_for_step
     finish
 }
@@ -107,6 +170,35 @@ wait_for_step() {
         kill -0 "$step_process" 2> /dev/null || break
     done
     trap - TERM USR1
+    wait "$messages_process" 2> /dev/null
+    note_length
+}
+
+# Whether this start failed so early that the next one would, too. Where an earlier start of the job went well, three in a row are needed.
+note_length() {
+    local began
+    early=0
+    began=$(cat "$logs/began" 2> /dev/null) || began=""
+    if [ -n "$began" ] && [ $(($(date +%s) - began)) -ge "$DTA_EARLY_FAILURE_SECONDS" ]; then
+        echo 0 > "$logs/early"
+    elif [ "$step_status" != 0 ] && [ "$warned" = 0 ]; then
+        if [ -f "$logs/early" ]; then
+            early=$(($(cat "$logs/early") + 1))
+            echo "$early" > "$logs/early"
+        else
+            early=3
+        fi
+    fi
+}
+
+# The last lines that srun and the first rank have left, on one line.
+last_words() {
+    local text
+    text=$(tail -n 3 "$logs/srun.log" | paste -sd '|' | sed 's/|/ | /g')
+    if [ -f "$logs/began" ] && [ -s "$logs/rank-0.log" ]; then
+        text+="${text:+ | }rank 0: $(tail -n 1 "$logs/rank-0.log")"
+    fi
+    echo "${text:-srun said nothing}"
 }
 
 pass_on_warning() {
@@ -122,6 +214,11 @@ finish() {
         requeue
     elif [ "$step_status" = 0 ]; then
         say "finished"
+    elif [ "$early" -ge 3 ]; then
+        local when="within $DTA_EARLY_FAILURE_SECONDS seconds (DTA_EARLY_FAILURE_SECONDS)"
+        [ -f "$logs/began" ] || when="before any process began"
+        say "failed with status $step_status $when, which another start would not mend: $(last_words)"
+        exit "$step_status"
     elif [ "${SLURM_RESTART_COUNT:-0}" -lt "$DTA_MAX_RESTARTS" ]; then
         say "failed with status $step_status (a process died or hung, see the logs of the ranks); put into the queue again"
         requeue
