@@ -17,7 +17,8 @@ PYTHON = """#!{python}
 import json, os, sys
 from pathlib import Path
 arguments = sys.argv[1:]
-note = {{"arguments": arguments, "folder": os.getcwd(), "path": os.environ.get("PYTHONPATH", ""), "rank": os.environ.get("RANK"), "size": os.environ.get("WORLD_SIZE"),
+note = {{"arguments": arguments, "folder": os.getcwd(), "path": os.environ.get("PYTHONPATH", ""),
+        "rank": os.environ.get("RANK"), "size": os.environ.get("WORLD_SIZE"),
         "meet": os.environ.get("MASTER_ADDR"), "job": os.environ["SLURM_JOB_NAME"]}}
 folder = Path({folder!r}) / os.environ["SLURM_JOB_NAME"]
 folder.mkdir(exist_ok=True)
@@ -37,7 +38,8 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 http.server.ThreadingHTTPServer(("127.0.0.1", {port}), Healthy).serve_forever()
 """
 PORT = 18734
-# Takes the place of srun where a container is asked for, which needs the plugin pyxis: notes the options and runs the rest as srun would.
+# Takes the place of srun where a container is asked for, which needs the plugin pyxis: notes the options and runs the
+# rest as srun would.
 SRUN = """#!{python}
 import json, os, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Site files of Slurm jobs, as a job reads them: what they may do, and how a failure in one ends the job. Needs no Slurm."""
+"""Site files as a Slurm job reads them: what they may do, and how a failure in one ends the job. Needs no Slurm."""
 
 from __future__ import annotations
 
