@@ -19,12 +19,17 @@ from megatron_dta.command_line import CommandLineParser
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.checks import check_config
 from megatron_dta.config.options import flag_of
+from megatron_dta.config.other_names import name_here
 from megatron_dta.config.treepo import add_treepo_preset
 from megatron_dta.conversion.hf_arguments import add_hf_settings
 from megatron_dta.errors import InputError
 
 
 class _Parser(CommandLineParser):
+    def meant(self, word: str) -> str:
+        """What is wrong with a word that is no flag, and what was perhaps meant: slime's and verl's names, too."""
+        return name_here(word) or super().meant(word)
+
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """The words of a line of an argument file, as a shell would take them; # begins a comment."""
         try:

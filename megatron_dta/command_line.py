@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_dta.errors import InputError, one_line
+from megatron_dta.errors import InputError, one_line, raise_all
 
 
 class CommandLineParser(argparse.ArgumentParser):
@@ -19,9 +21,48 @@ class CommandLineParser(argparse.ArgumentParser):
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(description=description, allow_abbrev=False, **settings)
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse's; a line for each flag that is unknown, with the ones that were perhaps meant."""
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            named = [word for word in unknown if word.startswith("-") or "=" in word] or unknown
+            lines = [self.meant(word) for word in named]
+            lines[-1] += " (--help lists the flags)"
+            raise_all(lines)
+        return namespace
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse's; an argument file that cannot be read is one line."""
+        try:
+            return super().parse_known_args(args, namespace)
+        except UnicodeDecodeError as error:
+            raise InputError(f"an argument file (@FILE) is not text ({error.reason})") from None
+        except RecursionError:
+            raise InputError("an argument file (@FILE) names itself, or one that names it") from None
+
     def error(self, message: str) -> NoReturn:
         """One line instead of argparse's usage text."""
+        failure = sys.exc_info()[1]
+        if isinstance(failure, OSError):
+            raise InputError(f"argument file @{failure.filename}: cannot be read ({failure.strerror})")
         raise InputError(f"{one_line(message)} (--help lists the flags)")
+
+    def meant(self, word: str) -> str:
+        """What is wrong with a word that is no flag, and what was perhaps meant."""
+        flag = word.partition("=")[0]
+        if not word.startswith("-"):
+            return f"{word}: belongs to no flag"
+        near = list(dict.fromkeys(self._near(flag)))[:3]
+        return f"{flag}: unknown flag" + (f"; did you mean {' or '.join(near)}?" if near else "")
+
+    def _near(self, flag: str) -> Iterator[str]:
+        """Flags with nearly this name, that begin with it, or that speak of its words; the best first."""
+        known = {name: action for action in self._actions for name in action.option_strings if name.startswith("--")}
+        name = "--" + flag.lstrip("-").replace("_", "-")
+        yield from (other for other in known if other == name or other.startswith(f"{name}-"))
+        yield from difflib.get_close_matches(name, known, n=3, cutoff=0.75)
+        words = name.strip("-").replace("-", " ")
+        yield from sorted((other for other in known if words in (known[other].help or "").lower()), key=len)
 
 
 def add_framing(parser: argparse.ArgumentParser) -> None:

@@ -1,19 +1,45 @@
 """The one exception for bad input: a flag, a rollout file, a checkpoint.
 
-Its message is a single line that says which file, row, field or flag is wrong, what was wrong and what to do. Entry
-points print it without a traceback and exit with status 2, so anything else that reaches the user is a defect of this
-project.
+Its message is a single line that says which file, row, field or flag is wrong, what was wrong and what to do;
+``InputErrors`` has a line for each of several things. Entry points print it without a traceback and exit with status 2,
+so anything else that reaches the user is a defect of this project.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 
 class InputError(ValueError):
     """The user's input cannot be used; the message names the place and the fix."""
+
+
+class InputErrors(InputError):  # noqa: N818 (several of them)
+    """Several things that are wrong at once; ``messages`` has a line for each."""
+
+    def __init__(self, messages: Iterable[str]) -> None:
+        self.messages = tuple(messages)
+        super().__init__("\n".join(self.messages))
+
+
+def raise_all(messages: Iterable[str]) -> None:
+    """Raise what is wrong, all of it at once, if anything is."""
+    found = tuple(dict.fromkeys(messages))
+    if found:
+        raise InputErrors(found)
+
+
+def caught(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+    """What ``check(*arguments)`` raises as ``InputError``, as lines."""
+    try:
+        check(*arguments)
+    except InputErrors as error:
+        yield from error.messages
+    except InputError as error:
+        yield str(error)
 
 
 def one_line(text: str) -> str:
@@ -22,7 +48,8 @@ def one_line(text: str) -> str:
 
 
 def run_entry_point(main: Callable[[], int | None]) -> None:
-    """Run ``main`` and exit with its status; an ``InputError`` becomes one line on standard error and status 2, Ctrl-C
+    """Run ``main`` and exit with its status; an ``InputError`` becomes one line on standard error (one for
+    each thing that is wrong) and status 2, Ctrl-C
     the line ``interrupted`` and status 130, as shells have it.
 
     Of several processes, those after the first name themselves: mostly all of them met the same error, but not always.
@@ -30,8 +57,10 @@ def run_entry_point(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except InputError as error:
-        rank, message = os.environ.get("RANK", "0"), one_line(str(error))
-        print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        for message in error.messages if isinstance(error, InputErrors) else (str(error),):
+            start = "error" if rank == "0" else f"error on rank {rank}"
+            print(f"{start}: {one_line(message)}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -1,6 +1,6 @@
 # Example of a site file for containers by pyxis and enroot: copy, change, and give it to submit.sh with --env. environment.example.sh
 # has all settings. A command in it that fails ends the job.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 
 # A file, or what enroot imports, such as nvcr.io#nvidia/pytorch:25.09-py3. Import it once: enroot import --output FILE docker://IMAGE
 DTA_CONTAINER_IMAGE=/shared/images/megatron_dta.sqsh

@@ -12,6 +12,7 @@ import pytest
 
 from conftest import REPOSITORY, seed_all
 from megatron_dta.arguments import build_parser
+from megatron_dta.config.other_names import markdown_table
 from megatron_dta.config.reward import RewardConfig
 from megatron_dta.sampling.code_reward import CodeTests
 from megatron_dta.sampling.rewards import compute_reward, load_reward_function
@@ -99,6 +100,11 @@ def test_the_environments_work(tmp_path: Path) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     assert tools.step(call) == ("<tool_response>3</tool_response>", 0.0, False)
     assert tools.step("3") == ("", 1.0, True)
+
+
+def test_the_table_of_names_is_that_of_the_command_line() -> None:
+    """A new row belongs into ``config.other_names``; the document shows what ``markdown_table`` returns."""
+    assert markdown_table() in (REPOSITORY / "docs" / "from_verl_and_slime.md").read_text()
 
 
 def test_verls_rows_become_prompts(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Settings that do not fit together are refused here, before anything is built, each by a line naming flag and fix.
 
+All of them are reported at once. A check yields its lines; what other code needs too raises, and is ``caught``.
 Three kinds: a number out of its bounds (the bounds stand at the field), a flag that would have no effect beside the
 others (no flag is accepted and ignored), and combinations that cannot work. A new check belongs with its topic.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 
 from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.config.lora_checks import check_lora, check_reference
@@ -22,64 +24,72 @@ from megatron_dta.config.train import TrainConfig, settings_of
 from megatron_dta.config.transformer_engine_checks import check_transformer_impl
 from megatron_dta.config.tree_checks import check_tree
 from megatron_dta.config.treepo_checks import check_treepo, treepo_conditions
-from megatron_dta.errors import InputError
+from megatron_dta.errors import InputError, caught, raise_all
 
 
 def check_config(config: TrainConfig) -> None:
-    """Raise ``InputError`` for the first setting that cannot be used."""
-    _check_bounds(config)
-    _check_model(config)
-    _check_data(config)
-    check_objective(config)
-    check_treepo(config)
-    check_tree(config)
-    _check_schedule(config)
-    _check_parallel(config)
-    check_states(config.model, config.optimization, config.parallel)
-    _check_hf(config)
-    check_rollout_engine(config)
-    _check_no_effect(config)
+    """Raise ``InputErrors`` with a line for every setting that cannot be used."""
+    # Beyond its bounds a number may mean nothing to the other checks, and which flags are read follows from the source.
+    raise_all(_check_bounds(config))
+    source, model = list(_check_source(config)), list(_check_model(config))
+    if config.model.kv_channels is None or config.model.num_query_groups is None:
+        raise_all([*source, *model])
+    raise_all([*source, *model, *_contradictions(config), *([] if source else _check_no_effect(config))])
 
 
-def _check_bounds(config: TrainConfig) -> None:
+def _contradictions(config: TrainConfig) -> Iterator[str]:
+    yield from _check_data(config)
+    yield from check_objective(config)
+    yield from check_treepo(config)
+    yield from check_tree(config)
+    yield from _check_schedule(config)
+    yield from _check_parallel(config)
+    yield from caught(check_states, config.model, config.optimization, config.parallel)
+    yield from _check_hf(config)
+    yield from check_rollout_engine(config)
+
+
+def _check_bounds(config: TrainConfig) -> Iterator[str]:
     for _, setting, value in settings_of(config):
         flag, bounds = flag_of(setting), setting.metadata
         if bounds["choices"] and value is not None and value not in bounds["choices"]:
-            raise InputError(f"{flag} {value}: choose one of {', '.join(bounds['choices'])}")
+            yield f"{flag} {value}: choose one of {', '.join(bounds['choices'])}"
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not math.isfinite(value):
-            raise InputError(f"{flag} {value}: must be a finite number")
+            yield f"{flag} {value}: must be a finite number"
+            continue
         if bounds["minimum"] is not None and value < bounds["minimum"]:
-            raise InputError(f"{flag} {value}: must be at least {bounds['minimum']}")
+            yield f"{flag} {value}: must be at least {bounds['minimum']}"
         if bounds["above"] is not None and value <= bounds["above"]:
-            raise InputError(f"{flag} {value}: must be above {bounds['above']}")
+            yield f"{flag} {value}: must be above {bounds['above']}"
         if bounds["maximum"] is not None and value > bounds["maximum"]:
-            raise InputError(f"{flag} {value}: must be at most {bounds['maximum']}")
+            yield f"{flag} {value}: must be at most {bounds['maximum']}"
 
 
-def _check_model(config: TrainConfig) -> None:
+def _check_model(config: TrainConfig) -> Iterator[str]:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if model.kv_channels is None:
-        raise InputError(
+        yield (
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {heads}; "
             "change one of them or give --kv-channels"
         )
+    else:
+        yield from caught(check_rotary, model)
     if model.group_query_attention and groups is None:
-        raise InputError("--group-query-attention needs --num-query-groups")
-    if not model.group_query_attention and groups != heads:
-        raise InputError(f"--num-query-groups {groups} needs --group-query-attention")
-    if heads % groups:
-        raise InputError(f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
-    check_rotary(model)
-    check_dropout(model)
+        yield "--group-query-attention needs --num-query-groups"
+    elif not model.group_query_attention and groups != heads:
+        yield f"--num-query-groups {groups} needs --group-query-attention"
+    elif heads % groups:
+        yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}"
+    yield from caught(check_dropout, model)
     if model.bf16 and model.fp16:
-        raise InputError("--bf16 and --fp16 conflict; keep --bf16")
-    if model.fp16:
-        raise InputError("--fp16 is not supported: it needs loss scaling; use --bf16")
-    check_transformer_impl(model)
-    _check_recompute(config)
+        yield "--bf16 and --fp16 conflict; keep --bf16"
+    elif model.fp16:
+        yield "--fp16 is not supported: it needs loss scaling; use --bf16"
+    yield from caught(check_transformer_impl, model)
+    yield from _check_recompute(config)
 
 
 def check_rotary(model: ModelConfig) -> None:
@@ -122,86 +132,85 @@ def check_dropout(model: ModelConfig) -> None:
             )
 
 
-def _check_recompute(config: TrainConfig) -> None:
+def _check_recompute(config: TrainConfig) -> Iterator[str]:
     model = config.model
     if model.recompute_granularity == "full":
         if model.recompute_method is None or model.recompute_num_layers is None:
-            raise InputError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
-        if model.recompute_num_layers > model.num_layers:
-            raise InputError(
-                f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}"
-            )
+            yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
+        elif model.recompute_num_layers > model.num_layers:
+            yield (f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}")
 
 
-def _check_data(config: TrainConfig) -> None:
-    data, sampling, model = config.data, config.sampling, config.model
+def _check_source(config: TrainConfig) -> Iterator[str]:
+    data, sampling = config.data, config.sampling
     sampled = bool(sampling.prompt_data or sampling.task)
     if data.rollouts and sampled:
-        raise InputError("--rollouts conflicts with sampling (--prompt-data, --task); keep one source of rollouts")
+        yield "--rollouts conflicts with sampling (--prompt-data, --task); keep one source of rollouts"
     if not data.rollouts and not sampled:
-        raise InputError(
-            "no rollouts to train on: give --rollouts FILE, or --prompt-data FILE or --task to sample them"
-        )
-    if data.rollouts and data.global_batch_size is None:
-        raise InputError("--rollouts needs --global-batch-size, the rollouts in one optimizer step")
-    if data.rollouts and model.vocab_size is None:
-        raise InputError("--rollouts needs --vocab-size: stored token ids do not tell the size of the vocabulary")
+        yield ("no rollouts to train on: give --rollouts FILE, or --prompt-data FILE or --task to sample them")
     if sampling.prompt_data and sampling.task:
-        raise InputError("--task brings its own prompts and conflicts with --prompt-data; keep one of them")
+        yield "--task brings its own prompts and conflicts with --prompt-data; keep one of them"
+
+
+def _check_data(config: TrainConfig) -> Iterator[str]:
+    data, sampling, model = config.data, config.sampling, config.model
+    sampled = bool(sampling.prompt_data or sampling.task)
+    if data.rollouts and data.global_batch_size is None:
+        yield "--rollouts needs --global-batch-size, the rollouts in one optimizer step"
+    if data.rollouts and model.vocab_size is None:
+        yield "--rollouts needs --vocab-size: stored token ids do not tell the size of the vocabulary"
     if sampling.prompt_data and not (sampling.reward_function or config.environment.environment):
-        raise InputError(
-            "--prompt-data needs --reward-function: exact_match, math_verify, code_tests, remote or FILE.py:NAME"
-        )
+        yield ("--prompt-data needs --reward-function: exact_match, math_verify, code_tests, remote or FILE.py:NAME")
     if sampling.prompt_data and not sampling.tokenizer_type:
-        raise InputError("--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)")
+        yield "--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)"
     if sampled:
-        _check_division_of_samples(config)
+        yield from _check_division_of_samples(config)
     length = data.seq_length
     if length is not None and length > model.max_position_embeddings:
-        raise InputError(
+        yield (
             f"--seq-length {length} is more than --max-position-embeddings {model.max_position_embeddings}; "
             "raise the latter or cut the sequences"
         )
     if config.logging.eval_interval and not (data.eval_rollouts or sampling.eval_prompt_data or sampling.task):
-        raise InputError("--eval-interval needs held-out data: give --eval-rollouts or --eval-prompt-data")
+        yield "--eval-interval needs held-out data: give --eval-rollouts or --eval-prompt-data"
 
 
-def _check_division_of_samples(config: TrainConfig) -> None:
+def _check_division_of_samples(config: TrainConfig) -> Iterator[str]:
     sampling, data = config.sampling, config.data
     if sampling.rollout_batch_size % sampling.num_steps_per_rollout:
-        raise InputError(
+        yield (
             f"--rollout-batch-size {sampling.rollout_batch_size} is not divisible by "
             f"--num-steps-per-rollout {sampling.num_steps_per_rollout}: groups are kept whole"
         )
     sampled = sampling.rollout_batch_size * sampling.n_samples_per_prompt
     if data.global_batch_size is not None and data.global_batch_size * sampling.num_steps_per_rollout != sampled:
-        raise InputError(
+        yield (
             f"--global-batch-size {data.global_batch_size} x --num-steps-per-rollout {sampling.num_steps_per_rollout} "
             f"is not the {sampled} rollouts of --rollout-batch-size x --n-samples-per-prompt; leave out "
             "--global-batch-size to derive it"
         )
 
 
-def _check_schedule(config: TrainConfig) -> None:
+def _check_schedule(config: TrainConfig) -> Iterator[str]:
     optimization = config.optimization
     decay_iters = optimization.lr_decay_iters or optimization.train_iters
     if optimization.min_lr > optimization.lr:
-        raise InputError(f"--min-lr {optimization.min_lr} is above --lr {optimization.lr}")
+        yield f"--min-lr {optimization.min_lr} is above --lr {optimization.lr}"
     if optimization.lr_warmup_init > optimization.lr:
-        raise InputError(f"--lr-warmup-init {optimization.lr_warmup_init} is above --lr {optimization.lr}")
+        yield f"--lr-warmup-init {optimization.lr_warmup_init} is above --lr {optimization.lr}"
     if optimization.lr_warmup_iters and optimization.lr_warmup_iters >= decay_iters:
-        raise InputError(
+        yield (
             f"--lr-warmup-iters {optimization.lr_warmup_iters} must be below the {decay_iters} steps of the schedule "
             "(--lr-decay-iters or --train-iters)"
         )
     if optimization.lr_decay_style == "WSD" and optimization.lr_wsd_decay_iters is None:
-        raise InputError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
     for flag, beta in (("--adam-beta1", optimization.adam_beta1), ("--adam-beta2", optimization.adam_beta2)):
         if beta >= 1:
-            raise InputError(f"{flag} {beta}: must be below 1")
+            yield f"{flag} {beta}: must be below 1"
 
 
-def _check_parallel(config: TrainConfig) -> None:
+def _check_parallel(config: TrainConfig) -> Iterator[str]:
     supported = (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -218,25 +227,24 @@ def _check_parallel(config: TrainConfig) -> None:
     )
     for topic, setting, value in settings_of(config):
         if topic == "parallel" and setting.name not in supported and value != setting.default:
-            raise InputError(f"{flag_of(setting)} {value} is not supported yet; leave the flag out")
-    check_tensor_parallel(config.model, config.parallel)
-    if config.parallel.pipeline_model_parallel_size > 1:
-        stage_layers(config.model, config.parallel)
-    check_experts(config.model, config.parallel)
-    check_lora(config.model, config.parallel)
-    check_reference(config.model, config.objective, config.checkpoint)
+            yield f"{flag_of(setting)} {value} is not supported yet; leave the flag out"
+    model, parallel = config.model, config.parallel
+    yield from caught(check_tensor_parallel, model, parallel)
+    if parallel.pipeline_model_parallel_size > 1:
+        yield from caught(stage_layers, model, parallel)
+    yield from caught(check_experts, model, parallel)
+    yield from caught(check_lora, model, parallel)
+    yield from caught(check_reference, model, config.objective, config.checkpoint)
     world_size = os.environ.get("WORLD_SIZE", "1")
-    check_world_size(config.parallel, int(world_size) if world_size.isdecimal() else 1)
+    yield from caught(check_world_size, parallel, int(world_size) if world_size.isdecimal() else 1)
 
 
-def _check_hf(config: TrainConfig) -> None:
+def _check_hf(config: TrainConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.load_hf is not None and checkpoint.load is not None:
-        raise InputError("--load-hf conflicts with --load; keep the one to start from")
+        yield "--load-hf conflicts with --load; keep the one to start from"
     if checkpoint.save_hf is not None and checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
-        raise InputError(
-            "--save-hf needs --load-hf or --hf-checkpoint, whose configuration and tokenizer are carried along"
-        )
+        yield ("--save-hf needs --load-hf or --hf-checkpoint, whose configuration and tokenizer are carried along")
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
@@ -274,7 +282,7 @@ def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
             )
 
 
-def _check_no_effect(config: TrainConfig) -> None:
+def _check_no_effect(config: TrainConfig) -> Iterator[str]:
     """Refuse a flag whose value differs from its default where nothing would read it."""
     policy_gradient, sampled = config.objective.objective in POLICY_GRADIENT, not config.data.rollouts
     evaluated = config.logging.eval_interval is not None
@@ -345,7 +353,11 @@ def _check_no_effect(config: TrainConfig) -> None:
         "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
         **treepo_conditions(config, sampled, policy_gradient),
     }
+    known: set[str] = set()
     for needed, (holds, names) in conditions.items():
         for _, setting, value in settings_of(config):
-            if not holds and setting.name in names.split() and value != setting.default:
-                raise InputError(f"{flag_of(setting)} has no effect without {needed}; leave it out or add that")
+            if holds or setting.name in known or setting.name not in names.split():
+                continue
+            if value != setting.default:
+                known.add(setting.name)
+                yield f"{flag_of(setting)} has no effect without {needed}; leave it out or add that"

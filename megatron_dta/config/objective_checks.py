@@ -2,91 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron_dta.config.critic import CriticConfig
 from megatron_dta.config.train import TrainConfig
-from megatron_dta.errors import InputError
 
 POLICY_GRADIENT = ("grpo", "ppo", "gspo", "gspo-token", "cispo")
 
 
-def check_objective(config: TrainConfig) -> None:
-    """Refuse losses without what they need, and settings that contradict each other."""
+def check_objective(config: TrainConfig) -> Iterator[str]:
+    """A line for each loss without what it needs, and for settings that contradict each other."""
     objective, sampled = config.objective, bool(config.sampling.prompt_data or config.sampling.task)
     name = objective.objective
     if name == "sft" and sampled and config.filtering.rejection_sampling is None:
         flag = "--prompt-data" if config.sampling.prompt_data else "--task"
-        raise InputError(
+        yield (
             f"--objective sft trains on stored rollouts and conflicts with {flag}; give --rollouts instead, or "
             "--rejection-sampling to train on the best of what is sampled"
         )
     if objective.eps_clip_high is not None and objective.eps_clip_high < objective.eps_clip:
-        raise InputError(
-            f"--eps-clip-high {objective.eps_clip_high} is below --eps-clip {objective.eps_clip}; raise it"
-        )
+        yield (f"--eps-clip-high {objective.eps_clip_high} is below --eps-clip {objective.eps_clip}; raise it")
     if objective.loss_aggregation == "sequence-sum" and objective.loss_length is None and not sampled:
-        raise InputError("--loss-aggregation sequence-sum needs --loss-length, the constant length to divide by")
+        yield "--loss-aggregation sequence-sum needs --loss-length, the constant length to divide by"
     if objective.use_tis and objective.old_logprobs == "rollout":
-        raise InputError(
+        yield (
             "--use-tis compares the trainer's logprobs with the sampler's, but --old-logprobs rollout takes the "
             "sampler's for both; add --old-logprobs recompute"
         )
     if objective.use_tis and objective.tis_clip_low >= objective.tis_clip:
-        raise InputError(f"--tis-clip-low {objective.tis_clip_low:g} is not below --tis-clip {objective.tis_clip:g}")
+        yield f"--tis-clip-low {objective.tis_clip_low:g} is not below --tis-clip {objective.tis_clip:g}"
     if name == "cispo" and objective.dual_clip is not None:
-        raise InputError("--dual-clip has no effect with --objective cispo, which clips every weight; leave it out")
+        yield "--dual-clip has no effect with --objective cispo, which clips every weight; leave it out"
     if objective.shared_token_ownership == "first" and name in ("gspo", "gspo-token", "dpo"):
-        raise InputError(
+        yield (
             f"--shared-token-ownership first: --objective {name} is a loss of whole sequences, which cannot leave "
             "shared tokens out; leave the flag out"
         )
     if objective.shared_token_ownership == "first" and objective.use_tis and objective.tis_level == "sequence":
-        raise InputError(
+        yield (
             "--shared-token-ownership first leaves tokens of a sequence out, and --tis-level sequence weighs by the "
             "ratio of all of them; give --tis-level token"
         )
     if objective.ppo_epochs > 1 and name in ("sft", "dpo"):
-        raise InputError(f"--ppo-epochs {objective.ppo_epochs} has no effect with --objective {name}; leave it out")
-    _check_critic(config)
-    _check_filters(config, sampled)
+        yield f"--ppo-epochs {objective.ppo_epochs} has no effect with --objective {name}; leave it out"
+    yield from _check_critic(config)
+    yield from _check_filters(config, sampled)
 
 
-def _check_critic(config: TrainConfig) -> None:
+def _check_critic(config: TrainConfig) -> Iterator[str]:
     if config.objective.objective != "ppo":
         return
     if config.objective.advantage_estimator != "grpo" or config.objective.disable_grpo_std_normalization:
         flag = "--advantage-estimator" if config.objective.advantage_estimator != "grpo" else ""
         flag = flag or "--disable-grpo-std-normalization"
-        raise InputError(f"{flag} has no effect with --objective ppo, whose critic estimates advantages; leave it out")
+        yield f"{flag} has no effect with --objective ppo, whose critic estimates advantages; leave it out"
     if config.objective.leaf_weights in ("advantages", "both"):
-        raise InputError(
+        yield (
             f"--leaf-weights {config.objective.leaf_weights} weighs means of groups, which --objective ppo does not "
             "take; give loss or leave it out"
         )
     steps = config.critic.num_critic_only_steps
     if steps and steps >= config.optimization.train_iters:
-        raise InputError(f"--num-critic-only-steps {steps} is not below --train-iters; the policy would never train")
+        yield f"--num-critic-only-steps {steps} is not below --train-iters; the policy would never train"
 
 
-def _check_filters(config: TrainConfig, sampled: bool) -> None:
+def _check_filters(config: TrainConfig, sampled: bool) -> Iterator[str]:
     filtering, sampling = config.filtering, config.sampling
     length = filtering.overlong_buffer_len
     if length is not None and sampled and length > sampling.rollout_max_response_len:
-        raise InputError(
+        yield (
             f"--overlong-buffer-len {length} is more than --rollout-max-response-len "
             f"{sampling.rollout_max_response_len}; lower it"
         )
     if filtering.dynamic_sampling and sampling.over_sampling_batch_size is not None:
-        raise InputError(
-            "--dynamic-sampling and --over-sampling-batch-size both replace prompts of one reward; keep one of them"
-        )
+        yield ("--dynamic-sampling and --over-sampling-batch-size both replace prompts of one reward; keep one of them")
     if filtering.dynamic_sampling and sampling.n_samples_per_prompt == 1:
-        raise InputError(
+        yield (
             "--dynamic-sampling would drop every group: a single rollout cannot differ; raise --n-samples-per-prompt"
         )
     if filtering.rejection_sampling == "threshold" and filtering.rejection_reward_threshold is None:
-        raise InputError("--rejection-sampling threshold needs --rejection-reward-threshold")
+        yield "--rejection-sampling threshold needs --rejection-reward-threshold"
 
 
 def objective_conditions(config: TrainConfig, sampled: bool) -> dict[str, tuple[bool, str]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_dta.config.speculation import SpeculationConfig
 from megatron_dta.config.train import TrainConfig
-from megatron_dta.errors import InputError
 
 SERVERS = ("vllm", "sglang")
 
@@ -14,96 +15,92 @@ def samples(config: TrainConfig) -> bool:
     return bool(config.sampling.prompt_data or config.sampling.task)
 
 
-def check_rollout_engine(config: TrainConfig) -> None:
-    """Refuse an engine without what it needs, and staleness that cannot be."""
+def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
+    """A line for an engine without what it needs, and for staleness that cannot be."""
     sampling, checkpoint = config.sampling, config.checkpoint
     engine = sampling.rollout_engine
     if not samples(config):
         return
     if engine in SERVERS:
         if not sampling.rollout_server_url:
-            raise InputError(f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT")
+            yield f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT"
         if checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
-            raise InputError(
+            yield (
                 f"--rollout-engine {engine} needs --load-hf or --hf-checkpoint: the servers get new weights in Hugging "
                 "Face's form, with its configuration"
             )
         if sampling.rollout_weights_dir is None and checkpoint.save is None:
-            raise InputError(
-                f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder that the servers see"
-            )
+            yield (f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder that the servers see")
         tempered = sampling.temperature != 1 and sampling.rollout_top_p < 1
         if engine == "vllm" and tempered and config.objective.needs_rollout_logprobs:
             fix = "add --old-logprobs recompute"
             if config.objective.old_logprobs != "rollout":
                 fix = "leave out --use-tis and --sampler-mismatch-alarm"
-            raise InputError(
+            yield (
                 f"--rollout-temperature {sampling.temperature:g} and --rollout-top-p {sampling.rollout_top_p:g}: vLLM "
                 f"returns no logprobs of the tempered softmax before the nucleus; {fix}"
             )
     if engine == "replay" and not sampling.rollout_replay:
-        raise InputError("--rollout-engine replay needs --rollout-replay FILE, the rollouts to answer from")
+        yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to answer from"
     if sampling.reward_function == "remote" and not config.reward.reward_server_url:
-        raise InputError("--reward-function remote needs --reward-server-url http://HOST:PORT/PATH")
+        yield "--reward-function remote needs --reward-server-url http://HOST:PORT/PATH"
     if config.reward.reward_failure == "drop" and config.treepo.rollout_method == "treepo":
-        raise InputError(
+        yield (
             "--reward-failure drop would leave holes in sampled trees, whose leaves are compared; leave it out with "
             "--rollout-method treepo"
         )
     if config.environment.environment_failure == "drop" and config.treepo.rollout_method == "treepo":
-        raise InputError(
+        yield (
             "--environment-failure drop would leave holes in sampled trees, whose leaves are compared; give end or "
             "stop with --rollout-method treepo"
         )
     if engine == "sglang" and config.speculation.rollout_speculation == "das":
         if config.sampling.tokenizer_type == "NullTokenizer":
-            raise InputError(
+            yield (
                 "--rollout-speculation das gives SGLang the text of past rollouts, which --tokenizer-type "
                 "NullTokenizer does not know; give the model's tokenizer, or leave out --rollout-speculation"
             )
         if config.speculation.das_draft_tokens < 2:
-            raise InputError("--das-draft-tokens 1: SGLang divides a draft between two sources; give at least 2")
-    _check_draft_length(config.speculation)
+            yield "--das-draft-tokens 1: SGLang divides a draft between two sources; give at least 2"
+    yield from _check_draft_length(config.speculation)
     if sampling.rollout_max_staleness:
-        _check_staleness(config)
+        yield from _check_staleness(config)
     if config.speculation.rollout_stop_degenerate:
         if config.treepo.rollout_method == "treepo":
-            raise InputError(
+            yield (
                 "--rollout-stop-degenerate ends whole responses, and --rollout-method treepo asks for segments; leave "
                 "it out, --treepo-repetition-count ends a path"
             )
         if config.environment.environment is not None:
-            raise InputError(
-                "--rollout-stop-degenerate ends whole responses, and --environment asks for turns; leave it out"
-            )
+            yield ("--rollout-stop-degenerate ends whole responses, and --environment asks for turns; leave it out")
 
 
-def _check_draft_length(speculation: SpeculationConfig) -> None:
+def _check_draft_length(speculation: SpeculationConfig) -> Iterator[str]:
     """Refuse a length that was asked for and that no draft can have; the default one is what fits."""
     tokens, depth = speculation.das_draft_tokens, speculation.das_depth
     if tokens >= depth and tokens != SpeculationConfig().das_draft_tokens:
-        raise InputError(
+        yield (
             f"--das-draft-tokens {tokens} is not below --das-depth {depth}, the tokens of a match and its draft "
             f"together; raise that to at least {tokens + 1}"
         )
 
 
-def _check_staleness(config: TrainConfig) -> None:
+def _check_staleness(config: TrainConfig) -> Iterator[str]:
     sampling, bound = config.sampling, config.sampling.rollout_max_staleness
     if sampling.rollout_engine == "in-process":
-        raise InputError(
+        yield (
             f"--rollout-max-staleness {bound} needs --rollout-engine vllm or sglang: the engine in this process "
             "samples from the weights that are being trained"
         )
     if sampling.rollout_engine == "replay":
-        raise InputError(f"--rollout-max-staleness {bound} has no effect on --rollout-engine replay; leave it out")
+        yield f"--rollout-max-staleness {bound} has no effect on --rollout-engine replay; leave it out"
     if config.objective.old_logprobs != "rollout":
-        raise InputError(
+        yield (
             f"--rollout-max-staleness {bound} conflicts with --old-logprobs {config.objective.old_logprobs}: those "
             "would be of newer weights than the ones that sampled; leave the latter out"
         )
     if bound < sampling.num_steps_per_rollout:
-        raise InputError(
+        yield (
             f"--rollout-max-staleness {bound} is below --num-steps-per-rollout {sampling.num_steps_per_rollout}, so no "
             f"collection could be sampled ahead; raise it to {sampling.num_steps_per_rollout} or leave it out"
         )

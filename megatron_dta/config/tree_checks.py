@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_dta.config.train import TrainConfig
-from megatron_dta.errors import InputError
 
 
-def check_tree(config: TrainConfig) -> None:
-    """Refuse what ``--tree-memory-gib`` decides and is also given, and models whose costs cannot be measured."""
+def check_tree(config: TrainConfig) -> Iterator[str]:
+    """A line for what ``--tree-memory-gib`` decides and is given too, and for models whose costs cannot be measured."""
     tree = config.tree
     if tree.tree_memory_gib is not None:
         for flag, value in (
@@ -16,10 +17,10 @@ def check_tree(config: TrainConfig) -> None:
             ("--recompute-granularity", config.model.recompute_granularity),
         ):
             if value is not None:
-                raise InputError(f"--tree-memory-gib decides what {flag} {value} says; give one of the two")
+                yield f"--tree-memory-gib decides what {flag} {value} says; give one of the two"
     for flag, value in (("--tree-memory-gib", tree.tree_memory_gib), ("--cost-model", tree.cost_model)):
         if value is not None and config.model.num_experts is not None:
-            raise InputError(
+            yield (
                 f"{flag} {value}: does not know experts, whose tokens change from step to step; leave it out with "
                 "--num-experts"
             )

@@ -3,45 +3,45 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron_dta.config.train import TrainConfig
 from megatron_dta.config.treepo import TreePOConfig
-from megatron_dta.errors import InputError
 
 
-def check_treepo(config: TrainConfig) -> None:
-    """Refuse trees that cannot grow, and environments beside what they replace."""
+def check_treepo(config: TrainConfig) -> Iterator[str]:
+    """A line for trees that cannot grow, and for environments beside what they replace."""
     if config.data.rollouts:
         return  # nothing is sampled, and its flags have no effect
     treepo, sampling, environment = config.treepo, config.sampling, config.environment
     over = sampling.over_sampling_batch_size
     if over is not None and over < sampling.rollout_batch_size:
-        raise InputError(
+        yield (
             f"--over-sampling-batch-size {over} is below --rollout-batch-size {sampling.rollout_batch_size}; raise it"
         )
     if environment.environment is not None:
         if sampling.reward_function is not None:
-            raise InputError("--environment gives the rewards and conflicts with --reward-function; leave that out")
+            yield "--environment gives the rewards and conflicts with --reward-function; leave that out"
         if treepo.treepo_answer_pattern is not None:
-            raise InputError("--environment decides when a rollout is over; leave out --treepo-answer-pattern")
+            yield "--environment decides when a rollout is over; leave out --treepo-answer-pattern"
     special = treepo.rollout_method != "independent" or environment.environment is not None
     if special and sampling.rollout_engine == "replay":
         flag = "--environment" if treepo.rollout_method == "independent" else "--rollout-method treepo"
-        raise InputError(f"{flag} needs an engine that samples, not --rollout-engine replay")
+        yield f"{flag} needs an engine that samples, not --rollout-engine replay"
     if treepo.rollout_method == "independent":
         return
     if treepo.treepo_branch_at == "segment" and treepo.treepo_segment_length >= sampling.rollout_max_response_len:
-        raise InputError(
+        yield (
             f"--treepo-segment-length {treepo.treepo_segment_length} is not below --rollout-max-response-len "
             f"{sampling.rollout_max_response_len}: no path would branch; lower it"
         )
     first, last = treepo.treepo_initial_branches, treepo.treepo_initial_branches_max
     if last is not None and last < first:
-        raise InputError(f"--treepo-initial-branches-max {last} is below --treepo-initial-branches {first}; raise it")
+        yield f"--treepo-initial-branches-max {last} is below --treepo-initial-branches {first}; raise it"
     flag = "--treepo-initial-branches" if last is None else "--treepo-initial-branches-max"
     if max(first, last or 0) > sampling.n_samples_per_prompt:
-        raise InputError(
+        yield (
             f"{flag} {max(first, last or 0)} is above the width of a tree, --n-samples-per-prompt "
             f"{sampling.n_samples_per_prompt}; lower it"
         )
@@ -50,7 +50,7 @@ def check_treepo(config: TrainConfig) -> None:
             re.compile(treepo.treepo_answer_pattern)
         except re.error as error:
             reason = f"not boxed and not a regular expression: {error}"
-            raise InputError(f"--treepo-answer-pattern {treepo.treepo_answer_pattern}: {reason}") from None
+            yield f"--treepo-answer-pattern {treepo.treepo_answer_pattern}: {reason}"
 
 
 def treepo_conditions(config: TrainConfig, sampled: bool, policy_gradient: bool) -> dict[str, tuple[bool, str]]:
