@@ -12,7 +12,8 @@ from typing import Any
 class RewardServer:
     """Answers each request with the next plan; the last one stays.
 
-    Plans: a dictionary or number (JSON), bytes (as they are), ("status", code), "hang", "drip", "cut", "drop".
+    Plans: a dictionary or number (JSON), bytes (as they are), ("status", code), "hang", "cut", "drop", "gzip", and what
+    comes a bit at a time: "drip" (the body), "drip-head", "continue" (interim replies without end).
 
     Attributes:
         url: where it is.
@@ -39,6 +40,10 @@ class RewardServer:
                     return
                 if plan == "hang":
                     time.sleep(hang_s)
+                if plan in ("drip-head", "continue"):
+                    part = b"HTTP/1.1 100 Continue\r\n\r\n" if plan == "continue" else b"X"
+                    self._drip(b"" if plan == "continue" else b"HTTP/1.1 200 OK\r\n", part)
+                    return
                 status = plan[1] if isinstance(plan, tuple) else 200
                 content = (
                     plan
@@ -47,13 +52,19 @@ class RewardServer:
                 )
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content) + (50 if plan in ("cut", "drip") else 0)))
+                if plan == "gzip":
+                    self.send_header("Content-Encoding", "gzip")
                 self.end_headers()
                 self.wfile.write(content)
                 if plan == "drip":
-                    for _ in range(40):
-                        self.wfile.write(b" ")
-                        self.wfile.flush()
-                        time.sleep(0.1)
+                    self._drip(b"", b" ")
+
+            def _drip(self, first: bytes, part: bytes) -> None:
+                self.wfile.write(first)
+                for _ in range(40):
+                    self.wfile.write(part)
+                    self.wfile.flush()
+                    time.sleep(0.1)
 
             def log_message(self, *_: Any) -> None:
                 pass

@@ -145,9 +145,13 @@ def test_a_server_is_asked() -> None:
         assert function.counts == {"reward_retries": 0, "reward_timeouts": 0}
 
 
-@pytest.mark.parametrize("trouble", [("status", 500), ("status", 429), "hang", "drop", "cut", "drip"])
+# In the body, in the head, in heads of interim replies.
+DRIPS = ("drip", "drip-head", "continue")
+
+
+@pytest.mark.parametrize("trouble", [("status", 500), ("status", 429), "hang", "drop", "cut", *DRIPS])
 def test_trouble_is_tried_again(trouble: object) -> None:
-    slow = trouble in ("hang", "drip")
+    slow = trouble in ("hang", *DRIPS)
     # On a busy machine half a second is too short for the others.
     patience = {} if slow else {"timeout_s": 20.0}
     with RewardServer(trouble, trouble, {"reward": 0.25}) as server:
@@ -171,9 +175,11 @@ def test_trouble_is_tried_again(trouble: object) -> None:
         ({"reward": True}, "must be like"),
         ({"reward": "1"}, "must be like"),
         ([1], "must be like"),
-        (b'{"reward": NaN}', "must be finite"),
+        (b'{"reward": NaN}', "NaN, which is no number of JSON"),
         (b'{"reward": 1e999}', "must be finite"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"reward": -1%s}' % (b"0" * 400), "must be finite"),
+        ("gzip", "is compressed"),
         (b" " * (2 << 20), "is longer than"),
     ],
 )

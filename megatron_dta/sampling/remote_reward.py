@@ -5,7 +5,7 @@
 
 A connection that fails, a reply that does not come in time or is cut, and the statuses 408, 429 and 5xx are tried again
 after a growing pause, by the next server in turn. Another status, or a reply of another form, is told at once. There is
-no proxy and no redirect. Each failed attempt is counted (``reward_retries``, ``reward_timeouts``).
+no proxy, no redirect and no compressed reply. Each failed attempt is counted (``reward_retries``, ``reward_timeouts``).
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ import http.client
 import itertools
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from megatron_dta.errors import InputError
+from megatron_dta.sampling.engines.replies import (
+    TransientFailureError,
+    as_float,
+    field_of,
+    message_in,
+    parse_json,
+    shown,
+    told,
+)
 
 MOST_REPLY_BYTES = 1 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 _TRANSIENT = (408, 429)
-
-
-class _TransientError(Exception):
-    """An attempt failed in a way that another may not."""
 
 
 class RemoteReward:
@@ -63,10 +70,10 @@ class RemoteReward:
             except TimeoutError:
                 self._count("reward_timeouts")
                 reason = f"no reply within {self._timeout_s:g} s"
-            except _TransientError as error:
+            except TransientFailureError as error:
                 reason = str(error)
             except (OSError, http.client.HTTPException) as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
+                reason = told(error)
         raise InputError(f"reward server {url.geturl()}: failed {self._attempts} times, the last time: {reason}")
 
     def _count(self, name: str) -> None:
@@ -79,32 +86,54 @@ class RemoteReward:
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(url.hostname, url.port, timeout=self._timeout_s)
         try:
-            path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            # The socket's time-out counts from byte to byte: what drips is ended here.
-            connection.sock.settimeout(max(0.01, deadline - time.monotonic()))
-            socket = connection.sock
-            reply = connection.getresponse()
-            parts: list[bytes] = []
-            while part := reply.read1(1 << 16):
-                parts.append(part)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                if sum(map(len, parts)) > MOST_REPLY_BYTES:
-                    raise InputError(f"reward server {url.geturl()}: the reply is longer than {MOST_REPLY_BYTES} bytes")
-                socket.settimeout(left)
+            connection.connect()
+            # The socket's time-out counts from byte to byte: what drips, be it lines of the head, is ended here.
+            limit = threading.Timer(max(0.0, deadline - time.monotonic()), _shut_down, [connection.sock])
+            limit.daemon = True
+            limit.start()
+            try:
+                path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+                headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+                connection.request("POST", path, body, headers)
+                content = _read_reply(connection.getresponse(), f"reward server {url.geturl()}")
+            except (OSError, ValueError, http.client.HTTPException, TransientFailureError) as error:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError from error
+                raise
+            finally:
+                limit.cancel()
+            # What was shut down looks like the end of a head or body to its reader.
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            return content
         finally:
             connection.close()
-        content = b"".join(parts)
-        if reply.status >= 500 or reply.status in _TRANSIENT:
-            raise _TransientError(f"status {reply.status}: {_shown(content)}")
-        if reply.status != 200:
-            raise InputError(f"reward server {url.geturl()}: refuses with {reply.status}: {_shown(content)}")
-        length = reply.getheader("Content-Length")
-        if length is not None and length.isdecimal() and int(length) != len(content):
-            raise _TransientError(f"the reply is cut after {len(content)} of {length} bytes")
-        return content
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End what waits for the other side."""
+    with suppress(OSError):
+        # Not the method of TLS, which takes the layer away under the reader.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def _read_reply(reply: http.client.HTTPResponse, where: str) -> bytes:
+    """The body of an answer with status 200; ``InputError`` if the server refuses."""
+    content = bytearray()
+    while part := reply.read1(1 << 16):
+        content += part
+        if len(content) > MOST_REPLY_BYTES:
+            raise InputError(f"{where}: the reply is longer than {MOST_REPLY_BYTES} bytes")
+    if reply.status >= 500 or reply.status in _TRANSIENT:
+        raise TransientFailureError(f"status {reply.status}: {message_in(bytes(content))}")
+    if reply.status != 200:
+        raise InputError(f"{where}: refuses with {reply.status}: {message_in(bytes(content))}")
+    length = reply.getheader("Content-Length")
+    if length is not None and length.isdecimal() and int(length[:20]) != len(content):
+        raise TransientFailureError(f"the reply is cut after {len(content)} of {length[:20]} bytes")
+    if reply.getheader("Content-Encoding", "identity").lower() != "identity":
+        raise InputError(f"{where}: the reply is compressed, which was not asked for")
+    return bytes(content)
 
 
 def _checked(url: str) -> SplitResult:
@@ -121,21 +150,12 @@ def _checked(url: str) -> SplitResult:
 def _reward_in(content: bytes, url: SplitResult) -> float:
     where = f"reward server {url.geturl()}"
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        raise InputError(f"{where}: the reply is not JSON: {_shown(content)}") from None
-    value = found.get("reward") if isinstance(found, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f'{where}: the reply must be like {{"reward": 0.5}}, got {_shown(content)}')
-    try:
-        reward = float(value)
-    except OverflowError:
-        reward = math.inf
+        value = field_of(parse_json(content), "reward", kind=(int, float))
+    except TransientFailureError as error:
+        raise InputError(f'{where}: {error}; it must be like {{"reward": 0.5}}') from None
+    except ValueError:
+        raise InputError(f"{where}: the reply is not JSON: {message_in(content)}") from None
+    reward = as_float(value)
     if not math.isfinite(reward):
-        raise InputError(f"{where}: the reward must be finite, got {_shown(content)}")
+        raise InputError(f"{where}: the reward must be finite, got {shown(value)}")
     return reward
-
-
-def _shown(content: bytes) -> str:
-    text = " ".join(content[:400].decode(errors="replace").split())
-    return repr(text[:200])

@@ -6,10 +6,14 @@ need one for each open request. The event loop has a thread of its own, so calle
 
     what fails                                    what happens
     connection, time-out, 408, 429, 5xx,          tried again after a growing, jittered pause; after the second failure
-    a reply cut short or of the wrong form        of a request on one server by another server
+    a reply cut short, too long or of the wrong   of a request on one server by another server
+    form
     ... and the server fails its health check     the server is left out; all its requests move at once
     another status                                the request is wrong: told at once, not tried again
     a server has other weights than it should     left out (it was restarted, or another trainer uses it)
+
+There are no redirects, no cookies and no compressed replies: nothing is sent to an address that was not given, and what
+a reply takes in memory is what was asked for at most.
 
 A server that was left out comes back when its weights are next updated, or, where no other is left, if it proves to
 have the current weights. Requests with the same ``affinity`` go to the same server while it lives, so that its prefix
@@ -20,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import os
 import random
 import threading
@@ -31,7 +34,16 @@ from typing import Any, TypeVar
 
 from megatron_dta.errors import InputError
 from megatron_dta.rollouts.source import RolloutError
-from megatron_dta.sampling.engines.http_text import checked_urls, message_in, told
+from megatron_dta.sampling.engines.http_settings import HttpSettings, checked_urls
+from megatron_dta.sampling.engines.replies import (
+    MOST_ERROR_BYTES,
+    MOST_REPLY_BYTES,
+    TransientFailureError,
+    message_in,
+    parse_json,
+    read_at_most,
+    told,
+)
 
 API_KEY_VARIABLE = "ROLLOUT_SERVER_API_KEY"
 _TRANSIENT = frozenset((408, 429))
@@ -43,36 +55,12 @@ class ServerError(RolloutError):
     """The servers could not do what was asked; one line naming server, request and reason."""
 
 
-class TransientFailureError(Exception):
-    """One attempt failed in a way that another may not."""
-
-
 class TimedOutError(TransientFailureError):
     """There was no reply within the time that one attempt has."""
 
 
 class WrongWeightsError(Exception):
     """A server answered with other weights than it was given last."""
-
-
-@dataclass(frozen=True)
-class HttpSettings:
-    """How patient to be.
-
-    Attributes:
-        timeout_s: for one generation request or one step of a weight update, from sending to the whole reply.
-        connect_timeout_s: for opening a connection, and for a health check.
-        attempts: how often one request is sent at most, all servers together.
-        backoff_s, backoff_limit_s: first and longest pause between attempts; it doubles, and half of it is random.
-        max_requests: open requests for each server.
-    """
-
-    timeout_s: float = 600.0
-    connect_timeout_s: float = 10.0
-    attempts: int = 6
-    backoff_s: float = 0.5
-    backoff_limit_s: float = 30.0
-    max_requests: int = 256
 
 
 @dataclass
@@ -169,13 +157,20 @@ class HttpClient:
         self._loop.close()
 
     async def post_anywhere(
-        self, affinity: Hashable, path: str, body: Mapping[str, Any], read: Callable[[Any], Answer], label: str
+        self,
+        affinity: Hashable,
+        path: str,
+        body: Mapping[str, Any],
+        read: Callable[[Any], Answer],
+        label: str,
+        most_bytes: int = MOST_REPLY_BYTES,
     ) -> Answer:
         """POST to the affinity's server, or to another if that one fails; what ``read`` makes of the JSON reply.
 
         Args:
             read: raises ``TransientFailureError`` for a reply of the wrong form and ``WrongWeightsError``.
             label: names the request in errors.
+            most_bytes: a longer reply is of the wrong form.
 
         Raises:
             ServerError: no attempt succeeded.
@@ -187,7 +182,7 @@ class HttpClient:
                 async with server.slots:
                     server.open_requests += 1
                     try:
-                        return read(await self._send(server, "POST", path, body))
+                        return read(await self._send(server, "POST", path, body, most_bytes))
                     finally:
                         server.open_requests -= 1
             except TransientFailureError as error:
@@ -209,9 +204,16 @@ class HttpClient:
         raise ServerError(f"{label}: failed {self.settings.attempts} times, the last time on {server}: {reason}{left}")
 
     async def ask(
-        self, server: Server, method: str, path: str, body: Mapping[str, Any] | None = None, attempts: int | None = None
+        self,
+        server: Server,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        attempts: int | None = None,
+        read: Callable[[Any], Any] = lambda reply: reply,
     ) -> Any:
-        """One request to one server, tried again there if need be; the JSON of its reply (text where it is none).
+        """One request to one server, tried again there if need be; what ``read`` makes of the JSON of its reply (of the
+        text where it is no JSON). It raises ``TransientFailureError`` for a reply of the wrong form.
 
         What has timed out is not tried again: it would hold up all servers for as long once more.
 
@@ -221,7 +223,7 @@ class HttpClient:
         attempts = attempts or self.settings.attempts
         for attempt in range(1, attempts + 1):
             try:
-                return await self._send(server, method, path, body, any_form=True)
+                return read(await self._send(server, method, path, body, any_form=True))
             except TimedOutError as error:
                 raise ServerError(f"{server}: {error}") from error
             except TransientFailureError as error:
@@ -303,7 +305,8 @@ class HttpClient:
         async with server.checking:
             timeout = self._aiohttp.ClientTimeout(total=self.settings.connect_timeout_s)
             try:
-                async with self._session.get(server.url + self._health_path, timeout=timeout) as reply:
+                address = server.url + self._health_path
+                async with self._session.get(address, timeout=timeout, allow_redirects=False) as reply:
                     if reply.status == 200:
                         return True
                     server.problem = server.problem or f"GET {self._health_path} gives {reply.status}"
@@ -312,29 +315,47 @@ class HttpClient:
             return False
 
     async def _send(
-        self, server: Server, method: str, path: str, body: Mapping[str, Any] | None, any_form: bool = False
+        self,
+        server: Server,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        most_bytes: int = MOST_REPLY_BYTES,
+        any_form: bool = False,
     ) -> Any:
         """One attempt; raises ``TransientFailureError`` or ``ServerError``."""
+        request = f"{method} {path}"
         try:
-            async with self._session.request(method, server.url + path, json=body) as reply:
-                content = await reply.read()
-                status = reply.status
+            address = server.url + path
+            async with self._session.request(method, address, json=body, allow_redirects=False) as reply:
+                status, coding = reply.status, reply.headers.get("Content-Encoding", "identity")
+                parts = reply.content.iter_any()
+                if status != 200:
+                    content = await read_at_most(parts, MOST_ERROR_BYTES, cut=True)
+                elif coding.lower() != "identity":
+                    raise TransientFailureError("the reply is compressed, which was not asked for")
+                else:
+                    content = await read_at_most(parts, most_bytes)
+        except TransientFailureError as error:
+            raise TransientFailureError(f"{request}: {error}") from error
         except TimeoutError as error:
             if str(error):  # a connection that was not made
-                raise TransientFailureError(f"{method} {path}: {told(error)}") from error
-            raise TimedOutError(f"{method} {path}: no reply within {self.settings.timeout_s:g} s") from error
+                raise TransientFailureError(f"{request}: {told(error)}") from error
+            raise TimedOutError(f"{request}: no reply within {self.settings.timeout_s:g} s") from error
         except (self._aiohttp.ClientError, OSError) as error:
-            raise TransientFailureError(f"{method} {path}: {told(error)}") from error
+            raise TransientFailureError(f"{request}: {told(error)}") from error
         if status >= 500 or status in _TRANSIENT:
-            raise TransientFailureError(f"{method} {path} gives {status}: {message_in(content)}")
+            raise TransientFailureError(f"{request} gives {status}: {message_in(content)}")
         if status != 200:
-            raise ServerError(f"{server}: {method} {path} is refused with {status}: {message_in(content)}")
+            raise ServerError(f"{server}: {request} is refused with {status}: {message_in(content)}")
         try:
-            return json.loads(content)
+            return parse_json(content)
+        except TransientFailureError as error:
+            raise TransientFailureError(f"{request}: {error}") from error
         except ValueError as error:
             if any_form:
                 return content.decode(errors="replace")
-            raise TransientFailureError(f"{method} {path}: the reply is not JSON: {message_in(content)}") from error
+            raise TransientFailureError(f"{request}: the reply is not JSON: {message_in(content)}") from error
 
     async def pause(self, attempt: int) -> None:
         """Wait before what follows attempt number ``attempt``."""
@@ -350,7 +371,10 @@ class HttpClient:
             # How many are open at once is the servers' ``slots``' business.
             connector=self._aiohttp.TCPConnector(limit=0),
             timeout=timeout,
-            headers={"Authorization": f"Bearer {key}"} if key else None,
+            # A few bytes may decompress to any number of them.
+            auto_decompress=False,
+            cookie_jar=self._aiohttp.DummyCookieJar(),
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
         )
 
     async def _close_session(self) -> None:

@@ -37,8 +37,10 @@ from megatron_dta.sampling.engines.interface import (
     RolloutEngine,
     check_request,
 )
+from megatron_dta.sampling.engines.replies import shortened
 from megatron_dta.sampling.engines.server_drafts import ServerDrafts
 from megatron_dta.sampling.engines.server_protocol import (
+    Asked,
     LogprobsError,
     Piece,
     ServerProtocol,
@@ -244,8 +246,14 @@ class HttpEngine(RolloutEngine):
             context = np.concatenate(tokens)
             seed = request_seed(params, iteration, request, len(context))
             body = self._protocol.body(context, left, params, seed)
+            asked = Asked(context, left, self._vocab_size)
             piece = await self._client.post_anywhere(
-                affinity, self._protocol.generate_path, body, lambda reply, most=left: self._read(reply, most), label
+                affinity,
+                self._protocol.generate_path,
+                body,
+                lambda reply, asked=asked: self._read(reply, asked),
+                label,
+                asked.most_reply_bytes,
             )
             self._counts["reused_tokens"] += piece.cached_tokens
             self._counts["prefilled_tokens"] += len(context) - piece.cached_tokens
@@ -266,10 +274,10 @@ class HttpEngine(RolloutEngine):
             self._policy_version,
         )
 
-    def _read(self, reply: object, max_tokens: int) -> Piece:
-        piece = self._protocol.read(reply, max_tokens)
+    def _read(self, reply: object, asked: Asked) -> Piece:
+        piece = self._protocol.read(reply, asked)
         if self._label and piece.weight_versions - {self._label}:
-            others = ", ".join(sorted(piece.weight_versions - {self._label}))
+            others = shortened(", ".join(sorted(piece.weight_versions - {self._label})))
             raise WrongWeightsError(f"it samples with the weights {others} and not with {self._label}")
         return piece
 

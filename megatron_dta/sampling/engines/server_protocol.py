@@ -14,7 +14,6 @@ sequence under the same key must not see the same numbers again.
 from __future__ import annotations
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,36 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.engines.http_client import HttpClient, Server, ServerError, TransientFailureError
+from megatron_dta.sampling.engines.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.interface import GenerationRequest
+from megatron_dta.sampling.engines.replies import TransientFailureError, as_float, field_of, list_of, shown
 from megatron_dta.sampling.engines.server_speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 
-# Servers round logprobs to float32 and compute some of them in bfloat16.
-_LARGEST_LOGPROB = 1e-3
+# Servers round logprobs to float32 and compute some of them in bfloat16; vLLM has -9999 for those of no probability.
+_LARGEST_LOGPROB, _SMALLEST_LOGPROB = 1e-3, -1e5
+# What servers say of a token, in and out, and around all of them.
+_TOKEN_BYTES, _OTHER_BYTES = 256, 1 << 20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a reply must answer.
+
+    Attributes:
+        token_ids: int32 [C], the context that was to be continued.
+        max_tokens: most tokens to sample.
+        vocab_size: ids must be below it; None: below 2^31.
+    """
+
+    token_ids: np.ndarray
+    max_tokens: int
+    vocab_size: int | None = None
+
+    @property
+    def most_reply_bytes(self) -> int:
+        """What a reply may have at most."""
+        return _OTHER_BYTES + _TOKEN_BYTES * (len(self.token_ids) + self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -74,7 +96,7 @@ class ServerProtocol(ABC):
         """The request that continues ``token_ids``."""
 
     @abstractmethod
-    def read(self, reply: Any, max_tokens: int) -> Piece:
+    def read(self, reply: Any, asked: Asked) -> Piece:
         """The reply to such a request; ``TransientFailureError`` if it has not the server's form."""
 
     @abstractmethod
@@ -91,7 +113,8 @@ class ServerProtocol(ABC):
             info = await client.ask(server, "GET", self.label_path)
         except ServerError:
             return None
-        return info.get("weight_version") if isinstance(info, dict) else None
+        label = info.get("weight_version") if isinstance(info, dict) else None
+        return label if isinstance(label, str) else None
 
     @abstractmethod
     async def speculation_differs(
@@ -115,51 +138,66 @@ def request_seed(params: SamplingParams, iteration: int, request: GenerationRequ
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def field_of(reply: Any, *path: str | int) -> Any:
-    """The value at a path of keys and indices of a reply."""
-    value = reply
-    for key in path:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError) as error:
-            where = ".".join(str(part) for part in path)
-            raise TransientFailureError(f"the reply has no {where}") from error
-    return value
-
-
 def make_piece(
     token_ids: Any,
     logprobs: Any,
-    finish_reason: Any,
-    max_tokens: int,
-    cached_tokens: Any = 0,
-    weight_versions: frozenset[str] = frozenset(),
+    finish_reason: str,
+    asked: Asked,
+    names: tuple[str, str],
+    cached_tokens: int | None = None,
+    weight_versions: Any = None,
 ) -> Piece:
-    """A checked piece; ``TransientFailureError`` says what is wrong with the reply."""
-    if not _are_numbers(token_ids, int) or not _are_numbers(logprobs, (int, float)):
-        raise TransientFailureError("the reply's token ids or logprobs are not lists of numbers")
+    """A checked piece; ``TransientFailureError`` says what is wrong with the reply.
+
+    Args:
+        names: of the fields of the token ids and of their logprobs.
+        weight_versions: labels of the weights; None where the server does not say.
+    """
+    list_of(token_ids, int, names[0])
+    list_of(logprobs, (int, float), names[1])
     if len(token_ids) != len(logprobs):
-        raise TransientFailureError(f"the reply has {len(token_ids)} token ids and {len(logprobs)} logprobs")
-    if not 1 <= len(token_ids) <= max_tokens:
-        raise TransientFailureError(f"the reply has {len(token_ids)} token ids, asked were 1 to {max_tokens}")
+        raise TransientFailureError(f"the reply has {len(token_ids)} {names[0]} and {len(logprobs)} {names[1]}")
+    if not 1 <= len(token_ids) <= asked.max_tokens:
+        raise TransientFailureError(f"the reply has {len(token_ids)} {names[0]}, asked were 1 to {asked.max_tokens}")
     if finish_reason not in ("stop", "length"):
-        raise TransientFailureError(f"generation ended because of {finish_reason!r}")
-    if finish_reason == "length" and len(token_ids) < max_tokens:
+        raise TransientFailureError(f"generation ended because of {shown(finish_reason)}")
+    if finish_reason == "length" and len(token_ids) < asked.max_tokens:
         raise TransientFailureError(
-            f"generation ended because of its length after {len(token_ids)} of {max_tokens} tokens: the server's own "
-            "limit of the context is lower than --max-position-embeddings"
+            f"generation ended because of its length after {len(token_ids)} of {asked.max_tokens} tokens: the server's "
+            "own limit of the context is lower than --max-position-embeddings"
         )
-    if min(token_ids) < 0 or max(token_ids) >= 2**31:
-        raise TransientFailureError("the reply has a token id outside of [0, 2^31)")
-    if not all(math.isfinite(logprob) and logprob <= _LARGEST_LOGPROB for logprob in logprobs):
-        raise TransientFailureError("the reply has logprobs that are above 0 or not finite: they are no logprobs")
+    limit = asked.vocab_size or 2**31
+    outside = next((token for token in token_ids if not 0 <= token < limit), None)
+    if outside is not None:
+        raise TransientFailureError(
+            f"the reply's {names[0]} have {shown(outside)}, outside of the vocabulary of {limit}: the server has "
+            "another model"
+        )
+    wrong = next((v for v in logprobs if not _SMALLEST_LOGPROB <= as_float(v) <= _LARGEST_LOGPROB), None)
+    if wrong is not None:
+        raise TransientFailureError(
+            f"the reply's {names[1]} have {shown(wrong)}, which is no logprob: above 0, below {_SMALLEST_LOGPROB:g} or "
+            "not finite"
+        )
+    labels = list_of(weight_versions or [], (int, str), "weight_versions")
     return Piece(
         np.array(token_ids, dtype=np.int32),
         np.minimum(np.array(logprobs, dtype=np.float32), 0),
         finish_reason == "stop",
-        cached_tokens if isinstance(cached_tokens, int) else 0,
-        weight_versions,
+        # A request that the server has begun anew counts them again.
+        max(0, min(cached_tokens or 0, len(asked.token_ids))),
+        frozenset(shown(label) if isinstance(label, int) else label for label in labels),
     )
+
+
+def check_prompt_length(reply: Any, asked: Asked, *path: str | int) -> None:
+    """Refuse a reply that counts other tokens in its prompt than it was sent, where it counts them."""
+    told = field_of(reply, *path, kind=int, optional=True)
+    if told is not None and told != len(asked.token_ids):
+        where = ".".join(str(part) for part in path)
+        raise TransientFailureError(
+            f"the reply is to another prompt: its {where} are {shown(told)}, sent were {len(asked.token_ids)}"
+        )
 
 
 class LogprobsError(ServerError):
@@ -176,7 +214,3 @@ def refuse_logprobs(server: Server, params: SamplingParams, returned: str, fix: 
         f"{server}: returns logprobs {returned}, which with --rollout-temperature {params.temperature:g} and "
         f"--rollout-top-p {params.top_p:g} are not those of the tempered softmax that the trainer compares with; {fix}"
     )
-
-
-def _are_numbers(values: Any, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(values, list) and all(isinstance(v, kinds) and not isinstance(v, bool) for v in values)

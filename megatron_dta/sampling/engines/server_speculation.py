@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dta.config import TrainConfig
+from megatron_dta.sampling.engines.replies import shortened, shown
 from megatron_dta.speculation.suffix_forest import DraftParams
 
 # A server counts tokens of the corpus' text, which may be cut into a few more than were sampled.
@@ -106,8 +107,11 @@ class ServerSpeculation:
         if not found.get("speculative_ngram_external_sam_budget"):
             return "speculative_ngram_external_sam_budget is 0, so corpora would not be searched"
         most = found.get("speculative_ngram_external_corpus_max_tokens", 0)
-        if most < self.max_tokens:
-            return f"speculative_ngram_external_corpus_max_tokens is {most}, below --das-max-tokens {self.max_tokens}"
+        if not isinstance(most, int) or most < self.max_tokens:
+            return (
+                f"speculative_ngram_external_corpus_max_tokens is {_told(most)}, below --das-max-tokens "
+                f"{self.max_tokens}"
+            )
         return None
 
 
@@ -140,5 +144,9 @@ class DraftCounts:
 def _first_difference(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
     for name, value in wanted.items():
         if found.get(name) != value:
-            return f"{name} is {found.get(name)} and not {value}"
+            return f"{name} is {_told(found.get(name))} and not {value}"
     return None
+
+
+def _told(value: Any) -> str:
+    return shortened(str(value)) if value is None or isinstance(value, (str, bool)) else shown(value)

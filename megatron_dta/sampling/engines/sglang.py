@@ -18,6 +18,7 @@ in how far apart the logprobs of some tokens lie at temperatures 1 and 2: halvin
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.engines.http_client import HttpClient, Server, ServerError, TransientFailureError
+from megatron_dta.sampling.engines.http_client import HttpClient, Server, ServerError
+from megatron_dta.sampling.engines.replies import TransientFailureError, as_float, field_of, list_of, shown
 from megatron_dta.sampling.engines.server_protocol import (
+    Asked,
     LogprobsError,
     Piece,
     ServerProtocol,
-    field_of,
+    check_prompt_length,
     make_piece,
     refuse_logprobs,
 )
@@ -76,28 +79,33 @@ class SglangProtocol(ServerProtocol):
             "stream": False,
         }
 
-    def read(self, reply: Any, max_tokens: int) -> Piece:
-        entries = field_of(reply, "meta_info", "output_token_logprobs")
-        if not isinstance(entries, list):
-            raise TransientFailureError("the reply's meta_info.output_token_logprobs is no list")
-        token_ids = field_of(reply, "output_ids")
-        if [field_of(entry, 1) for entry in entries] != token_ids:
+    def read(self, reply: Any, asked: Asked) -> Piece:
+        check_prompt_length(reply, asked, "meta_info", "prompt_tokens")
+        name = "meta_info.output_token_logprobs"
+        entries = list_of(field_of(reply, "meta_info", "output_token_logprobs"), list, name)
+        short = next((place for place, entry in enumerate(entries) if len(entry) < 2), None)
+        if short is not None:
+            raise TransientFailureError(f"the reply's {name}.{short} must be a logprob and a token id")
+        token_ids = list_of(field_of(reply, "output_ids"), int, "output_ids")
+        if list_of([entry[1] for entry in entries], int, f"{name}, its token ids") != token_ids:
             raise TransientFailureError(
                 f"the reply's {len(token_ids)} output_ids are not those of its {len(entries)} output_token_logprobs"
             )
-        meta = reply["meta_info"]
-        spans = meta.get("weight_versions")
-        labels = [field_of(span, "version") for span in spans] if spans else [meta.get("weight_version")]
+        spans = field_of(reply, "meta_info", "weight_versions", kind=list, optional=True) or []
+        labels = [field_of(reply, "meta_info", "weight_versions", place, "version") for place in range(len(spans))]
+        label = field_of(reply, "meta_info", "weight_version", optional=True)
         piece = make_piece(
             token_ids,
-            [field_of(entry, 0) for entry in entries],
-            field_of(meta, "finish_reason", "type"),
-            max_tokens,
-            meta.get("cached_tokens"),
-            frozenset(str(label) for label in labels if label is not None),
+            [entry[0] for entry in entries],
+            field_of(reply, "meta_info", "finish_reason", "type", kind=str),
+            asked,
+            ("output_ids", f"{name}, its logprobs"),
+            field_of(reply, "meta_info", "cached_tokens", kind=int, optional=True),
+            labels or ([] if label is None else [label]),
         )
+        meta = reply["meta_info"]
         drafted, accepted = (_count(meta, names) for names in (_DRAFTED, _ACCEPTED))
-        return replace(piece, drafted=drafted, accepted=min(accepted, len(piece.token_ids)))
+        return replace(piece, drafted=drafted, accepted=min(accepted, drafted, len(piece.token_ids)))
 
     async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
         if params.temperature in (0, 1):
@@ -117,11 +125,16 @@ class SglangProtocol(ServerProtocol):
         body["sampling_params"] |= {"temperature": temperature, "top_p": 1.0}
         body["token_ids_logprob"] = list(range(_PROBED_TOKENS))
         reply = await client.ask(server, "POST", self.generate_path, body)
+        path = ("meta_info", "output_token_ids_logprobs", 0)
         try:
-            logprobs = [float(entry[0]) for entry in field_of(reply, "meta_info", "output_token_ids_logprobs", 0)]
-            return max(logprobs) - min(logprobs)
-        except (TypeError, ValueError, IndexError, TransientFailureError) as error:
+            entries = field_of(reply, *path, kind=list)
+            values = [field_of(reply, *path, place, 0, kind=(int, float)) for place in range(len(entries))]
+            logprobs = [as_float(value) for value in values]
+            if not logprobs or not all(map(math.isfinite, logprobs)):
+                raise TransientFailureError(f"got {shown(values)}")
+        except TransientFailureError as error:
             raise LogprobsError(f"{server}: gives no logprobs of named tokens ({error})") from error
+        return max(logprobs) - min(logprobs)
 
     async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
         await client.ask(server, "POST", "/pause_generation", {"mode": "retract"})
@@ -135,7 +148,7 @@ class SglangProtocol(ServerProtocol):
         }
         done = await client.ask(server, "POST", "/update_weights_from_disk", body)
         if not isinstance(done, dict) or done.get("success") is not True:
-            raise ServerError(f"{server}: POST /update_weights_from_disk: {done}")
+            raise ServerError(f"{server}: POST /update_weights_from_disk: {shown(done)}")
         await client.ask(server, "POST", "/flush_cache")
         await client.ask(server, "POST", "/continue_generation", {})
 
@@ -155,10 +168,10 @@ class SglangProtocol(ServerProtocol):
         body = {"corpus_id": name, "file_path": str(path)}
         done = await client.ask(server, "POST", "/add_external_corpus", body)
         if not isinstance(done, dict) or done.get("success") is not True:
-            raise ServerError(f"{server}: POST /add_external_corpus: {done}")
+            raise ServerError(f"{server}: POST /add_external_corpus: {shown(done)}")
 
 
 def _count(meta: dict[str, Any], names: tuple[str, ...]) -> int:
     """A count that has had several names."""
     found = next((meta[name] for name in names if name in meta), 0)
-    return found if isinstance(found, int) and found >= 0 else 0
+    return found if isinstance(found, int) and 0 <= found < 2**53 else 0

@@ -20,6 +20,7 @@ when only one token is allowed: its processed logprob is 0.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.sampling.engines.http_client import HttpClient, Server, ServerError
+from megatron_dta.sampling.engines.replies import TransientFailureError, field_of
 from megatron_dta.sampling.engines.server_protocol import (
+    Asked,
     Piece,
     ServerProtocol,
-    field_of,
+    check_prompt_length,
     make_piece,
     refuse_logprobs,
 )
@@ -39,7 +42,7 @@ from megatron_dta.sampling.params import SamplingParams
 
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
 _DRAFT_COUNTER = re.compile(
-    r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE
+    r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}\n]*\})?\s+(\S+)", re.MULTILINE
 )
 _DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
 
@@ -74,17 +77,21 @@ class VllmProtocol(ServerProtocol):
             "add_special_tokens": False,
         }
 
-    def read(self, reply: Any, max_tokens: int) -> Piece:
-        choice = field_of(reply, "choices", 0)
-        spans = choice.get("weight_versions") or [] if isinstance(choice, dict) else []
-        details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+    def read(self, reply: Any, asked: Asked) -> Piece:
+        prompt = field_of(reply, "choices", 0, "prompt_token_ids", kind=list, optional=True)
+        if prompt is not None and prompt != asked.token_ids.tolist():
+            raise TransientFailureError("the reply is to another prompt: its choices.0.prompt_token_ids were not sent")
+        check_prompt_length(reply, asked, "usage", "prompt_tokens")
+        spans = field_of(reply, "choices", 0, "weight_versions", kind=list, optional=True) or []
+        places = range(len(spans))
         return make_piece(
-            field_of(choice, "token_ids"),
-            field_of(choice, "logprobs", "token_logprobs"),
-            field_of(choice, "finish_reason"),
-            max_tokens,
-            details.get("cached_tokens"),
-            frozenset(str(field_of(span, "version")) for span in spans),
+            field_of(reply, "choices", 0, "token_ids"),
+            field_of(reply, "choices", 0, "logprobs", "token_logprobs"),
+            field_of(reply, "choices", 0, "finish_reason", kind=str),
+            asked,
+            ("choices.0.token_ids", "choices.0.logprobs.token_logprobs"),
+            field_of(reply, "usage", "prompt_tokens_details", "cached_tokens", kind=int, optional=True),
+            [field_of(reply, "choices", 0, "weight_versions", place, "version") for place in places],
         )
 
     async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
@@ -103,9 +110,12 @@ class VllmProtocol(ServerProtocol):
     async def _logprobs_mode(self, client: HttpClient, server: Server, params: SamplingParams) -> str:
         # Of two tokens at most one has a raw logprob of (nearly) 0, unlike any processed one.
         for token in (params.eos_id, params.eos_id + 1 if params.eos_id == 0 else 0):
-            body = self.body(np.array([token]), 1, params, seed=0) | {"allowed_token_ids": [token]}
-            reply = await client.ask(server, "POST", self.generate_path, body)
-            if self.read(reply, 1).logprobs[0] < -1e-4:
+            asked = Asked(np.array([token]), 1)
+            body = self.body(asked.token_ids, 1, params, seed=0) | {"allowed_token_ids": [token]}
+            piece = await client.ask(
+                server, "POST", self.generate_path, body, read=lambda reply, asked=asked: self.read(reply, asked)
+            )
+            if piece.logprobs[0] < -1e-4:
                 return _RAW
         return _PROCESSED
 
@@ -124,17 +134,24 @@ class VllmProtocol(ServerProtocol):
     async def speculation_differs(
         self, client: HttpClient, server: Server, speculation: ServerSpeculation
     ) -> str | None:
-        info = await client.ask(server, "GET", "/server_info?config_format=json")
-        config = info.get("vllm_config") if isinstance(info, dict) else None
-        if not isinstance(config, dict):
-            raise ServerError(f"{server}: GET /server_info says no vllm_config")
-        return speculation.vllm_differs(config.get("speculative_config"))
+        found = await client.ask(
+            server,
+            "GET",
+            "/server_info?config_format=json",
+            read=lambda reply: (
+                field_of(reply, "vllm_config", kind=dict),
+                field_of(reply, "vllm_config", "speculative_config", kind=dict, optional=True),
+            ),
+        )
+        return speculation.vllm_differs(found[1])
 
     async def draft_counts(self, client: HttpClient, server: Server) -> DraftCounts | None:
         text = await client.ask(server, "GET", "/metrics", attempts=1)
         found = {"draft_tokens": 0.0, "accepted_tokens": 0.0}
         for name, value in _DRAFT_COUNTER.findall(text if isinstance(text, str) else ""):
-            found[name] += float(value)
+            found[name] += _counter(value)
+        if not all(0 <= value < 2**53 for value in found.values()):
+            raise ServerError(f"{server}: GET /metrics counts {found} drafted tokens")
         return DraftCounts(0, int(found["draft_tokens"]), int(found["accepted_tokens"]))
 
     async def _control(self, client: HttpClient, server: Server, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -144,6 +161,14 @@ class VllmProtocol(ServerProtocol):
             if "refused with 404" in str(error):
                 raise _MissingError(f"{error}; {_DEV_MODE}") from error
             raise
+
+
+def _counter(text: str) -> float:
+    """A number of Prometheus' text form; not finite where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 class _MissingError(ServerError):

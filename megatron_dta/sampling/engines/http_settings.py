@@ -1,14 +1,32 @@
-"""URLs of servers checked, and their errors on one line."""
+"""Which servers a client talks to, and how patient it is with them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from megatron_dta.errors import InputError
 
-_MESSAGE_LENGTH = 300
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """How patient to be.
+
+    Attributes:
+        timeout_s: for one generation request or one step of a weight update, from sending to the whole reply.
+        connect_timeout_s: for opening a connection, and for a health check.
+        attempts: how often one request is sent at most, all servers together.
+        backoff_s, backoff_limit_s: first and longest pause between attempts; it doubles, and half of it is random.
+        max_requests: open requests for each server.
+    """
+
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 10.0
+    attempts: int = 6
+    backoff_s: float = 0.5
+    backoff_limit_s: float = 30.0
+    max_requests: int = 256
 
 
 def checked_urls(urls: Sequence[str]) -> list[str]:
@@ -27,27 +45,3 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
         if checked.count(url) > 1:
             raise InputError(f"--rollout-server-url {url}: is given twice")
     return checked
-
-
-def told(error: BaseException) -> str:
-    """What an error says, or what it is."""
-    return _one_line(str(error)) or type(error).__name__
-
-
-def message_in(content: bytes) -> str:
-    """What the servers say in their different forms of error replies, on one line."""
-    text = content.decode(errors="replace")
-    try:
-        found = json.loads(text)
-        for key in ("error", "message", "detail"):
-            while isinstance(found, dict) and key in found:
-                found = found[key]
-        text = found if isinstance(found, str) else json.dumps(found)
-    except ValueError:
-        pass
-    return _one_line(text) or "(nothing)"
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _MESSAGE_LENGTH else text[:_MESSAGE_LENGTH] + "..."
