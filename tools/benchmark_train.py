@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,13 +41,11 @@ from megatron_dta.config.checks import check_tensor_parallel, check_world_size
 from megatron_dta.config.device_queues import set_device_queues
 from megatron_dta.config.expert_checks import check_experts
 from megatron_dta.engine import StepResult, TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.engine.expert_pass import mean_ffn_width
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import make_objective
 from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning.cost_file import load_cost_file
-from megatron_dta.planning.flops import StepCounts
 from megatron_dta.planning.partition import partition_samples
 from megatron_dta.planning.prediction import predicted_seconds
 from megatron_dta.planning.sample import TrainingSample
@@ -253,10 +251,8 @@ class Benchmark:
             finalize_model_grads(self.chunks)
             seconds.append(_now(self.device) - start)
         step = max(self.mesh.gather_from_all(median(seconds[1:])))
-        counts = [StepCounts.of(batch.plan)] if self.mesh.tensor_rank == self.mesh.pipeline_rank == 0 else []
-        replicas = [of_rank for part in self.mesh.gather_from_all(counts) for of_rank in part]
-        total = StepCounts(*(sum(getattr(each, field.name) for each in replicas) for field in fields(StepCounts)))
-        flops = total.flops(**self._shape())
+        is_first = self.mesh.tensor_rank == self.mesh.pipeline_rank == 0
+        flops = sum(self.mesh.gather_from_all(self.engine.operations(batch.plan)[0] if is_first else 0.0))
         is_cuda = self.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if is_cuda else None
         profiled = {}
@@ -334,12 +330,6 @@ class Benchmark:
         counts = count_trained([sample.num_trained for sample in self.samples])
         pipeline = self.engine.pipeline(tree.tree_segment_tokens)
         return prepare_batch([self.samples[i] for i in own], tree, counts=counts, pipeline=pipeline)
-
-    def _shape(self) -> dict[str, Any]:
-        names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
-        found = {name: getattr(self.model_config, name) for name in (*names, "swiglu")}
-        width = mean_ffn_width(self.engine.config)
-        return found | {"ffn_hidden_size": width, "num_experts": self.model_config.num_experts or 0}
 
 
 def compare_with_dense(rows: dict[str, dict[str, Any]]) -> None:

@@ -27,6 +27,7 @@ from megatron_dta.engine.step_result import StepResult
 from megatron_dta.model import Mesh, Model, weights_quantized_once
 from megatron_dta.planning.cost_file import CostFile
 from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.flops import StepCounts
 from megatron_dta.planning.lockstep import RankPlan, plan_in_step
 from megatron_dta.planning.segment_bytes import MemoryBudget, SegmentBytes
 from megatron_dta.planning.stage_program import PipelineShape
@@ -114,6 +115,24 @@ class TreeEngine(RankModel):
             memory=self.memory,
             is_measured=self.costs is not None,
         )
+
+    def operations(self, plan: StepPlan) -> tuple[float, float]:
+        """Floating-point operations of the whole model's forward and backward over the plan's forest, and over its
+        sequences one by one (``planning.flops``).
+        """
+        config = self.config
+        shape = dict(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=mean_ffn_width(config),
+            num_attention_heads=config.num_attention_heads,
+            num_query_groups=config.num_query_groups,
+            kv_channels=config.kv_channels,
+            vocab_size=self.true_vocab_size,
+            swiglu=config.gated_linear_unit,
+            num_experts=config.num_moe_experts or 0,
+        )
+        return StepCounts.of(plan).flops(**shape), StepCounts.without_sharing(plan).flops(**shape)
 
     def forward_backward(
         self,

@@ -29,6 +29,12 @@ class StepCounts:
         tree = plan.segments.tree
         return cls(tree.num_tokens, int(tree.position.astype(np.int64).sum()) + tree.num_tokens, len(plan.row_stream))
 
+    @classmethod
+    def without_sharing(cls, plan: StepPlan) -> StepCounts:
+        """Counts of the same sequences, each computed by itself."""
+        lengths = plan.segments.tree.sequence_lengths.astype(np.int64)
+        return cls(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()), plan.num_pairs)
+
     def flops(
         self,
         num_layers: int,

@@ -26,6 +26,8 @@ from megatron_dta.errors import InputError
 
 TOKENIZER_TYPES = ("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 ARITHMETIC_ALPHABET = "0123456789+-*= "
+# Origin of an end-of-sequence token that no file names.
+GUESSED = "guessed"
 # End-of-text tokens of the common model families, used where tokenizer_config.json does not say.
 _COMMON_EOS = (
     "<|im_end|>",
@@ -44,12 +46,16 @@ class Tokenizer(Protocol):
 
     vocab_size: int  # ids are in [0, vocab_size)
     eos_id: int  # the token that ends a response
+    eos_origin: str  # what named it: a flag, a file, or a guess
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of ``text``, int32 [T]; raises ``InputError`` where the text cannot be represented."""
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids; special tokens and ids beyond ``vocab_size`` (a model's padding) are left out."""
+
+    def special_text(self, token_id: int) -> str | None:
+        """The text of a special token, which ``decode`` leaves out; None for a token of ordinary text."""
 
 
 class CharacterTokenizer:
@@ -60,7 +66,7 @@ class CharacterTokenizer:
             raise ValueError("alphabet has a character twice")
         self._alphabet = alphabet
         self._ids = {character: index for index, character in enumerate(alphabet)}
-        self.eos_id = len(alphabet)
+        self.eos_id, self.eos_origin = len(alphabet), "CharacterTokenizer's own"
         self.vocab_size = len(alphabet) + 1
 
     def encode(self, text: str) -> np.ndarray:
@@ -75,13 +81,16 @@ class CharacterTokenizer:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         return "".join(self._alphabet[token] for token in token_ids if token < len(self._alphabet))
 
+    def special_text(self, token_id: int) -> str | None:
+        return "<eos>" if token_id == self.eos_id else None
+
 
 class NullTokenizer:
     """For prompts given as token ids: the text of ids is the ids themselves, separated by blanks (as Megatron's)."""
 
     def __init__(self, vocab_size: int, eos_id: int) -> None:
         self.vocab_size = vocab_size
-        self.eos_id = eos_id
+        self.eos_id, self.eos_origin = eos_id, "--eos-id"
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -93,6 +102,9 @@ class NullTokenizer:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         return " ".join(str(int(token)) for token in token_ids if token != self.eos_id)
+
+    def special_text(self, token_id: int) -> str | None:
+        return f"<{token_id}>" if token_id == self.eos_id else None
 
 
 class HuggingFaceTokenizer:
@@ -109,7 +121,12 @@ class HuggingFaceTokenizer:
             raise InputError(f"--tokenizer-model {file}: not a tokenizer.json: {_one_line(error)}") from None
         # Added tokens may lie beyond the base vocabulary and leave holes: the ids' range counts, not their number.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.eos_id = _checked_eos(eos_id, self.vocab_size) if eos_id is not None else self._find_eos(file)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token: found.content for token, found in added.items() if found.special}
+        if eos_id is not None:
+            self.eos_id, self.eos_origin = _checked_eos(eos_id, self.vocab_size), "--eos-id"
+        else:
+            self.eos_id, self.eos_origin = self._find_eos(file)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
@@ -117,7 +134,10 @@ class HuggingFaceTokenizer:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True)
 
-    def _find_eos(self, file: Path) -> int:
+    def special_text(self, token_id: int) -> str | None:
+        return self._special.get(token_id)
+
+    def _find_eos(self, file: Path) -> tuple[int, str]:
         config = file.with_name("tokenizer_config.json")
         if config.exists():
             try:
@@ -127,11 +147,11 @@ class HuggingFaceTokenizer:
             name = eos.get("content") if isinstance(eos, dict) else eos
             token = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
             if token is not None:
-                return token
+                return token, "tokenizer_config.json"
         for name in _COMMON_EOS:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
-                return token
+                return token, GUESSED
         raise InputError(f"--tokenizer-model {file}: no end-of-sequence token found; give its id with --eos-id")
 
 
@@ -150,7 +170,7 @@ class SentencePieceTokenizer:
         found = self._processor.eos_id() if eos_id is None else _checked_eos(eos_id, self.vocab_size)
         if found < 0:
             raise InputError(f"--tokenizer-model {path}: it has no end-of-sequence piece; give an id with --eos-id")
-        self.eos_id = found
+        self.eos_id, self.eos_origin = found, "the SentencePiece model" if eos_id is None else "--eos-id"
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._processor.encode(text), dtype=np.int32)
@@ -158,6 +178,12 @@ class SentencePieceTokenizer:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         known = [int(token) for token in token_ids if token != self.eos_id and token < self.vocab_size]
         return self._processor.decode(known)
+
+    def special_text(self, token_id: int) -> str | None:
+        if token_id >= self.vocab_size:
+            return None
+        special = token_id == self.eos_id or self._processor.is_control(token_id)
+        return self._processor.id_to_piece(token_id) if special else None
 
 
 def build_tokenizer(

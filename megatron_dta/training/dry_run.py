@@ -23,7 +23,6 @@ import torch
 
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.lora_sizes import adapter_parameters
-from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.conversion.hf_config import architecture, read_hf_config
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.safetensors_files import SafetensorsFolder
@@ -43,6 +42,7 @@ from megatron_dta.training.checkpoint import check_continues, check_weights, rea
 from megatron_dta.training.checkpoint_files import find_checkpoint
 from megatron_dta.training.checkpoint_parts import check_parts
 from megatron_dta.training.hf_weights import check_save_hf
+from megatron_dta.training.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
 from megatron_dta.training.setup import read_data, with_known_sizes
 from megatron_dta.training.stored_data import StoredRollouts, load_files
 
@@ -61,12 +61,14 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
     stored, held_out, task = read_data(config, objective)
     config = with_known_sizes(config, task)
-    shape, mesh = RunShape.of(config.model), _mesh(config)
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    mesh = run_mesh(config, int(world_size) if world_size.isdecimal() else 1)
+    shape = RunShape.of(config.model)
     dtype = str(config.model.params_dtype).removeprefix("torch.")
     tell("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size:,}")
     if config.model.lora_rank is not None:
         tell("adapters", f"{adapter_parameters(config.model):,} parameters, which alone are trained")
-    tell("mesh", _mesh_text(mesh))
+    tell("mesh", mesh_text(mesh))
     flight = None
     if task is not None:
         longest = _tell_prompts(config, task, tell)
@@ -74,7 +76,7 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     elif stored is not None:
         tell("held out", f"{len(held_out):,} rollouts") if held_out else None
         flight = _tell_rollouts(config, stored, tell)
-    tell("steps", _steps_text(config))
+    tell("steps", steps_text(config))
     for line in _starting_points(config, objective):
         tell("start", line)
     memory = _memory(config, objective, shape, mesh, flight)
@@ -106,33 +108,6 @@ def _check_folders(config: TrainConfig) -> None:
             raise InputError(f"{flag}: the folder {path} cannot be written ({there}: no permission)")
 
 
-def _mesh(config: TrainConfig) -> RunMesh:
-    """The mesh of as many processes as the launcher says; that it can be made was checked with the flags."""
-    parallel = config.parallel
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    count = int(world_size) if world_size.isdecimal() else 1
-    return RunMesh(
-        tensor=tensor,
-        pipeline=pipeline,
-        data=count // (tensor * pipeline),
-        layers=tuple(stage_layers(config.model, parallel)),
-        chunks=parallel.num_virtual_stages_per_pipeline_rank,
-        experts=parallel.expert_model_parallel_size,
-        expert_tensor=parallel.expert_tensor_size if config.model.num_experts else 1,
-        sequence_parallel=parallel.sequence_parallel,
-    )
-
-
-def _mesh_text(mesh: RunMesh) -> str:
-    parts = [f"tensor {mesh.tensor}", f"pipeline {mesh.pipeline}"]
-    if mesh.chunks > 1:
-        parts.append(f"{mesh.chunks} virtual stages a rank")
-    if mesh.experts > 1:
-        parts.append(f"experts {mesh.experts}")
-    return f"{mesh.world_size} processes: {', '.join(parts)}, data {mesh.data}; layers of stages {list(mesh.layers)}"
-
-
 def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, str], None]) -> int:
     """Prompts, tokenizer and what else samples; returns the most tokens of a rollout."""
     sampling = config.sampling
@@ -149,7 +124,8 @@ def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, 
         f"{len(lengths):,} of {min(lengths)} to {max(lengths):,} tokens, {len(task.eval_prompts):,} held out; "
         f"a collection has {sampling.rollout_batch_size} x {sampling.n_samples_per_prompt} rollouts",
     )
-    tell("tokenizer", f"{task.tokenizer.vocab_size:,} tokens, responses end with {task.tokenizer.eos_id}")
+    for name, text in tokenizer_lines(task.tokenizer):
+        tell(name, text)
     return max(lengths) + sampling.rollout_max_response_len
 
 
@@ -202,19 +178,6 @@ def _flight_of(
 
 def _up_to_last_trained(rollout: Rollout) -> np.ndarray:
     return rollout.token_ids[: int(np.flatnonzero(rollout.loss_mask)[-1]) + 1]
-
-
-def _steps_text(config: TrainConfig) -> str:
-    optimization, parts = config.optimization, []
-    parts.append(f"{optimization.train_iters:,} of {config.objective.objective}")
-    interval = config.checkpoint.save_interval
-    if config.checkpoint.save is None:
-        parts.append("nothing is saved (no --save)")
-    else:
-        parts.append(f"checkpoints every {interval} steps" if interval else "one checkpoint, at the end")
-    if config.logging.eval_interval:
-        parts.append(f"evaluation every {config.logging.eval_interval} steps")
-    return "; ".join(parts)
 
 
 def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:

@@ -6,7 +6,7 @@
     4. train     forward in preorder, losses, backward in postorder              (engine.TreeEngine)
     5. update    reduce, check, clip, apply                                      (training.optimizer)
                  a critic trains on the same plan                                (training.critic)
-    6. report    metrics and the progress line; evaluation and checkpoint when due
+    6. report    metrics and a line on the console; evaluation and checkpoint when due
 
 Between any two steps the whole state is: weights, optimizer, schedule, random states, the number of steps and
 collections, and the steps prepared but not trained yet. A checkpoint holds exactly that.
@@ -14,14 +14,11 @@ collections, and the steps prepared but not trained yet. A checkpoint holds exac
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from megatron_dta.config import TrainConfig
@@ -40,7 +37,9 @@ from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.rollout_files import RolloutFiles
+from megatron_dta.training.run_console import RunConsole
 from megatron_dta.training.samples import StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.step_metrics import Stopwatch, step_sizes, step_timing
 from megatron_dta.training.stop_signals import StopSignals
 from megatron_dta.training.timelines import write_step_timeline
 from megatron_dta.training.watchdog import Watchdog
@@ -76,27 +75,6 @@ class Progress:
         return cls(iteration, state["collections"], unpack_steps(state["waiting"]), guard, best)
 
 
-class Stopwatch:
-    """Seconds spent under names since it was made; ``on_start`` gets each name as its time begins."""
-
-    def __init__(self, on_start: Callable[[str], None]) -> None:
-        self.seconds: dict[str, float] = {}
-        self._on_start = on_start
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the block to ``name``, that of what it has queued on a GPU included."""
-        self._on_start(name)
-        start = time.perf_counter()
-        try:
-            yield
-            if torch.cuda.is_initialized():
-                # Every phase but the update ends by reading a result; the next phase needs what this one computed.
-                torch.cuda.current_stream().synchronize()
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
 @dataclass
 class Trainer:
     """The parts of a run, put together by ``training.setup``, and the loop over them."""
@@ -120,16 +98,13 @@ class Trainer:
     stopped_by: str | None = None
 
     def __post_init__(self) -> None:
-        self.checkpoints = CheckpointSaver(
-            self.config, self.model, self.optimizer, lambda line: self.console.print(line, soft_wrap=True), self.critic
-        )
+        self.output = RunConsole(self.console, self.config, self.metrics.path)
+        self.checkpoints = CheckpointSaver(self.config, self.model, self.optimizer, self.output.print, self.critic)
         if self.saved_iteration is None:
             # The best checkpoint so far is not in this run's folder.
             self.progress.best = None
         self.checkpoints.set_best(self.progress.best)
-        self.guard = Guard(
-            self.config, self.progress.guard, lambda line: self.console.print(line, style="yellow", soft_wrap=True)
-        )
+        self.guard = Guard(self.config, self.progress.guard, self.output.warn)
         self.watchdog = Watchdog(self.engine.mesh, self.config.parallel.timeout.total_seconds())
 
     def run(self) -> None:
@@ -140,8 +115,7 @@ class Trainer:
             self._save()
             self.checkpoints.finish()
             self._save_hf()
-        if self.stopped_by is not None:
-            self.console.print(f"stopped by {self.stopped_by} after step {self.progress.iteration}")
+        self.output.finish(self.progress.iteration, self.stopped_by)
 
     def _run_steps(self) -> None:
         if not self.resumed:
@@ -186,18 +160,15 @@ class Trainer:
         if self.critic is not None:
             with watch.measure("critic"):
                 trained |= self.critic.train(batch)
-        tokens, unique, segments = self._sizes(batch)
+        sizes = step_sizes(self.engine, batch)
         return {
             "iteration": self.progress.iteration,
             **step.statistics,
             "collection_step": step.age,
             **trained,
             **self._judge(trained, step),
-            "tokens": tokens,
-            "unique_tokens": unique,
-            "token_reuse": tokens / unique,
-            "segments": segments,
-            TIMING: self._timing(watch.seconds, tokens, unique, sampled) | self._balance(watch) | self.source.timing(),
+            **sizes,
+            TIMING: step_timing(watch, sizes, sampled, self.engine.mesh) | self.source.timing(),
         }
 
     def _next_step(self, watch: Stopwatch) -> tuple[StepSamples, int]:
@@ -255,12 +226,6 @@ class Trainer:
             "recomputed_tokens": result.recomputed_tokens,
         }
 
-    def _sizes(self, batch: TreeBatch) -> tuple[int, int, int]:
-        """Tokens of the sequences, tokens of the forests and segments of all data-parallel ranks."""
-        plan = batch.plan
-        own = (plan.num_sequence_tokens, plan.segments.tree.num_tokens, plan.segments.num_segments)
-        return tuple(map(sum, zip(*self.engine.mesh.gather_over_data(own), strict=True)))
-
     def _judge(self, trained: dict[str, Any], step: StepSamples) -> dict[str, Any]:
         """What the guard says of the step."""
         record: dict[str, Any] = {}
@@ -270,17 +235,6 @@ class Trainer:
             fresh = step.age == 0
             record |= self.guard.check_sampler(self.progress.iteration, trained["sampler_logprob_gap"], fresh)
         return record
-
-    def _balance(self, watch: Stopwatch) -> dict[str, Any]:
-        """Seconds that each data-parallel rank was busy with its own sequences, and how even they are: 1 where alike.
-
-        With --overlap-grad-reduce they hold waiting for each other, too.
-        """
-        if self.engine.mesh.data_size == 1:
-            return {}
-        seconds = self.engine.mesh.gather_over_data(watch.seconds["train"])
-        even = sum(seconds) / len(seconds) / max(seconds) if max(seconds) else 1.0
-        return {"rank_train_seconds": seconds, "rank_balance": even}
 
     def _is_timed(self, iteration: int) -> bool:
         """The second step is the first that is not slower for what is only prepared once."""
@@ -302,18 +256,6 @@ class Trainer:
         except FloatingPointError as error:
             raise InputError(f"step {self.progress.iteration + 1}: {error}; lower --lr or --clip-grad") from error
 
-    @staticmethod
-    def _timing(seconds: dict[str, float], tokens: int, unique: int, sampled: int) -> dict[str, float]:
-        trained = seconds["plan"] + seconds["train"] + seconds["update"] + seconds.get("critic", 0.0)
-        rollouts = {"sampled_tokens_per_second": sampled / seconds["collect"]} if sampled else {}
-        return {
-            **{f"{name}_seconds": value for name, value in seconds.items()},
-            "tokens_per_second": tokens / trained,
-            "unique_tokens_per_second": unique / trained,
-            **rollouts,
-            **_peak_memory(),
-        }
-
     def _report_start(self) -> None:
         """Judge the weights that training starts from, as record 0."""
         if self.config.logging.eval_interval:
@@ -332,14 +274,7 @@ class Trainer:
             record[TIMING]["evaluate_seconds"] = watch.seconds["evaluate"]
             self.progress.best = better_checkpoint(self.config.checkpoint, self.progress.best, record)
         self.metrics.write(record)
-        if record.get("skipped") and not record.get("grad_norm_outlier"):
-            self.console.print(
-                f"step {iteration}: skipped, the weights are unchanged: the loss is {record['loss']}, "
-                f"the gradient norm {record['grad_norm']}",
-                style="yellow",
-            )
-        if iteration % logging.log_interval == 0 or last:
-            self.console.print(progress_line(record, self.config.optimization.train_iters), soft_wrap=True)
+        self.output.report(record)
 
     def _save(self, wait: bool = True) -> None:
         """Save the state; ``wait`` for what is being sampled ahead of training."""
@@ -357,37 +292,4 @@ class Trainer:
             return
         self.watchdog.enter("saving in Hugging Face's form")
         path = save_hf(self.config, self.model)
-        self.console.print(f"saved {path}", soft_wrap=True)
-
-
-def _peak_memory() -> dict[str, float]:
-    """Most memory that tensors of this rank took on its GPU since this was last asked."""
-    if not torch.cuda.is_initialized():
-        return {}
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    torch.cuda.reset_peak_memory_stats()
-    return {"peak_memory_gib": peak}
-
-
-def progress_line(record: dict[str, Any], train_iters: int) -> str:
-    """What a person wants to see of a record, on one line."""
-    parts = [f"step {record['iteration']}/{train_iters}"]
-    for name, key, form in (
-        ("loss", "loss", ".4f"),
-        ("reward", "reward", ".3f"),
-        ("held-out reward", "eval_reward", ".3f"),
-        ("held-out loss", "eval_loss", ".4f"),
-        ("grad norm", "grad_norm", ".3f"),
-        ("reuse", "token_reuse", ".2f"),
-    ):
-        if key in record:
-            parts.append(f"{name} {_format(record[key], form)}")
-    timing = record[TIMING]
-    if "tokens_per_second" in timing:
-        parts.append(f"unique tokens/s {timing['unique_tokens_per_second']:,.0f}")
-        parts.append(f"tokens/s {timing['tokens_per_second']:,.0f}")
-    return "  ".join(parts)
-
-
-def _format(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else str(value)
+        self.output.print(f"saved {path}")

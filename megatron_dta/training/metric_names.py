@@ -33,6 +33,7 @@ METRICS: dict[str, dict[str, str]] = {
         "sampling_rounds": "rounds of dynamic sampling for the collection",
         "degenerate_responses": "responses of the collection that --rollout-stop-degenerate has ended",
         "uniform_groups": "fraction of the groups whose rewards are all equal; with --dynamic-sampling of all sampled",
+        "zero_advantages": "fraction of the rollouts whose advantages are all 0, which teach nothing",
         "ended": "fraction of the collection's sampled responses that ended by themselves",
         "left_out_decoded_tokens": "tokens sampled for groups that dynamic sampling has left out",
         "useful_groups": "groups sampled with --over-sampling-batch-size whose rewards differ",
@@ -96,6 +97,8 @@ METRICS: dict[str, dict[str, str]] = {
         "tokens": "tokens of all sequences of the step, as training them one by one would compute",
         "unique_tokens": "tokens of the forests, which were computed",
         "token_reuse": "the former over the latter",
+        "tree_tflop": "operations of forward and backward over the forests, in 10^12 (planning/flops.py)",
+        "dense_tflop": "the same of all sequences one by one",
         "separated_tokens": "tokens that the steps of the collection compute beyond computing each once, since "
         "--num-steps-per-rollout separates rollouts that share them; data-parallel ranks apart",
         "segments": "forwards of the step, over all data-parallel ranks",
@@ -110,6 +113,7 @@ METRICS: dict[str, dict[str, str]] = {
         "loss": "mean negative logprob of trained tokens of held-out rollouts",
     },
     "Time (under timing)": {
+        "step_seconds": "all of the step, without evaluation and saving",
         "collect_seconds": "sampling, or waiting for rollouts",
         "prepare_seconds": "old and reference logprobs, values, advantages",
         "logprobs_seconds": "passes for old and reference logprobs and values; part of prepare_seconds",

@@ -115,6 +115,9 @@ class SamplePreparation:
             if penalties is not None:
                 taken = [penalties[i].sum() for i in chosen]
                 step.statistics["kl_penalty"] = float(np.mean(taken))
+            if "advantages" in found:
+                idle = [not np.any(found["advantages"][i]) for i in chosen]
+                step.statistics["zero_advantages"] = float(np.mean(idle))
             step.set_fields({name: [arrays[i] for i in chosen] for name, arrays in kept.items()})
         order = [step for _ in range(self.settings.ppo_epochs) for step, _ in steps]
         return [replace(step, age=age) for age, step in enumerate(order)]

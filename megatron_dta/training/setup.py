@@ -7,6 +7,7 @@ the model is built.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from megatron_dta.model import Model, build_model, current_mesh, initialize_para
 from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.planning.cost_file import CostFile, load_cost_file
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.rollouts.source import Evaluation
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.checkpoint import (
     REFERENCE,
@@ -44,9 +45,10 @@ from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.random_state import seed_random_states
 from megatron_dta.training.reference import Reference
 from megatron_dta.training.rollout_files import RolloutFiles
+from megatron_dta.training.run_description import BuiltRun, describe_run, parameter_counts
 from megatron_dta.training.sampled_data import build_sampled_data
 from megatron_dta.training.settings_file import write_settings
-from megatron_dta.training.stored_data import StoredEvaluation, load_files, load_stored_rollouts
+from megatron_dta.training.stored_data import StoredEvaluation, StoredRollouts, load_files, load_stored_rollouts
 
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
@@ -88,8 +90,9 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     # A run that starts anew writes its metrics anew, also those before its first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
+    constant = _constant_bytes(config, optimizer, reference, critic)
     if config.tree.tree_memory_gib is not None:
-        engine.limit_memory(config.tree.tree_memory_gib, _constant_bytes(config, optimizer, reference, critic))
+        engine.limit_memory(config.tree.tree_memory_gib, constant)
     if task is not None:
         source, evaluations = build_sampled_data(
             config, model, task, progress, lambda line: console.print(line, soft_wrap=True, style="yellow")
@@ -97,19 +100,9 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         source.load_state_dict(source_state)
     else:
         source, evaluations = stored, _evaluations(config, engine, held_out)
-    preparation = SamplePreparation(
-        config.objective,
-        objective,
-        config.tree,
-        engine,
-        _reference(config, objective, reference, optimizer.chunks),
-        config.sampling.num_steps_per_rollout,
-        critic.engine if critic is not None else None,
-        config.critic,
-        config.filtering,
-        # Servers and recordings are asked for exact logprobs where they are needed, and may give anything else.
-        config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs,
-    )
+    passes = _reference(config, objective, reference, optimizer.chunks)
+    stored_rollouts = stored.rollouts if stored is not None else []
+    _describe(config, optimizer, constant, task, stored_rollouts, console)
     return Trainer(
         config=config,
         model=model,
@@ -117,7 +110,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         optimizer=optimizer,
         objective=objective,
         source=source,
-        preparation=preparation,
+        preparation=_preparation(config, objective, engine, passes, critic),
         evaluations=evaluations,
         metrics=_open_metrics(config, kept_metrics),
         progress=progress,
@@ -129,6 +122,40 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     )
 
 
+def _describe(
+    config: TrainConfig,
+    optimizer: TrainingOptimizer,
+    constant: float,
+    task: SamplingTask | None,
+    stored: Sequence[Rollout],
+    console: Console,
+) -> None:
+    """Print what runs, of which ``constant`` bytes do not change through a step."""
+    mesh, part = current_mesh(), next(optimizer.chunks[0].parameters())
+    counts = parameter_counts(optimizer.chunks, mesh, config)
+    built = BuiltRun(config, mesh, part.device, *counts, constant, task, stored, metrics_path(config))
+    for name, text in describe_run(built):
+        console.print(f"{name:<12} {text}", soft_wrap=True, markup=False)
+
+
+def _preparation(
+    config: TrainConfig, objective: Objective, engine: TreeEngine, reference: Reference | None, critic: Critic | None
+) -> SamplePreparation:
+    return SamplePreparation(
+        config.objective,
+        objective,
+        config.tree,
+        engine,
+        reference,
+        config.sampling.num_steps_per_rollout,
+        critic.engine if critic is not None else None,
+        config.critic,
+        config.filtering,
+        # Servers and recordings are asked for exact logprobs where they are needed, and may give anything else.
+        config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs,
+    )
+
+
 def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, console: Console) -> None:
     """The weights of a run that begins: of the checkpoint ``start``, of --load-hf, or random as they are."""
     if start is not None:
@@ -136,8 +163,8 @@ def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, c
     elif config.checkpoint.load_hf is not None:
         load_hf(config, model)
     source = start or config.checkpoint.load_hf
-    if source is not None:
-        console.print(f"starting from the weights of {source}", soft_wrap=True)
+    weights = f"the weights of {source}" if source is not None else f"random weights, seed {config.optimization.seed}"
+    console.print(f"starting from {weights}", soft_wrap=True, markup=False)
 
 
 def metrics_path(config: TrainConfig) -> Path | None:
@@ -191,7 +218,7 @@ def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainCon
 
 def read_data(
     config: TrainConfig, objective: Objective
-) -> tuple[RolloutSource | None, list[Rollout], SamplingTask | None]:
+) -> tuple[StoredRollouts | None, list[Rollout], SamplingTask | None]:
     """Stored rollouts, held-out rollouts, and what is sampled: what of these the settings ask for."""
     if not config.data.rollouts:
         model = config.model

@@ -1,0 +1,45 @@
+"""What a method saved in a run, one sentence each: printed at the end of training and on top of the report.
+
+A sentence is made from the records of the metrics file, so the report of a run that was continued covers all of its
+steps. It states what was counted or measured, also where a method did not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def benefit_sentences(records: Records) -> list[str]:
+    """The sentences of all methods that the run used."""
+    found = (tree_benefit(records),)
+    return [sentence for sentence in found if sentence is not None]
+
+
+def tree_benefit(records: Records) -> str | None:
+    """Tokens of rollouts for each computed one, and operations that training them one by one would have taken; None
+    where no step shared a token.
+    """
+    steps = [record for record in records if "unique_tokens" in record]
+    tokens, unique = (sum(record[name] for record in steps) for name in ("tokens", "unique_tokens"))
+    if tokens == unique:
+        return None
+    sentence = f"Trees: each computed token stood for {tokens / unique:.2f} tokens of rollouts"
+    counted = [record for record in steps if record.get("tree_tflop")]
+    tree, dense = (sum(record[name] for record in counted) for name in ("tree_tflop", "dense_tflop"))
+    if tree:
+        sentence += (
+            f"; without sharing, forward and backward would have taken {dense / tree:.2f} times the operations "
+            f"({_operations(dense)} instead of {_operations(tree)})"
+        )
+    return sentence + "."
+
+
+def _operations(tflop: float) -> str:
+    """Floating-point operations with three digits and a unit."""
+    for factor, unit in ((1e6, "EFLOP"), (1e3, "PFLOP"), (1.0, "TFLOP"), (1e-3, "GFLOP")):
+        if tflop >= factor:
+            return f"{tflop / factor:.3g} {unit}"
+    return f"{tflop * 1e6:.3g} MFLOP"
