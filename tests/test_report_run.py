@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -17,7 +18,7 @@ from megatron_dta.errors import InputError
 from megatron_dta.planning.timeline import TimelineEvent, write_timeline
 from megatron_dta.report import read_run, report_html
 from megatron_dta.report.line_chart import MOST_POINTS, Series, line_chart, series_of
-from megatron_dta.report.markup import linear_ticks, log_ticks, tag, tick_labels
+from megatron_dta.report.markup import VOID, linear_ticks, log_ticks, tag, tick_labels
 from megatron_dta.report.tree_picture import color_of, node_figures
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.tree import build_prefix_tree
@@ -105,7 +106,7 @@ def test_a_browser_shows_the_data(tmp_path: Path) -> None:
         assert shown.complaints == []
         assert shown.requests == [page.resolve().as_uri()]
         assert shown.evaluate("document.title") == "Run run"
-        assert shown.evaluate("document.querySelectorAll('script').length") == 0
+        assert shown.evaluate("document.querySelectorAll('script').length") == 1
 
         curves = dict(json.loads(shown.evaluate(CURVE % "reward")))
         assert set(curves) == {"sampled, each step", "sampled, mean of 10 steps"}
@@ -195,7 +196,7 @@ class _Balance(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, name: str, attributes: list) -> None:
-        if name != "meta":
+        if name not in VOID:
             self.open.append(name)
 
     def handle_endtag(self, name: str) -> None:
@@ -219,9 +220,9 @@ def test_a_real_run_has_every_section(tmp_path: Path) -> None:
     assert checker.open == []
     assert text.count('class="tree"') == 6  # steps 1, 2, 4
     assert text.count('class="timeline"') == 1
-    for missing in ("No timelines", "No rollouts", "Nothing was drafted", "No times", "No step"):
+    for missing in ("no timelines", "no rollouts", "nothing was drafted", "no times", "no step"):
         assert missing not in text
-    assert "One data-parallel rank" in text
+    assert "one data-parallel rank" in text
     assert "--arithmetic-max-operand" in text
 
 
@@ -231,6 +232,9 @@ def test_what_is_missing_is_told_with_its_flag(tmp_path: Path) -> None:
     for flag in ("--timeline-dir", "--save-rollouts-interval", "--rollout-speculation das"):
         assert flag in text
     assert text.count('class="chart"') == 2  # the loss, and the loss among all metrics
+    # What is missing takes a line each, and no headings.
+    assert re.findall("<h2>(.*?)</h2>", text) == ["Loss and update", "Not in this run", "Every metric"]
+    assert text.count("<li>") == 10
 
 
 def tool(*arguments: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.rollouts import load_rollouts, write_rollouts
+from megatron_dta.sampling.tokenizer import CharacterTokenizer
 from test_trainer import make_rollouts, make_trainer, run
 
 TASK = (
@@ -48,6 +50,13 @@ def test_chosen_steps_are_written_with_what_they_train(tmp_path: Path) -> None:
         ids = {str(token) for rollout in rollouts for token in rollout.token_ids}
         assert texts.keys() == ids
         assert "".join(texts[str(token)] for token in rollouts[0].token_ids[:4]).count("+") == 1
+        runs = json.loads((folder / f"step_{iteration:07d}_texts.json").read_text())
+        for rollout, parts in zip(rollouts, runs, strict=True):
+            assert sum(count for count, _, _ in parts) == len(rollout)
+            assert re.fullmatch(r"\d\+\d=", parts[0][1])
+            assert not rollout.loss_mask[: parts[0][0]].any()
+            ended = rollout.token_ids[-1] == CharacterTokenizer().eos_id
+            assert (parts[-1] == [1, "<eos>", True]) == ended
 
 
 def test_stored_rollouts_have_no_text(tmp_path: Path) -> None:
@@ -69,6 +78,6 @@ def test_a_run_that_was_stopped_has_the_same_files(tmp_path: Path, stop: int) ->
     run(f"{flags} --save {tmp_path}/stopped")
     straight, stopped = (sorted((tmp_path / name / "rollouts").iterdir()) for name in ("straight", "stopped"))
     assert [path.name for path in stopped] == [path.name for path in straight]
-    assert len(straight) == 16  # step 8 is prepared with step 7
+    assert len(straight) == 24  # step 8 is prepared with step 7
     for left, right in zip(straight, stopped, strict=True):
         assert left.read_bytes() == right.read_bytes()

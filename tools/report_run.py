@@ -3,9 +3,9 @@
     python tools/report_run.py RUN [--output report.html]
 
 RUN is the --save folder of a run, also of one that is still going on. The page has reward and loss curves, what
-sharing saved, the trees of chosen prompts with rewards and advantages on their branches (train with
---save-rollouts-interval), seconds of each phase, timelines of pipeline stages (--timeline-dir), the balance of
-data-parallel ranks, how far sampler and trainer differ, what drafts saved, and every metric.
+sharing saved, the trees of chosen prompts with rewards and advantages on their branches, their rollouts as text with
+a search (train with --save-rollouts-interval), seconds of each phase, timelines of pipeline stages (--timeline-dir),
+the balance of data-parallel ranks, how far sampler and trainer differ, what drafts saved, and every metric.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in RUN)")
     parser.add_argument("--metrics-file", metavar="FILE", help="the metrics, if they are not in RUN")
     parser.add_argument("--timeline-dir", metavar="DIR", help="the timelines, if the run's settings do not say")
-    parser.add_argument("--steps", type=int, metavar="N", default=3, help="saved steps to draw trees of (%(default)s)")
-    parser.add_argument("--prompts", type=int, metavar="N", default=3, help="trees of each such step (%(default)s)")
+    parser.add_argument("--steps", type=int, metavar="N", default=3, help="saved steps that are shown (%(default)s)")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        metavar="N",
+        default=3,
+        help="groups of each such step whose trees and rollouts are shown (%(default)s)",
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="only groups whose id holds this text")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "steps", "prompts")

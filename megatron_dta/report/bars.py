@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_dta.planning.timeline import TimelineEvent, timeline_span, timeline_utilisation
 from megatron_dta.report.line_chart import COLORS
-from megatron_dta.report.markup import Markup, linear_ticks, number, svg, tag
+from megatron_dta.report.markup import Markup, linear_ticks, number, svg, tag, tick_below
 
 # In the order of a step.
 PHASES = ("collect", "prepare", "plan", "train", "update", "critic", "evaluate")
@@ -118,8 +118,7 @@ def timeline_chart(title: str, events: Sequence[TimelineEvent], num_stages: int)
         for stage in range(num_stages)
     ]
     ticks = [
-        tag("text", f"{number(value)} s", x=LEFT + value * scale, y=height - 8, class_="tick middle")
-        for value in linear_ticks(0, span, 8)
+        tick_below(f"{number(value)} s", LEFT + value * scale, height - 8, WIDTH) for value in linear_ticks(0, span, 8)
     ]
     kinds = [kind for kind in ("F", "B", "I", "W") if any(event.kind == kind for event in events)]
     kinds += sorted({event.kind for event in events} - set(kinds))

@@ -10,7 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, log10
 
-from megatron_dta.report.markup import Markup, linear_ticks, log_ticks, number, padded, points, svg, tag, tick_labels
+from megatron_dta.report.markup import (
+    TICK_CHARACTER,
+    Markup,
+    linear_ticks,
+    log_ticks,
+    number,
+    padded,
+    points,
+    svg,
+    tag,
+    tick_below,
+    tick_labels,
+)
 
 COLORS = ("#2f6fab", "#d9822b", "#4c9a4c", "#9a5fb5", "#b5483a", "#5f8f8f", "#8a7a3a", "#7a7a7a")
 MOST_POINTS = 1000
@@ -71,7 +83,6 @@ def line_chart(
     known = [value for series in drawn for _, value in series.values if value is not None]
     steps = [step for series in drawn for step, _ in series.values]
     is_log = min(known) > 0 and max(known) > LOG_RANGE * min(known)
-    x = _scale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
     if is_log:
         low, high = padded([log10(value) for value in known])
         height = _scale(low, high, HEIGHT - BOTTOM, TOP)
@@ -83,10 +94,13 @@ def line_chart(
         low, high = padded(known)
         y = _scale(low, high, HEIGHT - BOTTOM, TOP)
         ticks = linear_ticks(low, high)
+    # Labels with many digits move the axis.
+    left = max(LEFT, 8 + TICK_CHARACTER * max((len(label) for label in tick_labels(ticks)), default=0))
+    x = _scale(min(steps), max(steps), left, WIDTH - RIGHT)
     picture = svg(
         WIDTH,
         HEIGHT,
-        _axes(x, y, linear_ticks(min(steps), max(steps), 8), ticks, across),
+        _axes(x, y, linear_ticks(min(steps), max(steps), 8), ticks, across, left),
         [_mark(x(step), label) for step, label in marks],
         [_curve(series, x, y, across) for series in drawn],
         title=title,
@@ -139,15 +153,16 @@ def _axes(
     x_ticks: Sequence[float],
     y_ticks: Sequence[float],
     across: str,
+    left: float,
 ) -> list[Markup]:
     parts = []
     for value, label in zip(y_ticks, tick_labels(y_ticks), strict=True):
-        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(value), y2=y(value), class_="grid"))
-        parts.append(tag("text", label, x=LEFT - 6, y=y(value) + 4, class_="tick right"))
+        parts.append(tag("line", x1=left, x2=WIDTH - RIGHT, y1=y(value), y2=y(value), class_="grid"))
+        parts.append(tag("text", label, x=left - 6, y=y(value) + 4, class_="tick right"))
     for value in x_ticks:
         if value == int(value):
-            parts.append(tag("text", number(value), x=x(value), y=HEIGHT - BOTTOM + 16, class_="tick middle"))
-    parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="axis"))
+            parts.append(tick_below(number(value), x(value), HEIGHT - BOTTOM + 16, WIDTH))
+    parts.append(tag("line", x1=left, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="axis"))
     parts.append(tag("text", across, x=WIDTH - RIGHT, y=HEIGHT - 4, class_="tick right"))
     return parts
 

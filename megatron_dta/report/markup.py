@@ -1,7 +1,7 @@
 """HTML and SVG as strings, every text and attribute escaped, and the arithmetic of axes.
 
 Pictures are written as SVG by hand: they stay sharp, say in tooltips what they show, can be checked element by element,
-and are smaller than any embedded library. There is no script in a page.
+and are smaller than any embedded library.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 SVG_NAMESPACE = "http://www.w3.org/2000/svg"
+# Elements without content, which are not closed.
+VOID = ("input", "meta")
+# Pixels of a character of an axis, at most: figures in a font of 11 pixels.
+TICK_CHARACTER = 7.0
 
 
 class Markup(str):
@@ -29,7 +33,8 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{written}>{join(children)}</{name}>")
+    end = "" if name in VOID else f"</{name}>"
+    return Markup(f"<{name}{written}>{join(children)}{end}")
 
 
 def join(children: Iterable[object]) -> Markup:
@@ -65,7 +70,11 @@ def svg(width: float, height: float, *children: object, title: str, **attributes
 
 def visible(text: str) -> str:
     """``text`` with characters that a page cannot hold or show written as escapes."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
+
+
+def _escaped(line: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def _plain(value: object) -> str:
@@ -100,6 +109,14 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
         digits += 1
         labels = [f"{value:.{digits}g}" for value in ticks]
     return labels
+
+
+def tick_below(label: str, x: float, y: float, width: float) -> Markup:
+    """The label of a horizontal axis, centred on ``x`` where the picture's width leaves it room."""
+    room = len(label) * TICK_CHARACTER / 2
+    if x + room > width:
+        return tag("text", label, x=width, y=y, class_="tick right")
+    return tag("text", label, x=max(x, room), y=y, class_="tick middle")
 
 
 def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:

@@ -1,12 +1,13 @@
-"""The report's page: what a run did, section by section. What is not there is named with the flag that makes it.
+"""The report's page: what a run did, section by section. What is not there is listed with the flag that makes it.
 
-The page loads nothing: styles and pictures stand in it, a policy in its head forbids everything else, and there is no
-script.
+The page loads nothing: styles, pictures and one script, which searches the transcripts, stand in it, and a policy in
+its head forbids everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_dta.report.bars import phase_chart, rank_chart, timeline_chart
@@ -14,10 +15,13 @@ from megatron_dta.report.draft_charts import draft_charts
 from megatron_dta.report.line_chart import COLORS, Series, line_chart, metric_charts, series_of, smoothed
 from megatron_dta.report.markup import Markup, join, number, tag
 from megatron_dta.report.run_files import RunFiles, SavedStep
+from megatron_dta.report.search import SCRIPT_SOURCE, search_bar, search_script
+from megatron_dta.report.transcripts import MOST_CHARACTERS, transcripts
 from megatron_dta.report.tree_picture import tree_picture
 from megatron_dta.rollouts import Rollout
+from megatron_dta.training.benefits import benefit_sentences
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {SCRIPT_SOURCE}"
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1180px; padding: 20px; color: #222; }
@@ -30,7 +34,8 @@ p { margin: 6px 0; } .note { color: #666; } .alarm { color: #a33327; font-weight
 .figures { display: flex; flex-wrap: wrap; gap: 12px 18px; } figure { margin: 0 0 10px; max-width: 100%; }
 figcaption { font-size: 13px; margin-bottom: 3px; } .key { margin-left: 12px; white-space: nowrap; }
 .key i { display: inline-block; width: 11px; height: 11px; margin-right: 4px; border-radius: 2px; }
-svg { max-width: 100%; height: auto; display: block; background: #fff; }
+figure > svg { max-width: 100%; height: auto; display: block; background: #fff; }
+figure:not(.wide) { width: 560px; }
 .grid { stroke: #e8e8e8; } .axis { stroke: #999; } .mark { stroke: #b5483a; stroke-dasharray: 3 3; }
 .tick { font-size: 11px; fill: #666; } .right { text-anchor: end; } .middle { text-anchor: middle; }
 .curve { fill: none; stroke-width: 1.6; } .link { fill: none; stroke: #bbb; } .op { stroke: #fff; stroke-width: 0.4; }
@@ -41,8 +46,19 @@ table { border-collapse: collapse; font-size: 13px; }
 td { border-bottom: 1px solid #e5e5e5; padding: 2px 12px 2px 0; text-align: left; }
 td:last-child { font-family: ui-monospace, monospace; }
 details { margin: 8px 0; } summary { cursor: pointer; }
+.missing { font-size: 13px; color: #666; margin: 6px 0; padding-left: 18px; }
+.search input { font: inherit; width: 340px; padding: 3px 6px; } .search button { font: inherit; margin-left: 6px; }
+.search .note { margin-left: 10px; }
+.rollout { margin: 3px 0; border: 1px solid #ddd; border-radius: 4px; padding: 3px 8px; }
+.rollout summary { overflow-wrap: anywhere; font-size: 13px; }
+.turn { display: flex; border-top: 1px solid #eee; padding: 4px 0; }
+.turn > b { flex: 0 0 100px; font-size: 12px; color: #555; overflow-wrap: anywhere; }
+.text { flex: 1; min-width: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+.text { font: 12.5px/1.4 ui-monospace, monospace; } .trained { background: #e3eefb; } .special { color: #999; }
+::highlight(found) { background: #ffe08a; } ::highlight(here) { background: #ff9d3a; }
 """
 SMOOTHING = 10
+TRANSCRIPTS = "Rollouts"
 # Metrics that a section of their own shows: (title, (metric, name), ...).
 _Curve = tuple[str, ...]
 LOSS_CHARTS: tuple[_Curve, ...] = (
@@ -84,40 +100,43 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
     """The page.
 
     Args:
-        most_prompts: trees that are drawn of each saved step.
+        most_prompts: groups of each saved step whose trees are drawn and whose rollouts are shown.
         prompt: only groups whose id holds this text.
     """
     sections = [
-        _header(run),
-        _section("Reward", _reward_charts(run), "No rewards: this run trains without them."),
-        _section("Loss and update", metric_charts(run.records, LOSS_CHARTS), "No step has been trained."),
-        _section("Trees", metric_charts(run.records, TREE_CHARTS), "No step has been trained."),
+        _section("Reward", _reward_charts(run), "this run trains without rewards"),
+        _section("Loss and update", metric_charts(run.records, LOSS_CHARTS), "no step has been trained"),
+        _section("Trees", metric_charts(run.records, TREE_CHARTS), "no step has been trained"),
         _trees(run, most_prompts, prompt),
+        _transcripts(run, most_prompts, prompt),
         _section(
-            "Time", [phase_chart(run.records), *metric_charts(run.records, SPEED_CHARTS)], "No times were recorded."
+            "Time", [phase_chart(run.records), *metric_charts(run.records, SPEED_CHARTS)], "no times were recorded"
         ),
-        _section("Pipeline", _timelines(run), "No timelines: train with --timeline-dir DIR."),
+        _section("Pipeline", _timelines(run), "no timelines; train with --timeline-dir DIR"),
         _section(
             "Balance of data-parallel ranks",
             [
                 rank_chart(run.records),
                 *metric_charts(run.records, (("balance: 1 where ranks are alike", "timing/rank_balance"),)),
             ],
-            "One data-parallel rank: there is nothing to balance.",
+            "one data-parallel rank has nothing to balance",
         ),
         _section(
             "Sampler and trainer",
             [_alarms(run.records), *metric_charts(run.records, MISMATCH_CHARTS)],
-            "The sampler's logprobs are not known, or were not compared.",
+            "the sampler's logprobs are not known, or were not compared",
         ),
-        _section("Failures", metric_charts(run.records, FAILURE_CHARTS), "None was counted."),
-        _section(
-            "Drafts",
-            draft_charts(run.records),
-            "Nothing was drafted: train with --rollout-speculation das.",
-        ),
+        _section("Failures", metric_charts(run.records, FAILURE_CHARTS), "none was counted"),
+        _section("Drafts", draft_charts(run.records), "nothing was drafted; train with --rollout-speculation das"),
+    ]
+    missing = [section for section in sections if isinstance(section, Missing)]
+    body = [
+        _header(run),
+        *(section for section in sections if not isinstance(section, Missing)),
+        _missing(missing),
         _all_metrics(run.records),
         _settings(run.settings),
+        search_script() if run.steps and not any(each.title == TRANSCRIPTS for each in missing) else None,
     ]
     head = join(
         [
@@ -128,13 +147,30 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
             Markup(f"<style>{STYLE}</style>"),
         ]
     )
-    return f'<!doctype html>\n<html lang="en">{tag("head", head)}{tag("body", sections)}</html>\n'
+    return f'<!doctype html>\n<html lang="en">{tag("head", head)}{tag("body", body)}</html>\n'
 
 
-def _section(title: str, parts: Sequence[Markup | None], otherwise: str) -> Markup:
+@dataclass(frozen=True)
+class Missing:
+    """A section that has nothing to show, and why."""
+
+    title: str
+    why: str
+
+
+def _section(title: str, parts: Sequence[Markup | None], otherwise: str) -> Markup | Missing:
     found = [part for part in parts if part is not None]
-    body = tag("div", found, class_="figures") if found else tag("p", otherwise, class_="note")
-    return tag("section", tag("h2", title), body)
+    if not found:
+        return Missing(title, otherwise)
+    return tag("section", tag("h2", title), tag("div", found, class_="figures"))
+
+
+def _missing(missing: Sequence[Missing]) -> Markup | None:
+    """Sections without content, a line each."""
+    if not missing:
+        return None
+    lines = [tag("li", tag("b", each.title), f": {each.why}") for each in missing]
+    return tag("section", tag("h2", "Not in this run"), tag("ul", lines, class_="missing"))
 
 
 def _header(run: RunFiles) -> Markup:
@@ -159,14 +195,12 @@ def _header(run: RunFiles) -> Markup:
     if seconds:
         tiles.append(("seconds in all steps", number(seconds)))
     skipped = sum(bool(record.get("skipped")) for record in trained)
-    notes = []
+    notes = [tag("p", sentence) for sentence in benefit_sentences(run.records)]
     if run.best:
         text = f"Best checkpoint: {run.best.get('checkpoint')}, {run.best.get('metric')} {run.best.get('value')}"
         notes.append(tag("p", text))
     if skipped:
-        notes.append(
-            tag("p", f"{skipped} steps were skipped: loss or gradient not finite, or an outlier.", class_="alarm")
-        )
+        notes.append(tag("p", f"Skipped steps: {skipped}; loss or gradient not finite, or an outlier.", class_="alarm"))
     boxes = [tag("div", tag("b", value), tag("span", label), class_="tile") for label, value in tiles]
     return tag("header", tag("h1", f"Run {run.folder.name}"), tag("div", boxes, class_="tiles"), notes)
 
@@ -200,7 +234,7 @@ def _reward_charts(run: RunFiles) -> list[Markup | None]:
     ]
 
 
-def _trees(run: RunFiles, most_prompts: int, prompt: str | None) -> Markup:
+def _trees(run: RunFiles, most_prompts: int, prompt: str | None) -> Markup | Missing:
     parts: list[Markup | None] = [
         tag(
             "p",
@@ -213,8 +247,26 @@ def _trees(run: RunFiles, most_prompts: int, prompt: str | None) -> Markup:
     for step in run.steps:
         for name, members in chosen_groups(step, most_prompts, prompt):
             parts.append(tree_picture(f"step {step.iteration}, group {name}", members, step.texts))
-    missing = "No group matches --prompt." if run.steps else "No rollouts: train with --save-rollouts-interval N."
-    return _section("Trees of prompts", parts if len(parts) > 1 else [], missing)
+    return _section("Trees of prompts", parts if len(parts) > 1 else [], _without_rollouts(run))
+
+
+def _without_rollouts(run: RunFiles) -> str:
+    return "no group matches --prompt" if run.steps else "no rollouts; train with --save-rollouts-interval N"
+
+
+def _transcripts(run: RunFiles, most_prompts: int, prompt: str | None) -> Markup | Missing:
+    """Every rollout of the chosen groups, behind a click each, and a field to search them."""
+    shown: list[Markup] = []
+    used, wanted = 0, 0
+    for step in run.steps:
+        groups = chosen_groups(step, most_prompts, prompt)
+        found, more = transcripts(step, [name for name, _ in groups], MOST_CHARACTERS - used)
+        shown, used, wanted = shown + found, used + more, wanted + sum(len(members) for _, members in groups)
+    if not shown:
+        return Missing(TRANSCRIPTS, _without_rollouts(run))
+    cut = f" The page holds the first {len(shown)} of {wanted}; --prompt TEXT chooses others." * (len(shown) < wanted)
+    note = tag("p", f"Every rollout of these groups. Trained tokens are shaded.{cut}", class_="note")
+    return tag("section", tag("h2", TRANSCRIPTS), note, search_bar(len(shown)), shown)
 
 
 def chosen_groups(step: SavedStep, most: int, prompt: str | None = None) -> list[tuple[str, list[Rollout]]]:

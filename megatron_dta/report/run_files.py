@@ -3,7 +3,7 @@
 RUN/metrics.jsonl               a record a step                          (always, with --save)
 RUN/settings.json               all settings by flag                     (always, with --save)
 RUN/best_checkpoint.json        the best checkpoint                      (--keep-best-checkpoint)
-RUN/rollouts/step_*.jsonl       what chosen steps trained, with texts    (--save-rollouts-interval)
+RUN/rollouts/step_*             what chosen steps trained, with texts    (--save-rollouts-interval)
 --timeline-dir, step_*.json     what each stage ran when                 (--timeline-dir)
 """
 
@@ -20,17 +20,25 @@ from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.rollouts.files import read_json
 from megatron_dta.training.best_checkpoint import BEST
 from megatron_dta.training.metrics import read_metrics
-from megatron_dta.training.rollout_files import FOLDER, TOKENS_SUFFIX
+from megatron_dta.training.rollout_files import FOLDER, TEXTS_SUFFIX, TOKENS_SUFFIX
 from megatron_dta.training.settings_file import SETTINGS
+
+TextRun = tuple[int, str, bool]
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """Rollouts of one step, and the text of their tokens by id where it is known."""
+    """Rollouts of one step.
+
+    Attributes:
+        texts: the text of their tokens by id, where it is known.
+        runs: for each rollout (number of tokens, text, whether it is one special token) of its parts, where known.
+    """
 
     iteration: int
     rollouts: list[Rollout]
     texts: dict[int, str] | None
+    runs: list[list[TextRun]] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,36 @@ def _saved_step(iteration: int, path: Path) -> SavedStep:
     for token, text in named.items():
         if not token.isdecimal() or not isinstance(text, str):
             raise InputError(f"{path.stem + TOKENS_SUFFIX}: {token[:40]!r} must be a token id with its text")
-    return SavedStep(iteration, load_rollouts(path), {int(token): text for token, text in named.items()} or None)
+    rollouts = load_rollouts(path)
+    texts = {int(token): text for token, text in named.items()} or None
+    return SavedStep(iteration, rollouts, texts, _text_runs(path.with_name(path.stem + TEXTS_SUFFIX), rollouts))
+
+
+def _text_runs(path: Path, rollouts: list[Rollout]) -> list[list[TextRun]] | None:
+    """The texts of ``rollouts``, checked against them; None if there is no file."""
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    if not isinstance(found, list) or len(found) != len(rollouts):
+        raise InputError(f"{path}: must hold a list with an entry for each of {len(rollouts)} rollouts")
+    for number, (runs, rollout) in enumerate(zip(found, rollouts, strict=True), 1):
+        is_whole = isinstance(runs, list) and all(_is_run(run) for run in runs)
+        if not is_whole or sum(count for count, _, _ in runs) != len(rollout):
+            raise InputError(
+                f"{path}: entry {number} must hold [tokens, text, special] for all {len(rollout)} tokens of its rollout"
+            )
+    return [[(count, text, special) for count, text, special in runs] for runs in found]
+
+
+def _is_run(run: Any) -> bool:
+    return (
+        isinstance(run, list)
+        and len(run) == 3
+        and type(run[0]) is int
+        and run[0] > 0
+        and isinstance(run[1], str)
+        and isinstance(run[2], bool)
+    )
 
 
 def _timeline(iteration: int, path: Path) -> SavedTimeline:

@@ -8,6 +8,7 @@ the square root of its tokens, so that prompts do not push the branches off the 
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ WIDTH, ROW, LEFT, RIGHT = 1130, 24, 8, 320
 BAR = 16
 MOST_ROLLOUTS = 64
 MOST_TOOLTIP = 600
-CHARACTER = 6.3
+CHARACTER = 6.4
 UNTRAINED = "#d5d5d5"
 GOOD, BAD = np.array([47, 111, 171]), np.array([190, 60, 50])
 
@@ -96,13 +97,14 @@ def _layout(tree: PrefixTree) -> tuple[list[float], list[float], list[float]]:
     """Left end, width and row of each node."""
     lengths = np.sqrt(tree.node_lengths.astype(float))
     depth = np.zeros(tree.num_nodes)
-    gap = 14.0
     hops = tree.node_depth.astype(float)
+    # Between a node and its children; a tree of many levels has less room for each.
+    gap = min(14.0, 0.4 * (WIDTH - LEFT - RIGHT) / max(1.0, float(hops.max(initial=0))))
     for node in range(tree.num_nodes):
         parent = int(tree.node_parent[node])
         depth[node] = lengths[node] + (depth[parent] if parent >= 0 else 0.0)
     room = WIDTH - LEFT - RIGHT - gap * float(hops.max(initial=0))
-    scale = max(room, 100.0) / float(depth.max())
+    scale = room / float(depth.max())
     left = [LEFT + scale * float(depth[n] - lengths[n]) + gap * float(hops[n]) for n in range(tree.num_nodes)]
     width = [max(scale * float(length), 2.0) for length in lengths]
     row = np.zeros(tree.num_nodes)
@@ -170,12 +172,23 @@ def _bar(
         class_="node",
     )
     share = abs(figures.advantage or 0.0) / largest
-    fits = int((width - 8) / CHARACTER)
-    shown = text if len(text) <= fits else text[: fits - 1] + "…" if fits > 3 else ""
-    label = (
-        tag("text", shown, x=left + 4, y=y + 4, class_="inside light" if share > 0.6 else "inside") if shown else None
-    )
+    label = None
+    if shown := _fitting(text, int((width - 8) / CHARACTER)):
+        inside = tag("text", shown, x=4, y=BAR / 2 + 4, class_="inside light" if share > 0.6 else "inside")
+        # A picture of its own cuts what is wider than the bar: fonts differ.
+        label = tag("svg", inside, x=left, y=y - BAR / 2, width=width, height=BAR)
     return tag("g", box, label, _side(tree, node, figures, left + width, y))
+
+
+def _fitting(text: str, columns: int) -> str:
+    """As much of the text as fits into so many columns, of which wide characters take two; nothing in very few."""
+    taken = 0
+    for index, character in enumerate(text):
+        taken += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if taken > columns:
+            # What is cut begins one column earlier, where the ellipsis is.
+            return text[: max(0, index - 1)] + "…" if columns > 3 else ""
+    return text
 
 
 def _side(tree: PrefixTree, node: int, figures: NodeFigures, x: float, y: float) -> Markup | None:
@@ -192,7 +205,9 @@ def _side(tree: PrefixTree, node: int, figures: NodeFigures, x: float, y: float)
     if figures.reward is None:
         return None
     label = f"⌀ {number(figures.reward)}"
-    return tag("text", label, x=x - 2, y=y + BAR / 2 + 9 if not is_end else y - BAR / 2 - 1, class_="branch")
+    # It ends with the bar, but not before the picture begins.
+    end = max(x - 2, CHARACTER * (len(label) + 1))
+    return tag("text", label, x=end, y=y + BAR / 2 + 9 if not is_end else y - BAR / 2 - 1, class_="branch")
 
 
 def node_text(ids: Sequence[int], texts: Mapping[int, str] | None) -> str:

@@ -2,6 +2,9 @@
 
 SAVE/rollouts/step_0000100.jsonl         the first groups of the step's rollouts, for ``megatron_dta.rollouts``
 SAVE/rollouts/step_0000100_tokens.json   {"17": " the", ...}: the text of each token id, where there is a tokenizer
+SAVE/rollouts/step_0000100_texts.json    [[[9, "What is 1+1?", false], ...], ...]: each rollout's text in runs of tokens
+                                         that are all trained or all not: their number, text, whether it is a special
+                                         token. Single tokens may be parts of a character; runs are decoded whole.
 
 They are written when the step is prepared: before that a run that continues in the middle of a collection has written
 them already, after it checkpoints do not know which rewards the step's samples had.
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 FOLDER = "rollouts"
 TOKENS_SUFFIX = "_tokens.json"
+TEXTS_SUFFIX = "_texts.json"
 
 
 class RolloutFiles:
@@ -59,9 +63,26 @@ class RolloutFiles:
         if self._tokenizer is None:
             return
         ids = np.unique(np.concatenate([rollout.token_ids for rollout in rollouts])).tolist()
-        texts = {str(token): self._tokenizer.decode([token]) for token in ids}
-        with replacing(path.with_name(path.name + TOKENS_SUFFIX)) as temporary:
-            temporary.write_text(json.dumps(texts), encoding="utf-8")
+        texts = {str(token): self._tokenizer.special_text(token) or self._tokenizer.decode([token]) for token in ids}
+        runs = [text_runs(rollout, self._tokenizer) for rollout in rollouts]
+        for suffix, content in ((TOKENS_SUFFIX, texts), (TEXTS_SUFFIX, runs)):
+            with replacing(path.with_name(path.name + suffix)) as temporary:
+                temporary.write_text(json.dumps(content), encoding="utf-8")
+
+
+def text_runs(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[int, str, bool]]:
+    """(number of tokens, text, whether it is one special token) of runs that are all trained or all not."""
+    ids = rollout.token_ids.tolist()
+    special = [tokenizer.special_text(token) for token in ids]
+    runs, begin = [], 0
+    for end in range(1, len(ids) + 1):
+        goes_on = end < len(ids) and special[begin] is None and special[end] is None
+        if goes_on and rollout.loss_mask[end] == rollout.loss_mask[begin]:
+            continue
+        text = special[begin]
+        runs.append((end - begin, tokenizer.decode(ids[begin:end]) if text is None else text, text is not None))
+        begin = end
+    return runs
 
 
 def chosen_rollouts(step: StepSamples, num_groups: int) -> list[Rollout]:
