@@ -10,7 +10,7 @@ import pytest
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.config import FilterConfig, TrainConfig
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.source import RolloutSource
+from megatron_dta.rollouts.source import SampledSource
 from megatron_dta.sampling.filtering import FilteringSource, shape_reward
 from megatron_dta.training.selection import select_rollouts
 from test_trainer import MODEL
@@ -23,21 +23,21 @@ def settings(flags: str) -> TrainConfig:
 
 
 @dataclass
-class Planned(RolloutSource):
-    """Group g of collection k has equal rewards where ``equal(k, g)`` says so."""
+class Planned(SampledSource):
+    """Group g of batch k has equal rewards where ``equal(k, g)`` says so."""
 
     equal: object
-    asked: list[int] = field(default_factory=list)
+    asked: list[tuple[int, int]] = field(default_factory=list)
 
-    def next_batch(self, step: int) -> list[Rollout]:
-        self.asked.append(step)
+    def sample(self, collection: int, batch: int) -> list[Rollout]:
+        self.asked.append((collection, batch))
         rollouts = []
         for group in range(4):
             for member in range(2):
-                reward = 0.0 if self.equal(step, group) else float(member)
+                reward = 0.0 if self.equal(batch, group) else float(member)
                 mask = np.array([False, True, True])
-                name = f"{step}:{group}"
-                rollouts.append(Rollout([group, 1, 2], mask, reward=reward, group_id=name, policy_version=step))
+                name = f"{batch}:{group}"
+                rollouts.append(Rollout([group, 1, 2], mask, reward=reward, group_id=name, policy_version=collection))
         return rollouts
 
 
@@ -49,7 +49,7 @@ def test_uniform_groups_are_replaced_by_other_prompts() -> None:
     inner = Planned(lambda step, group: (step + group) % 2 == 0)
     source = FilteringSource(inner, settings("--dynamic-sampling --dynamic-sampling-max-rounds 3"))
     rollouts = source.next_batch(2)
-    assert inner.asked == [6, 7]  # two rounds were enough
+    assert inner.asked == [(2, 6), (2, 7)]  # two rounds were enough
     assert names(rollouts) == ["6:1", "6:3", "7:0", "7:2"]
     assert {rollout.policy_version for rollout in rollouts} == {2}
     assert source.statistics() == {"sampling_rounds": 2.0, "uniform_groups": 0.5, "left_out_decoded_tokens": 16.0}
@@ -79,10 +79,10 @@ def test_groups_are_judged_before_shaping() -> None:
     """Other lengths of equal answers are no reason to keep a group."""
 
     class Lengths(Planned):
-        def next_batch(self, step: int) -> list[Rollout]:
+        def sample(self, collection: int, batch: int) -> list[Rollout]:
             long = np.arange(23) >= 3
             return [
-                Rollout(np.arange(length), long[:length], reward=1.0, group_id=f"{step}:{group}")
+                Rollout(np.arange(length), long[:length], reward=1.0, group_id=f"{batch}:{group}")
                 for group in range(4)
                 for length in (10, 23)
             ]

@@ -113,6 +113,7 @@ def test_replay_by_loops(budget: str) -> None:
     assert sorted(report.steps) == sorted(steps.values())
     assert report.makespan == pytest.approx(sum(forwards))
     assert report.tokens_per_forward > 1.3
+    assert report.plain_forwards == max(len(sample.generated) for sample in now) > len(report.live)
     seconds, longest = 0.0, max(len(sample.generated) for sample in now)
     for forward in range(longest):
         seconds += float(cost.seconds(sum(len(sample.generated) > forward for sample in now)))

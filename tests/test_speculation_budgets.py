@@ -11,6 +11,7 @@ from megatron_dta.speculation.budgets import (
     BudgetParams,
     LengthClass,
     LengthHistory,
+    class_bounds,
     drafted_tokens,
     fit_acceptance,
     gate,
@@ -157,6 +158,41 @@ def test_length_classes() -> None:
     restored = LengthHistory()
     restored.load_state_dict(history.state_dict())
     assert [restored.first_class(name) for name in names] == [history.first_class(name) for name in names]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.34, 0.5, 0.7, 0.95, 1.0])
+def test_samples_at_the_cap_are_long(share: float) -> None:
+    """However many there are, and the others stay apart from them."""
+    rng = seed_all(int(100 * share))
+    history, count = LengthHistory(), round(200 * share)
+    others = rng.permutation(np.arange(1000, 1000 + 200 - count)).tolist()
+    for i in range(count):
+        history.add(f"capped {i % 4}", LengthClass.MEDIUM, 8192)
+    for i, length in enumerate(others):
+        history.add(f"other {i}", LengthClass.MEDIUM, length)
+    history.end_step()
+    assert {history.first_class(f"capped {i}") for i in range(4)} == {LengthClass.LONG}
+    # One that has reached nearly the cap is expected to be one of them.
+    assert history.classes(np.array([LengthClass.MEDIUM]), np.array([8191])).tolist() == [LengthClass.LONG]
+    if share >= 0.34:
+        assert LengthClass.LONG not in {history.first_class(f"other {i}") for i in range(len(others))}
+    restored = LengthHistory()
+    restored.load_state_dict(history.state_dict())
+    assert restored.first_class("capped 0") == LengthClass.LONG
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bounds_of_length_classes(seed: int) -> None:
+    """Thirds where lengths differ; of ties, one class each: none of many short ones is long beside longer ones."""
+    rng = seed_all(seed)
+    shares = [np.bincount(np.searchsorted(class_bounds(own), own, side="right"), minlength=3) / len(own)
+              for own in (rng.permutation(3000)[:301], rng.lognormal(7, 1, 301).astype(int))]  # fmt: skip
+    np.testing.assert_allclose(shares, 1 / 3, atol=0.02)
+    tied = np.concatenate([np.full(70, 20), rng.integers(21, 3000, 30)])
+    medium, long = class_bounds(tied)
+    assert long == 21
+    assert medium <= 21
+    assert class_bounds(np.full(9, 50)) == (50, 50)
 
 
 def candidates_one_by_one(own: list[int], others: list[int]) -> np.ndarray:

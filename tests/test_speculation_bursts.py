@@ -16,9 +16,10 @@ from megatron_dta.sampling.engines.scheduler import Sequence
 from megatron_dta.speculation import drafter
 from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
+from megatron_dta.speculation.exploration import LONELY
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.rounds import Rounds
-from megatron_dta.speculation.speculator import _LONELY, Speculator
+from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import PythonSuffixForest
 
 DEAR = ForwardCost(base=1e-3, per_token=1.0)
@@ -120,13 +121,13 @@ def test_where_nothing_pays_few_passes_have_drafts(live: int):
     phrase = rng.integers(0, 50, 30).astype(np.int32)
     slots = np.array([speculator.open("one", phrase, key) for key in range(live)])
     drafted = []
-    for step in range(30 * _LONELY):
+    for step in range(30 * LONELY):
         proposal = speculator.propose(slots, np.full(live, 20))
         drafted.append(int(proposal.lengths.sum()))
         tokens = phrase[(step + np.arange(live)) % 30] if step % 3 else rng.integers(50, 10**6, live).astype(np.int32)
         speculator.record(proposal, np.zeros(live, np.int64), tokens, np.arange(live + 1), 0.01)
     late = np.array(drafted[len(drafted) // 2 :])
-    assert 0 < (late > 0).mean() <= 1.5 / _LONELY
+    assert 0 < (late > 0).mean() <= 1.5 / LONELY
     assert late.max() <= 16 * 4
 
 

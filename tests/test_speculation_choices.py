@@ -135,6 +135,22 @@ def test_classes_have_their_budgets() -> None:
     assert speculator.report.classes == [LengthClass.SHORT, LengthClass.MEDIUM, LengthClass.LONG]
 
 
+@pytest.mark.parametrize("capped", [2, 3, 5, 7, 10])
+def test_capped_samples_are_drafted_for_by_class(capped: int) -> None:
+    """A problem whose samples all ran into the cap, among ten of which ``capped`` are like it."""
+    speculator = Speculator(DrafterParams(depth=32), BudgetParams("class", exploration=0.0), CHEAP)
+    text = np.arange(1000, 1400)
+    for problem in range(10):
+        for key in range(4):
+            slot = speculator.open(f"p{problem}", np.array([7]), key)
+            speculator.append(slot, text[: 320 if problem < capped else 40 + 8 * problem + key])
+            speculator.finish(slot, 320 if problem < capped else 40 + 8 * problem + key)
+    speculator.end_step(0)
+    slot = np.array([speculator.open("p0", np.array([7]), 0)])
+    speculator.append(slot[0], text[:12].astype(np.int32))
+    assert speculator.propose(slot, np.array([24])).lengths[0] > 6
+
+
 def test_who_is_likely_the_last_shares_its_forwards_with_few() -> None:
     """A drafted token that pays for one sample in three, and for the long one long before that."""
     speculator = taught("straggler", ForwardCost(1.0, 1.0, 0.0, 0.0))
@@ -172,6 +188,37 @@ def test_the_optimal_budget_is_spread_over_the_forwards(per_token: float) -> Non
     # Dear tokens are for the longest alone, and not even for it.
     assert caps == sorted(caps)
     assert (caps[-1] > 0) == (per_token < 3)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_the_optimal_budget_follows_what_the_step_shows(accepts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step with drafts already; a step without any does not undo it."""
+    seen = []
+
+    def spy(lengths, k, alpha, c_base, c_tok):
+        seen.append(float(k[0]))
+        return optimal_budget(lengths, k, alpha, c_base, c_tok)
+
+    monkeypatch.setattr("megatron_dta.speculation.speculator.optimal_budget", spy)
+    speculator = taught("optimal", ForwardCost(1.0, 1e-3, 0.0, 0.0))
+    slots = opened(speculator, 12)
+    assert seen[0] == 0.5
+    text = np.arange(1000, 1400, dtype=np.int32)
+    at = np.full(3, 12)
+    for _ in range(40):
+        proposal = speculator.propose(slots, np.full(3, 4))
+        accepted = proposal.lengths if accepts else np.zeros(3, np.int64)
+        pieces = [text[a : a + n + 1] for a, n in zip(at.tolist(), accepted.tolist(), strict=True)]
+        at = at + [len(piece) for piece in pieces]
+        speculator.record(proposal, accepted, np.concatenate(pieces), np.cumsum([0, *map(len, pieces)]), 1.0)
+    assert seen[-1] > 0.6 if accepts else seen[-1] < 0.1
+    for slot in slots.tolist():
+        speculator.finish(slot)
+    speculator.end_step(2)
+    fitted = speculator._acceptance
+    assert fitted != (0.5, 1.0)
+    speculator.end_step(3)
+    assert speculator._acceptance == fitted
 
 
 def costs_on_rank(rank: int, parallel: ParallelConfig) -> tuple:

@@ -18,6 +18,7 @@ from megatron_dta.config.speculation import SpeculationConfig
 from megatron_dta.errors import InputError
 from megatron_dta.parity.shards import shard_weights
 from megatron_dta.rollouts import load_rollouts
+from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.degenerate import degenerate_length
 from mesh_worker import named_parameters, run_on_ranks
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
@@ -135,7 +136,6 @@ def test_meshes(tmp_path: Path) -> None:
 def test_stop_of_degenerate_responses() -> None:
     """A greedy model falls into a loop; it is stopped where a scan of the whole response would, drafts or not."""
     from megatron_dta.sampling.engines.interface import GenerationRequest, generate
-    from megatron_dta.sampling.params import SamplingParams
 
     seed_all(1)
     model = make_model(11, torch.float32, num_layers=2, max_position_embeddings=700)

@@ -12,7 +12,7 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens
-from megatron_dta.rollouts.source import RolloutSource
+from megatron_dta.rollouts.source import SampledSource
 from megatron_dta.sampling.dynamic_sampling import DynamicSamplingSource
 from megatron_dta.sampling.engines.build import build_engine
 from megatron_dta.sampling.method import build_sampling_source
@@ -115,8 +115,8 @@ def test_what_dynamic_sampling_keeps():
     def group(name: str, *rewards: float) -> list[Rollout]:
         return [Rollout([1, 2], [False, True], reward, group_id=name) for reward in rewards]
 
-    class Fixed(RolloutSource):
-        def next_batch(self, step: int) -> list[Rollout]:
+    class Fixed(SampledSource):
+        def sample(self, collection: int, batch: int) -> list[Rollout]:
             return group("a", 1, 1) + group("b", 0, 1) + group("c", 0, 0) + group("d", 1, 0) + group("e", 0, 1)
 
     for groups, kept in ((1, "b"), (2, "bd"), (3, "bde"), (4, "abde"), (5, "abcde")):

@@ -54,6 +54,21 @@ class RolloutSource(ABC):
         return
 
 
+class SampledSource(RolloutSource):
+    """Samples rollouts of prompts. A collection may take several batches of prompts, as dynamic sampling does."""
+
+    @abstractmethod
+    def sample(self, collection: int, batch: int) -> list[Rollout]:
+        """Rollouts of the prompts of batch number ``batch``, for collection number ``collection``.
+
+        Prompts and random numbers follow from the batch; weights, schedules, and what is kept for a number of
+        collections go by the collection.
+        """
+
+    def next_batch(self, step: int) -> list[Rollout]:
+        return self.sample(step, step)
+
+
 class WrappedSource(RolloutSource):
     """``inner``, of which a subclass changes what it has to."""
 

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens
-from megatron_dta.rollouts.source import RolloutSource, WrappedSource
+from megatron_dta.rollouts.source import SampledSource, WrappedSource
 
 
-class DynamicSamplingSource(WrappedSource):
+class DynamicSamplingSource(WrappedSource, SampledSource):
     """The first ``groups`` groups of ``inner``'s collection whose rewards differ; see the module's docstring."""
 
-    def __init__(self, inner: RolloutSource, groups: int) -> None:
+    _inner: SampledSource
+
+    def __init__(self, inner: SampledSource, groups: int) -> None:
         super().__init__(inner)
         self._groups = groups
         self._statistics: dict[str, float] = {}
 
     def next_batch(self, step: int) -> list[Rollout]:
         """See ``RolloutSource``."""
+        return self.sample(step, step)
+
+    def sample(self, collection: int, batch: int) -> list[Rollout]:
+        """See ``SampledSource``."""
         groups: dict[str, list[Rollout]] = {}
-        for rollout in self._inner.next_batch(step):
+        for rollout in self._inner.sample(collection, batch):
             groups.setdefault(rollout.group_id, []).append(rollout)
         rejected = [name for name, group in groups.items() if len({rollout.reward for rollout in group}) == 1]
         useful = [name for name in groups if name not in set(rejected)]

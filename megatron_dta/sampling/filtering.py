@@ -1,11 +1,11 @@
 """Dynamic sampling and overlong reward shaping (DAPO, arXiv 2503.14476) around any source of sampled rollouts.
 
 **Dynamic sampling.** A group whose rewards are all equal has advantages of 0: it costs a step and teaches nothing. So
-collection k is put together from rounds, each a collection of the inner source with prompts of its own, until as many
-groups as one round has differ in their rewards, or ``--dynamic-sampling-max-rounds`` are over. Round r of collection k
-is number k x rounds + r of the inner source: what a collection is still follows from its number alone, and nothing has
-to be saved. Prompts of rounds that were not needed are skipped in this epoch of the prompts. If fewer groups differ
-than there are optimizer steps in a collection, others fill it up.
+collection k is put together from rounds, each with a batch of prompts of its own, until as many groups as one round has
+differ in their rewards, or ``--dynamic-sampling-max-rounds`` are over. Round r of collection k takes batch number
+k x rounds + r of the prompts: what a collection is still follows from its number alone, and nothing has to be saved.
+Prompts of rounds that were not needed are skipped in this epoch of the prompts. If fewer groups differ than there are
+optimizer steps in a collection, others fill it up. Schedules and windows that count collections count no rounds.
 
 **Overlong shaping.** With L = ``--rollout-max-response-len`` and B = ``--overlong-buffer-len``, a response of n tokens
 loses factor x (n - (L - B)) / B of its reward, at least 0 and at most the factor. Groups are judged by the rewards
@@ -23,19 +23,17 @@ import numpy as np
 from megatron_dta.config import TrainConfig
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens
-from megatron_dta.rollouts.source import RolloutSource, WrappedSource
+from megatron_dta.rollouts.source import SampledSource, WrappedSource
 
 
 class FilteringSource(WrappedSource):
-    """``inner`` with the filters that the settings ask for.
+    """``inner`` with the filters that the settings ask for."""
 
-    Args:
-        renumber: the inner source labels rollouts with its collection's number; label them with this one's.
-    """
+    _inner: SampledSource
 
-    def __init__(self, inner: RolloutSource, config: TrainConfig, renumber: bool = True) -> None:
+    def __init__(self, inner: SampledSource, config: TrainConfig) -> None:
         super().__init__(inner)
-        self._renumber, self._settings = renumber, config.filtering
+        self._settings = config.filtering
         self._rounds = self._settings.dynamic_sampling_max_rounds if self._settings.dynamic_sampling else 1
         self._num_groups = config.sampling.rollout_batch_size
         self._num_steps = config.sampling.num_steps_per_rollout
@@ -47,7 +45,7 @@ class FilteringSource(WrappedSource):
         useful: list[list[Rollout]] = []
         others: list[list[Rollout]] = []
         for number in range(self._rounds):
-            for group in groups_of(self._inner.next_batch(step * self._rounds + number)):
+            for group in groups_of(self._inner.sample(step, step * self._rounds + number)):
                 keep = not self._settings.dynamic_sampling or differs(group)
                 (useful if keep else others).append(group)
             if len(useful) >= self._num_groups:
@@ -65,8 +63,6 @@ class FilteringSource(WrappedSource):
             self._statistics["left_out_decoded_tokens"] = float(decoded_tokens(left_out)) if left_out else 0.0
         chosen += others[:filling]
         rollouts = [rollout for group in chosen for rollout in group]
-        if self._renumber:
-            rollouts = [replace(rollout, policy_version=step) for rollout in rollouts]
         if self._settings.overlong_buffer_len is None:
             return rollouts
         shaped = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_dta.config import FilterConfig, TrainConfig
-from megatron_dta.rollouts.source import Evaluation, RolloutSource
+from megatron_dta.rollouts.source import Evaluation, RolloutSource, SampledSource
 from megatron_dta.sampling.dynamic_sampling import DynamicSamplingSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.filtering import FilteringSource
@@ -21,12 +21,15 @@ from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
 def build_sampling_source(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> RolloutSource:
     """What samples the rollouts of training."""
     if config.filtering.dynamic_sampling or config.filtering.overlong_buffer_len is not None:
-        inner = build_sampling_source(engine, task, replace(config, filtering=FilterConfig()))
-        return FilteringSource(inner, config, renumber=not engine.needs_checkpoint)
+        return FilteringSource(_sampled_source(engine, task, replace(config, filtering=FilterConfig())), config)
+    return _sampled_source(engine, task, config)
+
+
+def _sampled_source(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> SampledSource:
     trained, sampled = config.sampling.rollout_batch_size, config.sampling.over_sampling_batch_size
     if sampled is not None and sampled > trained:
         sampling = replace(config.sampling, rollout_batch_size=sampled, over_sampling_batch_size=None)
-        return DynamicSamplingSource(build_sampling_source(engine, task, replace(config, sampling=sampling)), trained)
+        return DynamicSamplingSource(_sampled_source(engine, task, replace(config, sampling=sampling)), trained)
     if config.treepo.rollout_method == "treepo" or config.environment.environment is not None:
         return TreeSource(engine, task, config)
     return SamplingSource(engine, task, config.sampling, config.optimization.seed)

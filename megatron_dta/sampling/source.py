@@ -18,7 +18,7 @@ import numpy as np
 from megatron_dta.config import SamplingConfig
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
+from megatron_dta.rollouts.source import Evaluation, RolloutError, SampledSource
 from megatron_dta.sampling.engines.interface import (
     GenerationRequest,
     GenerationResult,
@@ -34,7 +34,7 @@ from megatron_dta.sampling.scoring import Response, counted
 from megatron_dta.sampling.task import SamplingTask
 
 
-class SamplingSource(RolloutSource):
+class SamplingSource(SampledSource):
     """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` rollouts a collection, from the engine's weights."""
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
@@ -45,19 +45,19 @@ class SamplingSource(RolloutSource):
         self._params = sampling_params(task, config, seed)
         self._statistics: dict[str, float] = {}
 
-    def next_batch(self, step: int) -> list[Rollout]:
-        """Collection ``step``; one group a prompt, in order.
+    def sample(self, collection: int, batch: int) -> list[Rollout]:
+        """See ``SampledSource``; one group a prompt, in order.
 
         ``policy_version`` is the collection's number; with servers, whose weights are updated from outside, the
         optimizer steps that their weights have had.
         """
         count, samples = self._config.rollout_batch_size, self._config.n_samples_per_prompt
-        first = step * count
+        first = batch * count
         prompts = prompts_at(self._task.prompts, first, count, self._seed)
         if not self._engine.needs_checkpoint:
-            self._engine.update_weights(step)
+            self._engine.update_weights(collection)
         before = self._task.scorer.counts
-        scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, step)
+        scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, batch)
         self._statistics = {
             "ended": float(np.mean([result.ended for _, result, _ in scored])),
             **counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas),

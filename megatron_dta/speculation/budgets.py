@@ -11,9 +11,10 @@ batch; or, better, the inverse of the probability that the sample is the last to
 last one's forwards make the batch end later. Nothing may draft more than the gate allows, save for a rare, short
 exploration that keeps the estimates alive.
 
-**Length classes** (short, medium, long: terciles of recent lengths). A problem's class is that of most of its past
-samples, medium where it has none; while a sample runs, the class most frequent among past samples of the same first
-class that became at least as long.
+**Length classes** (short, medium, long: terciles of recent lengths; equal lengths are of one class, and the longest
+are long, so samples that ran into the length cap are long however many there are). A problem's class is that of most of
+its past samples, medium where it has none; while a sample runs, the class most frequent among past samples of the same
+first class that became at least as long.
 
 **The optimal budget** (after DAS, arXiv 2511.13841, corrected). Drafting p tokens for a sample of length l gains
 A(p) = k l (1 - exp(-a p / l)) forwards, so N forwards are enough with
@@ -100,11 +101,20 @@ def drafted_tokens(lengths: np.ndarray, k: np.ndarray, alpha: np.ndarray, forwar
     return np.where(share > 0, tokens, 0.0)
 
 
-def fit_acceptance(lengths: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> tuple[float, float]:
-    """(k, alpha) of finished samples by least squares of accepted / length; (0.5, 1) where nothing was drafted."""
+ASSUMED_ACCEPTANCE = (0.5, 1.0)
+"""(k, alpha) before any draft was verified."""
+
+
+def fit_acceptance(
+    lengths: np.ndarray,
+    drafted: np.ndarray,
+    accepted: np.ndarray,
+    otherwise: tuple[float, float] = ASSUMED_ACCEPTANCE,
+) -> tuple[float, float]:
+    """(k, alpha) of samples by least squares of accepted / length; ``otherwise`` where nothing was drafted."""
     use = drafted > 0
     if not use.any():
-        return 0.5, 1.0
+        return otherwise
     share, gained = drafted[use] / lengths[use], accepted[use] / lengths[use]
     alphas = np.geomspace(0.05, 20, 60)
     rising = 1 - np.exp(-alphas[:, None] * share)
@@ -156,7 +166,7 @@ class LengthHistory:
 
     def __init__(self, max_samples: int = 4096) -> None:
         self.max_samples = max_samples
-        self._bounds: tuple[float, float] | None = None
+        self._bounds: tuple[int, int] | None = None  # the lengths from which on a sample is medium, and long
         self._lengths = np.zeros(0, np.int64)
         self._first = np.zeros(0, np.int64)  # the class each of them began with
         self._problems: dict[str, list[int]] = {}
@@ -210,8 +220,7 @@ class LengthHistory:
         self._new.clear()
         self._expected.clear()
         if len(self._lengths) >= 6:
-            low, high = np.quantile(self._lengths, [1 / 3, 2 / 3])
-            self._bounds = float(low), float(high)
+            self._bounds = class_bounds(self._lengths)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         names = sorted(self._problems)
@@ -233,7 +242,20 @@ class LengthHistory:
         self.end_step()
 
     def _classes(self, lengths: np.ndarray) -> np.ndarray:
-        return np.searchsorted(np.array(self._bounds), lengths, side="left")
+        return np.searchsorted(np.array(self._bounds), lengths, side="right")
+
+
+def class_bounds(lengths: np.ndarray) -> tuple[int, int]:
+    """The lengths from which on a sample is medium, and long, so that each class has about a third of ``lengths``.
+
+    Equal lengths cannot be divided. Those across a bound go where the outer class stays closer to a third; the longest
+    are long in any case, since they decide when a rollout is done.
+    """
+    low, high = np.quantile(lengths, [1 / 3, 2 / 3])
+    medium = min(np.ceil(low), np.floor(low) + 1, key=lambda begin: abs(np.mean(lengths < begin) - 1 / 3))
+    above = [begin for begin in (np.ceil(high), np.floor(high) + 1) if begin <= lengths.max()]
+    long = min(above, key=lambda begin: abs(np.mean(lengths >= begin) - 1 / 3))
+    return int(min(medium, long)), int(long)
 
 
 def _longer(lengths: np.ndarray, than: np.ndarray) -> np.ndarray:

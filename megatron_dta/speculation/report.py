@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +25,8 @@ class SpeculationReport:
             and accepted tokens, and the length class that it began with.
         queries: drafts that were looked for. draft_seconds: CPU time of making and accounting them. hidden_seconds: of
             accounting for forwards without drafts, beside a device that runs the next ones.
+        outside_seconds: of draft_seconds those that are in no entry of ``seconds`` of a forward with drafts.
+        plain_forwards: forwards that the same samples would have taken without drafts.
         drafter_bytes, drafter_tokens: memory of the trees and tokens in them, at the end.
         stopped: of a replay, samples that were cut for degenerate text.
     """
@@ -38,6 +42,8 @@ class SpeculationReport:
     queries: int = 0
     draft_seconds: float = 0.0
     hidden_seconds: float = 0.0
+    outside_seconds: float = 0.0
+    plain_forwards: int = 0
     drafter_bytes: int = 0
     drafter_tokens: int = 0
     stopped: int = 0
@@ -107,6 +113,23 @@ class SpeculationReport:
         order = np.argsort(self.lengths, kind="stable")[-samples:]
         return _ratio(np.asarray(self.lengths)[order].sum(), np.asarray(self.steps)[order].sum())
 
+    def savings(self) -> tuple[int, float, float]:
+        """Forwards that drafts have saved, about how many seconds those would have taken, and what drafts have cost.
+
+        A forward with drafts is compared with those without any of as many live sequences, or of the nearest numbers.
+        """
+        live, seconds = np.array(self.live, np.int64), np.array(self.seconds)
+        is_drafted = np.array(self.tokens, np.int64) > live
+        saved = self.plain_forwards - len(live)
+        if not is_drafted.any() or is_drafted.all():
+            return saved, 0.0, self.outside_seconds
+        plain_live = live[~is_drafted]
+        counts = np.unique(plain_live)
+        medians = [float(np.median(seconds[~is_drafted][plain_live == count])) for count in counts]
+        plain = np.interp(live[is_drafted], counts, medians)
+        cost = max(0.0, float(np.sum(seconds[is_drafted] - plain))) + self.outside_seconds
+        return saved, max(0, saved) * float(np.mean(plain)), cost
+
     def figures(self) -> dict[str, object]:
         """Everything but the course from forward to forward, for JSON."""
         drafted, accepted = int(np.sum(self.drafted)), int(np.sum(self.accepted))
@@ -114,6 +137,7 @@ class SpeculationReport:
             "samples": len(self.lengths),
             "generated_tokens": int(np.sum(self.lengths)),
             "forwards": len(self.live),
+            "plain_forwards": self.plain_forwards,
             "makespan_seconds": self.makespan,
             "live_batch_over_time": self.live_batch_over_time(),
             "tokens_per_forward": self.tokens_per_forward,
@@ -137,11 +161,12 @@ class SpeculationReport:
     def metrics(self) -> dict[str, float]:
         """Flat numbers for the training log; the names begin with ``speculation_``."""
         figures = self.figures()
-        names = ("tokens_per_forward", "tokens_per_forward_longest_4", "forwards", "makespan_seconds")
+        names = ("tokens_per_forward", "tokens_per_forward_longest_4", "forwards", "plain_forwards", "makespan_seconds")
         names += ("drafted_tokens", "accepted_tokens", "wasted_tokens")
         names += ("draft_queries", "draft_seconds", "hidden_seconds", "drafter_bytes", "drafter_tokens")
         values: dict[str, float | None] = {name: float(figures[name]) for name in names}
         values["acceptance"] = _ratio(figures["accepted_tokens"], figures["drafted_tokens"])
+        values |= dict(zip(("saved_forwards", "saved_seconds", "cost_seconds"), self.savings(), strict=True))
         for name in ("tokens_per_forward", "wasted_tokens"):
             values |= {f"{name}_{each}": value for each, value in figures[f"{name}_by_class"].items()}
             by_decile = enumerate(figures[f"{name}_by_decile"], 1)
@@ -149,6 +174,24 @@ class SpeculationReport:
         over_time = enumerate(figures["live_batch_over_time"], 1)
         values |= {f"live_batch_tenth_{tenth}": value for tenth, value in over_time}
         return {f"speculation_{name}": float(value) for name, value in values.items() if value is not None}
+
+
+def drafting_benefit(records: Iterable[Mapping[str, Any]]) -> str | None:
+    """What drafts have saved and cost in a run, in one sentence; None where nothing was drafted from trees."""
+    # The steps of one collection repeat its figures, so only the first counts.
+    timings = [record.get("timing", {}) for record in records if not record.get("collection_step")]
+
+    def total(name: str) -> float:
+        return sum(timing.get(f"speculation_{name}", 0.0) for timing in timings)
+
+    saved, plain, generated = total("saved_forwards"), total("plain_forwards"), total("generated_tokens")
+    if plain:
+        seconds, cost = total("saved_seconds"), total("cost_seconds")
+        about = f" (about {seconds:.1f} s)" if saved > 0 else ""
+        return f"DAS: drafts saved {max(0, saved):,.0f} of {plain:,.0f} forwards{about}, cost {cost:.1f} s."
+    if generated:
+        return f"DAS: the servers' drafts gave {total('accepted_tokens'):,.0f} of {generated:,.0f} sampled tokens."
+    return None
 
 
 def _ratio(a: float, b: float) -> float:

@@ -71,6 +71,12 @@ class Rounds:
         self._ratios = {kind: deque(maxlen=_RECENT) for kind in (False, True)}
         self._scale = {False: 1.0, True: 1.0}
 
+    def unlearned(self) -> Rounds:
+        """Of the same costs, with nothing measured and a purse of its own."""
+        fresh = Rounds(self.plain_cost, self.drafted_cost, self.burst, self.prices_whole)
+        fresh.is_measured = self.is_measured
+        return fresh
+
     def end_step(self) -> None:
         """A collection is over: the purse is filled for the next."""
         self.elapsed = self.loss = 0.0

@@ -12,10 +12,8 @@ One object for an engine and for the replay of stored samples. The caller runs t
 
 Everything here is a function of the samples, their keys and the number of live sequences: no clock and no random
 state, so all ranks of a group propose the same. A sample whose drafts were not worth it is asked again only after a
-pause that doubles up to a bound, which keeps the CPU's part below about ``_QUERY_SHARE`` of a forward; a rare short
-draft against the gate's advice, chosen by a hash of (seed, key, position), keeps the estimates of acceptance alive.
-Where nothing else is drafted, such a draft would cost a forward of its own kind, which an engine cannot run in a burst
-with others: there only every ``_LONELY`` th may have some.
+pause that doubles up to a bound, which keeps the CPU's part below about ``_QUERY_SHARE`` of a forward; rare short
+drafts against the gate's advice keep the estimates of acceptance alive (``exploration.py``).
 
 With ``rounds`` (an engine's) whole passes have a gate of their own, see ``rounds.py``, which probes by its own purse in
 place of the rare drafts. Its costs may be measured ones.
@@ -25,11 +23,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dta.speculation.budgets import (
+    ASSUMED_ACCEPTANCE,
     BudgetParams,
     LengthClass,
     LengthHistory,
@@ -39,21 +37,19 @@ from megatron_dta.speculation.budgets import (
 )
 from megatron_dta.speculation.calibration import AcceptanceTable
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
+from megatron_dta.speculation.exploration import EXPLORED_TOKENS, LONELY, exploring_share, keyed_share
 from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.plain_forwards import NOTHING_BEFORE, Before, PlainForwards
+from megatron_dta.speculation.proposal import Proposal
 from megatron_dta.speculation.report import SpeculationReport
 from megatron_dta.speculation.rounds import Rounds
 from megatron_dta.speculation.straggler import CANDIDATES, last_probabilities
 from megatron_dta.speculation.suffix_forest import Drafts
 
 _QUERY_SHARE = 0.005
-_EXPLORING_SHARE = 0.004
 _USUAL_GAIN = 0.1
 """Of what a draft could gain at best, what a good one gains; where that is less than making it costs, none is made."""
 _MAX_PAUSE = 64
-_EXPLORED_TOKENS = 4
-_LONELY = 24
-_LONELY_DRAFTS = 4
-"""Drafts of a forward that has none but for exploring: enough to learn as much from these few."""
 _FIRST_DRAFTS = 64
 """While the table knows little, a forward verifies so many drafts, and twice those that were verified before."""
 _REPLAN_FORWARDS = 16
@@ -63,22 +59,6 @@ _MOST_SHARERS = 4
 """A sample that surely is no straggler passes the gate as if so many times the live batch shared its forwards."""
 _CLASS_CAPS = np.array([0, 6, 255])
 """Drafted tokens a forward of short, medium and long samples, with the budget "class"."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Drafts to verify in one forward: of row i the first ``lengths[i]`` of ``tokens[i]``, often none.
-
-    Attributes:
-        slots: int64 [n]. tokens: int32 [n, width]. lengths: int64 [n].
-        asked: int64 [q], rows for which a draft was looked for; drafts: theirs.
-    """
-
-    slots: np.ndarray
-    tokens: np.ndarray
-    lengths: np.ndarray
-    asked: np.ndarray
-    drafts: Drafts
 
 
 class Speculator:
@@ -91,16 +71,29 @@ class Speculator:
         self.rounds = None if budget.budget == "always" else rounds
         self.table, self.history = AcceptanceTable(), LengthHistory()
         self.report = SpeculationReport()
-        self._step, self._forwards, self._acceptance = 0, 0, (0.5, 1.0)
+        self._step, self._forwards, self._acceptance = 0, 0, ASSUMED_ACCEPTANCE
         self._next_plan, self._last_round = 0, (0, 0, 0, 0.0)
-        self._lonely = 0
+        self._lonely, self._proposing = 0, 0.0
         self._free: list[int] = []
         self._problems: list[str] = []
-        # By slot: text, key, first class, generated tokens, steps, drafted, accepted, pause left, next pause, cap.
-        self._rows = np.zeros((0, 10), np.int64)
+        # By slot: text, key, first class, generated tokens, steps, drafted, accepted, pause left, next pause, cap;
+        # tokens of the response before, and the forward in which it would have begun without drafts.
+        self._rows = np.zeros((0, 12), np.int64)
+        self._plain = PlainForwards()
         self._candidates, self._last = np.zeros((0, CANDIDATES)), np.zeros(0)
 
-    def open(self, problem: str, prompt: np.ndarray, key: int, is_branch: bool = False) -> int:
+    def unlearned(self) -> Speculator:
+        """Of the same settings and costs, but without anything that was sampled or learned from it."""
+        rounds = None if self.rounds is None else self.rounds.unlearned()
+        return Speculator(self.drafter.params, self.budget, self.cost, rounds)
+
+    def begin_phase(self) -> None:
+        """All samples so far are complete; the next ones begin together."""
+        self._plain.begin_phase()
+
+    def open(
+        self, problem: str, prompt: np.ndarray, key: int, is_branch: bool = False, before: Before = NOTHING_BEFORE
+    ) -> int:
         """A sample of ``problem`` begins after ``prompt``; ``key`` in [0, 2^63) is its identity. Returns its slot.
 
         is_branch: the prompt goes on from another sample of the problem, so it is in the tree already.
@@ -110,7 +103,8 @@ class Speculator:
         slot = self._free.pop()
         text = self.drafter.open(problem, prompt, is_branch)
         (first, candidates), width = self.history.expected(problem), self.drafter.params.draft.width
-        self._rows[slot] = text, key, first, 0, 0, 0, 0, 0, 1, width
+        start = self._plain.start() if before.end is None else before.end
+        self._rows[slot] = text, key, first, 0, 0, 0, 0, 0, 1, width, before.tokens, start
         self._candidates[slot], self._last[slot] = candidates, 0.0
         self._problems[slot] = problem
         self._next_plan = 0
@@ -136,8 +130,8 @@ class Speculator:
         self._rows[slots, 7] -= 1
         caps = np.minimum(np.minimum(most, width), rows[:, 9])
         self._lonely += 1
-        is_lonely_turn = self._lonely % _LONELY == 0
-        explore = self._explored(rows[:, 1], rows[:, 3], live, is_lonely_turn)
+        is_lonely_turn = self._lonely % LONELY == 0
+        explore = self._explored(rows, live, is_lonely_turn)
         worthwhile = (rows[:, 7] <= 0) & self._can_pay(self._sharers(slots, live))
         asked = np.flatnonzero((worthwhile | explore) & (caps > 0))
         tokens, lengths = np.zeros((live, width), np.int32), np.zeros(live, np.int64)
@@ -154,7 +148,8 @@ class Speculator:
         if self.rounds is not None and not lengths.any():
             self.rounds.in_vain(live)
         self.report.queries += len(asked)
-        self.report.draft_seconds += time.perf_counter() - begin
+        self._proposing = time.perf_counter() - begin
+        self.report.draft_seconds += self._proposing
         return Proposal(slots, tokens, lengths, asked, drafts)
 
     def record(
@@ -183,8 +178,11 @@ class Speculator:
             gain = self.rounds.saved(accepted, sharers, live)
             self.rounds.went_on(float(np.average(1 + accepted, weights=1 / sharers)))
         self._last_round = live, count, 1, gain
+        self._plain.forwards += 1
         self.report.add_forward(live, count, seconds)
-        self.report.draft_seconds += time.perf_counter() - begin
+        own = time.perf_counter() - begin
+        self.report.draft_seconds += own
+        self.report.outside_seconds += own if count > live else own + self._proposing
 
     def took(self, seconds: float) -> None:
         """The forward or burst that was recorded last took so long, with all that the host did for it."""
@@ -209,11 +207,13 @@ class Speculator:
         self._rows[slots, 4] += counts
         self._rows[slots, 7] -= counts - was_asked
         self._forwards += passes - was_asked
+        self._plain.forwards += passes
         self._last_round = len(slots), len(slots), passes, 0.0
         offsets = np.concatenate([[0], np.cumsum(counts)])
         self.drafter.extend(self._rows[slots, 0], np.concatenate(appended).astype(np.int32), offsets)
         for live in (len(slots) - np.searchsorted(np.sort(counts), np.arange(passes), side="right")).tolist():
             self.report.add_forward(live, live, seconds / passes)
+        self.report.outside_seconds += self._proposing if was_asked else 0.0
         self.report.hidden_seconds += time.perf_counter() - begin
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
@@ -222,22 +222,37 @@ class Speculator:
         self.drafter.extend(self._rows[slot : slot + 1, 0], np.ascontiguousarray(tokens, np.int32), ends)
 
     def finish(self, slot: int, length: int | None = None) -> None:
-        """The sample ended; it stays in the trees, its slot is free. ``length``: generated tokens, where it was given
-        by ``append`` alone."""
+        """The sample ended, and its response with it; it stays in the trees, its slot is free. ``length``: generated
+        tokens, where they were given by ``append`` alone."""
+        if length is not None:
+            self._rows[slot, 3] = length
+        problem, response = self._problems[slot], int(self._rows[slot, 3] + self._rows[slot, 10])
+        self.end_response(problem, response, self.end_request(slot))
+
+    def end_request(self, slot: int) -> int:
+        """The sample ended, its response maybe not (``end_response``). Returns the forward of this phase that would
+        have been its last without drafts."""
         text, _, first, generated, steps, drafted, accepted = self._rows[slot, :7].tolist()
-        generated = generated if length is None else length
         self.drafter.finish(text, self._step)
-        self.history.add(self._problems[slot], first, generated)
         self.report.add_sample(generated, steps, drafted, accepted, first)
         self._free.append(slot)
+        return int(self._rows[slot, 11]) + generated
+
+    def end_response(self, problem: str, length: int, end: int) -> None:
+        """A response ended with ``length`` generated tokens in all; ``end`` is of its last request's end."""
+        self._plain.end(end)
+        self.learn_length(problem, length)
 
     def learn(self, problem: str, prompt: np.ndarray, generated: np.ndarray, is_branch: bool = False) -> None:
         """Take in a sample that another engine has made in this step; the report is of this engine's own."""
-        slot = self.open(problem, prompt, 0, is_branch)
+        slot = self.open(problem, prompt, 0, is_branch, Before(0, 0))
         self.append(slot, generated)
         self.drafter.finish(int(self._rows[slot, 0]), self._step)
-        self.history.add(problem, int(self._rows[slot, 2]), len(generated))
         self._free.append(slot)
+
+    def learn_length(self, problem: str, length: int) -> None:
+        """A response of the problem had so many generated tokens in all its segments and turns."""
+        self.history.add(problem, int(self.history.expected(problem)[0]), length)
 
     def discard(self, slot: int) -> None:
         """The sample is given up and forgotten."""
@@ -247,11 +262,12 @@ class Speculator:
     def end_step(self, step: int) -> SpeculationReport:
         """Policy step ``step`` is over: evicts, lets estimates age, and returns the report, beginning a new one."""
         report, self.report = self.current_report(), SpeculationReport()
-        self._acceptance = fit_acceptance(*(np.array(x, np.float64) for x in _totals(report)))
+        self._acceptance = self._fitted_acceptance(report, self._rows[:0])
         self.history.end_step()
         self.table.end_step()
         self.drafter.end_step(step)
         self._step, self._forwards, self._lonely, self._next_plan = step + 1, 0, 0, 0
+        self._plain = PlainForwards()
         if self.rounds is not None:
             self.rounds.end_step()
         return report
@@ -259,6 +275,7 @@ class Speculator:
     def current_report(self) -> SpeculationReport:
         """What has been done since the last ``end_step``."""
         self.report.drafter_bytes, self.report.drafter_tokens = self.drafter.num_bytes, self.drafter.stored_tokens
+        self.report.plain_forwards = self._plain.total
         return self.report
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -272,7 +289,7 @@ class Speculator:
             prefix = f"{name}."
             part.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
         self._step, self._acceptance = int(state["step"]), tuple(np.asarray(state["acceptance"]).tolist())
-        self._rows, self._free, self._problems = self._rows[:0], [], []
+        self._rows, self._free, self._problems, self._plain = self._rows[:0], [], [], PlainForwards()
         self._candidates, self._last = self._candidates[:0], self._last[:0]
 
     def _grow(self) -> None:
@@ -294,7 +311,7 @@ class Speculator:
         lengths[np.cumsum(lengths > 0) > _FIRST_DRAFTS + 2 * self.table.verified] = 0
         if not lengths.any() and not is_lonely_turn:
             return lengths
-        return np.where(explore, np.maximum(lengths, np.minimum(drafts.lengths, _EXPLORED_TOKENS)), lengths)
+        return np.where(explore, np.maximum(lengths, np.minimum(drafts.lengths, EXPLORED_TOKENS)), lengths)
 
     def _lengths_of_round(self, drafts: Drafts, slots: np.ndarray, live: int) -> np.ndarray:
         """Those of the gate if the whole pass is worth it; if not, those of a probe if that is affordable, or none."""
@@ -309,7 +326,7 @@ class Speculator:
 
         if self.rounds.pays(gain(), live, live + int(lengths.sum())):
             return lengths
-        probes = np.minimum(drafts.lengths, _EXPLORED_TOKENS).astype(np.int64)
+        probes = np.minimum(drafts.lengths, EXPLORED_TOKENS).astype(np.int64)
         likeliest = np.argsort(np.where(probes > 0, -accept[:, 0], 1.0), kind="stable")
         probes[likeliest[_PROBES:]] = 0
         lengths = probes if not lengths.any() else lengths
@@ -326,7 +343,7 @@ class Speculator:
             with np.errstate(divide="ignore"):
                 sharers = np.minimum(1 / self._last[slots], _MOST_SHARERS * live)
         elif self.budget.budget == "class":
-            is_long = self.history.classes(rows[:, 2], rows[:, 3]) == LengthClass.LONG
+            is_long = self.history.classes(rows[:, 2], _response_lengths(rows)) == LengthClass.LONG
             # Those that were not asked are taken to be like these.
             sharers[is_long] = max(1.0, float(is_long.mean()) * live)
         return sharers
@@ -345,42 +362,38 @@ class Speculator:
         self._rows[slots, 7] = np.where(useful, 0, np.minimum(self._rows[slots, 8], longest))
         self._rows[slots, 8] = pause
 
-    def _explored(self, keys: np.ndarray, positions: np.ndarray, live: int, is_lonely_turn: bool) -> np.ndarray:
-        """Which samples may draft against the gate's advice here: a hash of (seed, key, position). So few that they
-        cost no more than ``_EXPLORING_SHARE`` of a forward."""
+    def _explored(self, rows: np.ndarray, live: int, is_lonely_turn: bool) -> np.ndarray:
+        """Which samples may draft against the gate's advice here, bool [n]."""
         if self.budget.budget == "always" or not self.budget.exploration or self.rounds is not None:
-            return np.zeros(len(keys), bool)
-        mixed = _mix(_mix(keys.astype(np.uint64) ^ np.uint64(self.budget.seed)) ^ positions.astype(np.uint64))
-        cost = max(self.cost.per_token, 1e-12) * _EXPLORED_TOKENS
-        share = min(self.budget.exploration, _EXPLORING_SHARE * float(self.cost.seconds(live)) / live / cost)
-        if is_lonely_turn:
-            share = max(share, min(_LONELY_DRAFTS / live, share * _LONELY))
-        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share
+            return np.zeros(len(rows), bool)
+        share = exploring_share(self.budget.exploration, self.cost, live, is_lonely_turn)
+        return keyed_share(self.budget.seed, rows[:, 1], rows[:, 3]) < share
 
     def _plan(self, slots: np.ndarray) -> None:
         """What follows from the lengths: who may be the last, and the caps of the budgets that have some."""
         rows, width, budget = self._rows[slots], self.drafter.params.draft.width, self.budget.budget
+        so_far = _response_lengths(rows)
         if budget == "straggler":
             speed = (rows[:, 3] + 8.0) / (rows[:, 4] + 8.0)
-            self._last[slots] = last_probabilities(self._candidates[slots], rows[:, 3], speed)
+            self._last[slots] = last_probabilities(self._candidates[slots], so_far, speed)
         elif budget == "class":
-            classes = self.history.classes(rows[:, 2], rows[:, 3])
+            classes = self.history.classes(rows[:, 2], so_far)
             self._rows[slots, 9] = np.minimum(_CLASS_CAPS[classes], width)
         elif budget == "optimal":
             expected = self._candidates[slots].mean(1)
-            left = np.maximum(expected, 1.25 * rows[:, 3] + 16) - rows[:, 3]
-            k, alpha = (np.full(len(slots), value) for value in self._acceptance)
+            left = np.maximum(expected, 1.25 * so_far + 16) - so_far
+            # With what this step has shown so far: in a run's first there is nothing else.
+            fitted = self._fitted_acceptance(self.report, rows)
+            k, alpha = (np.full(len(slots), value) for value in fitted)
             forwards, tokens = optimal_budget(left, k, alpha, self.cost.base, self.cost.per_token)
             self._rows[slots, 9] = np.where(expected > 0, np.clip(np.ceil(tokens / forwards), 0, width), width)
 
+    def _fitted_acceptance(self, report: SpeculationReport, running: np.ndarray) -> tuple[float, float]:
+        """(k, alpha) of the finished samples and the rows of running ones; the last fit where none had drafts."""
+        finished = np.array([report.lengths, report.drafted, report.accepted], np.float64)
+        return fit_acceptance(*np.concatenate([finished, running[:, [3, 5, 6]].T], axis=1), self._acceptance)
 
-def _totals(report: SpeculationReport) -> tuple[list[int], list[int], list[int]]:
-    return report.lengths, report.drafted, report.accepted
 
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), uint64."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+def _response_lengths(rows: np.ndarray) -> np.ndarray:
+    """Generated tokens of the responses so far, those before the running samples included."""
+    return rows[:, 3] + rows[:, 10]

@@ -10,9 +10,11 @@ stands behind them in its pages is written again before it is read, pages are re
 are computed, and those taken for the draft alone are given back.
 
 ``SuffixDrafting`` proposes from suffix trees of recent samples (``megatron_dta.speculation``). A request's problem is
-that of its parent, so the branches of a tree share their drafts; a request without a parent is of the problem of those
-with the same context. What passes without drafts have sampled is put into the trees while the device runs the next ones
-(``catch_up``), so that where drafts are not worth it they take next to no time.
+its prompt's, so the branches of a tree and the turns of an episode share their drafts. The length of a response is that
+of its whole path, known when a request ends that no other one continues. An evaluation has trees of its own: what is
+kept for training is of training alone. What passes without drafts have
+sampled is put into the trees while the device runs the next ones (``catch_up``), so that where drafts are not worth it
+they take next to no time.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -29,8 +32,12 @@ import numpy as np
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
 from megatron_dta.sampling.engines.scheduler import Pass, Scheduler, Sequence
+from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.speculator import Proposal, Speculator
+from megatron_dta.speculation.plain_forwards import Before
+from megatron_dta.speculation.proposal import Proposal
+from megatron_dta.speculation.speculator import Speculator
 
 NO_DRAFT = np.zeros(0, np.int32)
 
@@ -43,6 +50,12 @@ _MEASURED = 512
 
 class Drafting(ABC):
     """Proposes drafts; the ranks of a replica must propose the same ones."""
+
+    def started(self, params: SamplingParams) -> None:  # noqa: B027 - most draft alike in every phase
+        """A phase begins: the requests until ``ended`` are sampled so, with the weights as they are."""
+
+    def ended(self) -> None:  # noqa: B027
+        """The phase is over, and all of its requests are complete."""
 
     @abstractmethod
     def submitted(self, sequence: Sequence) -> None:
@@ -125,6 +138,27 @@ def drafts_of(plan: Pass, drafting: Drafting | None, scheduler: Scheduler, most_
     return drafts
 
 
+@dataclass
+class _Path:
+    """Where a request stands on the path of its response.
+
+    Attributes:
+        is_branch: the prompt is in the problem's tree already.
+        before: tokens that were sampled for the response before the request; above: the request that it goes on from.
+        length: sampled tokens of the response at the request's end, end: in which forward that would have been;
+            None while it runs, and once they were counted.
+        is_continued: another request goes on where this one ended.
+    """
+
+    problem: str
+    is_branch: bool
+    before: int
+    above: _Path | None
+    length: int | None = None
+    end: int = 0
+    is_continued: bool = False
+
+
 class SuffixDrafting(Drafting):
     """Drafts of a ``Speculator``, whose model of a pass's cost is fitted to the passes that ran.
 
@@ -132,27 +166,38 @@ class SuffixDrafting(Drafting):
     """
 
     def __init__(self, speculator: Speculator, follows_clock: bool = True) -> None:
-        self._speculator, self.follows_clock = speculator, follows_clock
+        self._training, self.follows_clock = speculator, follows_clock
+        self._speculator = speculator  # of the present phase
+        self._policy_version: int | None = None
         if speculator.rounds is not None:
             speculator.rounds.is_measured = follows_clock
         # What is to be done before anything is asked of the speculator, in this order.
         self._put_off: deque[Callable[[], None]] = deque()
         self._bursts = 0
         self._slots: dict[Sequence, int] = {}
-        self._problems: dict[Sequence, str] = {}
-        self._branches: set[Sequence] = set()  # those whose parent had the same problem
+        self._paths: dict[Sequence, _Path] = {}  # of requests that run or are held
         self._proposal: Proposal | None = None
         # Tokens, seconds, and whether there were drafts.
         self._measured: list[tuple[int, float, bool]] = []
         self._last: list[tuple[int, bool]] = []
         # Complete samples that the other replicas do not know of, where there are others.
         self._unshared: list[tuple[str, bool, np.ndarray, np.ndarray]] = []
+        self._unshared_lengths: list[tuple[str, int]] = []
 
     @property
     def speculator(self) -> Speculator:
-        """With all that has been sampled."""
+        """Training's, with all that has been sampled."""
         self._do_all()
-        return self._speculator
+        return self._training
+
+    def started(self, params: SamplingParams) -> None:
+        self._do_all()
+        self._speculator = self._training.unlearned() if params.domain is Domain.EVALUATION else self._training
+        self._speculator.begin_phase()
+
+    def ended(self) -> None:
+        self._end_paths()
+        self._speculator = self._training
 
     def catch_up(self) -> None:
         # Not more often than needed: walking through the trees leaves nothing else in the host's caches.
@@ -173,12 +218,18 @@ class SuffixDrafting(Drafting):
             call()
 
     def submitted(self, sequence: Sequence) -> None:
-        problem = None if sequence.parent is None else self._problems.get(sequence.parent)
-        if problem is None:
-            problem = hashlib.blake2b(sequence.request.token_ids.tobytes(), digest_size=16).hexdigest()
+        request, parent = sequence.request, sequence.parent
+        above = None if parent is None else self._paths.get(parent)
+        if above is not None and sequence.common_with_parent >= parent.known:
+            above.is_continued = True
+        length = request.prompt_length
+        if length is None and above is not None:
+            problem, is_branch = above.problem, True
         else:
-            self._branches.add(sequence)
-        self._problems[sequence] = problem
+            prompt = np.ascontiguousarray(request.token_ids[:length], np.int32)
+            problem = hashlib.blake2b(prompt.tobytes(), digest_size=16).hexdigest()
+            is_branch = len(prompt) < len(request.token_ids)
+        self._paths[sequence] = _Path(problem, is_branch, request.sampled_before, above)
 
     def wants(self, live: int) -> bool:
         return self._speculator.wants(live)
@@ -188,9 +239,9 @@ class SuffixDrafting(Drafting):
         return self._speculator.rounds is None or self._speculator.rounds.is_hopeful
 
     def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
-        speculator = self.speculator
+        self._do_all()
         slots = np.array([self._slot(sequence) for sequence in rows], np.int64)
-        self._proposal = speculator.propose(slots, most)
+        self._proposal = self._speculator.propose(slots, most)
         proposal = self._proposal
         if not proposal.lengths.any():
             return [NO_DRAFT] * len(rows)
@@ -203,7 +254,8 @@ class SuffixDrafting(Drafting):
         # Of each row's tokens one was not drafted: the last, also where it happens to be what a longer draft had.
         accepted = np.minimum(counts - 1, drafted)
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        self.speculator.record(proposal, accepted, np.concatenate(appended).astype(np.int32), offsets, seconds)
+        self._do_all()
+        self._speculator.record(proposal, accepted, np.concatenate(appended).astype(np.int32), offsets, seconds)
         # A pass that computes prompts too says nothing of drafts.
         is_pure = tokens == len(drafted) + int(drafted.sum())
         self._last = [(tokens, tokens > len(drafted))] if is_pure else []
@@ -225,6 +277,8 @@ class SuffixDrafting(Drafting):
 
     def _took(self, last: list[tuple[int, bool]], seconds: float) -> None:
         self._speculator.took(seconds)
+        if self._speculator is not self._training:
+            return
         self._measured += [(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last]
         del self._measured[:-_MEASURED]
 
@@ -232,28 +286,49 @@ class SuffixDrafting(Drafting):
         self._in_order(partial(self._finish, sequence))
 
     def _finish(self, sequence: Sequence) -> None:
-        self._speculator.finish(self._slots.pop(sequence))
-        if current_mesh().data_size > 1:
-            is_branch = sequence in self._branches
+        path = self._paths[sequence]
+        path.end = self._speculator.end_request(self._slots.pop(sequence))
+        path.length = path.before + len(sequence.response)
+        if self._is_shared:
             # Of a branch's context the trees take the end.
             context = sequence.tokens[: sequence.context_length]
-            context = context[-self._speculator.drafter.params.depth :] if is_branch else context
-            self._unshared.append((self._problems[sequence], is_branch, context.copy(), sequence.response.copy()))
-        self._branches.discard(sequence)
+            context = context[-self._speculator.drafter.params.depth :] if path.is_branch else context
+            self._unshared.append((path.problem, path.is_branch, context.copy(), sequence.response.copy()))
         if not sequence.request.hold:
-            del self._problems[sequence]
+            self._end_path(self._paths.pop(sequence))
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._speculator is self._training and current_mesh().data_size > 1
+
+    def _end_path(self, path: _Path) -> None:
+        """Count the length of a response that ends with this request, once."""
+        if path.length is not None and not path.is_continued:
+            self._speculator.end_response(path.problem, path.length, path.end)
+            if self._is_shared:
+                self._unshared_lengths.append((path.problem, path.length))
+        path.length = None
+
+    def _end_paths(self) -> None:
+        self._do_all()
+        for path in self._paths.values():
+            self._end_path(path)
 
     def abandoned(self) -> None:
-        speculator = self.speculator
+        self._do_all()
         for slot in self._slots.values():
-            speculator.discard(slot)
+            self._speculator.discard(slot)
         self._slots.clear()
-        self._problems.clear()
-        self._branches.clear()
+        self._paths.clear()
         self._proposal = None
 
     def released(self, sequence: Sequence) -> None:
-        self._in_order(partial(self._problems.pop, sequence, None))
+        self._in_order(partial(self._release, sequence))
+
+    def _release(self, sequence: Sequence) -> None:
+        path = self._paths.pop(sequence, None)
+        if path is not None:
+            self._end_path(path)
 
     def learn_costs(self, passes: Rows[tuple[int, float, bool]]) -> None:
         """Take in (tokens, seconds, whether some were drafted) of passes that another drafting has seen."""
@@ -261,6 +336,10 @@ class SuffixDrafting(Drafting):
         del self._measured[:-_MEASURED]
 
     def weights_changed(self, policy_version: int) -> None:
+        if policy_version == self._policy_version:  # a collection of several rounds
+            return
+        self._policy_version = policy_version
+        self._end_paths()
         speculator = self.speculator
         # The rollouts so far are of the weights before.
         speculator.end_step(policy_version - 1)
@@ -279,13 +358,16 @@ class SuffixDrafting(Drafting):
 
     def share(self) -> None:
         """Take in what the other replicas have sampled since the last call; all ranks call this together."""
-        speculator = self.speculator
-        own, self._unshared = self._unshared, []
-        mesh = current_mesh()
-        for replica, samples in enumerate(mesh.gather_over_data(own)):
+        self._end_paths()
+        speculator, mesh = self.speculator, current_mesh()
+        own = self._unshared, self._unshared_lengths
+        self._unshared, self._unshared_lengths = [], []
+        for replica, (samples, lengths) in enumerate(mesh.gather_over_data(own)):
             if replica != mesh.data_rank:
                 for problem, is_branch, context, response in samples:
                     speculator.learn(problem, context, response, is_branch)
+                for problem, length in lengths:
+                    speculator.learn_length(problem, length)
 
     def measured_cost(self, drafted: bool | None = None) -> ForwardCost | None:
         """The cost of a pass as measured, the median of each number of tokens; None where too little has run.
@@ -306,8 +388,8 @@ class SuffixDrafting(Drafting):
     def _slot(self, sequence: Sequence) -> int:
         slot = self._slots.get(sequence)
         if slot is None:
-            context = sequence.tokens[: sequence.context_length]
-            is_branch = sequence in self._branches
-            slot = self._speculator.open(self._problems[sequence], context, sequence.request.key, is_branch)
-            self._slots[sequence] = slot
+            context, path = sequence.tokens[: sequence.context_length], self._paths[sequence]
+            before = Before(path.before, None if path.above is None else path.above.end)
+            slot = self._speculator.open(path.problem, context, sequence.request.key, path.is_branch, before)
+            self._slots[sequence], path.above = slot, None
         return slot

@@ -110,6 +110,8 @@ class InProcessEngine(RolloutEngine):
         self._refuse_while_running("start")
         self.release(list(self._held))
         self._params, self._iteration = params, iteration
+        if self.drafting is not None:
+            self.drafting.started(params)
         self._scheduler.pool.max_pages = max_pages(self._model, self._shape, self._block_size, self._buffer_size_gb)
         if self._steps is not None:
             self._steps.start()
@@ -182,12 +184,13 @@ class InProcessEngine(RolloutEngine):
     def join(self) -> None:
         with sampling_mode(self._model):
             self._passes.join()
+        if self.drafting is not None:
+            self.drafting.ended()
 
     def close(self) -> None:
         counts = self.statistics()
-        self._running.clear()
-        self._held.clear()
-        self._detectors.clear()
+        for requests in (self._running, self._held, self._detectors):
+            requests.clear()
         self._cache = None
         self._scheduler = Scheduler(PagePool(self._block_size), self._max_requests, self._max_tokens)
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
@@ -257,8 +260,7 @@ class InProcessEngine(RolloutEngine):
         if is_drafted:
             sampled = _by_row(tokens[0], logprobs[0], counts)
             return self._take(rows, sampled, drafts, began, int(counts.sum()))
-        columns = enumerate(steps.tolist())
-        sampled = [(tokens[:count, i].astype(np.int32), logprobs[:count, i]) for i, count in columns]
+        sampled = [(tokens[:n, i].astype(np.int32), logprobs[:n, i]) for i, n in enumerate(steps.tolist())]
         return self._take(rows, sampled, None, began, len(rows))
 
     def _catch_up(self) -> None:
@@ -280,7 +282,6 @@ class InProcessEngine(RolloutEngine):
             right. began: when the pass of ``num_tokens`` did, or the burst of such passes.
         """
         finished, appended = [], []
-        # A burst's inputs were right, as far as the sequence went on.
         inputs = [None] * len(rows) if drafts is None else drafts
         self._undrafted = self._undrafted + 1 if drafts is None else 0
         if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
@@ -390,8 +391,7 @@ class InProcessEngine(RolloutEngine):
         return self._cache
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        device = next(self._model.parameters()).device
-        tensor = torch.from_numpy(array)
+        device, tensor = next(self._model.parameters()).device, torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

@@ -49,6 +49,9 @@ class GenerationRequest:
             parent's output) share a prefix, usually all of the parent's. Only a hint where to find K/V.
         hold: keep K/V for children after it has finished, until ``release``. Also a hint: an engine short of memory
             may compute it again.
+        prompt_length: tokens of the context that are the prompt, where segments or turns of an earlier request follow
+            it; None: all. Requests of one prompt are alike, and one that continues another is of the same response.
+        sampled_before: tokens of the context that were sampled for this response.
     """
 
     request_id: int
@@ -57,6 +60,8 @@ class GenerationRequest:
     key: int
     parent: int | None = None
     hold: bool = False
+    prompt_length: int | None = None
+    sampled_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,9 @@ def check_request(request: GenerationRequest, *in_use: Container[int], vocab_siz
         raise ValueError(f"{where}: max_tokens must be at least 1, got {request.max_tokens}")
     if not 0 <= request.key < 2**63:
         raise ValueError(f"{where}: key must be in [0, 2^63), got {request.key}")
+    prompt = token_ids.size if request.prompt_length is None else request.prompt_length
+    if not (1 <= prompt <= token_ids.size and 0 <= request.sampled_before <= token_ids.size - prompt):
+        raise ValueError(f"{where}: prompt_length and sampled_before do not fit its {token_ids.size} tokens")
     if any(request.request_id in ids for ids in in_use):
         raise ValueError(f"{where}: the id is in use")
     if int(token_ids.min()) < 0 or (vocab_size is not None and int(token_ids.max()) >= vocab_size):

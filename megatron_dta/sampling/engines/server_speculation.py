@@ -134,6 +134,7 @@ class DraftCounts:
         steps = self.given - self.accepted
         return {
             "speculation_tokens_per_forward": self.given / steps if steps > 0 else 0.0,
+            "speculation_generated_tokens": float(self.given),
             "speculation_drafted_tokens": float(self.drafted),
             "speculation_accepted_tokens": float(self.accepted),
             "speculation_wasted_tokens": float(self.drafted - self.accepted),

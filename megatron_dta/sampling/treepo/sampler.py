@@ -122,6 +122,8 @@ class TreeSampler:
                     tree.nodes[node].key,
                     parent=self._requests[place, parent] if parent > 0 else None,
                     hold=True,
+                    prompt_length=tree.nodes[0].length,
+                    sampled_before=tree.sampled_length(tree.nodes[node].parent),
                 )
             )
         if requests:

@@ -17,7 +17,7 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
+from megatron_dta.rollouts.source import Evaluation, RolloutError, SampledSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
@@ -34,7 +34,7 @@ from megatron_dta.sampling.treepo.stops import StopRules, answer_rule
 from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
 
 
-class TreeSource(RolloutSource):
+class TreeSource(SampledSource):
     """``rollout_batch_size`` queries a collection, each a tree of ``n_samples_per_prompt`` leaves."""
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
@@ -45,23 +45,23 @@ class TreeSource(RolloutSource):
         self._drops_failures = config.environment.environment_failure == "drop"
         self._statistics: dict[str, float] = {}
 
-    def next_batch(self, step: int) -> list[Rollout]:
-        """Collection ``step``; one group a query, in order."""
+    def sample(self, collection: int, batch: int) -> list[Rollout]:
+        """See ``SampledSource``; one group a query, in order."""
         sampling = self._config.sampling
         count = sampling.rollout_batch_size
-        first = step * count
+        first = batch * count
         prompts = prompts_at(self._task.prompts, first, count, self._config.optimization.seed)
-        steps = -(-self._config.optimization.train_iters // sampling.num_steps_per_rollout)
-        settings = TreeSettings.from_config(self._config.treepo, sampling, step, steps)
+        collections = -(-self._config.optimization.train_iters // sampling.num_steps_per_rollout)
+        settings = TreeSettings.from_config(self._config.treepo, sampling, collection, collections)
         before = dict(self._environments.counts) if self._environments else {}
         rewards_before = self._task.scorer.counts
         if not self._engine.needs_checkpoint:
-            self._engine.update_weights(step)
+            self._engine.update_weights(collection)
         sampler = TreeSampler(
             self._engine, settings, self._stops, self._environments, self._config.environment.environment_max_turns
         )
         groups = sample_scored_trees(
-            sampler, self._task, prompts, first, self._params, step, self._environments is None
+            sampler, self._task, prompts, first, self._params, batch, self._environments is None
         )
         self._statistics = {
             "ended": ended_leaves([tree for tree, _ in groups]),

@@ -154,6 +154,10 @@ class SampledTree:
         """Tokens behind the prompt, observed ones included."""
         return self.nodes[index].length - self.nodes[0].length
 
+    def sampled_length(self, index: int) -> int:
+        """Tokens behind the prompt that were sampled."""
+        return sum(self.nodes[node].num_sampled for node in self.lineage(index))
+
     def action(self, index: int) -> np.ndarray:
         """The sampled tokens of the turn that ends in a node: back to the end of the turn before, or the prompt."""
         pieces = []
