@@ -182,7 +182,14 @@ def test_nothing_is_printed_over_anything(tmp_path: Path) -> None:
         Rollout(np.array([5, 6 + i, *[7 + i] * (1 + 40 * i)]), np.arange(3 + 40 * i) > 0, group_id="wide", reward=i / 7)
         for i in range(4)
     ]
-    saved_run(tmp_path / "run", tokenizer, [*deep, *wide])
+    # One token before the branches split again: a bar that is shorter than its reward.
+    short = [
+        Rollout(
+            np.array([1] * 400 + middle + [9 + i] * 90), np.arange(490 + len(middle)) > 0, group_id="short", reward=r
+        )
+        for i, (middle, r) in enumerate((([2], 1 / 3), ([2, 3], 0.5), ([2, 3], 1.0), ([4], 0.0)))
+    ]
+    saved_run(tmp_path / "run", tokenizer, [*deep, *wide, *short])
     names = {token: "漢字" if token < 20 else "w" for token in range(256)}
     (tmp_path / "run" / "rollouts" / "step_0000001_tokens.json").write_text(json.dumps(names))
     page = tmp_path / "report.html"
@@ -199,10 +206,26 @@ def test_nothing_is_printed_over_anything(tmp_path: Path) -> None:
                 .map(([text, {x, width}, whole]) => [text, x, x + width, whole]))"""
             )
         )
-        assert len(boxes) > 70
+        assert len(boxes) > 40
         for label, left, right, whole in boxes:
             assert left >= -0.5, label
             assert right <= whole + 0.5, label
+        # No reward stands on a bar, or on another reward. Boxes of texts are a little higher than their figures.
+        places = json.loads(
+            shown.evaluate(
+                """JSON.stringify([...document.querySelectorAll('svg.tree')].map(picture =>
+                [...picture.querySelectorAll('.node, .leaf, .branch')].map(n => [n.textContent, n.tagName === 'rect',
+                n.getBBox()]).map(([text, bar, {x, y, width, height}]) => [text, bar, x, x + width, y, y + height])))"""
+            )
+        )
+        texts = 0
+        for picture in places:
+            for i, (label, is_bar, left, right, top, bottom) in enumerate(picture):
+                texts += not is_bar
+                for other, _, begin, end, high, low in picture[i + 1 :] + picture[:i] if not is_bar else []:
+                    apart = right <= begin + 1 or end <= left + 1 or bottom - 4 <= high or low <= top + 4
+                    assert apart, f"{label} on {other}"
+        assert texts > 8
         # What is shown of a bar's text is cut where the bar ends, and the reward stands behind it.
         ends = json.loads(
             shown.evaluate(

@@ -215,9 +215,9 @@ def test_what_trees_were_worth() -> None:
     steps = [record(i, tokens=70, unique_tokens=10, tree_tflop=2.0, dense_tflop=9.0) for i in (1, 2)]
     assert tree_benefit(steps) == (
         "Trees: each computed token stood for 7.00 tokens of rollouts; without sharing, forward and backward would "
-        "have taken 4.50 times the operations (18 TFLOP instead of 4 TFLOP)."
+        "have taken 4.50 times the operations (18 TFLOP instead of 4 TFLOP)"
     )
     # Records of older versions lack the operations; a dense run saved nothing.
-    assert tree_benefit([record(1)]) == "Trees: each computed token stood for 7.00 tokens of rollouts."
+    assert tree_benefit([record(1)]) == "Trees: each computed token stood for 7.00 tokens of rollouts"
     assert benefit_sentences([record(1, unique_tokens=70)]) == []
     assert benefit_sentences([{"iteration": 0, "timing": {}}]) == []

@@ -2,8 +2,9 @@
 
 A bar is a run of tokens that the same rollouts share. Its colour is the mean advantage of its trained tokens, over all
 rollouts through it: blue above 0, red below, white at 0, grey where nothing is trained (the prompt). Under a branching
-point stands the mean reward of the rollouts below it, at a leaf their reward and mean advantage. A bar is as long as
-the square root of its tokens, so that prompts do not push the branches off the page; its tooltip has the text.
+point stands the mean reward of the rollouts below it, if the bar is long enough for it; at a leaf their reward and mean
+advantage. A bar is as long as the square root of its tokens, so that prompts do not push the branches off the page; its
+tooltip has the text.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def _bar(
         inside = tag("text", shown, x=4, y=BAR / 2 + 4, class_="inside light" if share > 0.6 else "inside")
         # A picture of its own cuts what is wider than the bar: fonts differ.
         label = tag("svg", inside, x=left, y=y - BAR / 2, width=width, height=BAR)
-    return tag("g", box, label, _side(tree, node, figures, left + width, y))
+    return tag("g", box, label, _side(tree, node, figures, left + width, width, y))
 
 
 def _fitting(text: str, columns: int) -> str:
@@ -191,7 +192,7 @@ def _fitting(text: str, columns: int) -> str:
     return text
 
 
-def _side(tree: PrefixTree, node: int, figures: NodeFigures, x: float, y: float) -> Markup | None:
+def _side(tree: PrefixTree, node: int, figures: NodeFigures, x: float, width: float, y: float) -> Markup | None:
     """Behind a leaf: how often it was sampled, reward, advantage. At a branching point: the mean reward below it."""
     is_end = bool((tree.sequence_node == node).any())
     is_leaf = int(tree.node_subtree_end[node]) == node + 1
@@ -205,9 +206,10 @@ def _side(tree: PrefixTree, node: int, figures: NodeFigures, x: float, y: float)
     if figures.reward is None:
         return None
     label = f"⌀ {number(figures.reward)}"
-    # It ends with the bar, but not before the picture begins.
-    end = max(x - 2, CHARACTER * (len(label) + 1))
-    return tag("text", label, x=end, y=y + BAR / 2 + 9 if not is_end else y - BAR / 2 - 1, class_="branch")
+    if CHARACTER * len(label) > width:
+        # It would be printed over the bar before; the tooltip has it.
+        return None
+    return tag("text", label, x=x - 2, y=y + BAR / 2 + 9 if not is_end else y - BAR / 2 - 1, class_="branch")
 
 
 def node_text(ids: Sequence[int], texts: Mapping[int, str] | None) -> str:

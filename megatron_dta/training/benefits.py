@@ -36,7 +36,7 @@ def tree_benefit(records: Records) -> str | None:
             f"; without sharing, forward and backward would have taken {dense / tree:.2f} times the operations "
             f"({_operations(dense)} instead of {_operations(tree)})"
         )
-    return sentence + "."
+    return sentence
 
 
 def _operations(tflop: float) -> str:
