@@ -262,6 +262,19 @@ def test_whitened_advantages_have_mean_0_and_variance_1():
     assert all((w[~m] == 0).all() for w, m in zip(white, masks, strict=True))
 
 
+def test_equal_advantages_whiten_to_nothing():
+    """Of equal large values the mean is off by rounding, which must not become a signal."""
+    rng = seed_all(9)
+    for _ in range(300):
+        value, count = 10 ** rng.uniform(-3, 12), int(rng.integers(2, 60))
+        advantages = [np.full(int(length), value) for length in rng.integers(1, 30, count)]
+        white = whiten(advantages, [np.ones(len(each), bool) for each in advantages])
+        assert all((each == 0).all() for each in white)
+    # A small spread is one, though.
+    white = whiten([np.array([1e6, 1e6 + 1e-3])], [np.ones(2, bool)])
+    np.testing.assert_allclose(white[0], [-1, 1], rtol=1e-2)
+
+
 def test_explained_variance_by_the_definition():
     rng = seed_all(4)
     returns, values = rng.normal(size=50), rng.normal(size=50)

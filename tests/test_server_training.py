@@ -106,7 +106,9 @@ def test_rollouts_are_never_older_than_the_bound(runs: Runs, bound: int, steps: 
     assert len(runs.servers[0].bodies) + len(runs.servers[1].bodies) == 4 * 12
     assert not any(server.violations for server in runs.servers)
     rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
-    assert max(row["rollout_staleness"] for row in rows) == max(ages)
+    # At every step, also those that train a collection further.
+    expected = [age + step for age in ages for step in range(steps)]
+    assert [row["rollout_staleness"] for row in rows] == expected
 
 
 @pytest.mark.parametrize("bound", [0, 1])
@@ -254,7 +256,8 @@ def test_engines_without_what_they_need_are_refused(runs: Runs, flags: str, matc
     rest = flags.replace(f"--rollout-engine {engine}", "")
     with pytest.raises(InputError, match=match) as caught:
         runs.trainer(f"--train-iters 1 {rest}", engine)
-    assert "\n" not in str(caught.value)
+    # Several problems have a line each.
+    assert any(match in line for line in str(caught.value).splitlines())
 
 
 def test_servers_need_a_template_of_the_checkpoint() -> None:

@@ -196,6 +196,14 @@ def test_whitening(name: str, weighted: bool):
         np.testing.assert_array_equal(a, b)
 
 
+def test_equal_rewards_whiten_to_nothing():
+    """Also where the rewards are so large that their mean is not exactly the reward."""
+    _, rollouts, _ = sampled(5)
+    equal = [replace(rollout, reward=1e9 / 7, segment_rewards=None) for rollout in rollouts]
+    white = estimate_advantages(equal, objective("reinforce_plus_plus", advantage_whitening="token"))
+    assert all((each == 0).all() for each in white)
+
+
 def test_rewards_of_turns():
     """REINFORCE++ credits a turn with what comes from it on."""
     rollout = replace(leaf([0, 0, 1], 2.5), segment_rewards=[0.0, 1.0, 0.5, 1.0])

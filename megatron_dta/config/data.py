@@ -104,8 +104,8 @@ class SamplingConfig:
     )
     rollout_max_staleness: int = option(
         0,
-        "Sample ahead while training: most optimizer steps between the weights that sampled a rollout and the step "
-        "that trains it; 0 takes turns.",
+        "Sample ahead while training: most optimizer steps between the weights that sampled a rollout and the "
+        "first step that trains its collection; 0 takes turns.",
         minimum=0,
     )
     rollout_replay: list[str] | None = option(

@@ -29,6 +29,7 @@ from megatron_dta.objectives.advantages import (
     group_numbers,
     one_sample_per_trajectory,
 )
+from megatron_dta.objectives.gae import mean_and_scale
 from megatron_dta.objectives.tree_advantages import LevelOptions, tree_advantages
 from megatron_dta.rollouts import Rollout
 
@@ -219,11 +220,10 @@ class _Estimate:
         weight = np.repeat(
             [self.weights[i] * size[i] for i in included], [np.count_nonzero(masks[i]) for i in included]
         )
-        mean = np.average(values, weights=weight)
-        std = np.sqrt(np.average((values - mean) ** 2, weights=weight))
+        mean, scale = mean_and_scale(values, weight)
         result = list(advantages)
         for i in included:
-            result[i] = (advantages[i] - mean) / (std + 1e-8)
+            result[i] = (advantages[i] - mean) / scale
         return result
 
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from megatron_dta.rollouts import Rollout
 
+_ROUNDING = 1e-12
+
 
 def token_rewards(rollout: Rollout) -> np.ndarray:
     """Reward received with each token, float64 [T], 0 where a token is not trained.
@@ -67,8 +69,15 @@ def generalized_advantages(
 def whiten(advantages: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Mean 0 and variance 1 over the trained tokens of all sequences together."""
     values = np.concatenate([advantage[mask] for advantage, mask in zip(advantages, loss_masks, strict=True)])
-    mean, std = values.mean(), values.std()
+    mean, scale = mean_and_scale(values)
     return [
-        np.where(mask, (advantage - mean) / (std + 1e-8), 0.0)
-        for advantage, mask in zip(advantages, loss_masks, strict=True)
+        np.where(mask, (advantage - mean) / scale, 0.0) for advantage, mask in zip(advantages, loss_masks, strict=True)
     ]
+
+
+def mean_and_scale(values: np.ndarray, weights: np.ndarray | None = None) -> tuple[float, float]:
+    """What whitening subtracts, and what it divides by: infinite where values differ by rounding only."""
+    mean = np.average(values, weights=weights)
+    std = np.sqrt(np.average((values - mean) ** 2, weights=weights))
+    # The mean of equal values is not exactly their value, and dividing by that difference would make it a signal.
+    return mean, std + 1e-8 if std > _ROUNDING * np.abs(values).max() else np.inf

@@ -192,7 +192,7 @@ class Trainer:
             # Of the collection, so part of what a checkpoint keeps of its steps.
             found = self.source.statistics()
             for step in self.progress.waiting:
-                step.statistics = step.statistics | found
+                step.add_statistics(found)
             self.progress.collections += 1
         if self.progress.waiting:
             return self.progress.waiting.pop(0), sampled

@@ -29,6 +29,9 @@ from megatron_dta.tree.known_paths import KnownPath
 LEAST_SAVING = 0.01
 _ARRAYS = ("token_ids", "loss_mask", "owned", *FIELDS, "routed_experts")
 
+# Optimizer steps between the weights that sampled a collection and those it trains.
+STALENESS = "rollout_staleness"
+
 
 @dataclass
 class StepSamples:
@@ -48,6 +51,12 @@ class StepSamples:
     couples: np.ndarray | None = None
     age: int = 0
     rollouts: list[Rollout] | None = None
+
+    def add_statistics(self, found: dict[str, float]) -> None:
+        """Add what the source says of the collection; its weights are older for each step that is trained before."""
+        self.statistics = self.statistics | found
+        if STALENESS in found:
+            self.statistics[STALENESS] = found[STALENESS] + self.age
 
     def batch(self, tree: TreeConfig, settings: ObjectiveConfig, engine: TreeEngine) -> TreeBatch:
         """This rank's samples (``own``) with their plan: that of earlier passes, or a new one after a checkpoint."""

@@ -204,6 +204,8 @@ def _make_folders(config: TrainConfig) -> None:
                 Path(path).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise InputError(f"{flag}: the folder {path} cannot be made ({error.strerror})") from error
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise InputError(f"{flag}: the folder {path} cannot be written (no permission, or mounted read-only)")
 
 
 def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainConfig:
