@@ -2,7 +2,8 @@
 
 Megatron-Core 0.16.1 to 0.19 names the CUDA device in places that a model, its optimizer and its checkpoints pass
 through. ``install`` repairs exactly those, only where CUDA is absent; nothing changes what is computed.
-``write_checkpoints_in_process``, ``place_parameters_of_all_buckets`` and ``collect_states_by`` are for every machine.
+``write_checkpoints_in_process``, ``read_checkpoints_without_running_them``, ``place_parameters_of_all_buckets`` and
+``collect_states_by`` are for every machine.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import io
+import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +20,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from megatron_dta.conversion.strict_pickle import load_values, read_metadata
 
 _installed = False
 _buckets_placed = False
@@ -191,6 +196,44 @@ def write_checkpoints_in_process() -> None:
 
     if not isinstance(filesystem_async.mp, _MultiprocessingByThreads):
         filesystem_async.mp = _MultiprocessingByThreads("multiprocessing")
+
+
+def read_checkpoints_without_running_them() -> None:
+    """Let the metadata and the states in a checkpoint be read by unpicklers that run nothing.
+
+    PyTorch unpickles ``.metadata`` and every state that is no tensor with all that Python can import, and Megatron
+    gives no way to choose another reader. What it writes for this project is made of plain values.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+    from torch.distributed.checkpoint import filesystem
+
+    if not isinstance(filesystem.pickle, _StrictPickle):
+        filesystem.pickle = _StrictPickle("pickle")
+        planner = torch_strategies.MCoreLoadPlanner
+        planner.load_bytes = _of_plain_values(planner.load_bytes)
+
+
+class _StrictPickle(ModuleType):
+    """The pickle module as PyTorch's reader of checkpoints sees it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pickle, name)
+
+    def load(self, file: Any) -> Any:
+        """Metadata of a checkpoint, and nothing else."""
+        return read_metadata(file)
+
+
+def _of_plain_values(load_bytes: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load_bytes)
+    def load_plain_values(planner: Any, read_item: Any, value: io.BytesIO) -> None:
+        # Serialized anew, the values are all that the planner's own unpickler sees.
+        checked = io.BytesIO()
+        torch.save(load_values(value, value.getbuffer().nbytes), checked)
+        checked.seek(0)
+        load_bytes(planner, read_item, checked)
+
+    return load_plain_values
 
 
 def place_parameters_of_all_buckets() -> None:

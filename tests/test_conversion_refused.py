@@ -26,7 +26,9 @@ from conftest import REPOSITORY
 from conversion_cases import save_huggingface, to_huggingface, to_megatron
 from megatron_dta.conversion import job as job_module
 from megatron_dta.conversion import to_megatron as to_megatron_module
+from megatron_dta.conversion.integrity import CHECKSUMS
 from megatron_dta.errors import InputError
+from test_strict_pickle import ATTACKS
 
 INDEX = "model.safetensors.index.json"
 SECOND = "model-00002-of-*.safetensors"
@@ -220,9 +222,25 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / ".metadata").write_bytes(pickle.dumps(Bomb())),
         "system does not belong into a checkpoint's metadata",
     ),
+    "dotted name": (
+        lambda path: (path / ".metadata").write_bytes(ATTACKS["dotted"]),
+        "filesystem.os.system does not belong into a checkpoint's metadata",
+    ),
+    "other metadata": (
+        lambda path: (path / ".metadata").write_bytes(pickle.dumps({"a": 1})),
+        "holds a dict instead of metadata",
+    ),
     "common pickle": (
         lambda path: (path / "common.pt").write_bytes(pickle.dumps(Bomb())),
+        "was not written by torch.save",
+    ),
+    "common code": (
+        lambda path: torch.save({"megatron_dta": Bomb()}, path / "common.pt"),
         "holds objects that could run code",
+    ),
+    "settings": (
+        lambda path: torch.save({"megatron_dta": {"settings": "[" * 100_000}}, path / "common.pt"),
+        "its settings cannot be read",
     ),
 }
 
@@ -233,6 +251,8 @@ def test_bad_checkpoint(original: Path, tmp_path: Path, case: str, monkeypatch: 
     shutil.copytree(original / "megatron", tmp_path / "megatron")
     spoil, message = BAD_CHECKPOINTS[case]
     spoil(tmp_path / "megatron" / "release")
+    # As somebody would who means harm: what is there is what the list of checksums says.
+    (tmp_path / "megatron" / "release" / CHECKSUMS).unlink()
     flags = f"--load {tmp_path}/megatron --hf-checkpoint {original}/hf --save-hf {tmp_path}/out"
     with pytest.raises(InputError, match=message) as caught:
         run_tool(monkeypatch, "convert_megatron_to_hf", flags)

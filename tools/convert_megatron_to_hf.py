@@ -18,6 +18,7 @@ from rich.console import Console
 from megatron_dta.command_line import CommandLineParser
 from megatron_dta.conversion.adapters import LoraSettings, ToPeft, base_of
 from megatron_dta.conversion.hf_config import architecture, read_hf_config
+from megatron_dta.conversion.integrity import SKIP_FLAG, check_checkpoint
 from megatron_dta.conversion.job import Job, check_target, run_job
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
@@ -45,6 +46,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--adapter-only", action="store_true", help="write only the LoRA adapters, as PEFT loads them, into --save-hf"
     )
+    parser.add_argument(
+        SKIP_FLAG,
+        dest="skip_checkpoint_checks",
+        action="store_true",
+        help="do not compare the checkpoint's files with their checksums, and take it from a folder open to every user",
+    )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="that write files (default 1)")
     arguments = parser.parse_args()
     if arguments.processes < 1:
@@ -58,6 +65,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
     """What is to be written of the checkpoint ``source``."""
+    if not arguments.skip_checkpoint_checks:
+        check_checkpoint(source)
     name, dtype = architecture(read_hf_config(template)).architecture, DTYPES[arguments.params_dtype]
     shape = ModelShape.of(model_of_checkpoint(source, template))
     if arguments.adapter_only:
@@ -65,6 +74,8 @@ def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
     size = None if arguments.max_shard_size is None else int(arguments.max_shard_size * 1e9)
     if LoraSettings.of(MegatronCheckpoint(source).settings()) is None:
         return ToHuggingFace(source, template, name, shape, dtype, size)
+    if not arguments.skip_checkpoint_checks:
+        check_checkpoint(base_of(source))
     return ToHuggingFace(base_of(source), template, name, shape, dtype, size, adapters=source)
 
 

@@ -69,7 +69,7 @@ def _evaluate(config: Any, ks: list[int], answer_of: Callable[[str], str]) -> di
     model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
     device = initialize_parallel(config.optimization.seed, config.parallel)
     model = build_model(model_config, device, config.parallel)
-    load_weights(checkpoint, model_config, model)
+    load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
     return compare_at_equal_tokens(build_engine(config.sampling, model), task, config, ks, answer_of)
 
 

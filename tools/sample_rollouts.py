@@ -53,7 +53,7 @@ def main() -> None:
     model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
     device = initialize_parallel(config.optimization.seed, config.parallel)
     model = build_model(model_config, device, config.parallel)
-    load_weights(checkpoint, model_config, model)
+    load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
     engine = build_engine(config.sampling, model)
     rollouts = build_sampling_source(engine, task, config).next_batch(own.collection)
     if current_mesh().rank == 0:

@@ -32,6 +32,11 @@ class CheckpointConfig:
         None, "Whether more or less is better (default: less for metrics that end in loss).", choices=("max", "min")
     )
     finetune: bool = option(False, "Take only the weights from --load; optimizer, step and randomness start anew.")
+    skip_checkpoint_checks: bool = option(
+        False,
+        "Load checkpoints without comparing their files with the checksums they were saved with, and from folders that "
+        "every user may write to.",
+    )
     exit_on_missing_checkpoint: bool = option(False, "Stop if neither --save nor --load holds a checkpoint.")
     hf_checkpoint: str | None = option(
         None,

@@ -43,7 +43,10 @@ class LoraSettings:
         """From a checkpoint's settings by flag; None if it has no adapters."""
         if settings is None or settings.get("--lora-rank") is None:
             return None
-        return cls(settings["--lora-rank"], settings["--lora-alpha"], tuple(settings["--lora-target-modules"]))
+        rank, alpha, targets = (settings.get(f"--lora-{name}") for name in ("rank", "alpha", "target-modules"))
+        if type(rank) is not int or not isinstance(alpha, int | float) or not isinstance(targets, list) or rank < 1:
+            raise InputError("a checkpoint's settings name LoRA adapters but not their rank, alpha and modules")
+        return cls(rank, alpha, tuple(map(str, targets)))
 
     def adapts(self, parameter: Parameter) -> bool:
         """Whether a parameter has an adapter."""

@@ -12,8 +12,11 @@ depend on the largest tensor. Megatron's modules also keep an extra state, which
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import math
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dta.conversion.parameters import Parameter, Sharding, StoredAt
+from megatron_dta.conversion.strict_pickle import load_values, read_metadata
 from megatron_dta.errors import InputError
 
 FORMAT = {
@@ -46,16 +50,6 @@ FORMAT = {
 # Modules of Megatron's that keep an extra state.
 _WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 _COMMON_STATE = "common_state/shard_0_1"
-# What a checkpoint's metadata is made of; nothing else is unpickled.
-_METADATA_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.strategies.")
-_METADATA_NAMES = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
-}
 
 
 class Piece(NamedTuple):
@@ -87,10 +81,17 @@ class StoredPiece:
         try:
             with open(self.path, "rb") as file:
                 section = _Section(file, self.offset, self.length)
-                values = torch.load(section, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+                values = load_values(section, self.length)
+        except Exception as error:
+            # Damaged bytes give PyTorch's reader wrong types, and any error.
             raise InputError(f"{self.path}: is damaged or truncated; write the checkpoint again") from error
+        if not _is_plain_tensor(values) or values.numel() != math.prod(self.shape):
+            raise InputError(f"{self.path}: holds no tensor of the shape {list(self.shape)} at byte {self.offset}")
         return values.reshape(self.shape)
+
+
+def _is_plain_tensor(values: Any) -> bool:
+    return type(values) is Tensor and values.layout is torch.strided and values.is_cpu and values.is_floating_point()
 
 
 class _Section(io.RawIOBase):
@@ -108,9 +109,11 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        origin = {0: 0, 1: self.tell(), 2: self._length}[whence]
-        self._file.seek(self._start + origin + offset)
-        return self.tell()
+        position = {0: 0, 1: self.tell(), 2: self._length}[whence] + offset
+        if position < 0:
+            raise OSError(errno.EINVAL, "before the start")
+        self._file.seek(self._start + position)
+        return position
 
     def tell(self) -> int:
         return self._file.tell() - self._start
@@ -118,15 +121,6 @@ class _Section(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         return self._file.readinto(view[: max(0, self._length - self.tell())])  # type: ignore[attr-defined]
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads a checkpoint's metadata and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if not module.startswith(_METADATA_MODULES) and (module, name) not in _METADATA_NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
-        return super().find_class(module, name)
 
 
 class MegatronCheckpoint:
@@ -140,11 +134,11 @@ class MegatronCheckpoint:
         self.path = path
         self._by_place: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         try:
-            if json.loads((path / "metadata.json").read_text()).get("sharded_backend") != "torch_dist":
+            content = json.loads((path / "metadata.json").read_text())
+            if not isinstance(content, dict) or content.get("sharded_backend") != "torch_dist":
                 raise InputError(f"{path}: is no checkpoint of the format torch_dist")
-            with open(path / ".metadata", "rb") as file:
-                self._metadata: Metadata = _MetadataUnpickler(file).load()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+            self._metadata = read_metadata_of(path)
+        except (OSError, ValueError, RecursionError, pickle.UnpicklingError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{path}: is no readable distributed checkpoint ({error})") from error
@@ -152,21 +146,25 @@ class MegatronCheckpoint:
     def settings(self) -> dict[str, Any] | None:
         """All settings of the run that wrote it, by flag; None if it was not this project."""
         try:
-            own = self._common().get("megatron_dta")
+            common = self._common()
         except pickle.UnpicklingError as error:
-            raise InputError(f"{self.path}: its common state holds objects that could run code") from error
-        except (OSError, RuntimeError, EOFError) as error:
+            if "weights_only" in str(error):
+                raise InputError(f"{self.path}: its common state holds objects that could run code") from error
+            raise InputError(f"{self.path}: its common state cannot be read ({error})") from error
+        except Exception as error:
+            # Damaged bytes give PyTorch's reader wrong types, and any error.
             raise InputError(f"{self.path}: its common state is missing or cannot be read") from error
-        return None if own is None else json.loads(own["settings"])
+        return saved_settings(self.path, common)
 
-    def _common(self) -> dict[str, Any]:
+    def _common(self) -> Any:
         """What is the same on every rank; from Megatron-Core 0.19 on it stands among the pieces."""
         stored = self._metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
         if stored is None:
-            return torch.load(self.path / "common.pt", map_location="cpu", weights_only=True)
+            with open(self.path / "common.pt", "rb") as file:
+                return load_values(file, os.fstat(file.fileno()).st_size)
         with open(self.path / stored.relative_path, "rb") as file:
             section = _Section(file, stored.offset, stored.length)
-            return torch.load(section, map_location="cpu", weights_only=True)[0]  # type: ignore[arg-type]
+            return load_values(section, stored.length)[0]
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:
         """In what a parameter is stored."""
@@ -211,6 +209,32 @@ class MegatronCheckpoint:
         if not fits:
             raise InputError(f"{self.path}: {place.key} has the shape {list(found)}; config.json says {list(expected)}")
         return place, stored
+
+
+def read_metadata_of(path: Path) -> Metadata:
+    """The metadata of the checkpoint ``path``; ``OSError`` or ``pickle.UnpicklingError`` if there is none."""
+    if not (path / ".metadata").is_file():
+        raise FileNotFoundError(errno.ENOENT, "there is no .metadata")
+    with open(path / ".metadata", "rb") as file:
+        return read_metadata(file)
+
+
+def saved_settings(path: Path, common: Any) -> dict[str, Any] | None:
+    """The settings by flag in what a checkpoint holds beside shards; None if this project did not write it.
+
+    Raises:
+        InputError: they are of another form than this project writes.
+    """
+    own = common.get("megatron_dta") if isinstance(common, dict) else None
+    if own is None:
+        return None
+    try:
+        settings = json.loads(own["settings"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise InputError(f"{path}: its settings cannot be read; was it changed after it was written?")
+    return settings
 
 
 class PieceWriter:

@@ -157,6 +157,8 @@ def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:
     """
     saved = MegatronCheckpoint(path).settings() or {}
     length = saved.get("--max-position-embeddings")
+    if length is not None and type(length) is not int:
+        raise InputError(f"{path}: its setting --max-position-embeddings is {str(length)[:40]!r}, which is no number")
     settings = settings_from_hf(template, {} if length is None else {"max_position_embeddings": length})
     model = ModelConfig(**settings)
     for setting in fields(ModelConfig):

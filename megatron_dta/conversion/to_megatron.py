@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dta.conversion.integrity import checksums_of, file_checksum, write_checksums
 from megatron_dta.conversion.job import source_stamp
 from megatron_dta.conversion.mappings import COMPUTED_TENSORS, ModelShape, parameters_of, tensors_of
 from megatron_dta.conversion.megatron_files import Piece, PieceWriter, extra_states_of, write_metadata
@@ -96,10 +97,10 @@ class ToMegatron:
     def fingerprint(self) -> dict[str, Any]:
         """What the files depend on."""
         settings = {item.name: str(getattr(self, item.name)) for item in fields(self)}
-        return {"to": "megatron", **settings, "source": source_stamp(self.reader.paths)}
+        return {"to": "megatron with checksums", **settings, "source": source_stamp(self.reader.paths)}
 
-    def write_file(self, name: str, folder: Path, advance: Callable[[int], None]) -> list[tuple[int, int]]:
-        """Write one file; returns where each of its pieces starts and how long it is."""
+    def write_file(self, name: str, folder: Path, advance: Callable[[int], None]) -> dict[str, Any]:
+        """Write one file; returns where each of its pieces starts and how long it is, and the file's checksum."""
         (folder / RELEASE).mkdir(exist_ok=True)
         with open(folder / name, "wb") as file:
             writer, memory, own_columns = PieceWriter(file), Scratch(), Scratch()
@@ -120,17 +121,20 @@ class ToMegatron:
                 advance(self._bytes(piece))
             file.flush()
             os.fsync(file.fileno())
-        return writer.spans
+        return {"spans": writer.spans, "checksum": file_checksum(folder / name)}
 
     def finish(self, folder: Path, records: dict[str, Any]) -> None:
         """Write the metadata, and the file that says which checkpoint counts."""
         files = {
-            Path(name).name: list(zip(pieces, map(tuple, records[name]), strict=True))
+            Path(name).name: list(zip(pieces, map(tuple, records[name]["spans"]), strict=True))
             for name, pieces in self.plan.items()
         }
         rows = [self._rows(parameter) for parameter in self.parameters]
         dtypes = [self.dtype_of(parameter) for parameter in self.parameters]
         write_metadata(folder / RELEASE, self.parameters, rows, dtypes, files, self.common or {})
+        known = {Path(name).name: records[name]["checksum"] for name in self.plan}
+        others = checksums_of(folder / RELEASE, ("common.pt", "metadata.json", ".metadata"))
+        write_checksums(folder / RELEASE, known | others)
         (folder / TRACKER).write_text(RELEASE)
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:

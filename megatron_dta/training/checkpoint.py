@@ -10,7 +10,7 @@
 A checkpoint is written under another name and renamed when complete, then the number file is replaced the same way.
 So a kill at any moment leaves the previous checkpoint or the new one, never half of one. What a killed save left behind
 is removed by the next run. Every rank writes its shards, and a checkpoint may be loaded on another mesh; only on the
-same one does the run go on bit for bit. Megatron and PyTorch pickle a checkpoint's metadata: load only what you trust.
+same one does the run go on bit for bit. Files are checked against the checksums in the checkpoint when it is loaded.
 """
 
 from __future__ import annotations
@@ -22,26 +22,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
 from megatron_dta.config.model import without_lora
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.conversion.adapters import BASE, base_of
+from megatron_dta.conversion.megatron_files import saved_settings
 from megatron_dta.errors import InputError
 from megatron_dta.model import Model, current_mesh
 from megatron_dta.training.best_checkpoint import BestCheckpoint
 from megatron_dta.training.checkpoint_files import TRACKER, iteration_folder, prune_checkpoints, replace_text
-from megatron_dta.training.checkpoint_writer import CheckpointWrite, on_first_rank, reason_of
+from megatron_dta.training.checkpoint_reader import check_files, read_checkpoint, read_common
+from megatron_dta.training.checkpoint_writer import CheckpointWrite, on_first_rank
 from megatron_dta.training.frozen_base import ADAPTERS_ONLY, adapter_part, base_part, load_part, trained_part
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.random_state import capture_random_state, restore_random_state
 
 REFERENCE = "reference"
-# Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
-_READ_ERRORS = (Exception, CheckpointException)
 # Another value of one of these is another mesh.
 _MESH_FLAGS = tuple(
     flag_of(setting)
@@ -208,6 +206,8 @@ def load_checkpoint(
     Raises:
         InputError: the checkpoint is of another model, was not written by this project, or cannot be read.
     """
+    check = not config.checkpoint.skip_checkpoint_checks
+    check_files(path, check)
     common = read_common(path)
     changed = check_continues(path, common, config, critic is not None)
     model_state = trained_part(model.sharded_state_dict(), config.model)
@@ -217,7 +217,7 @@ def load_checkpoint(
     if critic is not None:
         wanted["critic"] = critic.sharded_state_dict(is_loading="optimizer" in common["critic"])
     if config.model.lora_rank is not None:
-        _load_base(base_of(path), model)
+        _load_base(base_of(path), model, check)
     state = read_checkpoint(path, wanted)
     load_part(model, state["model"])
     optimizer.load_state_dict(state)
@@ -240,9 +240,9 @@ def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has
     Returns:
         a line for every setting that differs from the checkpoint's.
     """
-    if "progress" not in common.get("megatron_dta", {}):
+    saved = saved_settings(path, common)
+    if saved is None or "progress" not in common["megatron_dta"]:
         raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
-    saved = json.loads(common["megatron_dta"]["settings"])
     _check_same_model(path, saved, config.model, with_dtype=True)
     _check_same_optimizer(path, saved, config)
     if has_critic and "critic" not in common:
@@ -254,17 +254,18 @@ def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has
     ]
 
 
-def load_weights(path: Path, model_config: ModelConfig, model: Model) -> None:
+def load_weights(path: Path, model_config: ModelConfig, model: Model, check: bool = True) -> None:
     """Take only the weights; they are converted to the model's dtype. Checkpoints of Megatron-LM will do.
 
-    A model with adapters keeps its own where the checkpoint has none.
+    A model with adapters keeps its own where the checkpoint has none. Files are not checked without ``check``.
     """
+    check_files(path, check)
     common = read_common(path)
     check_weights(path, common, model_config)
-    if model_config.lora_rank is not None and not _has_adapters(common):
-        _load_base(path, model)
+    if model_config.lora_rank is not None and not _has_adapters(path, common):
+        _load_base(path, model, False)
     elif common.get("megatron_dta", {}).get(ADAPTERS_ONLY):
-        _load_base(base_of(path), model)
+        _load_base(base_of(path), model, check)
         load_part(model, read_checkpoint(path, {"model": adapter_part(model.sharded_state_dict())})["model"])
     else:
         model.load_state_dict(read_checkpoint(path, {"model": model.sharded_state_dict()})["model"])
@@ -272,31 +273,31 @@ def load_weights(path: Path, model_config: ModelConfig, model: Model) -> None:
 
 def check_weights(path: Path, common: dict[str, Any], model_config: ModelConfig) -> None:
     """Refuse weights of another model, where the checkpoint says of which."""
-    if "megatron_dta" not in common:
+    saved = saved_settings(path, common)
+    if saved is None:
         return
-    saved = json.loads(common["megatron_dta"]["settings"])
-    if _has_adapters(common) and model_config.lora_rank is None:
+    if _has_adapters(path, common) and model_config.lora_rank is None:
         raise InputError(
             f"{path}: has LoRA adapters; give --lora-rank {saved['--lora-rank']}, or merge them with "
             "tools/convert_megatron_to_hf.py"
         )
-    _check_same_model(path, saved, model_config, with_dtype=False, with_adapters=_has_adapters(common))
+    _check_same_model(path, saved, model_config, with_dtype=False, with_adapters=_has_adapters(path, common))
     if common["megatron_dta"].get(ADAPTERS_ONLY):
         base_of(path)
 
 
-def _load_base(path: Path, model: Model) -> None:
+def _load_base(path: Path, model: Model, check: bool) -> None:
+    check_files(path, check)
     load_part(model, read_checkpoint(path, {"model": base_part(model.sharded_state_dict())})["model"])
 
 
 def has_adapters(path: Path) -> bool:
     """Whether a checkpoint's model has LoRA adapters."""
-    return _has_adapters(read_common(path))
+    return _has_adapters(path, read_common(path))
 
 
-def _has_adapters(common: dict[str, Any]) -> bool:
-    own = common.get("megatron_dta")
-    return own is not None and json.loads(own["settings"]).get("--lora-rank") is not None
+def _has_adapters(path: Path, common: dict[str, Any]) -> bool:
+    return (saved_settings(path, common) or {}).get("--lora-rank") is not None
 
 
 def save_weights(path: Path, config: TrainConfig, model: Model) -> None:
@@ -341,25 +342,3 @@ def _check_same_optimizer(path: Path, saved: dict[str, Any], config: TrainConfig
             f"{path}: was written {'with' if before else 'without'} --use-distributed-optimizer; {change} it, or give "
             "--load and --finetune to start from its weights alone"
         )
-
-
-def read_common(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside shards."""
-    try:
-        return dist_checkpointing.load_common_state_dict(str(path))
-    except _READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-
-
-def read_checkpoint(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The shards that ``wanted`` describes, in its form."""
-    try:
-        return dist_checkpointing.load(wanted, str(path))
-    except _READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: BaseException) -> InputError:
-    return InputError(
-        f"{path}: the checkpoint cannot be read ({reason_of(error)}); write the number of an earlier one to {TRACKER}"
-    )

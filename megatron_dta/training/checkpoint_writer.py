@@ -3,12 +3,13 @@
     1. the first rank makes an empty folder with an unfinished name
     2. every rank plans with the others and writes its shards: at once, or (``background``) by a thread, from a copy on
        the host, while training goes on
-    3. ranks agree that all have written; the first one adds the metadata and renames the folder
+    3. ranks agree that all have written; the first one adds the metadata and the checksums of all files, of which each
+       rank has read its own once more, and renames the folder
 
 With ``fully_parallel`` (``--ckpt-fully-parallel-save``), data-parallel ranks divide what all of them hold between them,
 by size, with Megatron's own distribution; without it the first of them writes it. What is in a checkpoint is the same.
 
-An error on one rank before step 3 ends the save on all, and the unfinished folder never gets its proper name. Planning
+An error on one rank ends the save on all, and the unfinished folder is deleted and never gets its proper name. Planning
 and agreeing talk to other ranks, so they run on the main thread, at moments that are the same on every rank.
 """
 
@@ -29,9 +30,13 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dta import cpu_compat
+from megatron_dta.conversion.integrity import Checksums, checksums_of, write_checksums
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
 from megatron_dta.training.checkpoint_files import unfinished_name
+
+# PyTorch's writer of archives raises RuntimeError where the system refuses to write.
+_WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
 
 
 class _AgreeingStrategy(TorchDistSaveShardedStrategy):
@@ -65,21 +70,29 @@ class CheckpointWrite:
         self.path, self._unfinished = path, unfinished_name(path)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._checksums: Checksums = {}
         self._request: Any = None
         on_first_rank(path, self._make_folder)
         if background:
             _copy_host_tensors(state)
         strategy = _AgreeingStrategy(path, fully_parallel)
         try:
+            self._save(state, strategy, background)
+        except InputError:
+            self._discard()
+            raise
+        if background:
+            self._start_thread()
+
+    def _save(self, state: dict[str, Any], strategy: _AgreeingStrategy, background: bool) -> None:
+        try:
             self._request = dist_checkpointing.save(
                 state, str(self._unfinished), strategy, async_sharded_save=background
             )
-        except (OSError, RuntimeError, CheckpointException) as error:
+        except _WRITE_ERRORS as error:
             if not strategy.reached:
-                raise_on_all(path, error)
-            raise _cannot_write(path, error) from error
-        if background:
-            self._start_thread()
+                raise_on_all(self.path, error)
+            raise _cannot_write(self.path, error) from error
 
     @property
     def done(self) -> bool:
@@ -88,21 +101,48 @@ class CheckpointWrite:
 
     def finish(self) -> None:
         """Wait for all ranks' shards and give the checkpoint its name."""
-        if self._thread is not None:
-            self._thread.join()
+        try:
+            if self._thread is None:
+                self._read_own_files()
+            else:
+                self._thread.join()
             raise_on_all(self.path, self._error)
-            try:
-                for finalize in self._request.finalize_fns:
-                    finalize()
-            except (OSError, CheckpointException) as error:
-                raise _cannot_write(self.path, error) from error
-        on_first_rank(self.path, self._publish)
+            if self._thread is not None:
+                self._finalize()
+            known = {
+                name: entry for own in current_mesh().gather_from_all(self._checksums) for name, entry in own.items()
+            }
+            on_first_rank(self.path, lambda: self._publish(known))
+        except InputError:
+            self._discard()
+            raise
+
+    def _finalize(self) -> None:
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except _WRITE_ERRORS as error:
+            raise _cannot_write(self.path, error) from error
+
+    def _read_own_files(self) -> None:
+        try:
+            own = self._unfinished.glob(f"__{torch.distributed.get_rank()}_*.distcp")
+            self._checksums = checksums_of(self._unfinished, [path.name for path in own])
+        except OSError as error:
+            self._error = error
+
+    def _discard(self) -> None:
+        """Delete what was written; by now no rank writes any more."""
+        if current_mesh().rank == 0:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def _make_folder(self) -> None:
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True)
 
-    def _publish(self) -> None:
+    def _publish(self, known: Checksums) -> None:
+        others = [path.name for path in self._unfinished.iterdir() if path.name not in known]
+        write_checksums(self._unfinished, known | checksums_of(self._unfinished, others))
         # A checkpoint of this name that no tracker names: its run was killed before it counted.
         shutil.rmtree(self.path, ignore_errors=True)
         os.replace(self._unfinished, self.path)
@@ -117,6 +157,7 @@ class CheckpointWrite:
             try:
                 if self._request.async_fn is not None:
                     self._request.async_fn(*arguments, **self._request.async_fn_kwargs)
+                self._read_own_files()
             except BaseException as error:
                 self._error = error
 
@@ -131,6 +172,13 @@ def raise_on_all(path: Path, error: BaseException | None) -> None:
         if reason is not None:
             where = f"rank {rank}: " if len(reasons) > 1 else ""
             raise InputError(f"{path}: the checkpoint cannot be written ({where}{reason})") from error
+
+
+def refuse_on_all(error: InputError | None) -> None:
+    """Raise on every rank what any of them has found wrong with the input; every rank must call this."""
+    for reason in current_mesh().gather_from_all(None if error is None else str(error)):
+        if reason is not None:
+            raise InputError(reason) from error
 
 
 def reason_of(error: BaseException) -> str:

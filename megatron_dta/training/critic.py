@@ -21,8 +21,8 @@ from megatron_dta.errors import InputError
 from megatron_dta.model import Model, build_model
 from megatron_dta.objectives import make_value_objective
 from megatron_dta.objectives.value import explained_variance
-from megatron_dta.training.checkpoint import read_checkpoint, read_common
 from megatron_dta.training.checkpoint_files import find_checkpoint
+from megatron_dta.training.checkpoint_reader import check_files, read_checkpoint, read_common
 from megatron_dta.training.frozen_base import base_part
 from megatron_dta.training.optimizer import TrainingOptimizer
 
@@ -99,6 +99,7 @@ def build_critic_model(config: TrainConfig, policy: Model, device: torch.device,
     path = find_checkpoint(folder)
     if path is None:
         raise InputError(f"--critic-load {folder}: holds no checkpoint")
+    check_files(path, not config.checkpoint.skip_checkpoint_checks)
     wanted = {str(i): part.sharded_state_dict() for i, part in enumerate(model.parts)}
     if "critic" in read_common(path):
         add_prefix_for_sharding(wanted, _PREFIX)

@@ -24,6 +24,7 @@ import torch
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.lora_sizes import adapter_parameters
 from megatron_dta.conversion.hf_config import architecture, read_hf_config
+from megatron_dta.conversion.integrity import check_parts
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.safetensors_files import SafetensorsFolder
 from megatron_dta.conversion.to_megatron import check_tensors
@@ -38,9 +39,9 @@ from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import load_environment
-from megatron_dta.training.checkpoint import check_continues, check_weights, read_common
+from megatron_dta.training.checkpoint import check_continues, check_weights
 from megatron_dta.training.checkpoint_files import find_checkpoint
-from megatron_dta.training.checkpoint_parts import check_parts
+from megatron_dta.training.checkpoint_reader import read_common
 from megatron_dta.training.hf_weights import check_save_hf
 from megatron_dta.training.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
 from megatron_dta.training.setup import read_data, with_known_sizes

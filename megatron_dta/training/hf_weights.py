@@ -24,6 +24,7 @@ from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOu
 from megatron_dta.conversion.to_huggingface import lay_out_like, write_surroundings
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
+from megatron_dta.training.checkpoint_writer import refuse_on_all
 
 _UNFINISHED = ".unfinished"
 
@@ -42,7 +43,7 @@ def load_hf(config: TrainConfig, model: torch.nn.Module) -> None:
         hf_weights(config, model).load(config.checkpoint.load_hf)
     except InputError as caught:
         error = caught
-    _raise_on_all(error)
+    refuse_on_all(error)
 
 
 def check_save_hf(config: TrainConfig) -> None:
@@ -70,7 +71,7 @@ def write_hf(config: TrainConfig, model: torch.nn.Module, target: Path, flag: st
             error = error or writer.attempt(lambda name=name, values=values: writer.write(name, values, files))
         if writer is not None:
             error = error or writer.attempt(lambda: writer.finish(template))
-    _raise_on_all(error)
+    refuse_on_all(error)
 
 
 class _FolderWriter:
@@ -115,10 +116,3 @@ class _FolderWriter:
 
 def _template(config: TrainConfig) -> Path:
     return Path(config.checkpoint.load_hf or config.checkpoint.hf_checkpoint)
-
-
-def _raise_on_all(error: InputError | None) -> None:
-    """Raise on every rank if any of them brings an error; every rank must call this."""
-    for reason in current_mesh().gather_from_all(None if error is None else str(error)):
-        if reason is not None:
-            raise InputError(reason) from error

@@ -15,7 +15,7 @@ collections, and the steps prepared but not trained yet. A checkpoint holds exac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,7 @@ class Trainer:
     saved_iteration: int | None = None
     signals: StopSignals = field(default_factory=StopSignals)
     stopped_by: str | None = None
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def __post_init__(self) -> None:
         self.output = RunConsole(self.console, self.config, self.metrics.path)
@@ -109,7 +110,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step, or until a signal (``stop_signals``); either way the state is saved."""
-        with self.signals.watching(), self.watchdog, closing(self.source):
+        with self.lock, self.signals.watching(), self.watchdog, closing(self.source):
             with self._saving_if_rollouts_end():
                 self._run_steps()
             self._save()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from megatron_dta.training.checkpoint import (
     save_weights,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
+from megatron_dta.training.checkpoint_writer import refuse_on_all
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.critic import Critic, build_critic_model
 from megatron_dta.training.hf_weights import check_save_hf, load_hf
@@ -46,6 +48,7 @@ from megatron_dta.training.random_state import seed_random_states
 from megatron_dta.training.reference import Reference
 from megatron_dta.training.rollout_files import RolloutFiles
 from megatron_dta.training.run_description import BuiltRun, describe_run, parameter_counts
+from megatron_dta.training.run_lock import RunLock
 from megatron_dta.training.sampled_data import build_sampled_data
 from megatron_dta.training.settings_file import write_settings
 from megatron_dta.training.stored_data import StoredEvaluation, StoredRollouts, load_files, load_stored_rollouts
@@ -67,6 +70,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = build_model(config.model, device, config.parallel)
+    lock = _lock_run(config, console)
     start, resumes = _starting_point(config)
     if not resumes:
         _load_first_weights(config, model, start, console)
@@ -119,6 +123,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         rollout_files=_rollout_files(config, task),
         resumed=start is not None and resumes,
         saved_iteration=progress.iteration if own else None,
+        lock=lock or nullcontext(),
     )
 
 
@@ -159,7 +164,7 @@ def _preparation(
 def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, console: Console) -> None:
     """The weights of a run that begins: of the checkpoint ``start``, of --load-hf, or random as they are."""
     if start is not None:
-        load_weights(start, config.model, model)
+        load_weights(start, config.model, model, not config.checkpoint.skip_checkpoint_checks)
     elif config.checkpoint.load_hf is not None:
         load_hf(config, model)
     source = start or config.checkpoint.load_hf
@@ -232,6 +237,18 @@ def read_data(
     return load_stored_rollouts(config, objective), held_out, None
 
 
+def _lock_run(config: TrainConfig, console: Console) -> RunLock | None:
+    """The first process takes the lock of --save before anything is written there; a folder in use ends all."""
+    lock, error = None, None
+    if config.checkpoint.save is not None and current_mesh().rank == 0:
+        try:
+            lock = RunLock(config.checkpoint.save, lambda line: console.print(line, soft_wrap=True, markup=False))
+        except InputError as caught:
+            error = caught
+    refuse_on_all(error)
+    return lock
+
+
 def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
     """The checkpoint to start from, or None; and whether the run it belongs to is continued."""
     save, load = config.checkpoint.save, config.checkpoint.load
@@ -268,7 +285,7 @@ def _build_reference(
             raise InputError(f"--ref-load {config.checkpoint.ref_load}: holds no checkpoint")
         shape = config.model if has_adapters(path) else without_lora(config.model)
         reference = build_model(shape, device, config.parallel)
-        load_weights(path, shape, reference)
+        load_weights(path, shape, reference, not config.checkpoint.skip_checkpoint_checks)
         return reference.requires_grad_(False).eval()
     reference = build_model(config.model, device, config.parallel)
     if not resumes:
@@ -276,7 +293,7 @@ def _build_reference(
         if save is not None:
             save_weights(save, config, reference)
     elif save is not None and (save / "metadata.json").is_file():
-        load_weights(save, config.model, reference)
+        load_weights(save, config.model, reference, not config.checkpoint.skip_checkpoint_checks)
     else:
         raise InputError("the objective's reference: the run to continue kept no reference weights; give --ref-load")
     return reference.requires_grad_(False).eval()
