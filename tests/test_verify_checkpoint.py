@@ -47,6 +47,21 @@ FAMILIES = {
         {"rope_scaling": {"rope_type": "yarn", "factor": 3.5, "original_max_position_embeddings": 30}},
     ),
     "mistral": ("Mistral", {"sliding_window": 64}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            # One layer without experts.
+            "mlp_only_layers": [0],
+            "tie_word_embeddings": True,
+            "pad_token_id": 7,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "llama with padding": ("Llama", {"pad_token_id": 11}),
 }
 
 
@@ -65,7 +80,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     made = {}
     for seed, (name, (family, settings)) in enumerate(FAMILIES.items()):
         seed_all(seed)
-        config = transformers.CONFIG_MAPPING[name].from_dict({**BASE, **settings})
+        config = transformers.CONFIG_MAPPING[name.split()[0]].from_dict({**BASE, **settings})
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
@@ -91,8 +106,9 @@ def verify(monkeypatch, capsys, hf: Path, megatron: Path, *flags: str) -> tuple[
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_converted_checkpoints_agree(name, checkpoints, monkeypatch, capsys):
-    status, summary, _ = verify(monkeypatch, capsys, *checkpoints[name], "--seq-length", "61", "--seed", "5")
-    assert status == 0
+    status, summary, out = verify(monkeypatch, capsys, *checkpoints[name], "--seq-length", "61", "--seed", "5")
+    assert status == 0, out
+    assert ("pad_token_id" in out) == ("pad_token_id" in FAMILIES[name][1])
     assert summary["passed"] is True
     assert summary["tokens"] == 4 * 61
     found = {row["name"] for row in summary["tensors"] if row["kind"] == "gradient"}
@@ -119,6 +135,24 @@ def test_a_changed_weight_is_found(checkpoints, monkeypatch, capsys, tmp_path):
     assert "logits  differs by" in out
     # A wide tolerance lets it pass, so the status is that of the tolerance.
     assert verify(monkeypatch, capsys, tmp_path / "changed", megatron, *flags, "--tolerance", "1")[0] == 0
+
+
+def test_an_experts_weight_and_the_row_beside_the_padding(checkpoints, monkeypatch, capsys, tmp_path):
+    """What is left out of the comparison is one row; what is stacked is compared whole."""
+    hf, megatron = checkpoints["qwen3_moe"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(hf)
+    with torch.no_grad():
+        # An expert's matrices are stacked in memory and apart in the file, or apart in both.
+        expert = next(values for name, values in model.named_parameters() if "layers.1.mlp.experts" in name)
+        expert.view(-1)[5] += 0.01
+        model.get_input_embeddings().weight[8, 3] += 0.01
+    model.save_pretrained(tmp_path / "changed")
+    flags = ("--lr", "0", "--num-sequences", "2", "--seq-length", "40")
+    status, summary, _ = verify(monkeypatch, capsys, tmp_path / "changed", megatron, *flags)
+    assert status == 1
+    different = {row["name"] for row in summary["tensors"] if row["kind"] == "weight" and row["relative"] > 0}
+    assert len(different) == 2
+    assert "model.embed_tokens.weight" in different
 
 
 def test_another_scaling_of_positions_is_another_model(checkpoints, monkeypatch, capsys, tmp_path):

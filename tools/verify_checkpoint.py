@@ -59,7 +59,7 @@ def main() -> int:
     quieten_libraries()
     # Megatron takes seconds to import; wrong input of the command line is told before.
     from megatron_dta.model import build_model, initialize_parallel
-    from megatron_dta.parity.huggingface import load_huggingface
+    from megatron_dta.parity.huggingface import load_huggingface, train_padding
     from megatron_dta.parity.one_step import differences, names_of_checkpoint, step_huggingface, step_ours
     from megatron_dta.training.checkpoint import load_weights
     from megatron_dta.training.checkpoint_files import find_checkpoint
@@ -74,6 +74,7 @@ def main() -> int:
     model = build_model(model_config, device)
     load_weights(path, model_config, model)
     reference = load_huggingface(arguments.hf_checkpoint).to(device)
+    padding = train_padding(reference)
     rename = names_of_checkpoint(family.architecture, model_config)
     ours = step_ours(model, rename, samples, arguments.lr)
     rows = differences(ours, step_huggingface(reference, samples, arguments.lr))
@@ -89,6 +90,11 @@ def main() -> int:
         for row in of_kind[: max(1, arguments.rows)]:
             table.add_row(row.kind, row.name, f"{row.absolute:.1e}", f"{row.relative:.1e}")
     Console(soft_wrap=True).print(table)
+    if padding is not None:
+        print(
+            f"pad_token_id {padding}: transformers gives this row of the embedding no gradient; here it gets one on "
+            "both sides, as in training"
+        )
     failed = {kind: row for kind, row in worst.items() if not row.relative <= arguments.tolerance}
     for kind, row in failed.items():
         print(f"{kind} {row.name} differs by {row.relative:.1e}, above the tolerance {arguments.tolerance:g}")

@@ -18,7 +18,7 @@ from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf_config import architecture
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.errors import InputError
-from megatron_dta.parity.huggingface_experts import expert_config, stack_experts
+from megatron_dta.parity.huggingface_experts import expert_config, experts_are_stacked, stack_experts
 
 
 def build_huggingface(
@@ -73,6 +73,19 @@ def load_huggingface(folder: str | Path) -> torch.nn.Module:
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{folder}: Hugging Face transformers cannot load it: {reason}") from error
+
+
+def train_padding(reference: torch.nn.Module) -> int | None:
+    """Let every row of the embedding get its gradient, as in training here.
+
+    transformers gives the row of ``pad_token_id`` none.
+
+    Returns:
+        the number of that row; None if there is none.
+    """
+    embedding = reference.get_input_embeddings()
+    row, embedding.padding_idx = embedding.padding_idx, None
+    return row
 
 
 def _import_transformers() -> ModuleType:
@@ -150,5 +163,4 @@ def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig, family: str |
     family = family or huggingface_config(model)["architectures"][0]
     by_name = {parameter.name: parameter for parameter in parameters_of(family, ModelShape.of(model))}
     renamed = {new: piece for name, tensor in tensors.items() for new, piece in by_name[name].split(tensor).items()}
-    stacks = model.num_experts is not None and int(_import_transformers().__version__.split(".")[0]) >= 5
-    return stack_experts(renamed) if stacks else renamed
+    return stack_experts(renamed) if model.num_experts is not None and experts_are_stacked() else renamed

@@ -49,6 +49,13 @@ def expert_config(model: ModelConfig) -> dict[str, Any]:
     )
 
 
+def experts_are_stacked() -> bool:
+    """Whether the installed transformers keeps a layer's experts in two tensors."""
+    import transformers
+
+    return int(transformers.__version__.split(".")[0]) >= 5
+
+
 def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """``tensors`` under a checkpoint's names as transformers 5 has them in memory: a layer's experts in two tensors."""
     found: dict[str, Tensor] = {}

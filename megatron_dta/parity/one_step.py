@@ -3,7 +3,7 @@
 Ours runs the training engine with every sequence on its own; the reference is transformers with its plain attention.
 The loss is the mean negative logprob of the tokens, the step is plain gradient descent: ``w - lr x gradient``. (Adam's
 first step is the sign of the gradient, so it would show the sign of the rounding wherever a gradient is nearly zero.)
-All tensors carry the names of the Hugging Face checkpoint.
+All tensors carry the names of transformers' model; version 5 stacks the experts of a layer.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import AttentionContext, TreeGPTModel
 from megatron_dta.objectives import make_objective
+from megatron_dta.parity.huggingface_experts import experts_are_stacked, stack_experts
 from megatron_dta.planning.sample import TrainingSample
 
 Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -102,14 +103,14 @@ def step_huggingface(reference: torch.nn.Module, samples: Sequence[TrainingSampl
 
 
 def names_of_checkpoint(architecture: str, model: ModelConfig) -> Rename:
-    """Megatron's parameters (or their gradients), by name -> the tensors of the Hugging Face checkpoint."""
+    """Megatron's parameters (or their gradients), by name -> the tensors of transformers' model."""
     parameters = parameters_of(architecture, ModelShape.of(model))
 
     def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         renamed: dict[str, Tensor] = {}
         for parameter in parameters:
             renamed.update(parameter.split(tensors[parameter.name]))
-        return renamed
+        return stack_experts(renamed) if model.num_experts is not None and experts_are_stacked() else renamed
 
     return rename
 
