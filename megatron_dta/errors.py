@@ -7,10 +7,14 @@ so anything else that reaches the user is a defect of this project.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+# A disk that is full, a quota that is used up, a limit on files, a file system that only reads.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 class InputError(ValueError):
@@ -48,9 +52,9 @@ def one_line(text: str) -> str:
 
 
 def run_entry_point(main: Callable[[], int | None]) -> None:
-    """Run ``main`` and exit with its status; an ``InputError`` becomes one line on standard error (one for
-    each thing that is wrong) and status 2, Ctrl-C
-    the line ``interrupted`` and status 130, as shells have it.
+    """Run ``main`` and exit with its status. An ``InputError`` becomes one line on standard error (one for each thing
+    that is wrong) and status 2, and so does a full disk; Ctrl-C the line ``interrupted`` and status 130, as shells
+    have it.
 
     Of several processes, those after the first name themselves: mostly all of them met the same error, but not always.
     """
@@ -61,6 +65,12 @@ def run_entry_point(main: Callable[[], int | None]) -> None:
         for message in error.messages if isinstance(error, InputErrors) else (str(error),):
             start = "error" if rank == "0" else f"error on rank {rank}"
             print(f"{start}: {one_line(message)}", file=sys.stderr)
+        status = 2
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {one_line(f'{where}cannot be written ({error.strerror})')}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -135,4 +135,7 @@ class HfValues:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value)[:60]
+    try:
+        return json.dumps(value)[:60]
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that cannot be shown"

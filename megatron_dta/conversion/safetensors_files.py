@@ -8,6 +8,7 @@ are for: no mapping of files, whose pages would count as resident, and no copy i
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Longest header that the format allows.
 _MAX_HEADER = 100_000_000
+# PyTorch's tensors have no more.
+_MAX_AXES = 64
+_MOST_SHOWN = 200
 # Rows that must be converted to another dtype pass through a buffer of so many bytes.
 _BUFFER_BYTES = 1 << 25
 
@@ -62,7 +66,7 @@ class SafetensorsFolder:
         headers = {name: read_header(self.folder / name) for name in sorted(set(self.weight_map.values()))}
         for tensor, name in self.weight_map.items():
             if tensor not in headers[name]:
-                raise InputError(f"{self.folder / name}: has no tensor {tensor}, which {INDEX} places there")
+                raise InputError(f"{self.folder / name}: has no tensor {shown(tensor)}, which {INDEX} places there")
             self.tensors[tensor] = headers[name][tensor]
         for name, header in headers.items():
             unlisted = sorted(tensor for tensor in header if self.weight_map.get(tensor) != name)
@@ -137,6 +141,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file; ``InputError`` unless the file is whole and every byte of it accounted for."""
     try:
+        if path.exists() and not path.is_file():
+            # Reading a pipe would wait for ever.
+            raise InputError(f"{path}: is no file; download the checkpoint again")
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -151,7 +158,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header = json.loads(text)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         spans = {name: _stored(path, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path}: not a safetensors file (its header is damaged)") from error
@@ -168,15 +175,28 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _stored(path: Path, name: str, entry: dict[str, Any], start: int) -> tuple[StoredTensor, int]:
     """The tensor of a header's entry and where its bytes end."""
-    if entry["dtype"] not in DTYPES:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise InputError(
-            f"{path}: {name} is of type {entry['dtype']}; weights must be one of {', '.join(DTYPES)} (not quantized)"
+            f"{path}: {shown(name)} is of type {shown(entry['dtype'])}; weights must be one of {', '.join(DTYPES)} "
+            "(not quantized)"
         )
-    first, last = entry["data_offsets"]
-    stored = StoredTensor(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), start + first)
-    if last - first != torch.Size(stored.shape).numel() * stored.dtype.itemsize:
-        raise InputError(f"{path}: {name} has {last - first} bytes, which its shape {entry['shape']} does not")
+    (first, last), shape = entry["data_offsets"], entry["shape"]
+    if not isinstance(shape, list) or len(shape) > _MAX_AXES or not all(map(_is_count, (first, last, *shape))):
+        raise InputError(f"{path}: {shown(name)} has the shape {shown(shape)} at {shown([first, last])}")
+    stored = StoredTensor(path, DTYPES[entry["dtype"]], tuple(shape), start + first)
+    if last - first != math.prod(shape) * stored.dtype.itemsize:
+        raise InputError(f"{path}: {shown(name)} has {last - first} bytes, which its shape {shown(shape)} does not")
     return stored, start + last
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def shown(value: object) -> str:
+    """A name or a value from a file, as a message shows it: not at any length."""
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def weight_map_of(folder: Path) -> dict[str, str] | None:
@@ -201,13 +221,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
             )
         raise InputError(f"{folder}: has neither {SINGLE} nor {INDEX}")
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        named = {str(tensor): str(name) for tensor, name in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = {tensor: str(name) for tensor, name in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index}: is damaged: it has no readable weight_map") from error
     for name in set(named.values()):
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise InputError(f"{index}: names the file {name!r}; only safetensors files beside it are read")
+        if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable():
+            raise InputError(f"{index}: names the file {shown(name)!r}; only safetensors files beside it are read")
     return named
 
 
@@ -221,6 +241,6 @@ def _read_exactly(file: int, view: memoryview, offset: int, path: Path) -> None:
 
 def _some(names: Iterable[str]) -> str:
     """The first names and how many more."""
-    listed = list(names)
+    listed = [shown(name) for name in names]
     more = f" and {len(listed) - 3} more tensors" if len(listed) > 3 else ""
     return f"{', '.join(listed[:3])}{more} {'is' if len(listed) == 1 else 'are'}"

@@ -200,9 +200,13 @@ def write_surroundings(template: Path, folder: Path, layouts: list[FileLayout]) 
 
 
 def _same_index(left: str, right: str) -> bool:
-    first, second = json.loads(left), json.loads(right)
-    sizes = [content.get("metadata", {}).get("total_size") for content in (first, second)]
-    return first["weight_map"] == second["weight_map"] and sizes[0] == sizes[1]
+    try:
+        first, second = json.loads(left), json.loads(right)
+        sizes = [content.get("metadata", {}).get("total_size") for content in (first, second)]
+        return first["weight_map"] == second["weight_map"] and sizes[0] == sizes[1]
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        # Its list of files was readable; what else it says is not needed.
+        return False
 
 
 def _correct_dtype(path: Path, layouts: list[FileLayout]) -> None:

@@ -15,6 +15,7 @@ and agreeing talk to other ranks, so they run on the main thread, at moments tha
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -67,6 +68,8 @@ class CheckpointWrite:
         self, path: Path, state: dict[str, Any], background: bool = False, fully_parallel: bool = False
     ) -> None:
         cpu_compat.write_checkpoints_in_process()
+        # It logs what it raises, too.
+        logging.getLogger(f"{dist_checkpointing.__name__}.strategies.filesystem_async").setLevel(logging.CRITICAL)
         self.path, self._unfinished = path, unfinished_name(path)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -187,9 +190,14 @@ def reason_of(error: BaseException) -> str:
         if not error.failures:
             return "another rank failed and has the reason"
         rank, failure = next(iter(error.failures.items()))
-        error, where = failure[0], f"rank {rank}: " if current_mesh().world_size > 1 else ""
-        return where + (" ".join(str(error).split())[:200] or type(error).__name__)
-    return " ".join(str(error).split())[:200] or type(error).__name__
+        return (f"rank {rank}: " if current_mesh().world_size > 1 else "") + _text(failure[0])
+    return _text(error)
+
+
+def _text(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:200] or type(error).__name__
+    # PyTorch's writer of archives names its own source and positions where the system took fewer bytes.
+    return "a file could not be written whole; is the disk full?" if "inline_container" in text else text
 
 
 def on_first_rank(path: Path, act: Any) -> None:
