@@ -12,10 +12,10 @@ import pytest
 
 from conftest import seed_all
 from conversion_cases import save_huggingface, to_megatron
-from megatron_dta.config import CheckpointConfig
+from megatron_dta.config import CheckpointConfig, TrainConfig
 from megatron_dta.conversion.integrity import CHECKSUMS, read_checksums, refuse_open_to_all, verify_checksums
 from megatron_dta.errors import InputError
-from megatron_dta.training.checkpoint import CheckpointSaver, load_weights
+from megatron_dta.training.checkpoint import CheckpointSaver, load_checkpoint, load_weights
 from megatron_dta.training.checkpoint_files import find_checkpoint
 from test_checkpoint import MODEL, Run
 from test_conversion_refused import run_tool
@@ -147,3 +147,11 @@ def test_the_converter_compares_checksums(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "out").exists()
     run_tool(monkeypatch, "convert_megatron_to_hf", f"{command} --skip-checkpoint-checks")
     assert (tmp_path / "out").exists()
+
+
+def test_weights_alone_are_no_run_to_continue(tmp_path: Path) -> None:
+    """--load without --finetune."""
+    save_huggingface(tmp_path / "hf", "qwen2", 60)
+    checkpoint = to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    with pytest.raises(InputError, match="has no state to continue from; add --finetune"):
+        load_checkpoint(checkpoint, TrainConfig(model=None), None, None)

@@ -28,7 +28,7 @@ from megatron_dta.conversion import job as job_module
 from megatron_dta.conversion import to_megatron as to_megatron_module
 from megatron_dta.conversion.integrity import CHECKSUMS
 from megatron_dta.errors import InputError
-from test_strict_pickle import ATTACKS
+from test_strict_pickle import ATTACKS, Bomb
 
 INDEX = "model.safetensors.index.json"
 SECOND = "model-00002-of-*.safetensors"
@@ -202,11 +202,6 @@ def test_existing_output(original: Path, tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(InputError, match="out: exists already; give a folder that does not, or delete it first"):
             run_tool(monkeypatch, tool, arguments)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
-
-
-class Bomb:
-    def __reduce__(self) -> tuple:
-        return os.system, ("touch exploded",)
 
 
 def truncate(path: Path) -> None:
@@ -400,12 +395,3 @@ def test_what_is_in_the_way_stays(original: Path, tmp_path: Path) -> None:
     with job_module._locked(tmp_path / "out.tmp"), pytest.raises(InputError, match="another process is writing"):
         to_megatron(original / "hf", tmp_path / "out")
     to_megatron(original / "hf", tmp_path / "out")
-
-
-def test_weights_alone_are_no_run_to_continue(original: Path) -> None:
-    """--load without --finetune."""
-    from megatron_dta.config import TrainConfig
-    from megatron_dta.training.checkpoint import load_checkpoint
-
-    with pytest.raises(InputError, match="has no state to continue from; add --finetune"):
-        load_checkpoint(original / "megatron" / "release", TrainConfig(model=None), None, None)
