@@ -58,6 +58,8 @@ class ServerSpeculation:
         """As the flags of a run say; the window's requests are divided by its servers."""
         sampling, das = config.sampling, config.speculation
         prompts = sampling.over_sampling_batch_size or sampling.rollout_batch_size
+        if config.filtering.dynamic_sampling:  # every round's responses are in the cache
+            prompts *= config.filtering.dynamic_sampling_max_rounds
         servers = max(1, len(sampling.rollout_server_url or ()))
         window = -(-das.das_window * prompts * sampling.n_samples_per_prompt // servers)
         fitting = max(1, das.das_max_tokens // sampling.rollout_max_response_len)
