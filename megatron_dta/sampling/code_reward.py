@@ -3,29 +3,31 @@
 The program is the last fenced block of the response (```python ... ```), or all of it where there is none. The prompt's
 record holds
 
-    tests         Python code that raises where the program is wrong (assertions); runs behind the program
+    tests         Python code that raises where the program is wrong (assertions); it uses what the program defines
     or tests      [{"input": text on standard input, "output": expected standard output}, ...], each a run of its own
     code_prefix   optional, code in front of the program, such as the head of the function that it completes
 
 The reward is 1 where all tests pass and 0 where one does not, where the program raises, runs too long, or takes too
-much memory. A program that ends before its tests did has not passed. Counted: ``code_timeouts`` (the program ran too
-long) and ``code_unisolated`` (it ran where no namespace of its own was to be had, so with a network). If no process can
-be started, or the record has no tests, the reward has failed (``sampling.scoring``): that is not 0.
+much memory. A program that ends before its tests did has not passed. The tests run in another process than the program
+(``code_sandbox``) and compare what it returns as data. Counted: ``code_timeouts`` (the program ran too long) and
+``code_unisolated`` (it ran with limits alone). If no process can be started, or the record has no tests, the reward has
+failed (``sampling.scoring``): that is not 0. Nothing that a program does is such a failure.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
-import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,31 +35,31 @@ from megatron_dta.config.reward import RewardConfig
 from megatron_dta.errors import InputError
 
 MOST_OUTPUT_BYTES = 1 << 20
-SANDBOX = Path(__file__).with_name("code_sandbox.py")
-_STOPPED = [
-    sign * number + offset for number in (signal.SIGXCPU, signal.SIGKILL) for sign, offset in ((-1, 0), (1, 128))
-]
+SANDBOX = Path(__file__).with_name("code_sandbox") / "run.py"
+GRACE_SECONDS = 120.0
+ISOLATIONS = ("bubblewrap", "namespaces", "limits")
+_CONFINED = "they read what this user can read, write to a folder of their own only and have no network"
+_REACH = {
+    "bubblewrap": f"bubblewrap; {_CONFINED}",
+    "namespaces": f"namespaces of their own; {_CONFINED}",
+    "limits": "limits on time, memory and processes only, because neither bwrap nor user namespaces work here; without "
+    "Landlock (Linux 6.12 has all of it) they write to what this user can write, signal its processes and use the network",
+}
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-# Runs the files beside it; then, and only then, says the word that stands in one pipe into the other.
-_HARNESS = """\
-import os, sys
-def run(say=int(sys.argv[1]), word=int(sys.argv[2]), write=os.write, read=os.read):
-    names = {"__name__": "__main__"}
-    for file in ("program.py", "tests.py"):
-        with open(file, encoding="utf-8") as source:
-            exec(compile(source.read(), file, "exec"), names)
-    write(say, read(word, 100))
-run()
-"""
 
 
 class CodeTests:
-    """A reward function; see on top."""
+    """A reward function; see on top.
+
+    Args:
+        isolations: ways to isolate programs; the first that works on this machine is used.
+    """
 
     is_concurrent = True
 
-    def __init__(self, settings: RewardConfig) -> None:
-        self._settings, self._lock = settings, threading.Lock()
+    def __init__(self, settings: RewardConfig, isolations: tuple[str, ...] = ISOLATIONS) -> None:
+        self._settings, self._lock, self._choice = settings, threading.Lock(), threading.Lock()
+        self._isolations, self._isolation = isolations, ""
         self.counts = {"code_timeouts": 0, "code_unisolated": 0}
 
     def __call__(self, prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
@@ -69,99 +71,120 @@ class CodeTests:
             program.encode()
         except UnicodeEncodeError:
             return 0.0
-        if isinstance(tests, str):
-            return float(self._passes(program, tests))
-        return float(all(self._prints(program, case["input"], case["output"]) for case in tests))
-
-    def _passes(self, program: str, tests: str) -> bool:
-        word = secrets.token_hex(16)
-        files = {"program.py": program, "tests.py": tests, "harness.py": _HARNESS}
-        code, _, said = self._run(files, "harness.py", "", word)
-        return code == 0 and said == word
-
-    def _prints(self, program: str, given: str, expected: str) -> bool:
-        code, printed, _ = self._run({"program.py": program}, "program.py", given, "")
-        return code == 0 and _lines(printed) == _lines(expected)
-
-    def _run(self, files: Mapping[str, str], main: str, given: str, word: str) -> tuple[int, str, str]:
-        """Exit status, standard output, and what the harness said."""
-        with tempfile.TemporaryDirectory(prefix="dta-code-", ignore_cleanup_errors=True) as name, ExitStack() as pipes:
-            folder = Path(name)
-            for file, text in files.items():
-                (folder / file).write_text(text, encoding="utf-8")
-            (folder / "input").write_text(given, encoding="utf-8", errors="replace")
-            said, heard, status = (_Pipe(pipes) for _ in range(3))
-            heard.write(word)
-            code = self._wait(folder, main, said.into, heard.out, status.into)
-            told = status.read()
-            if not told:
-                reason = " ".join((folder / "errors").read_text(errors="replace").split())[-300:]
-                raise InputError(f"a program cannot be run within its limits: {reason or f'status {code}'}")
-            if told.strip() != "isolated":
-                self._count("code_unisolated")
-            if code in _STOPPED:
-                self._count("code_timeouts")
-            with (folder / "output").open("rb") as file:
-                return code, file.read(MOST_OUTPUT_BYTES).decode(errors="replace"), said.read()
-
-    def _wait(self, folder: Path, main: str, said: int, heard: int, status: int) -> int:
-        """Run until the end or the time limit; the exit status, that of SIGKILL where it had to be stopped."""
-        settings = self._settings
-        limits = (math.ceil(settings.code_time_seconds), settings.code_memory_mb << 20, MOST_OUTPUT_BYTES)
-        command = [sys.executable, "-I", str(SANDBOX), *map(str, (*limits, settings.code_processes, status))]
-        command += [sys.executable, "-I", "-X", "utf8", main, str(said), str(heard)]
-        with (
-            (folder / "input").open("rb") as given,
-            (folder / "output").open("wb") as output,
-            (folder / "errors").open("wb") as errors,
-        ):
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=given,
-                    stdout=output,
-                    stderr=errors,
-                    cwd=folder,
-                    env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-                    pass_fds=(said, heard, status),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise InputError(f"a program cannot be started: {error.strerror or error}") from error
-            try:
-                return process.wait(2 * settings.code_time_seconds + 1)
-            except subprocess.TimeoutExpired:
-                return -signal.SIGKILL
-            finally:
-                # Whatever it has started and left behind goes with it.
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-    def _count(self, name: str) -> None:
+        isolation = self.isolation
+        verdict = self._judge({"program": program, "tests": tests}, isolation)
         with self._lock:
-            self.counts[name] += 1
+            self.counts["code_unisolated"] += isolation == "limits"
+            self.counts["code_timeouts"] += verdict["stopped"]
+        return float(verdict["passed"])
 
+    @property
+    def isolation(self) -> str:
+        """The way that is used, found by a first program."""
+        with self._choice:
+            if not self._isolation:
+                self._isolation = self._first_that_works()
+            return self._isolation
 
-class _Pipe:
-    """A pipe whose ends close with ``stack``."""
+    @property
+    def reach(self) -> str:
+        """What a program can reach on this machine, as one line for the log."""
+        return f"--reward-function code_tests: programs run in {_REACH[self.isolation]}"
 
-    def __init__(self, stack: ExitStack) -> None:
-        self.out, self.into = os.pipe()
-        stack.callback(os.close, self.out)
-        stack.callback(os.close, self.into)
+    def _first_that_works(self) -> str:
+        for isolation in self._isolations:
+            try:
+                self._judge({"program": "", "tests": "pass"}, isolation)
+            except InputError:
+                if isolation == self._isolations[-1]:
+                    raise
+                continue
+            return isolation
+        raise InputError(f"no way of isolation: {self._isolations}")
 
-    def write(self, text: str) -> None:
-        """Fits into a pipe's buffer: short text only."""
-        os.write(self.into, text.encode())
-
-    def read(self) -> str:
-        """What is in it now."""
-        os.set_blocking(self.out, False)
+    def _judge(self, job: Mapping[str, Any], isolation: str) -> dict[str, Any]:
+        """The verdict; that of a program that was stopped where its judge did not live to tell."""
+        settings = self._settings
+        limits = {
+            "cpu_s": math.ceil(settings.code_time_seconds),
+            "wall_s": 2 * settings.code_time_seconds + 1,
+            "memory": settings.code_memory_mb << 20,
+            "file_bytes": MOST_OUTPUT_BYTES,
+            "processes": settings.code_processes,
+            "isolation": [isolation],
+            "parent": os.getpid(),
+        }
+        if isolation == "bubblewrap":
+            limits["bwrap"] = shutil.which("bwrap")
+            if limits["bwrap"] is None:
+                raise InputError("bwrap is not installed")
+        runs = 1 if isinstance(job["tests"], str) else len(job["tests"])
+        most_seconds = 2 * (runs + 1) * limits["wall_s"] + GRACE_SECONDS
+        folder = None
         try:
-            return os.read(self.out, 1000).decode(errors="replace")
-        except BlockingIOError:
-            return ""
+            if isolation != "namespaces":
+                folder = limits["folder"] = tempfile.mkdtemp(prefix="dta-code-")
+            return _run(json.dumps(job).encode(), limits, most_seconds)
+        except OSError as error:
+            raise InputError(f"a program cannot be started: {error.strerror or error}") from error
+        finally:
+            if folder is not None:
+                _remove(folder)
+
+
+def _run(job: bytes, limits: Mapping[str, Any], most_seconds: float) -> dict[str, Any]:
+    # Unnamed files: nothing waits for a pipe's other end, and there is nothing to open by name again.
+    with _unnamed() as given, _unnamed() as told, _unnamed() as errors:
+        given.write(job)
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-X", "utf8", str(SANDBOX), json.dumps(limits)],
+            stdin=given,
+            stdout=told,
+            stderr=errors,
+            cwd="/",
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            process.wait(most_seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _end(process)
+        told.seek(0)
+        lines = told.read().decode(errors="replace").splitlines()
+        verdict = {"passed": False, "stopped": True}
+        if lines and lines[-1].startswith("{"):
+            verdict = json.loads(lines[-1])
+        if not lines or "error" in verdict:
+            errors.seek(0)
+            reason = verdict.get("error") or " ".join(errors.read().decode(errors="replace").split())[-300:]
+            raise InputError(f"a program cannot be run within its limits: {reason or f'status {process.returncode}'}")
+        return verdict
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the runner, which ends all that it has started."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _unnamed() -> Any:
+    return os.fdopen(os.memfd_create("code_tests"), "w+b")
+
+
+def _remove(folder: str) -> None:
+    """Programs nest folders deeper than ``shutil.rmtree`` goes and take away their own rights."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def program_in(response: str) -> str:
@@ -182,8 +205,3 @@ def _tests_of(prompt: Mapping[str, Any]) -> str | list[dict[str, str]]:
         if not isinstance(case, dict) or not all(isinstance(case.get(name), str) for name in ("input", "output")):
             raise InputError(f"the prompt's field 'tests': entry {index} must have 'input' and 'output', both text")
     return tests
-
-
-def _lines(text: str) -> list[str]:
-    """Blanks at the ends of lines and of the text do not count."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
