@@ -16,7 +16,8 @@ from megatron_dta.config.reward import RewardConfig
 from megatron_dta.errors import InputError
 from megatron_dta.rollouts.source import RolloutError
 from megatron_dta.sampling import code_reward
-from megatron_dta.sampling.code_reward import CodeTests, program_in
+from megatron_dta.sampling.code_reward import ISOLATIONS, CodeTests, program_in
+from megatron_dta.sampling.code_sandbox import kernel
 from megatron_dta.sampling.remote_reward import RemoteReward
 from megatron_dta.sampling.rewards import compute_reward, load_reward_function
 from megatron_dta.sampling.scoring import Response, Scorer
@@ -25,6 +26,16 @@ from test_trainer import make_trainer, rows_of, run
 
 QUICK = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=4)
 ADD = "assert add(2, 3) == 5\nassert add(-1, 1) == 0"
+
+
+def isolated(isolation: str, settings: RewardConfig = QUICK) -> CodeTests:
+    """Programs run in this way, or the test is skipped."""
+    function = CodeTests(settings, (isolation,))
+    try:
+        assert function.isolation == isolation
+    except InputError as error:
+        pytest.skip(f"{isolation} does not work here: {error}")
+    return function
 
 
 def fenced(code: str) -> str:
@@ -64,38 +75,32 @@ def test_programs_that_run_for_ever_are_stopped_and_counted(code: str) -> None:
         assert function.counts["code_timeouts"] == 1
 
 
-def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    file = tmp_path / "alive"
-    loop = f"import time\nwhile True:\n    open({str(file)!r}, 'a').write('x')\n    time.sleep(0.05)"
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_what_a_program_leaves_behind_ends_with_it(isolation: str) -> None:
     code = (
-        "import subprocess, sys\n"
-        f"loop = {loop!r}\n"
-        "subprocess.Popen([sys.executable, '-c', loop], start_new_session=True)\n"
-        "import time\ntime.sleep(0.7)\ndef add(a, b): return a + b"
+        "import os, subprocess, time\n"
+        "process = subprocess.Popen(['sleep', '97532'], start_new_session=True)\n"
+        "time.sleep(0.3)\nlives = process.poll() is None\ndef add(a, b): return a + b"
     )
-    function = CodeTests(RewardConfig(code_time_seconds=4.0, code_processes=8))
-    assert compute_reward(function, "p", {"tests": ADD}, fenced(code), []) == 1
-    assert file.exists(), "the process must have lived, or nothing is shown"
-    if function.counts["code_unisolated"]:
-        pytest.skip("no namespaces here: a process that takes a session of its own survives")
-    size = file.stat().st_size
-    time.sleep(0.4)
-    assert file.stat().st_size == size
+    function = isolated(isolation, RewardConfig(code_time_seconds=4.0, code_processes=8))
+    assert compute_reward(function, "p", {"tests": f"{ADD}\nassert lives"}, fenced(code), []) == 1
+    lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert not [line for line in lines if b"97532" in line]
 
 
-def test_programs_have_no_network() -> None:
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_programs_have_no_network(isolation: str) -> None:
     code = (
         "import socket\n"
         "try:\n    socket.create_connection(('127.0.0.1', {port}), 2)\n    seen = True\n"
         "except OSError:\n    seen = False"
     )
+    if isolation == "limits" and kernel.landlock_version() < 4:
+        pytest.skip("this kernel's Landlock does not restrict TCP")
     with RewardServer({"reward": 1}) as server:
         port = server.url.split(":")[2].split("/")[0]
-        function = CodeTests(QUICK)
-        unseen = compute_reward(function, "p", {"tests": "assert not seen"}, fenced(code.format(port=port)), [])
-        if function.counts["code_unisolated"]:
-            pytest.skip("no namespaces here: counted as code_unisolated")
-        assert unseen == 1
+        function = isolated(isolation)
+        assert compute_reward(function, "p", {"tests": "assert not seen"}, fenced(code.format(port=port)), []) == 1
 
 
 def test_inputs_and_outputs() -> None:

@@ -48,7 +48,7 @@ METRICS: dict[str, dict[str, str]] = {
         "math_timeouts": "responses that math_verify could not judge within its limits of time and memory; reward 0",
         "math_errors": "responses that the package math-verify raised over; their reward is 0",
         "code_timeouts": "programs of code_tests that were stopped; their reward is 0",
-        "code_unisolated": "programs that ran where no namespace of their own was to be had",
+        "code_unisolated": "programs that ran with limits alone: neither user namespaces nor bwrap work there",
         "tool_calls": "calls of tools, of environments that derive from ToolEnvironment",
         "tool_errors": "of these, those that were answered with an error: the call was wrong, or the tool raised",
         "environment_steps": "steps of environments",

@@ -98,6 +98,8 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     if config.tree.tree_memory_gib is not None:
         engine.limit_memory(config.tree.tree_memory_gib, constant)
     if task is not None:
+        if reach := getattr(task.reward_function, "reach", ""):
+            console.print(reach, soft_wrap=True)
         source, evaluations = build_sampled_data(
             config, model, task, progress, lambda line: console.print(line, soft_wrap=True, style="yellow")
         )

@@ -1,7 +1,7 @@
 """Calls between judge and program through a socket: each side holds references to objects of the other.
 
-A message is JSON behind its length. A request is ``{"do": operation, "with": values}``, its reply ``{"give": value}`` or
-``{"raise": ...}``; while one side waits it serves the requests of the other, such as calls of a function that the tests
+A message is JSON behind its length. A request is ``{"do": operation, "with": values}``, its reply ``{"give": value}``
+or ``{"raise": ...}``; while one side waits it serves the requests of the other, such as calls of a function that the tests
 passed. Data is copied (``values.py``). The program's side is not to be trusted: the judge takes data and references
 from it and lets it call what the tests have passed, nothing else.
 """
@@ -256,7 +256,8 @@ def start_program(source, channel):
     with open("program.py", "w", encoding="utf-8") as file:
         file.write(text)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = open(("stdin", "stdout", "stderr").index(name), mode, errors="surrogateescape", closefd=False)
+        number = ("stdin", "stdout", "stderr").index(name)
+        stream = os.fdopen(number, mode, errors="surrogateescape", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     module = types.ModuleType("__main__")

@@ -1,12 +1,11 @@
 """The judge: holds the tests, has the runner start the program, and writes the verdict.
 
 Tests as code run here, with references to what the program defines (``bridge.py``). Tests as inputs and outputs are
-compared here. The verdict is JSON: ``isolation``, ``passed``, ``stopped``, and ``error`` if no program could be started.
+compared here. The verdict is JSON: ``isolation``, ``passed``, ``stopped``, and ``error`` if a program did not start.
 """
 
 import ast
 import builtins
-import io
 import json
 import os
 import resource
@@ -20,7 +19,9 @@ from remote import Remote, remote_fields
 
 # Names under which programs commonly import modules that tests then use.
 _ALIASES = {"np": "numpy", "pd": "pandas"}
-_KILLED = [sign * number + offset for number in (signal.SIGXCPU, signal.SIGKILL) for sign, offset in ((-1, 0), (1, 128))]
+_KILLED = [
+    sign * number + offset for number in (signal.SIGXCPU, signal.SIGKILL) for sign, offset in ((-1, 0), (1, 128))
+]
 
 
 class CannotStart(Exception):  # noqa: N818
@@ -31,7 +32,7 @@ def main(control, limits, isolation, folder):
     """Judge the job on standard input; never returns."""
     verdict = {"isolation": isolation, "passed": False, "stopped": False}
     try:
-        job = json.loads(io.open(0, "rb", closefd=False).read())
+        job = json.loads(os.fdopen(0, "rb", closefd=False).read())
         out = os.dup(1)
         devnull = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):

@@ -17,10 +17,10 @@ import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import bridge  # noqa: E402
-import isolation  # noqa: E402
-import judge  # noqa: E402
-import kernel  # noqa: E402
+import bridge
+import isolation
+import judge
+import kernel
 
 del sys.path[0]
 
