@@ -28,7 +28,7 @@ MARK = "97531"
 RECORDS: list[dict[str, Any]] = [
     {"tests": "assert add(2, 3) == 5\nassert add(-1, 1) == 0"},
     {"tests": "import math\nassert abs(add(0.5, 1.5) - 2.0) < 1e-6\nassert math.isclose(add(1, 2), 3)"},
-    {"tests": "def check(candidate):\n    got = candidate(20, 22)\n    if got != 42:\n        raise ValueError\ncheck(add)"},
+    {"tests": "def check(candidate):\n    if candidate(20, 22) != 42:\n        raise ValueError\ncheck(add)"},
     {"tests": "assert sorted([add(1, 1), add(5, 5)]) == [2, 10]\nassert isinstance(add(1, 1), int)\n{add(4, 4): 1}[8]"},
     {"tests": "from unittest import TestCase\nTestCase().assertEqual(add(2, 2), 4)\nassert add(3, 4) in (7,)"},
     {"tests": [{"input": "2 3\n", "output": "5\n"}, {"input": "20 22\n", "output": "42\n"}]},

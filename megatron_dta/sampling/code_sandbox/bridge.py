@@ -1,9 +1,9 @@
 """Calls between judge and program through a socket: each side holds references to objects of the other.
 
 A message is JSON behind its length. A request is ``{"do": operation, "with": values}``, its reply ``{"give": value}``
-or ``{"raise": ...}``; while one side waits it serves the requests of the other, such as calls of a function that the tests
-passed. Data is copied (``values.py``). The program's side is not to be trusted: the judge takes data and references
-from it and lets it call what the tests have passed, nothing else.
+or ``{"raise": ...}``; while one side waits it serves the requests of the other, such as calls of a function that the
+tests passed. Data is copied (``values.py``). The program's side is not to be trusted: the judge takes data and
+references from it and lets it call what the tests have passed, nothing else.
 """
 
 import builtins
@@ -40,7 +40,7 @@ _CLOSED = (
 )  # fmt: skip
 
 
-class ProgramEnded(BaseException):  # noqa: N818: tests that expect exceptions must not catch it
+class ProgramEnded(BaseException):  # tests that expect exceptions must not catch it
     """The other side has ended, or sent what is no message."""
 
 

@@ -21,7 +21,7 @@ SCRATCH, HIDDEN = "/tmp", ("/run", "/var/tmp", "/dev/shm")
 OVER_A_LIMIT = 124
 
 
-class StartProgram(BaseException):  # noqa: N818: no error; it unwinds the stack of the process that becomes the program
+class StartProgram(BaseException):  # no error: it unwinds the stack of the process that becomes the program
     """Raised in the process that is to become the program."""
 
 
