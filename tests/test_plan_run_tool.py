@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,13 +18,29 @@ from megatron_dta.arguments import parse_arguments, parse_settings
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf_config import model_settings
 from megatron_dta.errors import InputError
-from megatron_dta.planning.run_shape import SHAPES, RunShape
+from megatron_dta.planning.run_shape import HUB_NAMES, SHAPES, RunShape
 
 NUMBERS = ["--sequences", "64", "--unique-tokens", "120000", "--longest-path", "6000", "--samples-per-prompt", "8"]
 EXAMPLES = {
     "llama3_70b": ("llama-3.1-70b", "llama3-70b", 32),
     "qwen2.5_72b": ("qwen2.5-72b", "qwen2.5-72b", 32),
     "qwen3_235b_a22b": ("qwen3-235b-a22b", "qwen3-235b-a22b", 128),
+}
+# What a run decides itself, whatever config.json says.
+OWN = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype", "moe_grouped_gemm")
+SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+HF_CONFIGS = {
+    "qwen3-1.7b": ("qwen3-1.7b", ()),
+    "qwen3-8b": ("qwen3-1.7b", (36, 4096, 12288, 32)),
+    "qwen3-14b": ("qwen3-1.7b", (40, 5120, 17408, 40)),
+    "qwen3-32b": ("qwen3-1.7b", (64, 5120, 25600, 64)),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", ()),
+    "qwen3-235b-a22b": ("qwen3-235b-a22b", ()),
+    "qwen2.5-7b": ("qwen2.5-7b", ()),
+    "qwen2.5-32b": ("qwen2.5-72b", (64, 5120, 27648, 40)),
+    "qwen2.5-72b": ("qwen2.5-72b", ()),
+    "llama3-8b": ("llama-3.1-70b", (32, 4096, 14336, 32)),
+    "llama3-70b": ("llama-3.1-70b", ()),
 }
 
 
@@ -37,7 +55,42 @@ def planned(*arguments: object, status: int = 0) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def hf_config(name: str) -> dict:
+    """The config.json of a named model: a published one, or that of another size of its family with its own sizes."""
+    of, sizes = HF_CONFIGS[name]
+    values = json.loads((REPOSITORY / "tests" / "hf_configs" / f"{of}.json").read_text())
+    changed = dict(zip(SIZE_KEYS, sizes, strict=True)) if sizes else {}
+    if name.startswith("qwen3-") and sizes:
+        changed["tie_word_embeddings"] = False
+    return values | changed
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_the_command_for_a_named_model_trains_the_published_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    output = importlib.import_module("plan_run_output")
+    planner = SimpleNamespace(shape=SHAPES[name], step=SimpleNamespace(longest=6000))
+    arguments = SimpleNamespace(hf_config=None, args_file=None, file="r.jsonl")
+    flags = output._model_flags(planner, arguments)
+    published = ModelConfig(**model_settings(hf_config(name)))
+    model = parse_settings([*flags, "--rollouts", "r.jsonl"]).model
+    for setting in fields(ModelConfig):
+        if setting.name not in OWN:
+            assert getattr(model, setting.name) == getattr(published, setting.name), setting.name
+    assert model.bf16
+    assert output.own_flags(planner, arguments) == [
+        "--load-hf",
+        HUB_NAMES[name].split("/")[1],
+        "--save",
+        "runs/planned",
+    ]
+    # A model of the user's own has no checkpoint to start from, and that is said.
+    own = SimpleNamespace(shape=replace(SHAPES[name], num_layers=2, moe_layers=()), step=planner.step)
+    assert output.own_flags(own, arguments) == ["--save", "runs/planned"]
+    assert any("random weights" in note for note in output.placeholders(own, arguments))
+
+
+def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     values = planned(*NUMBERS, "--model", "qwen3-8b", "--num-gpus", 16, "--top", 2, "--gpu", "h100")
     assert len(values["best"]) == 2
     for row in values["best"]:
@@ -48,8 +101,15 @@ def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.Monk
     torchrun, slurm = values["commands"]
     words = shlex.split(torchrun)
     monkeypatch.setenv("WORLD_SIZE", "16")
-    config = parse_arguments(words[words.index("megatron_dta.train") + 1 :])
+    words = words[words.index("megatron_dta.train") + 1 :]
+    assert words[words.index("--load-hf") + 1] == "Qwen3-8B"
+    folder = tmp_path / "Qwen3-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config("qwen3-8b")))
+    words[words.index("--load-hf") + 1] = str(folder)
+    config = parse_arguments(words)
     assert RunShape.of(config.model) == SHAPES["qwen3-8b"]
+    assert config.checkpoint.save == "runs/planned"
     mesh = values["best"][0]["mesh"]
     assert config.parallel.tensor_model_parallel_size == mesh["tensor"]
     assert config.parallel.pipeline_model_parallel_size == mesh["pipeline"]
@@ -134,9 +194,8 @@ def test_an_example_is_the_published_model_and_passes_all_checks(name: str, monk
     config = parse_arguments([f"@{path}", "--rollouts", "r.jsonl", "--global-batch-size", "512", "--save", "s"])
     values = json.loads((REPOSITORY / "tests" / "hf_configs" / f"{hf_name}.json").read_text())
     published = ModelConfig(**model_settings(values))
-    own = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype", "moe_grouped_gemm")
     for setting in fields(ModelConfig):
-        if setting.name not in own:
+        if setting.name not in OWN:
             assert getattr(config.model, setting.name) == getattr(published, setting.name), setting.name
     assert config.model.moe_grouped_gemm == (config.model.num_experts is not None)
     assert replace(RunShape.of(config.model), moe_grouped_gemm=False) == SHAPES[shape_name]

@@ -158,37 +158,47 @@ def test_path_of_100000_segments() -> None:
     start, num_slots = allocate_slots(plan, schedule)
     assert num_slots == count
     np.testing.assert_array_equal(start, np.arange(count))
-    assert choose_kept_segments(plan, 70_000).sum() == 70_001  # the leaf costs nothing
+    assert choose_kept_segments(plan, 70_000).sum() == 70_000
 
 
-def heaviest_path(plan: SegmentPlan, kept: np.ndarray, num_stages: int) -> int:
-    """Most kept tokens on a root path; on one stage without its leaf, which runs backward at once."""
+def heaviest_path(plan: SegmentPlan, kept: np.ndarray) -> int:
+    """Most kept tokens on a root path."""
     on_path = np.zeros(plan.num_segments, dtype=np.int64)
     for segment in range(plan.num_segments):
-        parent, charge = plan.segment_parent[segment], plan.lengths[segment] * kept[segment]
-        if num_stages == 1 and segment not in plan.segment_parent:
-            charge = 0
-        on_path[segment] = charge + (on_path[parent] if parent >= 0 else 0)
+        parent = plan.segment_parent[segment]
+        on_path[segment] = plan.lengths[segment] * kept[segment] + (on_path[parent] if parent >= 0 else 0)
     return int(on_path.max(initial=0))
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+def most_activations(plan: SegmentPlan, kept: np.ndarray) -> int:
+    """Most tokens whose activations are there while a segment of a depth-first walk runs backward."""
+    above = np.zeros(plan.num_segments, dtype=np.int64)
+    for segment, parent in enumerate(plan.segment_parent):
+        if parent >= 0:
+            above[segment] = above[parent] + plan.lengths[parent] * kept[parent]
+    return int((above + plan.lengths).max())
+
+
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("longest", [1, 7])
-def test_kept_segments_against_all_choices(seed: int, longest: int, num_stages: int) -> None:
+def test_kept_segments_against_all_choices(seed: int, longest: int) -> None:
     rng = seed_all(seed)
     plan = random_plan(rng, int(rng.integers(1, 10)), longest)
+    leaves = ~np.isin(np.arange(plan.num_segments), plan.segment_parent)
     choices = [np.asarray(kept) for kept in itertools.product([False, True], repeat=plan.num_segments)]
-    paths = [heaviest_path(plan, kept, num_stages) for kept in choices]
+    paths = [heaviest_path(plan, kept) for kept in choices]
     for budget in range(plan.peak_in_flight_tokens + 2):
         best = max(int(plan.lengths[kept].sum()) for kept, path in zip(choices, paths, strict=True) if path <= budget)
-        kept = choose_kept_segments(plan, budget, num_stages)
+        kept = choose_kept_segments(plan, budget, num_stages=2)
         assert kept.dtype == bool
-        assert heaviest_path(plan, kept, num_stages) <= budget or budget >= plan.peak_in_flight_tokens
+        assert heaviest_path(plan, kept) <= budget
         assert plan.lengths[kept].sum() == best
-    assert choose_kept_segments(plan, None, num_stages).all()
-    leaves = ~np.isin(np.arange(plan.num_segments), plan.segment_parent)
-    np.testing.assert_array_equal(choose_kept_segments(plan, 0, num_stages), leaves & (num_stages == 1))
+        # On one stage leaves come on top, and take no more memory than their second forward would.
+        alone = choose_kept_segments(plan, budget)
+        np.testing.assert_array_equal(alone, kept | leaves)
+        assert most_activations(plan, alone) == most_activations(plan, kept)
+    assert choose_kept_segments(plan, None).all()
+    np.testing.assert_array_equal(choose_kept_segments(plan, 0), leaves)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -199,9 +209,9 @@ def test_kept_segments_when_the_search_is_too_large(seed: int, monkeypatch: pyte
         plan = random_plan(rng, 200, longest)
         for budget in (3, 11, plan.peak_in_flight_tokens // 2):
             monkeypatch.setattr(recompute, "MAX_STATES", 1 << 21)
-            best = int(plan.lengths[choose_kept_segments(plan, budget)].sum())
+            best = int(plan.lengths[choose_kept_segments(plan, budget, 2)].sum())
             monkeypatch.setattr(recompute, "MAX_STATES", 0)
-            kept = choose_kept_segments(plan, budget)
-            assert heaviest_path(plan, kept, 1) <= budget
+            kept = choose_kept_segments(plan, budget, 2)
+            assert heaviest_path(plan, kept) <= budget
             assert plan.lengths[kept].sum() <= best
             assert plan.lengths[kept].sum() >= (best if longest == 1 else 0.8 * best)

@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone")
     for name in ("max_sequences", "max_length", *STEP_FLAGS):
         add(_flag(name), type=int, metavar="N", help=HELP[name])
-    add("--model", choices=sorted(SHAPES), help="a model by name")
+    add("--model", choices=sorted(SHAPES), help="a model by name (llama3: Llama 3.1)")
     add("--hf-config", metavar="PATH", help="a config.json, or the folder that holds it")
     add("--args-file", metavar="FILE", help="arguments of megatron_dta.train: model, mesh and settings")
     for name in SHAPE_FLAGS:
@@ -220,7 +220,7 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.args_file is not None:
         if arguments.moe_grouped_gemm:
             raise InputError("--moe-grouped-gemm has no effect beside --args-file; write it there")
-        shape, looked_at, states = read_args_file(arguments.args_file, cluster.num_gpus)
+        shape, looked_at, states, arguments.args_file_gives = read_args_file(arguments.args_file, cluster.num_gpus)
     else:
         shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)
         states = read_states(arguments)

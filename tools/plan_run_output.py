@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.planning.mesh_search import Planner, Prediction
+from megatron_dta.planning.run_shape import HUB_NAMES, SHAPES, RunShape
 from megatron_dta.planning.segment_bytes import GIB
 
 MEMORY_NAMES = {"keys_values": "K, V, dK, dV of paths", "workspace": "workspace, communication"}
@@ -121,6 +122,8 @@ def print_predictions(found: dict[str, Any], arguments: argparse.Namespace) -> N
     console.print(_parts("step (seconds)", first.time.parts(), 1.0, TIME_NAMES, first.time.total))
     for command in commands(planner, first, arguments):
         print(command)
+    for note in placeholders(planner, arguments):
+        print(note)
 
 
 def print_misses(found: dict[str, Any]) -> None:
@@ -168,18 +171,50 @@ def train_flags(planner: Planner, prediction: Prediction, arguments: argparse.Na
         flags = _model_flags(planner, arguments) + _mesh_flags(planner, prediction)
     step = planner.step
     flags += ["--rollouts", arguments.file or "ROLLOUTS", "--global-batch-size", str(len(step.sequences))]
-    return flags
+    return flags + own_flags(planner, arguments)
+
+
+def own_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
+    """The checkpoint to start from and the folder of the run, as far as an argument file does not name them."""
+    flags, given = [], arguments.args_file_gives if arguments.args_file is not None else ()
+    hub_name = checkpoint_of(planner.shape)
+    if arguments.hf_config is not None:
+        flags += ["--load-hf", arguments.hf_config.removesuffix("/config.json")]
+    elif hub_name is not None and "load_hf" not in given:
+        flags += ["--load-hf", hub_name.split("/")[1]]
+    return flags if "save" in given else [*flags, "--save", "runs/planned"]
+
+
+def checkpoint_of(shape: RunShape) -> str | None:
+    """The checkpoint on the hub that has this shape; None for a model of the user's own."""
+    return next(
+        (HUB_NAMES[name] for name, known in SHAPES.items() if known == replace(shape, moe_grouped_gemm=False)), None
+    )
+
+
+def placeholders(planner: Planner, arguments: argparse.Namespace) -> list[str]:
+    """What of the commands stands for something that the user has to provide."""
+    notes = [] if arguments.file else ["ROLLOUTS is the rollout file of the run (or give --prompt-data and a reward)"]
+    flags, hub_name = own_flags(planner, arguments), checkpoint_of(planner.shape)
+    if "--load-hf" in flags and arguments.hf_config is None:
+        folder = flags[flags.index("--load-hf") + 1]
+        notes.append(f"{folder} is the folder of `hf download {hub_name} --local-dir {folder}`")
+    elif "--load-hf" not in flags and arguments.args_file is None:
+        notes.append("without --load-hf or --load the run starts from random weights")
+    return notes
 
 
 def _model_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
     shape, step = planner.shape, planner.step
     if arguments.hf_config is not None:
-        folder = arguments.hf_config.removesuffix("/config.json")
-        return ["--load-hf", folder, "--bf16", *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
+        # The folder's config.json decides the shape.
+        return ["--bf16", *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size"
     flags = [part for name in names.split() for part in ("--" + name.replace("_", "-"), str(getattr(shape, name)))]
-    flags += ["--group-query-attention", "--swiglu", "--disable-bias-linear", "--bf16"]
-    for name in ("qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"):
+    flags += ["--group-query-attention"] * (shape.num_query_groups != shape.num_attention_heads)
+    flags += ["--swiglu", "--disable-bias-linear", "--bf16"]
+    flags += ["--norm-epsilon", f"{shape.norm_epsilon:g}", "--rotary-base", f"{shape.rotary_base:.0f}"]
+    for name in ("use_rope_scaling", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"):
         if getattr(shape, name):
             flags.append("--" + name.replace("_", "-"))
     if shape.num_experts:

@@ -65,8 +65,11 @@ def read_hf_config(path: str) -> RunShape:
     return RunShape.of(ModelConfig(**model_settings(values, origin=path)))
 
 
-def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], StateSettings]:
-    """Model, mesh and states of an argument file of ``megatron_dta.train`` on so many processes; its checks hold."""
+def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], StateSettings, list[str]]:
+    """Model, mesh and states of an argument file of ``megatron_dta.train`` on so many processes; its checks hold.
+
+    The last value are the names of the settings of a run's own that the file gives.
+    """
     from megatron_dta.arguments import parse_settings
     from megatron_dta.config.checks import check_tensor_parallel, check_world_size
     from megatron_dta.config.expert_checks import check_experts
@@ -114,4 +117,6 @@ def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], St
         (tree.tree_segment_tokens,) if tree.tree_segment_tokens else (2048,) if tree.tree_memory_gib is None else SIZES
     )
     kept = None if full else tree.tree_activation_tokens
-    return shape, [Choice(mesh, size, tree.tree_memory_tokens, kept, full) for size in sizes], states
+    given = ["save"] * (config.checkpoint.save is not None)
+    given += ["load_hf"] * (config.checkpoint.load_hf is not None or config.checkpoint.load is not None)
+    return shape, [Choice(mesh, size, tree.tree_memory_tokens, kept, full) for size in sizes], states, given

@@ -10,9 +10,10 @@ leaf of the segment tree keeps its own for nothing where its backward is the nex
 stage that holds for all leaves, and they are always kept. In a pipeline it depends on the schedule and on the stage:
 leaves are charged like other segments here, and ``stage_program`` keeps what costs nothing once the ops are known.
 
-There are two accounts of what a path holds. A budget of tokens (``--tree-activation-tokens``) counts the kept segments
-above the one that runs, all alike, and the forwards saved by their tokens. A budget of memory counts bytes, and weighs
-forwards by their seconds, which are more where many ancestors are attended to.
+There are two accounts of what a path holds. A budget of tokens (``--tree-activation-tokens``) counts the kept segments,
+all alike, and the forwards saved by their tokens; a leaf that does not fit beside those above it is there in its
+backward all the same, so it is kept too. A budget of memory counts bytes, and weighs forwards by their seconds, which
+are more where many ancestors are attended to.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ def choose_kept_segments(plan: SegmentPlan, activation_tokens: int | None, num_s
 
     Args:
         plan: the segments.
-        activation_tokens: most tokens in flight at once whose activations are kept, those of the segment that runs
-            apart; None keeps all, 0 what costs nothing.
-        num_stages: on a single stage every leaf of the segment tree keeps its activations for nothing.
+        activation_tokens: most tokens in flight at once whose activations are kept; None keeps all, 0 what costs
+            nothing.
+        num_stages: on a single stage every leaf of the segment tree is kept, whatever the budget.
 
     Returns:
-        bool [num_segments]. The kept tokens that are charged on every root path of the segment tree are within the
-        budget, and no other choice keeps more (where the exact search would be too large: nearly so).
+        bool [num_segments]. The kept tokens on every root path of the segment tree are within the budget, and no other
+        choice keeps more (where the exact search would be too large: nearly so). What is kept beyond the budget because
+        it costs nothing comes on top.
     """
     if activation_tokens is None or plan.peak_in_flight_tokens <= activation_tokens:
         return np.ones(plan.num_segments, dtype=bool)
-    charge = np.where(is_leaf(plan.segment_parent), 0, plan.lengths) if num_stages == 1 else plan.lengths
-    parents = plan.segment_parent.tolist()
-    search = _Search(parents, charge, np.zeros_like(charge), charge)
+    free = is_leaf(plan.segment_parent) & (num_stages == 1)
+    search = _Search(plan.segment_parent.tolist(), plan.lengths, np.zeros_like(plan.lengths), plan.lengths)
     if not search.enumerate(activation_tokens, MAX_STATES):
-        return _lowest_first(parents, charge, activation_tokens)
-    return search.best(plan.lengths)
+        return _lowest_first(plan, activation_tokens) | free
+    return search.best(plan.lengths) | free
 
 
 def kept_on_stages(kept: np.ndarray, segment_parent: np.ndarray, num_virtual_stages: int) -> np.ndarray:
@@ -112,15 +113,15 @@ def choose_kept_by_memory(plan: SegmentPlan, budget_tokens: int, needed: np.ndar
     return charge == 0
 
 
-def _lowest_first(parents: list[int], charge: np.ndarray, activation_tokens: int) -> np.ndarray:
+def _lowest_first(plan: SegmentPlan, activation_tokens: int) -> np.ndarray:
     """Keep each segment that fits over what its subtree keeps already."""
-    kept = np.zeros(len(parents), dtype=bool)
-    below = [0] * len(parents)
-    charges = charge.tolist()
-    for segment in range(len(parents) - 1, -1, -1):
-        if below[segment] + charges[segment] <= activation_tokens:
+    kept = np.zeros(plan.num_segments, dtype=bool)
+    below = [0] * plan.num_segments
+    lengths, parents = plan.lengths.tolist(), plan.segment_parent.tolist()
+    for segment in range(plan.num_segments - 1, -1, -1):
+        if below[segment] + lengths[segment] <= activation_tokens:
             kept[segment] = True
-            below[segment] += charges[segment]
+            below[segment] += lengths[segment]
         if parents[segment] >= 0:
             below[parents[segment]] = max(below[parents[segment]], below[segment])
     return kept

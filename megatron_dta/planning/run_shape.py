@@ -42,6 +42,8 @@ class RunShape:
     Attributes:
         moe_layers: whether each layer has experts; empty: all do where there are experts, else none.
         moe_grouped_gemm: whether a rank's experts run together, and not one by one.
+        norm_epsilon, rotary_base, use_rope_scaling: change nothing that is counted; a command that trains the model
+            names them.
     """
 
     num_layers: int
@@ -62,6 +64,9 @@ class RunShape:
     moe_shared_expert_gate: bool = False
     moe_layers: tuple[bool, ...] = ()
     moe_grouped_gemm: bool = False
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 10000.0
+    use_rope_scaling: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"):
@@ -178,9 +183,11 @@ class RunShape:
         )
 
 
-_QWEN3 = dict(vocab_size=151936, kv_channels=128, num_query_groups=8, qk_layernorm=True)
-_QWEN25 = dict(vocab_size=152064, kv_channels=128, num_query_groups=8, add_qkv_bias=True)
-_LLAMA3 = dict(vocab_size=128256, kv_channels=128, num_query_groups=8)
+_QWEN3 = dict(
+    vocab_size=151936, kv_channels=128, num_query_groups=8, qk_layernorm=True, norm_epsilon=1e-6, rotary_base=1e6
+)
+_QWEN25 = dict(vocab_size=152064, kv_channels=128, num_query_groups=8, add_qkv_bias=True, rotary_base=1e6)
+_LLAMA31 = dict(vocab_size=128256, kv_channels=128, num_query_groups=8, rotary_base=5e5, use_rope_scaling=True)
 _NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 
 
@@ -188,7 +195,7 @@ def _shape(family: dict[str, Any], *sizes: int, **more: Any) -> RunShape:
     return RunShape(**family | dict(zip(_NAMES, sizes, strict=True)) | more)
 
 
-# Shapes by name. Any other comes from a config.json or from flags.
+# Shapes by name: those of ``HUB_NAMES``. Any other comes from a config.json or from flags.
 SHAPES: dict[str, RunShape] = {
     "qwen3-1.7b": _shape(_QWEN3, 28, 2048, 6144, 16, untie_embeddings_and_output_weights=False),
     "qwen3-8b": _shape(_QWEN3, 36, 4096, 12288, 32),
@@ -211,9 +218,23 @@ SHAPES: dict[str, RunShape] = {
         moe_router_topk=8,
         moe_ffn_hidden_size=1536,
     ),
-    "qwen2.5-7b": _shape(_QWEN25 | dict(num_query_groups=4), 28, 3584, 18944, 28),
+    "qwen2.5-7b": _shape(_QWEN25 | dict(num_query_groups=4, norm_epsilon=1e-6), 28, 3584, 18944, 28),
     "qwen2.5-32b": _shape(_QWEN25, 64, 5120, 27648, 40),
     "qwen2.5-72b": _shape(_QWEN25, 80, 8192, 29568, 64),
-    "llama3-8b": _shape(_LLAMA3, 32, 4096, 14336, 32),
-    "llama3-70b": _shape(_LLAMA3, 80, 8192, 28672, 64),
+    "llama3-8b": _shape(_LLAMA31, 32, 4096, 14336, 32),
+    "llama3-70b": _shape(_LLAMA31, 80, 8192, 28672, 64),
+}
+# The checkpoints that the shapes by name are those of, on the Hugging Face hub.
+HUB_NAMES = {
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-14b": "Qwen/Qwen3-14B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "qwen2.5-32b": "Qwen/Qwen2.5-32B",
+    "qwen2.5-72b": "Qwen/Qwen2.5-72B",
+    "llama3-8b": "meta-llama/Llama-3.1-8B",
+    "llama3-70b": "meta-llama/Llama-3.1-70B",
 }
