@@ -234,6 +234,20 @@ def test_boxes_of_the_picture() -> None:
         assert (left[m], right[m]) == (below[0], below[-1] + 1)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_the_colour_bar_has_every_segments_colour(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr("megatron_dta.plots.tree.write_figure", lambda figure, path: drawn.append(figure))
+    plan = plan_segments(build_prefix_tree([np.arange(8 * count, dtype=np.int32)]), 8)
+    assert plan.num_segments == count
+    plot_tree(plan, tmp_path / "tree.png")
+    above, _, bar = drawn[0].axes
+    boxes = above.collections[0].get_facecolor()
+    scale = bar._colorbar.mappable
+    np.testing.assert_allclose(scale.to_rgba(np.arange(1, count + 1)), boxes)
+    assert scale.norm.vmin < 1 <= count < scale.norm.vmax
+
+
 def test_tiny_and_wide_trees_are_drawn(tmp_path: Path) -> None:
     rng = seed_all(6)
     one = [np.array([3], np.int32)]

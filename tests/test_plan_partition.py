@@ -61,7 +61,10 @@ def test_figures(tmp_path: Path, seed: int) -> None:
         assert method["seconds"] > 0
     assert max(values["cost_per_rank"]) >= values["least_slowest_cost"]
     one = plan_json(path, "--data-parallel-size", 1)
-    assert one["total_cost"] == pytest.approx(cost(CostModel(), sequences, masks))
+    assert one["total_cost"] == pytest.approx(
+        cost(CostModel.from_shape(64, 5120, 25600, 64, 8, 128, 151936), sequences, masks)
+    )
+    assert one["costs"].startswith("Qwen3-32B on an H200, operations at assumed rates")
     assert one["duplicated_tokens"] == 0
     whole = plan_json(path, "--data-parallel-size", 9, "--keep-together", "group", "--fill-idle-ranks")
     assert whole["idle_ranks"] == 9 - len(set(names))
@@ -74,6 +77,10 @@ def test_the_cost_model_and_the_framing_are_used(tmp_path: Path) -> None:
     model.write_text(json.dumps(coefficients))
     values = plan_json(path, "--data-parallel-size", 3, "--cost-model", model)
     assert values["cost_per_rank"] == values["tokens_per_rank"]
+    assert values["costs"] == f"coefficients of {model}"
+    small = plan_json(path, "--data-parallel-size", 3, "--model", "qwen3-1.7b")
+    assert small["costs"].startswith("qwen3-1.7b on H200s")
+    assert small["total_cost"] < plan_json(path, "--data-parallel-size", 3)["total_cost"]
     rows = [
         {"token_ids": list(range(40)), "loss_mask": [int(i in (9, 19, 39)) for i in range(40)]},
         {"token_ids": [*range(30), 7], "loss_mask": [int(i == 30) for i in range(31)]},
@@ -95,6 +102,7 @@ def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     for label in ("slowest / mean", "first fit", "by tokens", "by cost", "duplicated tokens", "idle ranks", "planning"):
         assert label in done.stdout
+    assert "Qwen3-32B on an H200" in " ".join(done.stdout.split())
     assert "{" not in done.stdout
 
 

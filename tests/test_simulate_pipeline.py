@@ -11,6 +11,12 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
+from megatron_dta.planning.cost_model import CostModel
+from megatron_dta.planning.partition import trained_parts
+from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.stage_program import PipelineShape
+from megatron_dta.planning.step_plan import plan_step
+from megatron_dta.rollouts import load_rollouts
 
 TOOL = REPOSITORY / "tools" / "simulate_pipeline.py"
 KEYS = {"segments", "utilisation", "ideal_utilisation", "peak_in_flight_tokens", "bound_utilisation", "digest"}
@@ -61,6 +67,28 @@ def test_figures(rollouts: Path) -> None:
     np.testing.assert_allclose(busy, busy[0], rtol=1e-5)  # Parts of layers even out what the last one has beside them.
     assert values["makespan"] < one["makespan"]
     assert values["digest"] == run_json(rollouts, P, 4, "--tree-segment-tokens", 64)["digest"]
+
+
+def test_the_plan_of_training_is_reported(rollouts: Path) -> None:
+    """What a run with these settings would plan, on whole layers."""
+    loaded = load_rollouts(rollouts)
+    samples = [TrainingSample(*each) for each in zip(*trained_parts(loaded), strict=True)]
+    costs = CostModel.from_shape(64, 5120, 25600, 64, 8, 128, 151936)
+    for more, settings in ((), {}), (("--tree-activation-tokens", 0), {"activation_tokens": 0}):
+        values = run_json(rollouts, P, 4, *more)["training"]
+        shape = PipelineShape(4, 1, (16.0,) * 4, costs)
+        step = plan_step(samples, "dta", None, pipeline=shape, **settings)
+        assert values["layers_per_stage"] == [16.0] * 4
+        assert (values["segments"], values["segment_tokens"]) == (
+            step.segments.num_segments,
+            step.segments.segment_tokens,
+        )
+        assert values["makespan"] == pytest.approx(step.training.timeline.makespan)
+        assert values["utilisation"] == pytest.approx(step.training.timeline.utilisation)
+        assert values["busiest_over_mean"] > 1  # The last stage has the logits beside as many layers.
+        assert 0.5 < values["share_of_ideal"] == values["utilisation"] / values["ideal_utilisation"] < 1.1
+    told = run_json(rollouts, P, 4, "--layers-per-stage", "17,17,16,14")["training"]
+    assert told["layers_per_stage"] == [17, 17, 16, 14]
 
 
 def test_options_are_used(rollouts: Path, tmp_path: Path) -> None:
@@ -130,6 +158,8 @@ def test_files_and_table(rollouts: Path, tmp_path: Path) -> None:
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1}
     for label in ("utilisation", "ideal N / (N + P - 1)", "no schedule has more", "static 1F1B", "in-flight", "stages"):
         assert label in done.stdout
+    assert "seconds: Qwen3-32B on an H200, operations at assumed rates" in done.stdout
+    assert "what training runs" in done.stdout
     assert "{" not in done.stdout
 
 

@@ -24,13 +24,13 @@ from rich.table import Table
 
 from megatron_dta.command_line import CommandLineParser, add_framing, check_at_least, print_json
 from megatron_dta.errors import run_entry_point
-from megatron_dta.planning.cost_file import load_cost_model
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import Partition, least_slowest, partition_costs, trained_parts
 from megatron_dta.planning.partition_baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.planning.sequence_costs import SequenceCosts
 from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.tree import PrefixTree, build_prefix_tree
+from predicted_costs import add_cost_flags, read_costs
 
 # The methods beside this planner's: keys of --json, and how the table names them.
 OTHERS = {
@@ -56,16 +56,13 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="give every rank work while there is enough, even where that only repeats prefixes",
     )
-    parser.add_argument(
-        "--cost-model",
-        metavar="JSON",
-        help="file of tools/fit_cost_model.py, or coefficients (default: counted ones of Qwen3-1.7B on an H200)",
-    )
+    counts = add_cost_flags(parser)
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    check_at_least(arguments, 1, "data_parallel_size", "max_sequences", "max_length")
+    counts = [flag[2:].replace("-", "_") for flag in counts]
+    check_at_least(arguments, 1, "data_parallel_size", "max_sequences", "max_length", *counts)
     return arguments
 
 
@@ -138,21 +135,22 @@ def print_table(values: dict[str, object], title: str) -> None:
     }
     for label, show in rows.items():
         table.add_row(label, *(show(method) for method in methods.values()))
-    table.caption = f"no partition has a slowest rank below {values['least_slowest_cost']:.4f} seconds"
+    bound = f"no partition has a slowest rank below {values['least_slowest_cost']:.4f} seconds"
+    table.caption = escape(f"{bound}; seconds: {values['costs']}")
     table.caption_justify = "left"
     Console().print(table)
 
 
 def main() -> None:
     arguments = parse_arguments()
-    model = CostModel() if arguments.cost_model is None else load_cost_model(arguments.cost_model)[0]
+    model, source = read_costs(arguments)
     rollouts = load_rollouts(
         arguments.file,
         framing=arguments.framing,
         max_sequences=arguments.max_sequences,
         max_length=arguments.max_length,
     )
-    values = compare(rollouts, arguments, model)
+    values = compare(rollouts, arguments, model) | {"costs": source}
     name = f"{Path(arguments.file).name}, one sequence per {arguments.framing}"
     counts = f"{values['sequences']:,} sequences, {values['unique_tokens']:,} of {values['tokens']:,} tokens unique"
     print_table(values, f"{name}: {counts}, {arguments.data_parallel_size} ranks")

@@ -6,12 +6,14 @@ FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is the share of a
 ideal one N / (N + P - 1) is that of N equal microbatches on P stages; no schedule of these segments under this limit on
 in-flight tokens reaches more than the bound. In flight on a stage are the tokens of segments between forward and
 backward. Costs are those of the cost model (megatron_dta/planning/cost_model.py), by default counted for Qwen3-32B on
-H200, of another model with --model, or measured ones with --cost-model. Each stage has the same share of the cost,
-parts of layers included, unless whole layers are asked for.
+H200, of another model with --model, or measured ones with --cost-model. In the search each stage has the same share of
+the cost, parts of layers included, unless whole layers are asked for.
 
-Without --pipeline-segment-tokens the size of segments is chosen: the shortest simulated step of those with at most 1.5
-times the tokens that one stage has in flight, and a utilisation of at least 0.95 of the ideal (--least-share-of-ideal).
-Where launches take long a step of larger segments can be shorter though stages wait more; it is shown beside.
+First comes what training runs with these settings and these costs: its own planner on whole layers, equally many on
+each stage unless told otherwise. Beside it stands what a pipeline can have, by a search that takes seconds: without
+--pipeline-segment-tokens the shortest simulated step of all sizes with at most 1.5 times the tokens that one stage has
+in flight, and a utilisation of at least 0.95 of the ideal (--least-share-of-ideal). Where launches take long a step of
+larger segments can be shorter though stages wait more; it is shown too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,6 @@ from rich.table import Table
 
 from megatron_dta.command_line import CommandLineParser, add_framing, check_at_least, print_json
 from megatron_dta.errors import InputError, run_entry_point
-from megatron_dta.planning.cost_file import CostFile, load_cost_model
 from megatron_dta.planning.cost_model import CostModel
 from megatron_dta.planning.partition import trained_parts
 from megatron_dta.planning.pipeline_bounds import makespan_bound
@@ -40,29 +40,20 @@ from megatron_dta.planning.pipeline_layers import balanced_shares, check_layers_
 from megatron_dta.planning.pipeline_schedule import check_schedule, peak_in_flight, tree_1f1b
 from megatron_dta.planning.pipeline_simulation import simulate
 from megatron_dta.planning.recompute import choose_kept_segments
-from megatron_dta.planning.run_cluster import PRESETS, Cluster
-from megatron_dta.planning.run_memory import RunMesh
-from megatron_dta.planning.run_shape import SHAPES
-from megatron_dta.planning.run_time import calibrated, mesh_costs
+from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
+from megatron_dta.planning.segments import plan_segments
 from megatron_dta.planning.stage_balance import balance_layers, balance_shares
+from megatron_dta.planning.stage_program import PipelineShape
 from megatron_dta.planning.timeline import timeline_events, write_chrome_trace
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_forest_without_sharing, build_prefix_tree
+from predicted_costs import SHAPE, add_cost_flags, read_costs
+from simulated_training import print_training, training_figures
 
 SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which takes longer than all that is done here.
 LEAST_SHARE = 0.95
-# The default shape: Qwen3-32B.
-SHAPE = {
-    "num_layers": 64,
-    "hidden_size": 5120,
-    "ffn_hidden_size": 25600,
-    "num_attention_heads": 64,
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "vocab_size": 151936,
-}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -110,19 +101,7 @@ def parse_arguments() -> argparse.Namespace:
         help="whole layers: 'auto', or numbers such as 17,16,16,15 whose sum is --num-layers (default: equal costs)",
     )
     parser.add_argument("--send-seconds", type=float, metavar="S", default=0.0, help="time that a message takes")
-    parser.add_argument(
-        "--cost-model",
-        metavar="JSON",
-        help="file of tools/fit_cost_model.py, or coefficients, in place of counts for the model's shape; with "
-        "--num-layers the measured layers are counted so often",
-    )
-    parser.add_argument(
-        "--model",
-        choices=sorted(SHAPES),
-        help="a model by name; with --cost-model its costs are scaled from those that were measured of another",
-    )
-    for name, value in SHAPE.items():
-        number("--" + name.replace("_", "-"), f"of the model (default: {value})")
+    counts += add_cost_flags(parser)
     number("--max-sequences", "only the first N sequences")
     number("--max-length", "only the first N tokens of each sequence")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -134,37 +113,6 @@ def parse_arguments() -> argparse.Namespace:
     if not 0 <= arguments.least_share_of_ideal <= 1:
         raise InputError(f"--least-share-of-ideal must be from 0 to 1, not {arguments.least_share_of_ideal}")
     return arguments
-
-
-def cost_model_of(arguments: argparse.Namespace) -> CostModel:
-    """The coefficients from the file, or from the shape."""
-    given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
-    for name in given.keys() - {"num_layers"}:
-        for flag in ("--cost-model", "--model"):
-            if getattr(arguments, flag[2:].replace("-", "_")) is not None:
-                raise InputError(f"--{name.replace('_', '-')} has no effect with {flag}; give one of the two")
-    model, measured = (None, None) if arguments.cost_model is None else load_cost_model(arguments.cost_model)
-    if arguments.model is not None:
-        if model is not None and measured is None:
-            raise InputError(f"--model: {arguments.cost_model} has coefficients of one model; give one of the two")
-        return scaled_costs(arguments, measured)
-    if measured is not None:
-        # Layers are divided as many as the costs are of.
-        arguments.num_layers = arguments.num_layers or measured.num_layers
-        return measured.model(arguments.num_layers)
-    return model or CostModel.from_shape(**SHAPE | given)
-
-
-def scaled_costs(arguments: argparse.Namespace, measured: CostFile | None) -> CostModel:
-    """Costs of a model by its name on H200s, at the shares of the peaks that another model was measured to reach."""
-    shape = SHAPES[arguments.model]
-    arguments.num_layers = arguments.num_layers or shape.num_layers
-    shape = replace(shape, num_layers=arguments.num_layers, moe_layers=shape.moe_layers[: arguments.num_layers])
-    cluster = Cluster(**PRESETS["h200"] | {"num_gpus": 8})
-    if measured is not None:
-        cluster = calibrated(cluster, measured)
-    mesh = RunMesh(1, 1, 1, (shape.num_layers,))
-    return mesh_costs(shape, mesh, cluster, None if measured is None else measured.model())
 
 
 def layers_of(
@@ -203,22 +151,53 @@ def sizes_of(arguments: argparse.Namespace) -> list[int]:
     return sorted({most, *(most * part // 8 for part in (6, 4, 3, 2)), *(size for size in SIZES if size < most)} - {0})
 
 
-def plan_file(arguments: argparse.Namespace, model: CostModel) -> tuple[PipelinePlan, list[float], float]:
-    """The plan, the layers (or shares) of its virtual stages, and the seconds that planning took."""
+def read_sequences(arguments: argparse.Namespace) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What a step computes of the file's sequences, and their loss masks."""
     rollouts = load_rollouts(
         arguments.file,
         framing=arguments.framing,
         max_sequences=arguments.max_sequences,
         max_length=arguments.max_length,
     )
+    return trained_parts(rollouts)
+
+
+def plan_of_training(
+    arguments: argparse.Namespace, model: CostModel, sequences: list[np.ndarray], masks: list[np.ndarray]
+) -> dict[str, object]:
+    """Figures of the plan that training makes with these settings, on equally many layers a stage unless told else."""
+    stages, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
+    num_layers = arguments.num_layers or SHAPE["num_layers"]
+    layers = [float(num_layers // (stages * chunks))] * (stages * chunks)
+    if arguments.layers_per_stage is not None or num_layers % (stages * chunks):
+        counts = segment_counts(plan_segments(build_prefix_tree(sequences), SEGMENT_TOKENS), masks)
+        told = argparse.Namespace(**vars(arguments) | {"layers_per_stage": arguments.layers_per_stage or "auto"})
+        layers = layers_of(told, model, counts, np.zeros(len(counts[0]), dtype=bool))
+    limit, is_measured = arguments.pipeline_in_flight_tokens, arguments.cost_model is not None
+    return training_figures(
+        [TrainingSample(*each) for each in zip(sequences, masks, strict=True)],
+        PipelineShape(stages, chunks, tuple(layers), model, limit, is_measured=is_measured),
+        arguments.tree_mode,
+        arguments.tree_segment_tokens,
+        arguments.tree_memory_tokens,
+        arguments.tree_activation_tokens,
+        arguments.send_seconds,
+    )
+
+
+def plan_file(
+    arguments: argparse.Namespace, model: CostModel, sequences: list[np.ndarray], masks: list[np.ndarray]
+) -> tuple[PipelinePlan, list[float], float]:
+    """The searched plan, the layers (or shares) of its virtual stages, and the seconds that planning took."""
     begin = time.perf_counter()
-    sequences, masks = trained_parts(rollouts)
     tree = (build_prefix_tree if arguments.tree_mode == "dta" else build_forest_without_sharing)(sequences)
     layers: list[float] = []
 
     def costs_of(plan: SegmentPlan) -> PipelineCosts:
         counts = segment_counts(plan, masks)
-        recomputed = ~choose_kept_segments(plan, arguments.tree_activation_tokens)
+        recomputed = ~choose_kept_segments(
+            plan, arguments.tree_activation_tokens, arguments.pipeline_model_parallel_size
+        )
         layers[:] = layers_of(arguments, model, counts, recomputed)
         return PipelineCosts.of_segments(model, *counts, layers, recomputed)
 
@@ -335,10 +314,14 @@ def print_table(values: dict, title: str) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    plan, layers, seconds = plan_file(arguments, cost_model_of(arguments))
-    values = figures(plan, layers, seconds, arguments)
+    (model, source), step = read_costs(arguments), read_sequences(arguments)
+    training = plan_of_training(arguments, model, *step)
+    plan, layers, seconds = plan_file(arguments, model, *step)
+    values = figures(plan, layers, seconds, arguments) | {"training": training, "costs": source}
     title = f"{Path(arguments.file).name}, one sequence per {arguments.framing}, {values['num_stages']} stages"
-    print_table(values, title)
+    print_training(training, title)
+    print_table(values, "what a search finds, on stages of equal cost")
+    print(f"seconds: {source}")
     events = timeline_events(plan.schedule, plan.timeline)
     if arguments.plot:
         from megatron_dta.plots import plot_timelines  # matplotlib takes a second to import: only where it is used.

@@ -49,8 +49,9 @@ def plot_tree(plan: SegmentPlan, path: str | Path, title: str = "") -> None:
         fontsize=10,
         loc="left",
     )
-    order = ScalarMappable(Normalize(1, max(2, plan.num_segments)), COLOR_MAP)
-    bar = figure.colorbar(order, ax=[above, below], pad=0.01, aspect=40, ticks=MaxNLocator(8, integer=True))
+    bar = figure.colorbar(
+        _color_scale(colors), ax=[above, below], pad=0.01, aspect=40, ticks=MaxNLocator(8, integer=True)
+    )
     bar.set_label("segment, in the order of the forward passes")
     write_figure(figure, path)
 
@@ -60,6 +61,12 @@ def _segment_colors(count: int) -> np.ndarray:
     colors = COLOR_MAP(np.linspace(0, 1, max(count, 1)))[:count]
     colors[1::2, :3] += 0.45 * (1 - colors[1::2, :3])
     return colors
+
+
+def _color_scale(colors: np.ndarray) -> ScalarMappable:
+    """Segment number, from 1, to the colour of its boxes: what the colour bar shows."""
+    count = max(1, len(colors))
+    return ScalarMappable(Normalize(0.5, count + 0.5), ListedColormap(colors if len(colors) else COLOR_MAP.colors[:1]))
 
 
 def _draw_boxes(axes: Axes, plan: SegmentPlan, colors: np.ndarray) -> None:
