@@ -143,6 +143,29 @@ def test_frequencies_are_megatrons_where_it_has_the_formula():
     torch.testing.assert_close(inverse_frequencies(scaled), angles, rtol=3e-7, atol=0)
 
 
+@pytest.mark.parametrize(("factor", "is_exact"), [(2.0, True), (8.0, True), (3.3, False), (6.7, False)])
+def test_megatrons_own_linear_scaling_differs_by_rounding_alone(factor: float, is_exact: bool) -> None:
+    """It divides the positions, we the frequencies: what README says of "against stock Megatron"."""
+    initialize_parallel(0)
+    config = config_json({"rope_type": "linear", "factor": factor})
+    model = model_of(config, torch.float64)
+    weights = {name: weight.double() for name, weight in weights_of(model_of(config), seed=3).items()}
+    token_ids = torch.from_numpy(seed_all(4).integers(0, VOCABULARY, size=(1, 151)))
+    hidden_from = torch.ones(1, 1, 151, 151, dtype=torch.bool).triu(1)
+    found = []
+    for is_megatrons in (False, True):
+        stock = build_stock_model(model, torch.device("cpu"))
+        stock.load_state_dict(weights)
+        if is_megatrons:
+            stock.rotary_pos_emb.inv_freq = inverse_frequencies(
+                replace(model, rotary_seq_len_interpolation_factor=None)
+            )
+            stock.rotary_pos_emb.seq_len_interpolation_factor = factor
+        found.append(stock(token_ids, torch.arange(151)[None], hidden_from)[0].detach())
+    error = float((found[0] - found[1]).abs().max() / found[0].abs().max())
+    assert error == 0 if is_exact else 1e-10 < error < 1e-5
+
+
 @pytest.mark.parametrize("name", SCALINGS)
 def test_logits_and_gradients_are_those_of_transformers_beyond_the_original_length(name):
     generator = seed_all(100 + list(SCALINGS).index(name))

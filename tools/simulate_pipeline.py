@@ -43,7 +43,6 @@ from megatron_dta.planning.recompute import choose_kept_segments
 from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.planning.segment_counts import segment_counts
 from megatron_dta.planning.segment_plan import SegmentPlan
-from megatron_dta.planning.segments import plan_segments
 from megatron_dta.planning.stage_balance import balance_layers, balance_shares
 from megatron_dta.planning.stage_program import PipelineShape
 from megatron_dta.planning.timeline import timeline_events, write_chrome_trace
@@ -169,10 +168,12 @@ def plan_of_training(
     stages, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
     num_layers = arguments.num_layers or SHAPE["num_layers"]
     layers = [float(num_layers // (stages * chunks))] * (stages * chunks)
-    if arguments.layers_per_stage is not None or num_layers % (stages * chunks):
-        counts = segment_counts(plan_segments(build_prefix_tree(sequences), SEGMENT_TOKENS), masks)
-        told = argparse.Namespace(**vars(arguments) | {"layers_per_stage": arguments.layers_per_stage or "auto"})
-        layers = layers_of(told, model, counts, np.zeros(len(counts[0]), dtype=bool))
+    if arguments.layers_per_stage == "auto" or num_layers % (stages * chunks):
+        # As --pipeline-model-parallel-layout auto: by what a token costs, whatever the data.
+        counted = model.seconds_per_token / num_layers, 0.0, model.seconds_per_edge
+        layers = list(map(float, layers_per_stage(num_layers, stages * chunks, *counted, stages)))
+    elif arguments.layers_per_stage is not None:
+        layers = layers_of(arguments, model, (np.zeros(0),) * 3, np.zeros(0, dtype=bool))
     limit, is_measured = arguments.pipeline_in_flight_tokens, arguments.cost_model is not None
     return training_figures(
         [TrainingSample(*each) for each in zip(sequences, masks, strict=True)],

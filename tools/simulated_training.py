@@ -63,7 +63,7 @@ def print_training(values: dict, title: str) -> None:
         "makespan (seconds)": f"{values['makespan']:,.4g}",
         "utilisation": f"{values['utilisation']:.4f} ({values['share_of_ideal']:.1%} of N / (N + P - 1))",
         "busiest stage / mean": f"{values['busiest_over_mean']:.4f}",
-        "peak in-flight tokens": f"{peak:,} ({peak / max(1, alone):.2f} x one stage's {alone:,})",
+        "peak in-flight tokens": f"{peak:,} ({peak / max(1, alone):.2f} x {alone:,}, depth first on one stage)",
         "planning (seconds)": f"{values['seconds']:.3f}",
     }
     table = Table(title=escape(f"{title}: what training runs"), title_justify="left")
