@@ -137,7 +137,7 @@ def test_bad_input_gets_one_line(tmp_path: Path, content: str | None, arguments:
 def test_no_torch_is_loaded(tmp_path: Path) -> None:
     path, *_ = write_turns(tmp_path / "rollouts.jsonl", 4)
     program = (
-        "import runpy, sys\n"
+        f"import runpy, sys\nsys.path.insert(0, {str(TOOL.parent)!r})\n"
         "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "except SystemExit as stop:\n    assert not stop.code\n"
         "print([name for name in ('torch', 'megatron', 'matplotlib') if name in sys.modules])\n"

@@ -70,7 +70,9 @@ def test_the_command_for_a_named_model_trains_the_published_one(name: str, monke
     monkeypatch.syspath_prepend(REPOSITORY / "tools")
     output = importlib.import_module("plan_run_output")
     planner = SimpleNamespace(shape=SHAPES[name], step=SimpleNamespace(longest=6000))
-    arguments = SimpleNamespace(hf_config=None, args_file=None, file="r.jsonl")
+    arguments = SimpleNamespace(
+        model=name, hf_config=None, args_file=None, file="r.jsonl", gpu="h100", cost_model="c.json"
+    )
     flags = output._model_flags(planner, arguments)
     published = ModelConfig(**model_settings(hf_config(name)))
     model = parse_settings([*flags, "--rollouts", "r.jsonl"]).model
@@ -84,6 +86,9 @@ def test_the_command_for_a_named_model_trains_the_published_one(name: str, monke
         "--save",
         "runs/planned",
     ]
+    planner.cluster = SimpleNamespace(gemm_tflops=700.0)
+    source = output.cost_source(planner, arguments)
+    assert all(word in source for word in (name, "h100", "c.json", "700 TFLOP/s"))
     # A model of the user's own has no checkpoint to start from, and that is said.
     own = SimpleNamespace(shape=replace(SHAPES[name], num_layers=2, moe_layers=()), step=planner.step)
     assert output.own_flags(own, arguments) == ["--save", "runs/planned"]

@@ -120,10 +120,21 @@ def print_predictions(found: dict[str, Any], arguments: argparse.Namespace) -> N
     if first.memory.host:
         console.print(f"on the host: {first.memory.host / GIB:.1f} GiB a process")
     console.print(_parts("step (seconds)", first.time.parts(), 1.0, TIME_NAMES, first.time.total))
+    print(cost_source(planner, arguments))
     for command in commands(planner, first, arguments):
         print(command)
     for note in placeholders(planner, arguments):
         print(note)
+
+
+def cost_source(planner: Planner, arguments: argparse.Namespace) -> str:
+    """Model, GPU and source of the predicted seconds."""
+    model = arguments.model or arguments.hf_config or arguments.args_file or "the model"
+    peak = f"{planner.cluster.gemm_tflops:g} TFLOP/s"
+    how = f"operations at assumed shares of the peaks ({peak})"
+    if arguments.cost_model is not None:
+        how = f"operations at the shares of the peaks ({peak}) that {arguments.cost_model} measured"
+    return f"seconds: {model} on {arguments.gpu}, {how}"
 
 
 def print_misses(found: dict[str, Any]) -> None:
