@@ -165,7 +165,7 @@ def test_renumbered_tokens_make_the_same_forest(tmp_path):
         (["--num-virtual-stages-per-pipeline-rank", "2"], "needs --pipeline-model-parallel-size above 1"),
         (["--tree-memory-gib", "nan"], "--tree-memory-gib must be above 0, not nan"),
         (["--output", "no/such/folder.json"], "--output no/such/folder.json: there is no folder"),
-        (["--step", "2"], "unrecognized arguments: --step 2"),
+        (["--step", "2"], "--step: unknown flag; did you mean --steps"),
     ],
 )
 def test_flags_that_cannot_be_followed_are_refused(monkeypatch, flags: list[str], message: str):
