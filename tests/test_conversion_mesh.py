@@ -262,10 +262,7 @@ def test_a_full_disk_on_the_first_rank_fails_on_all(run_folder: Path, tmp_path: 
     ("flags", "message"),
     [
         ("--load-hf {hf} --load {hf}", "--load-hf conflicts with --load"),
-        (
-            "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 9 --save-hf x",
-            "--save-hf needs --load-hf",
-        ),
+        ("--load-hf {hf} --hf-checkpoint {hf}/other", "contradicts --load-hf"),
     ],
 )
 def test_flags_that_conflict(run_folder: Path, flags: str, message: str) -> None:

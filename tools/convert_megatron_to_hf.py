@@ -3,13 +3,15 @@
     python tools/convert_megatron_to_hf.py --load runs/first --hf-checkpoint models/llama --save-hf models/trained
 
 Configuration, tokenizer and generation settings are those of --hf-checkpoint, byte for byte; the model must be the one
-its config.json describes. LoRA adapters are merged into the weights, in float32; with --adapter-only they are written
-alone, in PEFT's format. A conversion that was killed continues when the same command is given again.
+its config.json describes. Without it they follow from the settings of the run, such as one from random weights. LoRA
+adapters are merged into the weights, in float32; with --adapter-only they are written alone, in PEFT's format. A
+conversion that was killed continues when the same command is given again.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from rich.console import Console
 from megatron_dta.command_line import CommandLineParser
 from megatron_dta.conversion.adapters import LoraSettings, ToPeft, base_of
 from megatron_dta.conversion.hf_config import architecture, read_hf_config
+from megatron_dta.conversion.hf_config_output import config_from_settings, model_from_settings, write_template
 from megatron_dta.conversion.integrity import SKIP_FLAG, check_checkpoint
 from megatron_dta.conversion.job import Job, check_target, run_job
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
@@ -32,7 +35,9 @@ DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "f
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="folder of a run, or one of its checkpoints")
-    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="has config.json and the tokenizer")
+    parser.add_argument(
+        "--hf-checkpoint", metavar="DIR", help="has config.json and the tokenizer (default: by the run's settings)"
+    )
     parser.add_argument("--save-hf", required=True, metavar="DIR", help="folder to write; it must not exist")
     parser.add_argument(
         "--params-dtype", choices=DTYPES, default="auto", help="dtype of the weights (default: auto, as they are)"
@@ -58,6 +63,8 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError(f"--processes is {arguments.processes}; it must be at least 1")
     if arguments.adapter_only and arguments.max_shard_size is not None:
         raise InputError("--max-shard-size has no effect with --adapter-only, which writes one file; leave it out")
+    if arguments.adapter_only and arguments.hf_checkpoint is None:
+        raise InputError("--adapter-only needs --hf-checkpoint, the base that the adapters belong to")
     if arguments.max_shard_size is not None and not arguments.max_shard_size > 0:
         raise InputError(f"--max-shard-size is {arguments.max_shard_size}; it must be above 0")
     return arguments
@@ -65,8 +72,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
     """What is to be written of the checkpoint ``source``."""
-    if not arguments.skip_checkpoint_checks:
-        check_checkpoint(source)
     name, dtype = architecture(read_hf_config(template)).architecture, DTYPES[arguments.params_dtype]
     shape = ModelShape.of(model_of_checkpoint(source, template))
     if arguments.adapter_only:
@@ -82,13 +87,37 @@ def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
 def main() -> None:
     """Check everything, then convert."""
     arguments = parse_arguments()
-    template, target, console = Path(arguments.hf_checkpoint), Path(arguments.save_hf), Console(highlight=False)
+    target, console = Path(arguments.save_hf), Console(highlight=False)
     check_target(target)
     source = find_checkpoint(arguments.load)
     if source is None:
         raise InputError(f"--load {arguments.load}: holds no checkpoint")
-    run_job(_job(arguments, source, template), target, arguments.processes, console)
+    if not arguments.skip_checkpoint_checks:
+        check_checkpoint(source)
+    if arguments.hf_checkpoint is not None:
+        run_job(_job(arguments, source, Path(arguments.hf_checkpoint)), target, arguments.processes, console)
+    else:
+        template = target.with_name(target.name + ".template")
+        _write_template(source, template)
+        try:
+            run_job(_job(arguments, source, template), target, arguments.processes, console)
+        finally:
+            shutil.rmtree(template, ignore_errors=True)
     console.print(f"saved {target}", soft_wrap=True)
+
+
+def _write_template(source: Path, folder: Path) -> None:
+    """What --hf-checkpoint would have, by the settings of the run."""
+    settings = MegatronCheckpoint(source).settings()
+    if settings is None:
+        raise InputError(f"{source}: does not say which model it is of; give --hf-checkpoint")
+    try:
+        config, tokenizer = config_from_settings(model_from_settings(settings)), settings.get("--tokenizer-model")
+        write_template(folder, config, tokenizer if isinstance(tokenizer, str) else None)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror})") from error
 
 
 if __name__ == "__main__":

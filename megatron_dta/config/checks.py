@@ -243,8 +243,6 @@ def _check_hf(config: TrainConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.load_hf is not None and checkpoint.load is not None:
         yield "--load-hf conflicts with --load; keep the one to start from"
-    if checkpoint.save_hf is not None and checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
-        yield ("--save-hf needs --load-hf or --hf-checkpoint, whose configuration and tokenizer are carried along")
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:

@@ -51,7 +51,7 @@ class CheckpointConfig:
     save_hf: str | None = option(
         None,
         "Folder to write the trained model to in Hugging Face's form after the last step; configuration and tokenizer "
-        "are those of --load-hf or --hf-checkpoint.",
+        "are those of --load-hf or --hf-checkpoint, or else follow from the run's settings.",
     )
     ref_load: str | None = option(None, "Checkpoint of the KL reference model, instead of what --ref-model says.")
     ref_model: str | None = option(

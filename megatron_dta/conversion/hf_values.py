@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     file = folder / CONFIG_FILE
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; a Hugging Face checkpoint is a folder with {CONFIG_FILE}")
+        raise InputError(f"{folder}: no such folder; {_how_to_get(folder)}")
     if not file.is_file():
         raise InputError(f"{file}: no such file; give the folder of a Hugging Face checkpoint")
     try:
@@ -37,6 +38,13 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InputError(f"{file}: must hold a JSON object and holds a {type(config).__name__}")
     return config
+
+
+def _how_to_get(folder: Path) -> str:
+    """What to do about a folder that is not there: a name of the hub can be downloaded into one."""
+    if len(folder.parts) == 2 and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists():
+        return f"download the model with `hf download {folder} --local-dir {folder.name}` and give {folder.name}"
+    return f"a Hugging Face checkpoint is a folder with {CONFIG_FILE}"
 
 
 class HfValues:

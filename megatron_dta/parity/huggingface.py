@@ -6,7 +6,6 @@ The mapping of names (``conversion.mappings``) only rearranges rows, so it carri
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf_config import architecture
+from megatron_dta.conversion.hf_config_output import huggingface_config
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.errors import InputError
-from megatron_dta.parity.huggingface_experts import expert_config, experts_are_stacked, stack_experts
+from megatron_dta.parity.huggingface_experts import experts_are_stacked, stack_experts
 
 
 def build_huggingface(
@@ -94,63 +94,6 @@ def _import_transformers() -> ModuleType:
     except ImportError:
         raise InputError("the reference needs Hugging Face transformers: pip install 'megatron_dta[parity]'") from None
     return transformers
-
-
-def huggingface_config(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Llama, Qwen2 or Qwen3 model (no QKV bias or QK-norm, bias, QK-norm), or with experts of a
-    Mixtral or Qwen3-MoE model, as transformers 4 writes it and 5 reads it.
-    """
-    if model.qk_layernorm and model.add_qkv_bias:
-        raise InputError("--qk-layernorm with --add-qkv-bias: no Hugging Face model has both; leave one out")
-    family = "Qwen3" if model.qk_layernorm else "Qwen2" if model.add_qkv_bias else "Llama"
-    config = dict(
-        architectures=[f"{family}ForCausalLM"],
-        model_type=family.lower(),
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_query_groups,
-        head_dim=model.kv_channels,
-        hidden_act="silu",
-        max_position_embeddings=model.max_position_embeddings,
-        rms_norm_eps=model.norm_epsilon,
-        rope_theta=float(model.rotary_base),
-        rope_scaling=_rope_scaling(model),
-        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-        attention_dropout=0.0,
-    )
-    return config if model.num_experts is None else config | expert_config(model)
-
-
-def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """``rope_scaling`` of a config.json."""
-    if model.rotary_seq_len_interpolation_factor is not None:
-        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
-    if model.use_rope_scaling:
-        return {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": model.rope_scaling_low_freq_factor,
-            "high_freq_factor": model.rope_scaling_high_freq_factor,
-            "original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
-        }
-    if model.position_embedding_type != "yarn":
-        return None
-    grown, divisor = (
-        1 + 0.1 * mscale * math.log(model.rotary_scaling_factor) if model.rotary_scaling_factor > 1 else 1.0
-        for mscale in (model.mscale, model.mscale_all_dim)
-    )
-    return {
-        "rope_type": "yarn",
-        "factor": model.rotary_scaling_factor,
-        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
-        "attention_factor": grown / divisor,
-        "beta_fast": model.yarn_beta_fast,
-        "beta_slow": model.yarn_beta_slow,
-        "truncate": not model.no_yarn_correction_range_round_to_int,
-    }
 
 
 def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig, family: str | None = None) -> dict[str, Tensor]:

@@ -6,47 +6,12 @@ transformers 4 keeps every expert's matrices apart, transformers 5 stacks those 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dta.config import ModelConfig
-from megatron_dta.errors import InputError
-
 _EXPERT = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<kind>\w+)\.weight")
 _KINDS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-
-
-def expert_config(model: ModelConfig) -> dict[str, Any]:
-    """The entries of a config.json that are about experts; ``InputError`` where neither model has such a router."""
-    if (
-        model.moe_router_score_function != "softmax"
-        or model.moe_router_pre_softmax
-        or model.moe_router_group_topk
-        or model.moe_router_topk_scaling_factor
-        or model.moe_shared_expert_intermediate_size
-        or model.add_qkv_bias
-        or not all(model.moe_layers)
-    ):
-        raise InputError("the Hugging Face reference has Mixtral's and Qwen3-MoE's experts only, in every layer")
-    family = "Qwen3Moe" if model.qk_layernorm else "Mixtral"
-    shape = dict(architectures=[f"{family}ForCausalLM"], num_experts_per_tok=model.moe_router_topk)
-    if family == "Mixtral":
-        return shape | dict(
-            model_type="mixtral",
-            num_local_experts=model.num_experts,
-            intermediate_size=model.moe_ffn_hidden_size,
-            sliding_window=None,
-        )
-    return shape | dict(
-        model_type="qwen3_moe",
-        num_experts=model.num_experts,
-        moe_intermediate_size=model.moe_ffn_hidden_size,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-    )
 
 
 def experts_are_stacked() -> bool:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_dta.config import TrainConfig
 from megatron_dta.conversion.hf_config import architecture, read_hf_config
+from megatron_dta.conversion.hf_config_output import config_from_settings, write_template
 from megatron_dta.conversion.job import check_target
 from megatron_dta.conversion.live import HfWeights
 from megatron_dta.conversion.mappings import ModelShape
@@ -31,7 +35,7 @@ _UNFINISHED = ".unfinished"
 
 def hf_weights(config: TrainConfig, model: torch.nn.Module) -> HfWeights:
     """The weights of the run's model under Hugging Face's names."""
-    family = architecture(read_hf_config(_template(config)))
+    family = architecture(_hf_config(config))
     chunks = list(getattr(model, "parts", [model]))
     return HfWeights(chunks, family.architecture, ModelShape.of(config.model), current_mesh().host_group)
 
@@ -50,10 +54,14 @@ def check_save_hf(config: TrainConfig) -> None:
     """Refuse a ``--save-hf`` that cannot be written when the run is over, before it begins."""
     if config.checkpoint.save_hf is not None:
         check_target(Path(config.checkpoint.save_hf))
+        try:
+            _hf_config(config)
+        except InputError as error:
+            raise InputError(f"--save-hf: {error}") from error
 
 
 def save_hf(config: TrainConfig, model: torch.nn.Module) -> Path:
-    """Write the folder ``--save-hf``; every rank calls this. The configuration comes from ``--hf-checkpoint``."""
+    """Write the folder ``--save-hf``; every rank calls this."""
     target = Path(config.checkpoint.save_hf)
     write_hf(config, model, target, "--save-hf")
     return target
@@ -61,7 +69,11 @@ def save_hf(config: TrainConfig, model: torch.nn.Module) -> Path:
 
 def write_hf(config: TrainConfig, model: torch.nn.Module, target: Path, flag: str) -> None:
     """Write the folder ``target``, all of it or nothing; every rank calls this. Errors name ``flag``."""
-    template, weights = _template(config), hf_weights(config, model)
+    with _template(config) as template:
+        _write_like(template, hf_weights(config, model), target, flag)
+
+
+def _write_like(template: Path, weights: HfWeights, target: Path, flag: str) -> None:
     layouts = lay_out_like(template, weights.shapes(), None)
     writer = _FolderWriter(target, layouts, flag) if current_mesh().rank == 0 else None
     error: InputError | None = None
@@ -114,5 +126,27 @@ class _FolderWriter:
         os.replace(self._folder, self._target)
 
 
-def _template(config: TrainConfig) -> Path:
-    return Path(config.checkpoint.load_hf or config.checkpoint.hf_checkpoint)
+def _given(config: TrainConfig) -> str | None:
+    return config.checkpoint.load_hf or config.checkpoint.hf_checkpoint
+
+
+def _hf_config(config: TrainConfig) -> dict[str, Any]:
+    """The config.json of the run's model: the one that was given, or by its settings."""
+    folder = _given(config)
+    if folder is not None:
+        return read_hf_config(folder)
+    # Before the tokenizer is read its size may be unknown, and any is possible.
+    size = config.model.vocab_size or 1
+    return config_from_settings(replace(config.model, vocab_size=size))
+
+
+@contextmanager
+def _template(config: TrainConfig) -> Iterator[Path]:
+    """A folder with what lies beside the weights."""
+    folder = _given(config)
+    if folder is not None:
+        yield Path(folder)
+        return
+    with TemporaryDirectory() as made:
+        write_template(Path(made) / "template", _hf_config(config), config.sampling.tokenizer_model)
+        yield Path(made) / "template"
