@@ -20,7 +20,7 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.config.checks import check_config
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.other_names import name_here
-from megatron_dta.config.treepo import add_treepo_preset
+from megatron_dta.config.treepo_preset import add_treepo_preset
 from megatron_dta.conversion.hf_arguments import add_hf_settings
 from megatron_dta.errors import InputError
 
@@ -47,7 +47,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
 
 def parse_settings(argv: Sequence[str] | None = None) -> TrainConfig:
     """The settings of ``argv``, whether or not they are a whole run."""
-    given = add_treepo_preset(add_hf_settings(vars(build_parser().parse_args(argv))))
+    return settings_from(vars(build_parser().parse_args(argv)))
+
+
+def settings_from(named: dict[str, Any]) -> TrainConfig:
+    """The settings of the flags ``named``, by field, and what follows from them."""
+    given = add_treepo_preset(add_hf_settings(named))
     topics = {}
     for topic, dataclass_type in _topics().items():
         names = [setting.name for setting in _flags(dataclass_type)]

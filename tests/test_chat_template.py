@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from chat_folder import make_chat_folder
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.chat_template import ChatTemplate
@@ -27,21 +27,7 @@ TEMPLATE = (
 @pytest.fixture(params=["tokenizer_config.json", "chat_template.jinja"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A byte tokenizer with its template in either place."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
-    path = tmp_path / "model"
-    path.mkdir()
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {"eos_token": "<|im_end|>", "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    if request.param == "tokenizer_config.json":
-        config["chat_template"] = TEMPLATE
-    else:
-        (path / "chat_template.jinja").write_text(TEMPLATE)
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path
+    return make_chat_folder(tmp_path / "model", TEMPLATE, request.param)
 
 
 def task_of(folder: Path, rows: list[object], flags: str = "--apply-chat-template") -> object:
@@ -88,7 +74,7 @@ def test_what_is_wrong_is_told_by_its_row(folder: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             task_of(folder, [{"prompt": prompt}])
-    with pytest.raises(InputError, match="tools: must be a list"):
+    with pytest.raises(InputError, match="tools: is text that is not JSON"):
         task_of(folder, [{"prompt": "hi", "tools": "all"}])
     with pytest.raises(InputError, match="must be a string, got list; messages need --apply-chat-template"):
         task_of(folder, [{"prompt": [{"role": "user", "content": "hi"}]}], "--rollout-temperature 1")

@@ -14,8 +14,13 @@ from conftest import REPOSITORY, seed_all
 from megatron_dta.arguments import build_parser
 from megatron_dta.config.other_names import markdown_table
 from megatron_dta.config.reward import RewardConfig
+from megatron_dta.sampling import prompts
+from megatron_dta.sampling.chat_template import ChatTemplate
 from megatron_dta.sampling.code_reward import CodeTests
-from megatron_dta.sampling.rewards import compute_reward, load_reward_function
+from megatron_dta.sampling.prompts import PromptReader
+from megatron_dta.sampling.rewards import Response, compute_reward, load_reward_function
+from megatron_dta.sampling.scoring import Scorer
+from megatron_dta.sampling.tokenizer import HuggingFaceTokenizer
 from megatron_dta.sampling.treepo.environment import load_environment
 from megatron_dta.training.metric_names import METRICS
 
@@ -23,7 +28,14 @@ sys.path.insert(0, str(REPOSITORY / "tools"))
 import draw_concepts
 
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
-OWN = ("concepts.md", "single_node.md", "custom_reward.md", "custom_environment.md", "from_verl_and_slime.md")
+OWN = (
+    "concepts.md",
+    "data.md",
+    "single_node.md",
+    "custom_reward.md",
+    "custom_environment.md",
+    "from_verl_and_slime.md",
+)
 # Flags of other programs that pages name: servers, torchrun, pip, Slurm; and slime's, which a table translates.
 FOREIGN = {"--standalone", "--nproc-per-node", "--nnodes", "--port", "--model-path", "--tp", "--tensor-parallel-size"}
 
@@ -122,14 +134,27 @@ def test_verls_rows_become_prompts(tmp_path: Path) -> None:
     fast.save_pretrained(tmp_path / "model")
     rows = [{"prompt": [{"role": "user", "content": "abc"}], "reward_model": {"ground_truth": "5"}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "v.parquet")
-    names: dict = {}
-    convert, reward = python_in("from_verl_and_slime.md")
-    exec(convert, names)
-    names["convert"](str(tmp_path / "v.parquet"), str(tmp_path / "p.jsonl"), str(tmp_path / "model"))
-    assert json.loads((tmp_path / "p.jsonl").read_text()) == {"prompt_token_ids": [1, 2, 3], "answer": "5"}
-    exec(reward, names)
-    names["compute_score"] = lambda source, text, truth, extra: float(text == truth)
-    assert names["reward"]({"answer": "5"}, "5", []) == 1.0
+    tokenizer, template = HuggingFaceTokenizer(tmp_path / "model"), ChatTemplate(tmp_path / "model")
+    (prompt,) = PromptReader(tokenizer, template=template).read(tmp_path / "v.parquet")
+    assert (prompt.token_ids.tolist(), prompt.record["answer"]) == ([1, 2, 3], "5")
+    (tmp_path / "r.py").write_text(python_in("from_verl_and_slime.md")[0])
+    scorer = Scorer(load_reward_function(f"{tmp_path}/r.py:compute_score"))
+    assert scorer.score([Response("p", prompt.record, "so 5", [])]) == [1.0]
+    assert scorer.tally.components == {"characters": (4.0, 1)}
+
+
+def test_the_batched_reward_works(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(python_in("custom_reward.md")[1])
+    scorer = Scorer(load_reward_function(f"{tmp_path}/r.py:rewards"))
+    found = scorer.score([Response("p", {"answer": 5}, text, []) for text in ("5", "12")])
+    assert found == pytest.approx([1.05, 0.1 / 3])
+    assert scorer.tally.components["right"] == (1.0, 2)
+
+
+def test_the_prompt_fields_are_all_told() -> None:
+    table = (REPOSITORY / "docs" / "data.md").read_text()
+    for name in (*prompts._FIELDS, "answer", "reward_model", "tools", "id", "tests", "code_prefix"):
+        assert f"`{name}`" in table
 
 
 def test_pictures_are_up_to_date_and_say_what_the_text_says() -> None:

@@ -47,6 +47,8 @@ def settings_of(speculation: ServerSpeculation, kind: str) -> dict:
 
 def load_tool() -> Callable[[list[str]], None]:
     """The tool's ``main``."""
+    if str(TOOL.parent) not in sys.path:
+        sys.path.insert(0, str(TOOL.parent))
     spec = importlib.util.spec_from_file_location("rollout_server_command", TOOL)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -10,6 +10,7 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.config import TreePOConfig
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.task import build_task
+from megatron_dta.sampling.treepo.savings import treepo_benefit
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.source import stop_rules
 
@@ -23,7 +24,7 @@ def parse(line: str):
 
 @pytest.mark.parametrize("name", TreePOConfig.__dataclass_fields__["treepo_preset"].metadata["choices"])
 def test_presets(name: str):
-    config = parse(f"{BASE} --rollout-method treepo --treepo-preset {name}")
+    config = parse(f"{BASE} --treepo-preset {name}")
     init, shape = name.split("-")
     depth, length = map(int, shape.split("x"))
     settings = TreeSettings.from_config(config.treepo, config.sampling, 0, 10)
@@ -36,6 +37,58 @@ def test_presets(name: str):
     rules = stop_rules(build_task(config.sampling, 20000), config)
     assert rules.answer(r"\boxed{1}")
     assert (rules.repetition_count, rules.repetition_length, rules.repetition_segments) == (8, 32, 1)
+    sampling = config.sampling
+    assert (sampling.rollout_batch_size, sampling.over_sampling_batch_size, sampling.num_steps_per_rollout) == (
+        512,
+        1536,
+        16,
+    )
+    assert config.filtering.overlong_buffer_len == 512
+    assert (config.optimization.lr, config.optimization.lr_warmup_iters) == (1e-6, 10)
+
+
+@pytest.mark.parametrize("name", ["fixed-14x512", "more-56x128", "more-7x1024"])
+def test_a_preset_asks_for_no_change_of_flags_that_were_not_given(name: str):
+    for flags in (
+        *(f"--objective {objective}" for objective in ("grpo", "ppo", "gspo", "gspo-token", "cispo", "dpo")),
+        "--objective sft --rejection-sampling best",
+        "--environment a.B",
+        "--environment a.B --objective cispo --treepo-branch-at turn",
+        "--dynamic-sampling",
+        "--rollout-batch-size 7",
+        "--rollout-batch-size 48",
+        "--rollout-batch-size 64 --over-sampling-batch-size 64",
+        "--n-samples-per-prompt 4",
+        "--n-samples-per-prompt 3 --rollout-batch-size 6 --global-batch-size 9",
+        "--rollout-max-response-len 1100",
+        "--rollout-max-response-len 300 --treepo-segment-length 100",
+        "--train-iters 3",
+        "--eps-clip 0.4",
+        "--treepo-initial-branches 9",
+    ):
+        # Raises where a check asks for anything.
+        assert parse(f"{BASE} --treepo-preset {name} {flags}").treepo.rollout_method == "treepo"
+    for flags, message in (
+        ("--rollout-max-response-len 60", "is not more: no path would branch"),
+        ("--rollout-method independent", "--treepo-preset has no effect without --rollout-method treepo"),
+    ):
+        with pytest.raises(InputError, match=message):
+            parse(f"{BASE} --treepo-preset {name} {flags}")
+    stored = BASE.replace("--task arithmetic", "--rollouts a.jsonl --vocab-size 9 --global-batch-size 4")
+    with pytest.raises(InputError, match="--treepo-preset has no effect without --prompt-data or --task"):
+        parse(f"{stored} --treepo-preset {name}")
+
+
+def test_what_trees_have_saved_is_one_sentence():
+    step = {"effective_leaves": 6.8, "rollouts": 32.0, "response_tokens": 100.0, "decoded_tokens": 2720.0}
+    records = [{"iteration": 0}, {"iteration": 1, **step}, {"iteration": 2, **step, "collection_step": 1}]
+    first, last = "TreePO decoded 0.85 of the trained tokens (5,440 of 6,400", "); a tree's leaves were worth 6.8 "
+    assert treepo_benefit(records).startswith(first + last)
+    records = [{**record, "left_out_decoded_tokens": 900.0} for record in records]
+    assert treepo_benefit(records).startswith(first + ", and 900 for prompts that were left out" + last)
+    assert treepo_benefit([{**step, "decoded_tokens": 3200.0}]) is None
+    del step["effective_leaves"]
+    assert treepo_benefit([step]) is None
 
 
 def test_flags_go_before_the_preset():

@@ -54,12 +54,15 @@ from tree_rollout_parts import add_tree_arguments, run_tree, run_tree_tokens
 
 @dataclass(frozen=True)
 class Part:
-    """A subcommand: one line of help, its own flags, and what it measures (rows of the report)."""
+    """A subcommand: one line of help, its own flags, what it measures (rows of the report), and which of the flags of
+    all parts it does not have because it would not read them.
+    """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Setup | None], list[dict[str, Any]]]
     needs_model: bool = True
+    without: tuple[str, ...] = ()
 
 
 def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +77,8 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
 def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
     """One row: rates of prompts and of decoding."""
     check_arguments(arguments, "prompt_tokens", "response_tokens", "samples_per_prompt")
+    if arguments.profile and setup.device.type != "cuda":
+        raise InputError("--profile names kernels of a GPU, and there is none; leave it out")
     count = arguments.requests or arguments.batch
     longest = arguments.prompt_tokens + arguments.response_tokens + 1
     if longest > arguments.max_position_embeddings:
@@ -95,7 +100,7 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
     cached = prompts * arguments.prompt_tokens + min(count, arguments.batch) * arguments.response_tokens / 2
     prompt_tokens = -(-count // arguments.samples_per_prompt) * arguments.prompt_tokens
     profiled = {}
-    if arguments.profile and setup.device.type == "cuda":
+    if arguments.profile:
         run = 4 * arguments.burst + 1
         profiled["profile"] = profile_step(lambda: _measured_run(arguments, engine, setup, count, run), 40)
     return [
@@ -142,14 +147,21 @@ def _measured_run(
     return counts["seconds"], counts
 
 
+_ENGINE = ("buffer_size_gb", "max_tokens", "cuda_graphs", "burst", "attention_impl", "max_position_embeddings")
 PARTS = {
     "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
-    "attention": Part("the decoding kernel alone", add_attention_arguments, run_attention, False),
+    "attention": Part("the decoding kernel alone", add_attention_arguments, run_attention, False, (*_ENGINE, "runs")),
     "das": Part("speculation on recorded samples, measured and predicted", add_das_arguments, run_das),
-    "das-noise": Part("how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise),
+    "das-noise": Part(
+        "how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise, without=("runs",)
+    ),
     "tree": Part("trees against independent rollouts, with the engine", add_tree_arguments, run_tree),
     "tree-tokens": Part(
-        "tokens of trees and of independent rollouts, without a model", add_tree_arguments, run_tree_tokens, False
+        "tokens of trees and of independent rollouts, without a model",
+        add_tree_arguments,
+        run_tree_tokens,
+        False,
+        (*_ENGINE, "shape", "dtype", "batch", "block_size", "memory_bandwidth_gbs", "runs"),
     ),
 }
 
@@ -160,7 +172,7 @@ def main() -> None:
     subparsers = parser.add_subparsers(dest="part", required=True, metavar="PART")
     for name, part in PARTS.items():
         subparser = subparsers.add_parser(name, help=part.help)
-        add_arguments(subparser)
+        add_arguments(subparser, part.without)
         part.add_arguments(subparser)
     arguments = parser.parse_args()
     check_arguments(arguments)

@@ -7,22 +7,34 @@ The first --eval-iters held-out prompts are answered (default: all). Trees have 
 the shape that the --treepo flags give. Independent rollouts are
 sampled twice: as many as the trees have leaves, and as many as the trees' decoded tokens pay for (the same number for
 each prompt, rounded down, at least 1). Answers are voted on as text: the whole response, its last \\boxed{...}, or the
-last match of a regular expression (its first group, if it has one).
+last match of a regular expression (its first group, if it has one). The weights sample in this process, without drafts,
+whatever an argument file (@FILE) says: the samples are the same.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.command_line import CommandLineParser, json_text
+from megatron_dta.config import TreePOConfig
+from megatron_dta.config.checks import check_config
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.rollouts.files import replacing
 from megatron_dta.train import quieten_libraries
+from training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
+
+# Of the trees' settings those that shape one tree now: not its leaves' weights, and no change over a run.
+_UNREAD = ("treepo_fallback_weight", "treepo_allocation_temperature_end", "treepo_allocation_temperature_iters")
+_SHAPE = " ".join(setting.name for setting in fields(TreePOConfig) if setting.name not in _UNREAD)
+FLAGS = ToolFlags(
+    "tools/evaluate_sampling.py",
+    ("model", "reward"),
+    f"{MESH} {TASK} {ENGINE} {_SHAPE} eval_prompt_data eval_temperature n_samples_per_eval_prompt eval_iters",
+)
 
 
 def main() -> None:
@@ -36,14 +48,20 @@ def main() -> None:
         raise InputError(f"--k {min(own.k)}: must be at least 1")
     answer_of = _answer_rule(own.answer)
     # The flags of evaluation need an interval; there is one evaluation here.
-    config = parse_arguments(["--rollout-method", "treepo", "--eval-interval", "1", *others])
+    fixed = {"rollout_method": "treepo", "eval_interval": 1}
+    leaves = FLAGS.parse(others, **fixed)[0].sampling.n_samples_per_eval_prompt
+    if leaves < 2:
+        raise InputError("--n-samples-per-eval-prompt is missing: how many leaves the trees are to have, at least 2")
+    # Checks and presets ask for the width of a tree.
+    config, left_out = FLAGS.parse(others, **fixed, n_samples_per_prompt=leaves)
+    check_config(config)
     if config.checkpoint.load is None:
         raise InputError("--load is missing: the folder of the checkpoint to judge")
-    if config.environment.environment is not None:
-        raise InputError("--environment is not supported here: answers are those of one turn")
 
     quieten_libraries()
     results = _evaluate(config, own.k, answer_of)
+    if left_out:
+        print(passed_over(left_out))
     _print(results)
     if own.output:
         with replacing(Path(own.output)) as temporary:
@@ -70,7 +88,8 @@ def _evaluate(config: Any, ks: list[int], answer_of: Callable[[str], str]) -> di
     device = initialize_parallel(config.optimization.seed, config.parallel)
     model = build_model(model_config, device, config.parallel)
     load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
-    return compare_at_equal_tokens(build_engine(config.sampling, model), task, config, ks, answer_of)
+    engine = build_engine(config.sampling, model, attention_impl=config.tree.tree_attention_impl)
+    return compare_at_equal_tokens(engine, task, config, ks, answer_of)
 
 
 def _answer_rule(name: str) -> Callable[[str], str]:

@@ -15,11 +15,19 @@ import os
 import shlex
 import sys
 
-from megatron_dta.arguments import build_parser, parse_settings
+from megatron_dta.arguments import build_parser
 from megatron_dta.command_line import CommandLineParser
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.sampling.engines.server_command import server_command
+from training_flags import ToolFlags
 
+FLAGS = ToolFlags(
+    "tools/rollout_server_command.py",
+    ("model",),
+    "load_hf hf_checkpoint rollout_engine temperature rollout_top_p rollout_server_url rollout_speculation das_window "
+    "das_max_tokens das_depth das_draft_tokens rollout_batch_size over_sampling_batch_size n_samples_per_prompt "
+    "rollout_max_response_len treepo_preset",
+)
 # Shapes that the training command must know and a server reads from its checkpoint.
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
 
@@ -37,7 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     given, training = parser.parse_known_args(own)
     if not 0 < given.port < 2**16:
         raise InputError(f"--port {given.port}: must be a port, 1 to 65535")
-    config = parse_settings([*_missing_shape(training), *training])
+    # Nothing is said of what an argument file has for the run: the output is the command.
+    config, _ = FLAGS.parse([*_missing_shape(training), *training])
     variables, words = server_command(config, given.model, given.port, given.host, more)
     if words[0] == "python":
         words[0] = sys.executable if given.exec else "python"

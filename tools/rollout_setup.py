@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,31 +58,34 @@ class Setup:
         return (self.weight_bytes + cached_tokens * self.token_bytes) / self.bandwidth
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that all parts have."""
-    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default=None, help="default: bf16 on a GPU, else fp32")
-    parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once (--inference-max-requests)")
-    parser.add_argument("--block-size", type=int, default=16, help="--inference-dynamic-batching-block-size")
-    parser.add_argument("--buffer-size-gb", type=float, help="--inference-dynamic-batching-buffer-size-gb")
-    parser.add_argument("--max-tokens", type=int, default=4096, help="--inference-dynamic-batching-max-tokens")
-    parser.add_argument(
-        "--cuda-graphs", action=argparse.BooleanOptionalAction, help="--rollout-cuda-graphs (default: where possible)"
-    )
-    parser.add_argument("--burst", type=int, default=8, help="passes that run before the host looks at their tokens")
-    parser.add_argument("--attention-impl", choices=("auto", "triton", "reference"), default="auto")
-    parser.add_argument("--max-position-embeddings", type=int, default=8192)
-    parser.add_argument("--memory-bandwidth-gbs", type=float, help="of the data sheet; default: measured by copying")
-    parser.add_argument("--runs", type=int, default=3, help="timed runs; medians are reported")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", help="JSON file for the results")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
+def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Flags that all parts have, ``without`` those that a part would not read (fields, as ``block_size``)."""
+
+    def add(flag: str, **settings: Any) -> None:
+        if flag.removeprefix("--").replace("-", "_") not in without:
+            parser.add_argument(flag, **settings)
+
+    add("--shape", choices=list(SHAPES), default="tiny")
+    add("--dtype", choices=("bf16", "fp32"), default=None, help="default: bf16 on a GPU, else fp32")
+    add("--batch", type=int, default=64, help="sequences decoded at once (--inference-max-requests)")
+    add("--block-size", type=int, default=16, help="--inference-dynamic-batching-block-size")
+    add("--buffer-size-gb", type=float, help="--inference-dynamic-batching-buffer-size-gb")
+    add("--max-tokens", type=int, default=4096, help="--inference-dynamic-batching-max-tokens")
+    add("--cuda-graphs", action=argparse.BooleanOptionalAction, help="--rollout-cuda-graphs (default: where possible)")
+    add("--burst", type=int, default=8, help="passes that run before the host looks at their tokens")
+    add("--attention-impl", choices=("auto", "triton", "reference"), default="auto")
+    add("--max-position-embeddings", type=int, default=8192)
+    add("--memory-bandwidth-gbs", type=float, help="of the data sheet; default: measured by copying")
+    add("--runs", type=int, default=3, help="timed runs; medians are reported")
+    add("--seed", type=int, default=0)
+    add("--output", help="JSON file for the results")
+    add("--json", action="store_true", help="print the results as JSON on the last line")
 
 
 def check_arguments(arguments: argparse.Namespace, *names: str) -> None:
-    """Refuse counts below 1."""
+    """Refuse counts below 1, of those that the part has."""
     for name in ("batch", "block_size", "max_tokens", "burst", "max_position_embeddings", "runs", *names):
-        if getattr(arguments, name) < 1:
+        if getattr(arguments, name, 1) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
 
 

@@ -3,7 +3,8 @@
     python tools/sample_rollouts.py --output rollouts.jsonl --load runs/first [the model's and the sampler's flags]
 
 Writes what training itself would sample from these weights as its collection number ``--collection``: same prompts,
-same random numbers. The file has the sampler's logprobs and rewards, so it can be inspected, or trained on with
+same random numbers. The weights sample in this process, without drafts, whatever an argument file (@FILE) says: the
+samples are the same. The file has the sampler's logprobs and rewards, so it can be inspected, or trained on with
 ``--rollouts``.
 """
 
@@ -14,11 +15,20 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dta.arguments import parse_arguments
 from megatron_dta.command_line import CommandLineParser
+from megatron_dta.config.checks import check_config
 from megatron_dta.errors import InputError, run_entry_point
 from megatron_dta.rollouts import write_rollouts
 from megatron_dta.train import quieten_libraries
+from training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
+
+FLAGS = ToolFlags(
+    "tools/sample_rollouts.py",
+    ("model", "reward", "treepo", "environment"),
+    f"{MESH} {TASK} {ENGINE} rollout_batch_size over_sampling_batch_size n_samples_per_prompt num_steps_per_rollout "
+    "train_iters rollout_stop_degenerate dynamic_sampling dynamic_sampling_max_rounds overlong_buffer_len "
+    "overlong_penalty_factor",
+)
 
 
 def main() -> None:
@@ -31,9 +41,10 @@ def main() -> None:
         raise InputError(f"--output {own.output}: must end in .jsonl or .parquet")
     if not 0 <= own.collection < 2**32:
         raise InputError(f"--collection {own.collection}: must be in [0, 2^32)")
-    config = parse_arguments(others)
-    if config.data.rollouts:
+    if "--rollouts" in others:
         raise InputError("--rollouts names stored rollouts; to sample some give --task or --prompt-data")
+    config, left_out = FLAGS.parse(others)
+    check_config(config)
     if config.checkpoint.load is None:
         raise InputError("--load is missing: the folder of the checkpoint to sample from")
 
@@ -54,11 +65,14 @@ def main() -> None:
     device = initialize_parallel(config.optimization.seed, config.parallel)
     model = build_model(model_config, device, config.parallel)
     load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
-    engine = build_engine(config.sampling, model)
+    stop, impl = config.speculation.rollout_stop_degenerate, config.tree.tree_attention_impl
+    engine = build_engine(config.sampling, model, None, stop, impl)
     rollouts = build_sampling_source(engine, task, config).next_batch(own.collection)
     if current_mesh().rank == 0:
         write_rollouts(own.output, rollouts)
         mean = np.mean([rollout.reward for rollout in rollouts])
+        if left_out:
+            print(passed_over(left_out))
         print(f"{len(rollouts)} rollouts from {checkpoint}, mean reward {mean:.3f} -> {own.output}")
 
 

@@ -157,7 +157,7 @@ def _check_data(config: TrainConfig) -> Iterator[str]:
     sampled = bool(sampling.prompt_data or sampling.task)
     if data.rollouts and data.global_batch_size is None:
         yield "--rollouts needs --global-batch-size, the rollouts in one optimizer step"
-    if data.rollouts and model.vocab_size is None:
+    if data.rollouts and model.vocab_size is None and sampling.tokenizer_type is None:
         yield "--rollouts needs --vocab-size: stored token ids do not tell the size of the vocabulary"
     if sampling.prompt_data and not (sampling.reward_function or config.environment.environment):
         yield ("--prompt-data needs --reward-function: exact_match, math_verify, code_tests, remote or FILE.py:NAME")
@@ -298,7 +298,11 @@ def _check_no_effect(config: TrainConfig) -> Iterator[str]:
         ),
         "--prompt-data": (
             config.sampling.prompt_data is not None,
-            "eval_prompt_data reward_function tokenizer_type tokenizer_model eos_id",
+            "eval_prompt_data reward_function filter_overlong_prompts",
+        ),
+        "--prompt-data or --rollouts": (
+            config.sampling.task is None,
+            "tokenizer_type tokenizer_model eos_id input_key label_key",
         ),
         "--tokenizer-type HuggingFaceTokenizer": (
             config.sampling.tokenizer_type == "HuggingFaceTokenizer",

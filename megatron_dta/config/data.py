@@ -11,11 +11,15 @@ from megatron_dta.config.options import option
 class DataConfig:
     """Stored rollouts and how a step's rollouts are chosen."""
 
-    rollouts: list[str] | None = option(None, "Train on these stored rollouts (.jsonl, .parquet or .npz).")
+    rollouts: list[str] | None = option(
+        None,
+        "Train on these stored rollouts (.jsonl, .parquet or .npz), or on text (with --tokenizer-type): conversations "
+        "for --objective sft, chosen and rejected answers for --objective dpo (.jsonl, .parquet).",
+    )
     eval_rollouts: list[str] | None = option(None, "Held-out stored rollouts; their loss is reported.")
     rollout_framing: str = option(
         "trajectory",
-        "One training sample per trajectory, or one per assistant turn (npz files).",
+        "One training sample per trajectory, or one per assistant turn.",
         choices=("trajectory", "turn"),
     )
     seq_length: int | None = option(
@@ -32,8 +36,25 @@ class DataConfig:
 class SamplingConfig:
     """Sampling on the training weights. Training uses the same temperature, whoever sampled."""
 
-    prompt_data: list[str] | None = option(None, "Sample rollouts for the prompts of these JSONL files.")
-    eval_prompt_data: list[str] | None = option(None, "Held-out prompts (JSONL); their mean reward is reported.")
+    prompt_data: list[str] | None = option(None, "Sample rollouts for the prompts of these files (.jsonl, .parquet).")
+    eval_prompt_data: list[str] | None = option(
+        None, "Held-out prompts (.jsonl, .parquet); their mean reward is reported."
+    )
+    input_key: str | None = option(
+        None,
+        "Field of the files that holds the prompt, or a conversation for --objective sft; a.b is the field b in a "
+        "(default: prompt, question or prompt_token_ids; messages for conversations).",
+    )
+    label_key: str | None = option(
+        None,
+        "Field that holds the answer that rewards compare against, or the response of text for --objective sft "
+        "(default: answer, or ground_truth in verl's reward_model; response or completion).",
+    )
+    filter_overlong_prompts: bool = option(
+        False,
+        "Leave out prompts that are too long for --max-position-embeddings less --rollout-max-response-len, and say "
+        "how many, instead of refusing their file.",
+    )
     task: str | None = option(
         None, "Built-in task instead of files: prompts, held-out prompts, tokenizer, reward.", choices=("arithmetic",)
     )
@@ -46,7 +67,7 @@ class SamplingConfig:
     )
     tokenizer_type: str | None = option(
         None,
-        "Tokenizer of the prompts.",
+        "Tokenizer of prompts and of text in --rollouts.",
         choices=("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer"),
     )
     tokenizer_model: str | None = option(None, "File of the tokenizer.")

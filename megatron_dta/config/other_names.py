@@ -29,7 +29,17 @@ NAMES = (
     Names(
         "`--prompt-data`",
         "`data.train_files`",
-        "`--prompt-data` (JSONL)",
+        "`--prompt-data` (JSONL, Parquet)",
+    ),
+    Names(
+        "`--input-key`, `--label-key`",
+        "`data.prompt_key`",
+        "`--input-key`, `--label-key`",
+    ),
+    Names(
+        "",
+        "`data.filter_overlong_prompts`",
+        "`--filter-overlong-prompts`",
     ),
     Names(
         "`--eval-prompt-data`",
@@ -125,6 +135,11 @@ NAMES = (
         "`--rm-type`, `--custom-rm-path`",
         "`custom_reward_function.path`, `custom_reward_function.name`",
         "`--reward-function NAME` or `FILE.py:NAME`",
+    ),
+    Names(
+        "`--group-rm`",
+        "`reward_model.reward_manager`",
+        "`--reward-function FILE.py:NAME`: a function of lists",
     ),
     Names(
         "`--rm-type remote_rm --rm-url`",

@@ -93,6 +93,12 @@ class LoggingConfig:
         minimum=1,
     )
     save_rollouts_groups: int = option(4, "Groups of a step that --save-rollouts-interval saves.", minimum=1)
+    log_rollout_samples: int = option(
+        0,
+        "Print this many rollouts of each collection, evenly chosen from the lowest to the highest reward, when a "
+        "progress line is due.",
+        minimum=0,
+    )
     tensorboard_dir: str | None = option(None, "Write TensorBoard events here.")
     wandb_project: str | None = option(None, "Report to this Weights & Biases project; needs the package wandb.")
     wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases.")

@@ -1,9 +1,8 @@
-"""TreePO (arXiv 2508.17445): how rollouts grow as trees, and the settings of the paper by name."""
+"""TreePO (arXiv 2508.17445): how rollouts grow as trees. The paper's settings by name are in ``treepo_preset``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_dta.config.options import option
 
@@ -22,8 +21,8 @@ class TreePOConfig:
     )
     treepo_preset: str | None = option(
         None,
-        "Settings of the TreePO paper, depth x segment length, with 2 first branches (fixed) or 2 to 8 (more); a flag "
-        "that is given goes before it.",
+        "The TreePO paper's recipe for sampler, loss, batches and schedule: depth x segment length, with 2 first "
+        "branches (fixed) or 2 to 8 (more); a flag that is given goes before it.",
         choices=tuple(
             f"{init}-{shape}"
             for init in ("fixed", "more")
@@ -96,33 +95,3 @@ class TreePOConfig:
         "With --environment: branch at segments and turns, or only where a turn has ended.",
         choices=("segment", "turn"),
     )
-
-
-def treepo_preset(name: str) -> dict[str, Any]:
-    """Settings (by field, of several topics) of the paper's section 4 for ``--treepo-preset name``."""
-    init, _, shape = name.partition("-")
-    depth, length = map(int, shape.split("x"))
-    return {
-        "n_samples_per_prompt": 16,
-        "rollout_max_response_len": depth * length,
-        "treepo_segment_length": length,
-        "treepo_max_depth": depth,
-        "treepo_branching_factor": 2,
-        "treepo_initial_branches": 2,
-        "treepo_initial_branches_max": 8 if init == "more" else None,
-        "treepo_answer_pattern": "boxed",
-        "treepo_repetition_count": 8,
-        "treepo_repetition_segments": 1,
-        "treepo_fallback": "finished",
-        "advantage_estimator": "treepo",
-        "eps_clip": 0.2,
-        "eps_clip_high": 0.28,
-        "dual_clip": 10.0,
-    }
-
-
-def add_treepo_preset(given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` (settings by field name) with those of its preset that it does not have itself."""
-    name = given.get("treepo_preset")
-    known = TreePOConfig.__dataclass_fields__["treepo_preset"].metadata["choices"]
-    return given if name is None or name not in known else {**treepo_preset(name), **given}

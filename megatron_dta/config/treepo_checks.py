@@ -61,7 +61,10 @@ def treepo_conditions(config: TrainConfig, sampled: bool, policy_gradient: bool)
     settings = " ".join(setting.name for setting in fields(TreePOConfig) if setting.name != "rollout_method")
     ending = treepo.treepo_allocation_temperature_end is not None
     return {
-        "--prompt-data or --task (which sample)": (sampled, "rollout_method environment over_sampling_batch_size"),
+        "--prompt-data or --task (which sample)": (
+            sampled,
+            "rollout_method treepo_preset environment over_sampling_batch_size",
+        ),
         "--rollout-method treepo": (grown, settings),
         "--treepo-allocation low-logprob or high-logprob": (
             treepo.treepo_allocation != "even",

@@ -39,8 +39,8 @@ def add_hf_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Type and file of the tokenizer, where prompts need one and the user does not say which."""
-    if given.get("prompt_data") is None or given.get("tokenizer_model") is not None:
+    """Type and file of the tokenizer, where prompts or text need one and the user does not say which."""
+    if (given.get("prompt_data") or given.get("rollouts")) is None or given.get("tokenizer_model") is not None:
         return {}
     for kind, name in _TOKENIZERS.items():
         if given.get("tokenizer_type", kind) == kind and (folder / name).is_file():

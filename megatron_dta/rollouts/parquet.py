@@ -93,13 +93,13 @@ _KINDS: dict[str, tuple[bool, Callable[[pa.DataType], bool], str]] = {
 def read_parquet(path: Path) -> Iterator[tuple[int, Rollout]]:
     """Yields (row, rollout), rows counted from 1; ``InputError`` at a bad column, row or page."""
     row = 0
-    file = _decode(path, row, lambda: pq.ParquetFile(path, page_checksum_verification=True))
+    file = decode_parquet(path, row, lambda: pq.ParquetFile(path, page_checksum_verification=True))
     with file:
-        _check_schema(path, _decode(path, row, lambda: file.schema_arrow))
-        batches = _decode(path, row, lambda: file.iter_batches(batch_size=READ_ROWS))
-        while (batch := _decode(path, row, lambda: next(batches, None))) is not None:
+        _check_schema(path, decode_parquet(path, row, lambda: file.schema_arrow))
+        batches = decode_parquet(path, row, lambda: file.iter_batches(batch_size=READ_ROWS))
+        while (batch := decode_parquet(path, row, lambda: next(batches, None))) is not None:
             columns = {
-                name: _decode(path, row, lambda name=name: _column(name, batch.column(name)))
+                name: decode_parquet(path, row, lambda name=name: _column(name, batch.column(name)))
                 for name in batch.schema.names
             }
             for i in range(batch.num_rows):
@@ -129,7 +129,7 @@ def write_parquet(path: Path, rollouts: Iterable[Rollout]) -> None:
             writer.write_table(_table(rows))
 
 
-def _decode(path: Path, rows_read: int, call: Callable[[], Any]) -> Any:
+def decode_parquet(path: Path, rows_read: int, call: Callable[[], Any]) -> Any:
     """``call()``, its failures turned into an ``InputError``: a damaged file fails in many ways inside Arrow."""
     try:
         return call()

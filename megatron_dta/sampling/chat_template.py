@@ -43,8 +43,12 @@ class ChatTemplate:
             )
         self._settings = dict(settings or {})
 
-    def text(self, prompt: Any, tools: Any = None) -> str:
+    def text(self, prompt: Any, tools: Any = None, generation_prompt: bool = True) -> str:
         """The text of a prompt: a list of messages with ``role`` and ``content``, or text, which is the user's message.
+
+        Args:
+            tools: a list, or the JSON text of one.
+            generation_prompt: end where the model's turn begins, instead of behind the last message.
 
         Raises:
             InputError: it is neither, or the template refuses it.
@@ -53,13 +57,14 @@ class ChatTemplate:
         if not isinstance(messages, list) or not messages:
             raise InputError(f"must be text or a list of messages, got {type(prompt).__name__}")
         for number, message in enumerate(messages, start=1):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            # A turn that only calls tools may have no content.
+            said = isinstance(message, dict) and ("content" in message or "tool_calls" in message)
+            if not said or not isinstance(message.get("role"), str):
                 raise InputError(f"message {number}: must be an object with 'role' and 'content'")
-        if tools is not None and not isinstance(tools, list):
-            raise InputError(f"tools: must be a list, got {type(tools).__name__}")
+        tools = _checked_tools(tools)
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._settings
+                messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self._settings
             )
         except Exception as error:  # templates raise what they like
             raise InputError(f"the chat template refuses it: {_reason(error)}") from error
@@ -77,6 +82,18 @@ def chat_template_settings(text: str | None) -> dict[str, Any]:
     if reserved:
         raise InputError(f"--apply-chat-template-kwargs: {reserved[0]} is not a setting of the template")
     return found
+
+
+def _checked_tools(tools: Any) -> list[Any] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise InputError("tools: is text that is not JSON") from None
+    if tools is not None and not isinstance(tools, list):
+        raise InputError(f"tools: must be a list, got {type(tools).__name__}")
+    # An empty list is what files have where a row has no tools.
+    return tools or None
 
 
 def _reason(error: Exception) -> str:

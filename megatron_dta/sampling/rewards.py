@@ -1,27 +1,33 @@
 """Reward functions: built-in ones by name, and the user's own by ``--reward-function FILE.py:NAME``.
 
-A reward function is an ordinary Python function
+A reward function is an ordinary Python function. The names of its parameters decide what it gets:
 
-    def reward(prompt: dict, response: str, response_token_ids: list[int]) -> float
+    (prompt, response, response_token_ids)                         one response
+    (prompts, responses, response_token_ids)                       lists of all responses at once, which returns a list
+    (data_source, solution_str, ground_truth, extra_info)          one response, as verl calls it
+    (data_sources, solution_strs, ground_truths, extra_infos)      all at once, as verl calls it in batches
 
     prompt               the prompt's record: the row of the prompt file with all its fields
     response             the response as text, special tokens (the end of sequence among them) left out
     response_token_ids   the response as it was sampled; its last token is the end-of-sequence token unless it was cut
 
-It is called once for each response, in the order of the batch, and must return a finite number. Anything else (an
-exception, NaN, a string) is a failure, with one line that names the prompt and the response; ``sampling.scoring`` says
-what becomes of it. A reward that is silently replaced by 0 would train the model on it.
+What it returns for a response is the reward, a finite number, or a dictionary with it under ``reward`` or ``score``;
+the other numbers in there are components, whose means become metrics. Anything else (an exception, NaN, a string) is a
+failure, with one line that names the prompt and the response; ``sampling.scoring`` says what becomes of it. A reward
+that is silently replaced by 0 would train the model on it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +36,32 @@ from megatron_dta.errors import InputError, one_line
 
 BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
 REMOTE_SECONDS = 60.0
-RewardFunction = Callable[[Mapping[str, Any], str, list[int]], float]
+# Of components: infinities, NaN and integers that no float holds are left out of their means.
+_LARGEST = 1e300
+_REWARD_NAMES = ("reward", "score")
+RewardFunction = Callable[..., Any]
+
+
+class Response(NamedTuple):
+    """A response to score: the prompt's id and record, the text, the token ids."""
+
+    prompt_id: str
+    record: Mapping[str, Any]
+    text: str
+    token_ids: list[int]
+
+    @property
+    def where(self) -> str:
+        """Where an error is said to be."""
+        return f"reward function, prompt {self.prompt_id!r}, response {self.text[:80]!r}"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reward, and the further numbers that the function returned with it."""
+
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)
 
 
 def exact_match(prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
@@ -63,6 +94,8 @@ def load_reward_function(spec: str, settings: RewardConfig | None = None) -> Rew
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"--reward-function {spec}: {path} has no function {name}")
+    if inspect.iscoroutinefunction(function):
+        raise InputError(f"--reward-function {spec}: {name} is asynchronous; give a function that returns its value")
     return function
 
 
@@ -83,11 +116,84 @@ def _with_settings(name: str, settings: RewardConfig) -> RewardFunction:
 def compute_reward(
     function: RewardFunction, prompt_id: str, record: Mapping[str, Any], response: str, response_token_ids: list[int]
 ) -> float:
-    """The function's value for one response, checked; ``InputError`` names the prompt and shows the response."""
-    where = f"reward function, prompt {prompt_id!r}, response {response[:80]!r}"
+    """The reward of one response, checked; ``InputError`` names the prompt and shows the response."""
+    return compute_score(function, Response(prompt_id, record, response, response_token_ids)).reward
+
+
+def compute_score(function: RewardFunction, response: Response) -> Score:
+    """What the function says of one response, checked; ``InputError`` names the prompt and shows the response."""
+    if is_batched(function):
+        (score,) = compute_scores(function, [response])
+        if isinstance(score, InputError):
+            raise score
+        return score
     try:
+        arguments = _arguments(function, response)
+    except InputError as error:
+        raise InputError(f"{response.where}: {error}") from None
+    return _checked(_call(function, arguments, response.where), response.where)
+
+
+def compute_scores(function: RewardFunction, responses: Sequence[Response]) -> list[Score | InputError]:
+    """What a batched function says of all responses; an error in the place of what is no score.
+
+    Raises:
+        InputError: the call as a whole failed.
+    """
+    where = f"reward function, {len(responses)} responses"
+    try:
+        each = [_arguments(function, response) for response in responses]
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    values = _call(function, {name: [own[name] for own in each] for name in each[0]}, where)
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, list | tuple) or len(values) != len(responses):
+        found = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+        raise InputError(f"{where}: must return a list of as many values, got {found}")
+    scores: list[Score | InputError] = []
+    for response, value in zip(responses, values, strict=True):
+        try:
+            scores.append(_checked(value, response.where))
+        except InputError as error:
+            scores.append(error)
+    return scores
+
+
+def is_batched(function: RewardFunction) -> bool:
+    """Whether the function takes lists of all responses."""
+    names = _parameters(function)
+    return "solution_strs" in names or names[:2] == ["prompts", "responses"]
+
+
+def _parameters(function: RewardFunction) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # functions of other languages have none
+        return []
+
+
+def _arguments(function: RewardFunction, response: Response) -> dict[str | int, Any]:
+    """What the function gets for one response, by name (as verl gives it) or by place."""
+    names, record = _parameters(function), response.record
+    plural = next((end for end in ("", "s") if f"solution_str{end}" in names), None)
+    if plural is None:
         # A copy, so that a function that edits its record cannot change what the next response is judged by.
-        value = function(dict(record), response, list(response_token_ids))
+        return {0: dict(record), 1: response.text, 2: list(response.token_ids)}
+    known = {
+        f"data_source{plural}": record.get("data_source"),
+        f"solution_str{plural}": response.text,
+        f"ground_truth{plural}": _answer(record),
+        f"extra_info{plural}": record.get("extra_info"),
+    }
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    return {name: value for name, value in known.items() if takes_all or name in names}
+
+
+def _call(function: RewardFunction, arguments: Mapping[str | int, Any], where: str) -> Any:
+    try:
+        named = {name: value for name, value in arguments.items() if isinstance(name, str)}
+        return function(**named) if named else function(*arguments.values())
     except InputError as error:
         raise InputError(f"{where}: {one_line(str(error))}") from error
     except KeyboardInterrupt:
@@ -96,14 +202,38 @@ def compute_reward(
     # some packages (math-verify's, for one) derive from BaseException.
     except BaseException as error:
         raise InputError(f"{where}: raised {_describe(error)}") from error
+
+
+def _checked(value: Any, where: str) -> Score:
+    """The score that a function's ``value`` is."""
+    if not isinstance(value, Mapping):
+        return Score(_finite(value, where, ""))
+    names = [name for name in _REWARD_NAMES if name in value]
+    if len(names) != 1:
+        raise InputError(
+            f"{where}: the dictionary must have the reward as 'reward' or 'score', got {_shown_names(value)}"
+        )
+    components = {
+        str(name): float(number)
+        for name, number in value.items()
+        if name not in names and isinstance(number, numbers.Real | np.bool_) and abs(number) < _LARGEST
+    }
+    return Score(_finite(value[names[0]], where, f"'{names[0]}': "), components)
+
+
+def _shown_names(value: Mapping[Any, Any]) -> str:
+    return one_line(", ".join(map(repr, list(value)[:8])))[:200] or "nothing"
+
+
+def _finite(value: Any, where: str, name: str) -> float:
     if not isinstance(value, numbers.Real | np.bool_):
-        raise InputError(f"{where}: must return a number, got {type(value).__name__}")
+        raise InputError(f"{where}: {name}must return a number, got {type(value).__name__}")
     try:
         reward = float(value)
     except OverflowError:
         reward = math.inf
     if not math.isfinite(reward):
-        raise InputError(f"{where}: must return a finite number, got {reward}")
+        raise InputError(f"{where}: {name}must return a finite number, got {reward}")
     return reward
 
 

@@ -6,7 +6,7 @@ function raised or returned no finite number, a server did not answer, a program
 wrong, or whose program runs for ever, has a reward: 0.
 
 A function may have two attributes: ``is_concurrent``, whether it may be called from several threads, and ``counts``, a
-dictionary of what it has counted.
+dictionary of what it has counted. A batched function (``rewards.is_batched``) is called once for all responses.
 """
 
 from __future__ import annotations
@@ -14,19 +14,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_dta.errors import InputError
-from megatron_dta.sampling.rewards import RewardFunction, compute_reward
+from megatron_dta.sampling.rewards import (
+    Response,
+    RewardFunction,
+    Score,
+    compute_score,
+    compute_scores,
+    is_batched,
+)
+
+_Outcome = Score | InputError
 
 
-class Response(NamedTuple):
-    """A response to score: the prompt's id and record, the text, the token ids."""
+@dataclass(frozen=True)
+class Tally:
+    """What a scorer has counted so far: events, and for each component of rewards its sum and how many there were."""
 
-    prompt_id: str
-    record: Mapping[str, Any]
-    text: str
-    token_ids: list[int]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    components: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 class Scorer:
@@ -48,6 +57,7 @@ class Scorer:
         self._function, self._drop = function, drop
         self._workers = workers if getattr(function, "is_concurrent", False) else 1
         self._seconds, self._failures, self._timeouts = seconds, 0, 0
+        self._components: dict[str, tuple[float, int]] = {}
         self.last_failure = ""
         self._lock = threading.Lock()
 
@@ -64,6 +74,11 @@ class Scorer:
         timeouts = {} if self._seconds is None else {"reward_timeouts": self._timeouts}
         return {"reward_failures": self._failures, **timeouts, **getattr(self._function, "counts", {})}
 
+    @property
+    def tally(self) -> Tally:
+        """All of what is counted, so far, for ``counted``."""
+        return Tally(dict(self.counts), dict(self._components))
+
     def score(self, responses: Sequence[Response]) -> list[float | None]:
         """The reward of each response, in order; None where it failed and is to be dropped.
 
@@ -72,6 +87,10 @@ class Scorer:
         Raises:
             InputError: a reward failed and failures end the run.
         """
+        if not responses:
+            return []
+        if is_batched(self._function):
+            return [self._value(outcome) for outcome in self._batch(responses)]
         if self._workers == 1 or len(responses) < 2:
             return [self._value(self._attempt(response)) for response in responses]
         with ThreadPoolExecutor(self._workers, thread_name_prefix="reward") as pool:
@@ -79,29 +98,42 @@ class Scorer:
             outcomes = list(pool.map(self._attempt, responses))
         return [self._value(outcome) for outcome in outcomes]
 
-    def _attempt(self, response: Response) -> float | InputError:
+    def _batch(self, responses: Sequence[Response]) -> list[_Outcome]:
+        """One call for all responses; what fails it fails each of them."""
+        where = f"reward function, {len(responses)} responses"
+        found = self._in_time(lambda: compute_scores(self._function, responses), where)
+        return [found] * len(responses) if isinstance(found, InputError) else found
+
+    def _attempt(self, response: Response) -> _Outcome:
+        return self._in_time(lambda: compute_score(self._function, response), response.where)
+
+    def _in_time(self, call: Callable[[], Any], where: str) -> Any:
+        """What ``call`` returns, or its ``InputError``, or one that says that it took too long."""
+
+        def attempt() -> Any:
+            try:
+                return call()
+            except InputError as error:
+                return error
+
         if self._seconds is None:
-            return self._call(response)
-        found: list[float | InputError] = []
-        call = threading.Thread(target=lambda: found.append(self._call(response)), name="reward", daemon=True)
-        call.start()
-        call.join(self._seconds)
+            return attempt()
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(attempt()), name="reward", daemon=True)
+        thread.start()
+        thread.join(self._seconds)
         if found:
             return found[0]
         with self._lock:
             self._timeouts += 1
-        name, text = response.prompt_id, response.text[:80]
-        return InputError(f"reward function, prompt {name!r}, response {text!r}: took longer than {self._seconds:g} s")
+        return InputError(f"{where}: took longer than {self._seconds:g} s")
 
-    def _call(self, response: Response) -> float | InputError:
-        try:
-            return compute_reward(self._function, *response)
-        except InputError as error:
-            return error
-
-    def _value(self, outcome: float | InputError) -> float | None:
-        if not isinstance(outcome, InputError):
-            return outcome
+    def _value(self, outcome: _Outcome) -> float | None:
+        if isinstance(outcome, Score):
+            for name, number in outcome.components.items():
+                total, count = self._components.get(name, (0.0, 0))
+                self._components[name] = total + number, count + 1
+            return outcome.reward
         if not self._drop:
             raise outcome
         self._failures += 1
@@ -109,10 +141,19 @@ class Scorer:
         return None
 
 
-def counted(
-    before: Mapping[str, int], after: Mapping[str, int], gather: Callable[[Any], list[Any]]
-) -> dict[str, float]:
-    """What was counted between two moments, summed over the ranks that ``gather`` asks."""
-    own = {name: value - before.get(name, 0) for name, value in after.items()}
-    parts = gather(own)
-    return {name: float(sum(part.get(name, 0) for part in parts)) for name in own}
+def counted(before: Tally, after: Tally, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+    """What was counted between two moments, summed over the ranks that ``gather`` asks, and the means of components
+    over the same, as ``reward/NAME``.
+    """
+    counts = {name: value - before.counts.get(name, 0) for name, value in after.counts.items()}
+    components = {}
+    for name, (total, number) in after.components.items():
+        total_before, number_before = before.components.get(name, (0.0, 0))
+        if number > number_before:
+            components[name] = total - total_before, number - number_before
+    parts = gather((counts, components))
+    found = {name: float(sum(own.get(name, 0) for own, _ in parts)) for name in counts}
+    for name in sorted({name for _, own in parts for name in own}):
+        sums = [own[name] for _, own in parts if name in own]
+        found[f"reward/{name}"] = sum(total for total, _ in sums) / sum(number for _, number in sums)
+    return found

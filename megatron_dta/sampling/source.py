@@ -30,7 +30,8 @@ from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts import Prompt, prompts_at
-from megatron_dta.sampling.scoring import Response, counted
+from megatron_dta.sampling.rewards import Response
+from megatron_dta.sampling.scoring import counted
 from megatron_dta.sampling.task import SamplingTask
 
 
@@ -56,11 +57,11 @@ class SamplingSource(SampledSource):
         prompts = prompts_at(self._task.prompts, first, count, self._seed)
         if not self._engine.needs_checkpoint:
             self._engine.update_weights(collection)
-        before = self._task.scorer.counts
+        before = self._task.scorer.tally
         scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, batch)
         self._statistics = {
             "ended": float(np.mean([result.ended for _, result, _ in scored])),
-            **counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas),
+            **counted(before, self._task.scorer.tally, current_mesh().gather_from_replicas),
         }
         if all(reward is None for _, _, reward in scored):
             why = self._task.scorer.last_failure or "see the other ranks"
@@ -109,7 +110,7 @@ class SamplingEvaluation(Evaluation):
         several samples of a prompt ``pass@k``, and what the scorer counts. Rewards that failed are left out of the
         mean, which is NaN if all have.
         """
-        before = self._task.scorer.counts
+        before = self._task.scorer.tally
         scored = _sample_and_score(self._engine, self._task, self._prompts, self._samples, self._params, 0)
         rewards = [reward for _, _, reward in scored if reward is not None]
         of_prompts = [
@@ -118,7 +119,7 @@ class SamplingEvaluation(Evaluation):
         ]
         return {
             **pass_rates(of_prompts, self._samples),
-            **counted(before, self._task.scorer.counts, current_mesh().gather_from_replicas),
+            **counted(before, self._task.scorer.tally, current_mesh().gather_from_replicas),
             "reward": float(np.mean(rewards)) if rewards else math.nan,
             "response_tokens": float(np.mean([len(result.token_ids) for _, result, _ in scored])),
             "ended": float(np.mean([result.ended for _, result, _ in scored])),

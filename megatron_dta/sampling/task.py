@@ -14,7 +14,7 @@ from megatron_dta.config import RewardConfig, SamplingConfig
 from megatron_dta.errors import InputError
 from megatron_dta.sampling.arithmetic import ArithmeticTask
 from megatron_dta.sampling.chat_template import ChatTemplate, chat_template_settings
-from megatron_dta.sampling.prompts import Prompt, load_prompts
+from megatron_dta.sampling.prompts import Prompt, PromptReader
 from megatron_dta.sampling.remote_reward import RemoteReward
 from megatron_dta.sampling.rewards import RewardFunction, exact_match, load_reward_function
 from megatron_dta.sampling.scoring import Scorer
@@ -23,13 +23,18 @@ from megatron_dta.sampling.tokenizer import Tokenizer, build_tokenizer
 
 @dataclass(frozen=True)
 class SamplingTask:
-    """Prompts to train on, held-out prompts (maybe none), and what turns text to tokens and responses to rewards."""
+    """Prompts to train on, held-out prompts (maybe none), and what turns text to tokens and responses to rewards.
+
+    Attributes:
+        notes: what the user should be told of the data, a line each.
+    """
 
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     tokenizer: Tokenizer
     reward_function: RewardFunction
     reward: RewardConfig = field(default_factory=RewardConfig)
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -65,14 +70,39 @@ def build_task(
     reward_function = _no_reward
     if sampling.reward_function:
         reward_function = load_reward_function(sampling.reward_function, reward)
-    template = None
-    if sampling.apply_chat_template:
-        settings = chat_template_settings(sampling.apply_chat_template_kwargs)
-        template = ChatTemplate(sampling.tokenizer_model or "", settings)
-    prompts = [p for file in sampling.prompt_data for p in load_prompts(file, tokenizer, max_prompt_tokens, template)]
-    eval_files = sampling.eval_prompt_data or []
-    eval_prompts = [p for file in eval_files for p in load_prompts(file, tokenizer, max_prompt_tokens, template)]
-    return SamplingTask(prompts, eval_prompts, tokenizer, reward_function, reward)
+    reader = PromptReader(
+        tokenizer,
+        max_prompt_tokens,
+        chat_template(sampling),
+        sampling.input_key,
+        sampling.label_key,
+        sampling.filter_overlong_prompts,
+    )
+    notes: list[str] = []
+    prompts = _read(sampling.prompt_data, reader, max_prompt_tokens, notes)
+    eval_prompts = _read(sampling.eval_prompt_data or [], reader, max_prompt_tokens, notes)
+    return SamplingTask(prompts, eval_prompts, tokenizer, reward_function, reward, tuple(notes))
+
+
+def chat_template(sampling: SamplingConfig) -> ChatTemplate | None:
+    """The template of ``--apply-chat-template``, if it is asked for."""
+    if not sampling.apply_chat_template:
+        return None
+    settings = chat_template_settings(sampling.apply_chat_template_kwargs)
+    return ChatTemplate(sampling.tokenizer_model or "", settings)
+
+
+def _read(files: list[str], reader: PromptReader, max_prompt_tokens: int, notes: list[str]) -> list[Prompt]:
+    """The prompts of several files; ``notes`` gets a line for each that has some which are too long."""
+    found: list[Prompt] = []
+    for file in files:
+        before = reader.overlong
+        own = reader.read(file)
+        found += own
+        if reader.overlong > before:
+            out = reader.overlong - before
+            notes.append(f"{file}: left out {out} of {len(own) + out} prompts: more than {max_prompt_tokens} tokens")
+    return found
 
 
 def _no_reward(prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:

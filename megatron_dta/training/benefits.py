@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_dta.sampling.treepo.savings import treepo_benefit
 from megatron_dta.speculation.report import drafting_benefit
 
 Records = Sequence[Mapping[str, Any]]
@@ -16,7 +17,7 @@ Records = Sequence[Mapping[str, Any]]
 
 def benefit_sentences(records: Records) -> list[str]:
     """The sentences of all methods that the run used."""
-    found = (tree_benefit(records), drafting_benefit(records))
+    found = (tree_benefit(records), treepo_benefit(records), drafting_benefit(records))
     return [sentence for sentence in found if sentence is not None]
 
 

@@ -72,6 +72,8 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     tell("mesh", mesh_text(mesh))
     flight = None
     if task is not None:
+        for line in task.notes:
+            tell("left out", line)
         longest = _tell_prompts(config, task, tell)
         flight = _flight_of(config, [longest], [])
     elif stored is not None:

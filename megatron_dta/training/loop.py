@@ -37,6 +37,7 @@ from megatron_dta.training.metrics import TIMING, MetricsLog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.rollout_files import RolloutFiles
+from megatron_dta.training.rollout_samples import RolloutSamples
 from megatron_dta.training.run_console import RunConsole
 from megatron_dta.training.samples import StepSamples, pack_steps, unpack_steps
 from megatron_dta.training.step_metrics import Stopwatch, step_sizes, step_timing
@@ -92,6 +93,7 @@ class Trainer:
     console: Console
     critic: Critic | None = None
     rollout_files: RolloutFiles | None = None
+    rollout_samples: RolloutSamples | None = None
     resumed: bool = False
     saved_iteration: int | None = None
     signals: StopSignals = field(default_factory=StopSignals)
@@ -183,6 +185,8 @@ class Trainer:
             with watch.measure("collect"):
                 rollouts = self._collect()
             sampled += 0 if self.config.data.rollouts else decoded_tokens(rollouts)
+            if self.rollout_samples is not None:
+                self.rollout_samples.show(self.progress.iteration + 1, rollouts)
             with watch.measure("prepare"):
                 self.progress.waiting = self.preparation.prepare(rollouts)
                 watch.seconds["logprobs"] = watch.seconds.get("logprobs", 0.0) + self.preparation.pass_seconds

@@ -1,8 +1,8 @@
 """Every metric of a training step, by name, with what it means: the source of ``docs/reference.md``.
 
-A metric that is not listed here fails the tests. ``{n}`` and ``{class}`` stand for a number and a length class; what an
-evaluation measures has the same name behind ``eval_``. Everything under ``timing`` depends on the clock or the machine,
-so two equal runs may differ in it.
+A metric that is not listed here fails the tests. ``{n}``, ``{class}`` and ``{name}`` stand for a number, a length class
+and a name of the user's; what an evaluation measures has the same name behind ``eval_``. Everything under ``timing``
+depends on the clock or the machine, so two equal runs may differ in it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ METRICS: dict[str, dict[str, str]] = {
         "rollout_staleness": "optimizer steps between the weights that sampled the collection and those it trains",
     },
     "Rewards and environments": {
+        "reward/{name}": "mean of what the reward function returned under this name beside the reward",
         "reward_failures": "rewards of the collection that could not be determined; their rollouts were dropped",
         "reward_retries": "requests to reward servers that were sent again",
         "reward_timeouts": "requests to reward servers, or calls of an own function, that took too long",
@@ -160,7 +161,7 @@ METRICS: dict[str, dict[str, str]] = {
         "speculation_drafter_tokens": "tokens in the trees",
     },
 }
-_HOLES = {"{n}": r"\d+", "{k}": r"\d+", "{class}": "[a-z]+"}
+_HOLES = {"{n}": r"\d+", "{k}": r"\d+", "{class}": "[a-z]+", "{name}": ".+"}
 
 
 def is_known(name: str) -> bool:

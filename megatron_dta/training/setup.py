@@ -27,6 +27,7 @@ from megatron_dta.planning.cost_file import CostFile, load_cost_file
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.source import Evaluation
 from megatron_dta.sampling.task import SamplingTask, build_task
+from megatron_dta.sampling.tokenizer import Tokenizer
 from megatron_dta.training.checkpoint import (
     REFERENCE,
     has_adapters,
@@ -47,11 +48,20 @@ from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.random_state import seed_random_states
 from megatron_dta.training.reference import Reference
 from megatron_dta.training.rollout_files import RolloutFiles
+from megatron_dta.training.rollout_samples import RolloutSamples
 from megatron_dta.training.run_description import BuiltRun, describe_run, parameter_counts
 from megatron_dta.training.run_lock import RunLock
-from megatron_dta.training.sampled_data import build_sampled_data
+from megatron_dta.training.sampled_data import build_sampled_data, steps_per_collection
 from megatron_dta.training.settings_file import write_settings
-from megatron_dta.training.stored_data import StoredEvaluation, StoredRollouts, load_files, load_stored_rollouts
+from megatron_dta.training.stored_data import (
+    StoredEvaluation,
+    StoredRollouts,
+    check_text_flags,
+    load_files,
+    load_stored_rollouts,
+    stored_tokenizer,
+    text_reader,
+)
 
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
@@ -62,6 +72,8 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     objective = make_objective(config.objective)
     costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
     stored, held_out, task = read_data(config, objective)
+    for line in task.notes if task is not None else ():
+        console.print(line, soft_wrap=True, markup=False)
     config = with_known_sizes(config, task)
 
     device = initialize_parallel(config.optimization.seed, config.parallel)
@@ -123,6 +135,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         console=console,
         critic=critic,
         rollout_files=_rollout_files(config, task),
+        rollout_samples=_rollout_samples(config, task, console),
         resumed=start is not None and resumes,
         saved_iteration=progress.iteration if own else None,
         lock=lock or nullcontext(),
@@ -190,12 +203,31 @@ def _open_metrics(config: TrainConfig, iteration: int) -> MetricsLog:
     return MetricsLog(metrics_path(config), config.logging, iteration, settings_by_flag(config))
 
 
+def _tokenizer(config: TrainConfig, task: SamplingTask | None) -> Tokenizer | None:
+    """What gives rollouts that are written or shown their text."""
+    return task.tokenizer if task is not None else stored_tokenizer(config)
+
+
 def _rollout_files(config: TrainConfig, task: SamplingTask | None) -> RolloutFiles | None:
     """The first process writes them; all have the same samples."""
     folder, interval = config.checkpoint.save, config.logging.save_rollouts_interval
     if folder is None or interval is None or current_mesh().rank != 0:
         return None
-    return RolloutFiles(folder, interval, config.logging.save_rollouts_groups, task.tokenizer if task else None)
+    return RolloutFiles(folder, interval, config.logging.save_rollouts_groups, _tokenizer(config, task))
+
+
+def _rollout_samples(config: TrainConfig, task: SamplingTask | None, console: Console) -> RolloutSamples | None:
+    """The first process prints them; all have the same samples."""
+    count = config.logging.log_rollout_samples
+    if not count or current_mesh().rank != 0:
+        return None
+    return RolloutSamples(
+        count,
+        config.logging.log_interval,
+        steps_per_collection(config),
+        _tokenizer(config, task),
+        lambda line: console.print(line, soft_wrap=True, markup=False),
+    )
 
 
 def _make_folders(config: TrainConfig) -> None:
@@ -218,7 +250,8 @@ def _make_folders(config: TrainConfig) -> None:
 def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainConfig:
     """The settings with what the tokenizer and other settings decide where they say nothing."""
     if config.model.vocab_size is None:
-        config = replace(config, model=replace(config.model, vocab_size=task.tokenizer.vocab_size))
+        tokenizer = task.tokenizer if task is not None else stored_tokenizer(config)
+        config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     if config.objective.loss_aggregation == "sequence-sum" and config.objective.loss_length is None:
         length = float(config.sampling.rollout_max_response_len)
         config = replace(config, objective=replace(config.objective, loss_length=length))
@@ -235,7 +268,8 @@ def read_data(
         if config.logging.eval_interval and not task.eval_prompts:
             raise InputError("--eval-interval needs held-out prompts: give --eval-prompt-data")
         return None, [], task
-    held_out = load_files(config.data.eval_rollouts or [], config)[: config.logging.eval_iters]
+    check_text_flags(config)
+    held_out = load_files(config.data.eval_rollouts or [], config, (), text_reader(config))[: config.logging.eval_iters]
     return load_stored_rollouts(config, objective), held_out, None
 
 

@@ -20,6 +20,9 @@ from megatron_dta.planning.sample import TrainingSample
 from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.rollouts.source import Evaluation, RolloutSource
 from megatron_dta.sampling.keyed_random import keyed_permutation
+from megatron_dta.sampling.task import chat_template
+from megatron_dta.sampling.text_rollouts import TextReader, holds_text
+from megatron_dta.sampling.tokenizer import Tokenizer, build_tokenizer
 
 # Rollouts with advantages of their own need no group, and then all have this name, maybe behind a file's number.
 _UNNAMED_GROUP = Rollout.__dataclass_fields__["group_id"].default
@@ -95,21 +98,96 @@ class StoredEvaluation(Evaluation):
         return {"loss": -sum(self._engine.mesh.gather_over_data(total)) / self._trained_tokens}
 
 
-def load_files(files: Sequence[str], config: TrainConfig, require: Sequence[str] = ()) -> list[Rollout]:
-    """The rollouts of several files, checked against the model; groups of different files stay apart."""
+def load_files(
+    files: Sequence[str], config: TrainConfig, require: Sequence[str] = (), text: TextReader | None = None
+) -> list[Rollout]:
+    """The rollouts of several files, checked against the model; groups of different files stay apart.
+
+    Args:
+        text: reads files of text; None: they are refused.
+    """
     rollouts: list[Rollout] = []
+    vocab_size = config.model.vocab_size
+    if vocab_size is None and config.data.rollouts:
+        vocab_size = stored_tokenizer(config).vocab_size  # config.checks: one of the two is given
     for number, file in enumerate(files):
-        found = load_rollouts(
-            file,
-            framing=config.data.rollout_framing,
-            vocab_size=config.model.vocab_size,
-            max_length=config.data.seq_length or config.model.max_position_embeddings,
-            require=require,
-        )
+        if holds_text(file, config.sampling.input_key):
+            found = _load_text(file, config, require, text)
+        else:
+            found = load_rollouts(
+                file,
+                framing=config.data.rollout_framing,
+                vocab_size=vocab_size,
+                max_length=_longest(config),
+                require=require,
+            )
         if len(files) > 1:
             found = [replace(rollout, group_id=f"{number}:{rollout.group_id}") for rollout in found]
         rollouts += found
     return rollouts
+
+
+def _load_text(file: str, config: TrainConfig, require: Sequence[str], text: TextReader | None) -> list[Rollout]:
+    if text is None:
+        raise InputError(
+            f"{file}: holds text; --rollouts and --eval-rollouts read it with --tokenizer-type and --tokenizer-model "
+            "(and --apply-chat-template for messages), others need token_ids"
+        )
+    name = config.objective.objective
+    if name not in ("sft", "dpo") or config.filtering.rejection_sampling is not None:
+        what = "--rejection-sampling" if name in ("sft", "dpo") else f"--objective {name}"
+        raise InputError(
+            f"{file}: holds text without rewards, which {what} needs; give --objective sft or dpo, or rollouts with "
+            "token_ids and rewards"
+        )
+    return text.read(file, pairs=name == "dpo")
+
+
+def _longest(config: TrainConfig) -> int:
+    return config.data.seq_length or config.model.max_position_embeddings
+
+
+def stored_tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """The tokenizer beside stored rollouts, if one is given: of their text, and for what is written or shown."""
+    sampling = config.sampling
+    if sampling.tokenizer_type is None:
+        return None
+    return build_tokenizer(sampling.tokenizer_type, sampling.tokenizer_model, sampling.eos_id, config.model.vocab_size)
+
+
+def text_reader(config: TrainConfig) -> TextReader | None:
+    """What reads text in stored rollouts, where some hold text and there is a tokenizer."""
+    sampling = config.sampling
+    if sampling.tokenizer_type is None or not _text_files(config):
+        return None
+    template = chat_template(sampling)
+    framing = config.data.rollout_framing
+    return TextReader(
+        stored_tokenizer(config), template, sampling.input_key, sampling.label_key, framing, _longest(config)
+    )
+
+
+def _text_files(config: TrainConfig) -> list[str]:
+    files = [*(config.data.rollouts or []), *(config.data.eval_rollouts or [])]
+    return [file for file in files if holds_text(file, config.sampling.input_key)]
+
+
+def check_text_flags(config: TrainConfig) -> None:
+    """Refuse flags of text where no file has any: whether it does is known once the files are looked at."""
+    sampling, logging = config.sampling, config.logging
+    if _text_files(config):
+        return
+    given = {
+        "--apply-chat-template": sampling.apply_chat_template,
+        "--input-key": sampling.input_key is not None,
+        "--label-key": sampling.label_key is not None,
+    }
+    # The tokenizer of --load-hf comes by itself; and what is written or shown has its text from a tokenizer.
+    if config.checkpoint.hf_checkpoint is None and not (logging.save_rollouts_interval or logging.log_rollout_samples):
+        given["--tokenizer-type"] = sampling.tokenizer_type is not None
+    for flag, present in given.items():
+        if present:
+            raise InputError(f"{flag} has no effect: the files of --rollouts hold token ids, no text; leave it out")
 
 
 def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:
@@ -121,7 +199,7 @@ def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRol
         require = (*require, "reward")
     if config.model.moe_routing_replay:
         require = (*require, "routed_experts")
-    rollouts = load_files(config.data.rollouts or [], config, require)
+    rollouts = load_files(config.data.rollouts or [], config, require, text_reader(config))
     by_group = config.filtering.rejection_sampling == "best"
     units = [_unit(rollout, index, objective, by_group) for index, rollout in enumerate(rollouts)]
     return StoredRollouts(rollouts, units, config.data.global_batch_size or 1, config.optimization.seed)

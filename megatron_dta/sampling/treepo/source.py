@@ -23,7 +23,8 @@ from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts import Prompt, prompts_at
-from megatron_dta.sampling.scoring import Response, counted
+from megatron_dta.sampling.rewards import Response
+from megatron_dta.sampling.scoring import counted
 from megatron_dta.sampling.source import sampling_params
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
@@ -54,7 +55,7 @@ class TreeSource(SampledSource):
         collections = -(-self._config.optimization.train_iters // sampling.num_steps_per_rollout)
         settings = TreeSettings.from_config(self._config.treepo, sampling, collection, collections)
         before = dict(self._environments.counts) if self._environments else {}
-        rewards_before = self._task.scorer.counts
+        rewards_before = self._task.scorer.tally
         if not self._engine.needs_checkpoint:
             self._engine.update_weights(collection)
         sampler = TreeSampler(
@@ -65,7 +66,7 @@ class TreeSource(SampledSource):
         )
         self._statistics = {
             "ended": ended_leaves([tree for tree, _ in groups]),
-            **counted(rewards_before, self._task.scorer.counts, current_mesh().gather_from_replicas),
+            **counted(rewards_before, self._task.scorer.tally, current_mesh().gather_from_replicas),
         }
         if self._environments:
             self._statistics |= _total(
@@ -184,17 +185,21 @@ def sample_scored_trees(
     rewards: list[dict[int, float] | None] = [None] * len(trees)
     # A user's reward may cost something, or be random: one rank of each replica asks for it.
     if scored and mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
-        rewards = [_rewards(tree, prompts[i], task) for i, tree in zip(share, trees, strict=True)]
+        rewards = _rewards(trees, [prompts[i] for i in share], task)
     gathered = mesh.gather_from_replicas((trees, rewards))
     return [pair for part in gathered for pair in zip(*part, strict=True)]
 
 
-def _rewards(tree: SampledTree, prompt: Prompt, task: SamplingTask) -> dict[int, float]:
-    """What the reward function says of each leaf."""
-    tokens = [tree.tokens(leaf)[len(prompt.token_ids) :].tolist() for leaf in tree.leaves]
-    responses = [Response(prompt.prompt_id, prompt.record, task.tokenizer.decode(ids), ids) for ids in tokens]
+def _rewards(trees: Sequence[SampledTree], prompts: Sequence[Prompt], task: SamplingTask) -> list[dict[int, float]]:
+    """What the reward function says of each leaf of each tree; all are scored together."""
+    responses = []
+    for tree, prompt in zip(trees, prompts, strict=True):
+        for leaf in tree.leaves:
+            ids = tree.tokens(leaf)[len(prompt.token_ids) :].tolist()
+            responses.append(Response(prompt.prompt_id, prompt.record, task.tokenizer.decode(ids), ids))
     # Failures end the run here (config.rollout_checks): no reward is None.
-    return dict(zip(tree.leaves, task.scorer.score(responses), strict=True))
+    rewards = iter(task.scorer.score(responses))
+    return [{leaf: next(rewards) for leaf in tree.leaves} for tree in trees]
 
 
 def _total(counts: dict[str, int]) -> dict[str, float]:

@@ -1,0 +1,86 @@
+"""Rows of JSONL and Parquet files as dictionaries: prompts, conversations, preferences, with whatever fields they have.
+
+A Parquet row becomes what the same row of JSONL would be. Null fields are left out at every level, because Arrow gives
+all messages of a column the fields that any of them has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.errors import InputError
+from megatron_dta.rollouts.record import row_error
+
+_READ_ROWS = 1024
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (row, fields), rows counted from 1 (the line of a JSONL file); ``InputError`` at the first bad one."""
+    try:
+        yield from (_parquet_rows if path.suffix == ".parquet" else _jsonl_rows)(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def field_names(path: Path) -> set[str]:
+    """The names of the first row's fields; none where the file cannot be read, which reading its rows tells."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return set(pyarrow.parquet.read_schema(path).names)
+        return set(next(read_rows(path))[1])
+    except Exception:  # Arrow raises many kinds
+        return set()
+
+
+def value_at(record: dict[str, Any], key: str) -> Any:
+    """The field ``key``, or, where there is none of that name, the field in fields that its dots lead to; or None."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    row = 0
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for row, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise row_error(path, row, f"not valid JSON: {error}") from None
+                if not isinstance(record, dict):
+                    raise row_error(path, row, f"must be a JSON object, got {type(record).__name__}")
+                yield row, record
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: row {row + 1} or later: not UTF-8: {error}") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    # pyarrow takes half a second to import: only where it is used.
+    import pyarrow.parquet
+
+    from megatron_dta.rollouts.parquet import decode_parquet
+
+    row = 0
+    with decode_parquet(path, row, lambda: pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)) as file:
+        batches = decode_parquet(path, row, lambda: file.iter_batches(batch_size=_READ_ROWS))
+        while (batch := decode_parquet(path, row, lambda: next(batches, None))) is not None:
+            for record in decode_parquet(path, row, batch.to_pylist):
+                row += 1
+                yield row, _without_nulls(record)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
