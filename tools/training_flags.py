@@ -23,7 +23,8 @@ MESH = (
 )
 # Weights to sample from, and what encodes prompts and judges responses.
 TASK = (
-    "load load_hf hf_checkpoint skip_checkpoint_checks prompt_data task arithmetic_max_operand arithmetic_operators reward_function "
+    "load load_hf hf_checkpoint skip_checkpoint_checks prompt_data task arithmetic_max_operand arithmetic_operators "
+    "reward_function "
     "tokenizer_type tokenizer_model apply_chat_template apply_chat_template_kwargs eos_id input_key label_key "
     "filter_overlong_prompts"
 )
