@@ -280,6 +280,22 @@ def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
             )
 
 
+def _tokenizer_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
+    """What is needed for flags of text -> (whether it is so, those flags)."""
+    sampling = config.sampling
+    return {
+        "--prompt-data or --rollouts": (
+            sampling.task is None,
+            "tokenizer_type tokenizer_model eos_id input_key label_key",
+        ),
+        "--tokenizer-type HuggingFaceTokenizer": (
+            sampling.tokenizer_type == "HuggingFaceTokenizer",
+            "apply_chat_template",
+        ),
+        "--apply-chat-template": (sampling.apply_chat_template, "apply_chat_template_kwargs"),
+    }
+
+
 def _check_no_effect(config: TrainConfig) -> Iterator[str]:
     """Refuse a flag whose value differs from its default where nothing would read it."""
     policy_gradient, sampled = config.objective.objective in POLICY_GRADIENT, not config.data.rollouts
@@ -300,15 +316,7 @@ def _check_no_effect(config: TrainConfig) -> Iterator[str]:
             config.sampling.prompt_data is not None,
             "eval_prompt_data reward_function filter_overlong_prompts",
         ),
-        "--prompt-data or --rollouts": (
-            config.sampling.task is None,
-            "tokenizer_type tokenizer_model eos_id input_key label_key",
-        ),
-        "--tokenizer-type HuggingFaceTokenizer": (
-            config.sampling.tokenizer_type == "HuggingFaceTokenizer",
-            "apply_chat_template",
-        ),
-        "--apply-chat-template": (config.sampling.apply_chat_template, "apply_chat_template_kwargs"),
+        **_tokenizer_conditions(config),
         "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
         "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length moe_routing_replay"),
         "--eval-interval": (
