@@ -11,7 +11,6 @@ from megatron_dta.errors import InputError
 from megatron_dta.sampling.rewards import Response, compute_reward, load_reward_function
 from megatron_dta.sampling.scoring import Scorer, counted
 
-
 FORMS = """
 def ours(prompt, response, response_token_ids):
     return {"reward": len(response), "digits": response.isdigit(), "pred": response, "odd": float("nan")}
