@@ -306,7 +306,10 @@ class HttpClient:
             timeout = self._aiohttp.ClientTimeout(total=self.settings.connect_timeout_s)
             try:
                 address = server.url + self._health_path
-                async with self._session.get(address, timeout=timeout, allow_redirects=False) as reply:
+                async with (
+                    asyncio.timeout(self.settings.connect_timeout_s),
+                    self._session.get(address, timeout=timeout, allow_redirects=False) as reply,
+                ):
                     if reply.status == 200:
                         return True
                     server.problem = server.problem or f"GET {self._health_path} gives {reply.status}"
@@ -327,7 +330,11 @@ class HttpClient:
         request = f"{method} {path}"
         try:
             address = server.url + path
-            async with self._session.request(method, address, json=body, allow_redirects=False) as reply:
+            # The library has a time-out of its own, which does not cover all that it waits for.
+            async with (
+                asyncio.timeout(self.settings.timeout_s),
+                self._session.request(method, address, json=body, allow_redirects=False) as reply,
+            ):
                 status, coding = reply.status, reply.headers.get("Content-Encoding", "identity")
                 parts = reply.content.iter_any()
                 if status != 200:
