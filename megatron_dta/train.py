@@ -10,8 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from typing import TYPE_CHECKING
 
 from megatron_dta.errors import run_entry_point
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_dta.config import TrainConfig
 
 
 def main() -> int:
@@ -41,6 +47,17 @@ def main() -> int:
             dry_run(config, lambda line: console.print(line, soft_wrap=True, markup=False))
         return 0
 
+    from megatron_dta.training.finished import finished
+
+    done = finished(config)
+    if done is not None:
+        for line in done:
+            console.print(line, soft_wrap=True, markup=False)
+        return 0
+    return _train(config, console)
+
+
+def _train(config: TrainConfig, console: Console) -> int:
     import torch
 
     from megatron_dta.training.plot import plot_reward
@@ -53,7 +70,7 @@ def main() -> int:
     finally:
         trainer.metrics.close()
     metrics = metrics_path(config)
-    if metrics is not None and is_first:
+    if metrics is not None and not console.quiet:
         picture = metrics.with_name("reward.png")
         if plot_reward(metrics, picture):
             console.print(f"reward plot: {picture}", soft_wrap=True)
@@ -66,6 +83,9 @@ def quieten_libraries() -> None:
     warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    if os.environ.get("RANK", "0") != "0":
+        # Megatron's optimizer reads .grad of tensors that are no leaves; once is enough.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 if __name__ == "__main__":

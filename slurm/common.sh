@@ -109,7 +109,7 @@ launch() {
     local script=$prelude$2
     shift 2
     rm -f "$logs/began" "$logs/srun.log"
-    exec {messages}> >(tee "$logs/srun.log" >&2)
+    exec {messages}> >(trap '' TERM && exec tee "$logs/srun.log" >&2)
     messages_process=$!
     srun ${container[@]+"${container[@]}"} "${options[@]}" bash -c "$script" task "$repository" "$logs" "$@" 2>&"$messages" &
     step_process=$!
@@ -136,7 +136,9 @@ processes; submit it with --exclusive, or with --ntasks-per-node $DTA_PROCESSES_
         launch "${options[@]}" "--cpus-per-task=$((cpus / DTA_PROCESSES_PER_NODE))" \
             "--ntasks=$((nodes * DTA_PROCESSES_PER_NODE))" "--ntasks-per-node=$DTA_PROCESSES_PER_NODE" -- \
             'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-                "$@" > >(tee -a "$logs/rank-$RANK.log") 2>&1; code=$?; wait; exit $code' \
+                # Slurm signals all processes of a step. Python saves; this shell and tee wait until it has ended.
+                trap : TERM
+                "$@" > >(trap "" TERM && exec tee -a "$logs/rank-$RANK.log") 2>&1; code=$?; wait; exit $code' \
             "$DTA_PYTHON" -m "$@"
     else
         # shellcheck disable=SC2016
@@ -209,7 +211,7 @@ pass_on_warning() {
 finish() {
     if [ "$step_status" = 2 ]; then
         stop "ended with wrong input or settings; see the lines above"
-    elif [ "$warned" = 1 ]; then
+    elif [ "$warned" = 1 ] && [ "$step_status" = 0 ]; then
         say "was warned before its time limit or preemption; put into the queue again"
         requeue
     elif [ "$step_status" = 0 ]; then
@@ -220,7 +222,9 @@ finish() {
         say "failed with status $step_status $when, which another start would not mend: $(last_words)"
         exit "$step_status"
     elif [ "${SLURM_RESTART_COUNT:-0}" -lt "$DTA_MAX_RESTARTS" ]; then
-        say "failed with status $step_status (a process died or hung, see the logs of the ranks); put into the queue again"
+        local why="a process died or hung, see the logs of the ranks"
+        [ "$warned" = 0 ] || why="it was warned before its time limit or preemption, and ended before it had saved"
+        say "failed with status $step_status ($why); put into the queue again"
         requeue
     else
         say "failed with status $step_status after $DTA_MAX_RESTARTS restarts (DTA_MAX_RESTARTS)"

@@ -100,7 +100,10 @@ def test_another_mesh_is_told(runs: tuple[Path, dict]) -> None:
     for results in runs[1]["two"]:
         notes = [[line for line in result["changed"] if line.startswith("mesh: ")] for result in results]
         assert [len(lines) for lines in notes] == [1, 1, 0, 0, 1, 1] * len(CASES)
-        assert notes[0][0].startswith("mesh: 1 processes before, 2 now; random states start from the seed")
+        one, tensor, data = "TP 1 PP 1 DP 1", "TP 2 PP 1 DP 1", "TP 1 PP 1 DP 2"
+        # The last one has as many processes as before.
+        for lines, before, now in ((notes[0], one, tensor), (notes[1], one, data), (notes[4], tensor, data)):
+            assert lines[0].startswith(f"mesh: saved with {before}, continued with {now}; random states start from")
     assert [len(result["changed"]) for result in runs[1]["one"][0]] == [0, 0, 2, 1] * len(CASES)
 
 

@@ -30,11 +30,15 @@ MODEL = (
     "--distributed-timeout-minutes 0.5"
 )
 # A step lasts long enough to be interrupted.
-REWARD = """import time
+REWARD = """import os
+import time
+
+# The first start of this job lasts longer than its time limit.
+SLOW = os.environ.get("SLURM_JOB_NAME") == "limited" and not int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def reward(prompt, response, token_ids):
-    time.sleep(0.4)
+    time.sleep(2 if SLOW else 0.4)
     return float(len(set(token_ids)))
 """
 
@@ -118,8 +122,10 @@ def ended(tmp_path_factory) -> tuple[Jobs, dict[str, str]]:
         jobs = Jobs(cluster, folder)
         numbers = {
             "unbroken": jobs.train("unbroken"),
-            "cancelled": jobs.train("cancelled"),
-            "limited": jobs.train("limited", "--time=1", "--signal=B:TERM@15"),
+            # Saved by the signal alone.
+            "cancelled": jobs.train("cancelled", flags="--save-interval 100"),
+            # Slurm may send the signal up to a minute earlier.
+            "limited": jobs.train("limited", "--time=2", "--signal=B:TERM@15"),
             "wrong": jobs.train("wrong", flags="--adam-beta2 1"),
         }
         jobs.wait_for_rows("cancelled", 4)
@@ -154,6 +160,8 @@ def test_the_log_says_why_a_job_was_put_into_the_queue_again(ended):
         text = jobs.log(name, numbers[name])
         assert "got SIGTERM: the processes save and end" in text
         assert "was warned before its time limit or preemption; put into the queue again" in text
+        assert "stopped by SIGTERM after step" in text
+        assert f"continuing {jobs.folder}/{name}/iter_" in text
     assert jobs.cluster.state_of(numbers["unbroken"]) == ("COMPLETED", 0)
     assert "finished" in jobs.log("unbroken", numbers["unbroken"])
     for rank in range(2):

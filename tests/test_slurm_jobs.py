@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from test_slurm import ROOT, needs_slurm, submit
 
 # Takes the place of the Python that runs the project's programs: notes its arguments and ends as it is told.
 PYTHON = """#!{python}
-import json, os, sys
+import json, os, signal, sys, time
 from pathlib import Path
 arguments = sys.argv[1:]
 note = {{"arguments": arguments, "folder": os.getcwd(), "path": os.environ.get("PYTHONPATH", ""),
@@ -25,6 +26,14 @@ folder.mkdir(exist_ok=True)
 path = folder / f"{{os.getpid()}}-{{os.environ.get('RANK', 0)}}-{{os.environ.get('SLURM_ARRAY_TASK_ID', 0)}}.json"
 path.write_text(json.dumps(note))
 restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+if "--until-term" in arguments and not restarts:
+    def save(*_):
+        time.sleep(1)
+        print("saved and ended", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    (folder / f"waits-{{os.getpid()}}").touch()
+    time.sleep(120)
 if "--no-package" in arguments:
     import package_that_is_not_there
 sys.exit(3 if "--fail-once" in arguments and not restarts or "--fail-always" in arguments else 0)
@@ -232,3 +241,22 @@ def test_a_container_sees_what_the_job_uses(site):
     (note,) = site.notes("inside")
     assert note["arguments"][0] == "/opt/dta/tools/evaluate_sampling.py"
     assert note["path"].startswith("/opt/dta:/opt/dta/kernels")
+
+
+@needs_slurm
+@pytest.mark.parametrize("launcher", ["task", "tool"])
+def test_a_warned_process_ends_by_itself(site, launcher):
+    """SIGTERM reaches every process of the step; what stands around Python waits until it has saved."""
+    job_type = ("train", "--nodes=1", "--ntasks-per-node=2") if launcher == "task" else ("evaluate",)
+    name = f"warned-{launcher}"
+    job = site.submit(*job_type, f"--job-name={name}", "--", "--until-term")
+    count, deadline = 2 if launcher == "task" else 1, time.monotonic() + 60
+    while len(list((site.folder / name).glob("waits-*"))) < count:
+        assert time.monotonic() < deadline, site.log(name, job)
+        time.sleep(0.2)
+    site.cluster.run("scancel", "--batch", "--signal=TERM", job)
+    assert site.cluster.wait_for_job(job, 120) == "COMPLETED"
+    text = site.log(name, job)
+    assert site.cluster.state_of(job) == ("COMPLETED", 1), text
+    assert text.count("saved and ended") == count, text
+    assert "was warned before its time limit or preemption; put into the queue again" in text

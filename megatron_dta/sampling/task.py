@@ -50,10 +50,11 @@ def build_task(
     max_position_embeddings: int,
     vocab_size: int | None = None,
     reward: RewardConfig | None = None,
+    checkpoint: str | None = None,
 ) -> SamplingTask:
     """The task of ``--task`` or ``--prompt-data``; ``InputError`` names the flag, or the file, row and field.
 
-    ``vocab_size`` is ``--vocab-size`` where it was given; the tokenizer's ids must fit in it.
+    ``vocab_size`` is ``--vocab-size`` where it was given or ``checkpoint`` decides it; the tokenizer's ids must fit.
     """
     reward = reward or RewardConfig()
     max_prompt_tokens = max_position_embeddings - sampling.rollout_max_response_len
@@ -65,7 +66,8 @@ def build_task(
     if sampling.task == "arithmetic":
         return _arithmetic(sampling, max_prompt_tokens, vocab_size)
     assert sampling.prompt_data is not None  # config.checks: one of the two is given
-    tokenizer = build_tokenizer(sampling.tokenizer_type or "", sampling.tokenizer_model, sampling.eos_id, vocab_size)
+    kind, file = sampling.tokenizer_type or "", sampling.tokenizer_model
+    tokenizer = build_tokenizer(kind, file, sampling.eos_id, vocab_size, checkpoint)
     # Without one an environment gives the rewards (config.checks).
     reward_function = _no_reward
     if sampling.reward_function:

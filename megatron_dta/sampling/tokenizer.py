@@ -187,12 +187,16 @@ class SentencePieceTokenizer:
 
 
 def build_tokenizer(
-    tokenizer_type: str, tokenizer_model: str | None = None, eos_id: int | None = None, vocab_size: int | None = None
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    eos_id: int | None = None,
+    vocab_size: int | None = None,
+    checkpoint: str | None = None,
 ) -> Tokenizer:
     """The tokenizer the flags ask for; ``InputError`` names the flag that is missing or wrong.
 
     ``vocab_size`` is the model's ``--vocab-size`` where it is known: the tokenizer's ids must fit in it, and
-    NullTokenizer, which has no vocabulary of its own, takes it over.
+    NullTokenizer, which has no vocabulary of its own, takes it over. ``checkpoint`` is what has the model's weights.
     """
     if tokenizer_type == "CharacterTokenizer":
         if tokenizer_model is not None:
@@ -216,6 +220,12 @@ def build_tokenizer(
     else:
         raise InputError(f"--tokenizer-type {tokenizer_type} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        if checkpoint is not None:
+            raise InputError(
+                f"--tokenizer-model {tokenizer_model}: has {tokenizer.vocab_size} ids, more than the vocabulary of "
+                f"{vocab_size} of the model in {checkpoint}: it is another model's tokenizer; give the one that the "
+                "model was trained with"
+            )
         raise InputError(
             f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} ids; raise it to that"
         )

@@ -227,11 +227,31 @@ def load_checkpoint(
     if len(random_states) == mesh.world_size and not any(line.startswith(_MESH_FLAGS) for line in changed):
         restore_random_state(random_states[mesh.rank])
     else:
+        before = _mesh_text(json.loads(state["megatron_dta"]["settings"]), len(random_states))
         changed.append(
-            f"mesh: {len(random_states)} processes before, {mesh.world_size} now; random states start from the seed, "
-            "and results agree with an unbroken run's up to rounding only"
+            f"mesh: saved with {before}, continued with {_mesh_text(settings_by_flag(config), mesh.world_size)}; random "
+            "states start from the seed, and results agree with an unbroken run's up to rounding only"
         )
     return int(state["iteration"]), state["megatron_dta"]["progress"], changed
+
+
+def _mesh_text(settings: dict[str, Any], processes: int) -> str:
+    """The parallel sizes of ``processes`` with these settings by flag; those that are mostly 1 only where above."""
+
+    def size(flag: str) -> int:
+        return settings.get(flag) or 1
+
+    tensor, pipeline = size("--tensor-model-parallel-size"), size("--pipeline-model-parallel-size")
+    parts = [f"TP {tensor} PP {pipeline} DP {processes // (tensor * pipeline)}"]
+    for name, flag in (
+        ("VPP", "--num-virtual-stages-per-pipeline-rank"),
+        ("EP", "--expert-model-parallel-size"),
+        ("ETP", "--expert-tensor-parallel-size"),
+    ):
+        if size(flag) > 1:
+            parts.append(f"{name} {size(flag)}")
+    layout = settings.get("--pipeline-model-parallel-layout")
+    return " ".join(parts + ([f"layout {layout}"] if layout else []))
 
 
 def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has_critic: bool) -> list[str]:

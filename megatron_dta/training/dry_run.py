@@ -43,6 +43,7 @@ from megatron_dta.training.checkpoint import check_continues, check_weights
 from megatron_dta.training.checkpoint_files import find_checkpoint
 from megatron_dta.training.checkpoint_reader import read_common
 from megatron_dta.training.hf_weights import check_save_hf
+from megatron_dta.training.metrics import check_loggers
 from megatron_dta.training.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
 from megatron_dta.training.setup import read_data, with_known_sizes
 from megatron_dta.training.stored_data import StoredRollouts, load_files
@@ -56,6 +57,7 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     def tell(name: str, text: str) -> None:
         report(f"{name:<12} {text}")
 
+    check_loggers(config.logging)
     _check_folders(config)
     check_save_hf(config)
     objective = make_objective(config.objective)
@@ -127,9 +129,35 @@ def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, 
         f"{len(lengths):,} of {min(lengths)} to {max(lengths):,} tokens, {len(task.eval_prompts):,} held out; "
         f"a collection has {sampling.rollout_batch_size} x {sampling.n_samples_per_prompt} rollouts",
     )
+    tell("epochs", _epochs_of_prompts(config, len(lengths)))
     for name, text in tokenizer_lines(task.tokenizer):
         tell(name, text)
     return max(lengths) + sampling.rollout_max_response_len
+
+
+def _epochs_of_prompts(config: TrainConfig, count: int) -> str:
+    """How often the run comes by each of ``count`` prompts; a collection may begin in one epoch and end in the next."""
+    sampling = config.sampling
+    batch = sampling.rollout_batch_size
+    collections = -(-config.optimization.train_iters // (sampling.num_steps_per_rollout * config.objective.ppo_epochs))
+    text = f"{collections * batch / count:,.2f} in {collections:,} collections of {batch:,} prompts"
+    if config.filtering.dynamic_sampling or sampling.over_sampling_batch_size is not None:
+        text = f"at least {text}, which others replace"
+    if batch > count:
+        least, most = batch // count, -(-batch // count)
+        often = f"{least} times" if least == most else f"{least} to {most} times"
+        text += f"; warning: there are only {count:,}, so each is in a collection {often}, as a group of its own"
+    return text
+
+
+def _epochs_of_rollouts(config: TrainConfig, stored: StoredRollouts) -> str:
+    """How often the run comes by each stored rollout, and how full its steps are."""
+    sizes, wanted = stored.epoch_sizes(0), config.data.global_batch_size or 1
+    text = f"{config.optimization.train_iters / len(sizes):,.2f}; the first has {len(sizes):,} steps"
+    if min(sizes) < wanted:
+        short = sum(size < wanted for size in sizes)
+        text += f", {short:,} of them with fewer than --global-batch-size {wanted:,} rollouts (at least {min(sizes):,})"
+    return text
 
 
 def _tell_rollouts(config: TrainConfig, stored: StoredRollouts, tell: Callable[[str, str], None]) -> InFlight:
@@ -142,6 +170,7 @@ def _tell_rollouts(config: TrainConfig, stored: StoredRollouts, tell: Callable[[
         f"{len(lengths):,} of {lengths.min()} to {lengths.max():,} tokens, {lengths.sum():,} in all, "
         f"{trained:,} trained",
     )
+    tell("epochs", _epochs_of_rollouts(config, stored))
     return _flight_of(config, lengths.tolist(), stored.next_batch(0), tell)
 
 

@@ -29,6 +29,7 @@ from megatron_dta.conversion.to_huggingface import lay_out_like, write_surroundi
 from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
 from megatron_dta.training.checkpoint_writer import refuse_on_all
+from megatron_dta.training.finished import check_export, note_export
 
 _UNFINISHED = ".unfinished"
 
@@ -53,27 +54,38 @@ def load_hf(config: TrainConfig, model: torch.nn.Module) -> None:
 def check_save_hf(config: TrainConfig) -> None:
     """Refuse a ``--save-hf`` that cannot be written when the run is over, before it begins."""
     if config.checkpoint.save_hf is not None:
-        check_target(Path(config.checkpoint.save_hf))
+        check_export(config)
         try:
             _hf_config(config)
         except InputError as error:
             raise InputError(f"--save-hf: {error}") from error
 
 
-def save_hf(config: TrainConfig, model: torch.nn.Module) -> Path:
+def save_hf(config: TrainConfig, model: torch.nn.Module, iteration: int) -> Path:
     """Write the folder ``--save-hf``; every rank calls this."""
     target = Path(config.checkpoint.save_hf)
-    write_hf(config, model, target, "--save-hf")
+    write_hf(config, model, target, "--save-hf", lambda folder: note_export(config, iteration, folder))
     return target
 
 
-def write_hf(config: TrainConfig, model: torch.nn.Module, target: Path, flag: str) -> None:
-    """Write the folder ``target``, all of it or nothing; every rank calls this. Errors name ``flag``."""
+def write_hf(
+    config: TrainConfig,
+    model: torch.nn.Module,
+    target: Path,
+    flag: str,
+    before_naming: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write the folder ``target``, all of it or nothing; every rank calls this. Errors name ``flag``.
+
+    ``before_naming`` gets the folder once it is whole, while it still has another name.
+    """
     with _template(config) as template:
-        _write_like(template, hf_weights(config, model), target, flag)
+        _write_like(template, hf_weights(config, model), target, flag, before_naming)
 
 
-def _write_like(template: Path, weights: HfWeights, target: Path, flag: str) -> None:
+def _write_like(
+    template: Path, weights: HfWeights, target: Path, flag: str, before_naming: Callable[[Path], None]
+) -> None:
     layouts = lay_out_like(template, weights.shapes(), None)
     writer = _FolderWriter(target, layouts, flag) if current_mesh().rank == 0 else None
     error: InputError | None = None
@@ -82,7 +94,7 @@ def _write_like(template: Path, weights: HfWeights, target: Path, flag: str) -> 
         for name, values in weights.iterate(to_all=False):
             error = error or writer.attempt(lambda name=name, values=values: writer.write(name, values, files))
         if writer is not None:
-            error = error or writer.attempt(lambda: writer.finish(template))
+            error = error or writer.attempt(lambda: writer.finish(template, before_naming))
     refuse_on_all(error)
 
 
@@ -118,11 +130,12 @@ class _FolderWriter:
             self._outputs[layout.name] = files.enter_context(SafetensorsOutput(self._folder, layout))
         self._outputs[layout.name].write(name, 0, values.cpu())
 
-    def finish(self, template: Path) -> None:
+    def finish(self, template: Path, before_naming: Callable[[Path], None]) -> None:
         """Add what lies beside the weights and let the folder have its name."""
         for output in self._outputs.values():
             output.finish()
         write_surroundings(template, self._folder, self._layouts)
+        before_naming(self._folder)
         os.replace(self._folder, self._target)
 
 

@@ -296,5 +296,5 @@ class Trainer:
         if self.config.checkpoint.save_hf is None or self.stopped_by is not None:
             return
         self.watchdog.enter("saving in Hugging Face's form")
-        path = save_hf(self.config, self.model)
+        path = save_hf(self.config, self.model, self.progress.iteration)
         self.output.print(f"saved {path}")

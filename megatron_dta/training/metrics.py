@@ -68,6 +68,16 @@ class MetricsLog:
             self._wandb.finish()
 
 
+def check_loggers(settings: LoggingConfig) -> None:
+    """Refuse what needs a package that is not installed, before anything is loaded."""
+    for flag, value, package in (
+        ("--wandb-project", settings.wandb_project, "wandb"),
+        ("--tensorboard-dir", settings.tensorboard_dir, "tensorboard"),
+    ):
+        if value is not None and importlib.util.find_spec(package) is None:
+            raise InputError(f"{flag} needs the package {package}: pip install {package}, or leave the flag out")
+
+
 def cut_back(path: Path, iteration: int) -> None:
     """Keep the records of steps up to ``iteration``; also drops a last line that a kill has cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,8 +137,6 @@ def _open_wandb(settings: LoggingConfig, config: dict[str, Any] | None, path: Pa
     """The run of Weights & Biases: a new one, or that of the steps before ``iteration``."""
     if settings.wandb_project is None:
         return None
-    if importlib.util.find_spec("wandb") is None:
-        raise InputError("--wandb-project needs the package wandb: pip install wandb, or leave the flag out")
     import wandb
 
     named = None if path is None else path.with_name(WANDB_RUN)

@@ -7,8 +7,8 @@ the model is built.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,9 +40,10 @@ from megatron_dta.training.checkpoint_files import find_checkpoint, remove_lefto
 from megatron_dta.training.checkpoint_writer import refuse_on_all
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.critic import Critic, build_critic_model
+from megatron_dta.training.finished import already_at
 from megatron_dta.training.hf_weights import check_save_hf, load_hf
 from megatron_dta.training.loop import Progress, Trainer
-from megatron_dta.training.metrics import MetricsLog
+from megatron_dta.training.metrics import MetricsLog, check_loggers
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.preparation import SamplePreparation
 from megatron_dta.training.random_state import seed_random_states
@@ -67,8 +68,13 @@ from megatron_dta.training.stored_data import (
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     """All parts of the run that ``config`` describes, its state loaded from where it starts."""
     check_state_support(config.model, config.optimization)
+    check_loggers(config.logging)
     check_save_hf(config)
-    _make_folders(config)
+    with _folders(config):
+        return _build_trainer(config, console)
+
+
+def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     objective = make_objective(config.objective)
     costs = load_cost_file(config.tree.cost_model) if config.tree.cost_model is not None else None
     stored, held_out, task = read_data(config, objective)
@@ -99,6 +105,8 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
         console.print(f"continuing {start} after step {iteration}", soft_wrap=True)
         for line in changed:
             console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
+        if iteration >= config.optimization.train_iters:
+            console.print(already_at(iteration, config.optimization.train_iters), soft_wrap=True)
 
     own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     if not own:
@@ -230,8 +238,23 @@ def _rollout_samples(config: TrainConfig, task: SamplingTask | None, console: Co
     )
 
 
-def _make_folders(config: TrainConfig) -> None:
-    """What the run will write to, so that a wrong path is told now and not after the first steps."""
+@contextmanager
+def _folders(config: TrainConfig) -> Iterator[None]:
+    """Make what the run will write to: a wrong path is told now and not after the first steps. A command that is
+    refused for another reason leaves no empty folder behind.
+    """
+    made: list[Path] = []
+    try:
+        _make_folders(config, made)
+        yield
+    except InputError:
+        for path in reversed(made):
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _make_folders(config: TrainConfig, made: list[Path]) -> None:
     for flag, path in (
         ("--save", config.checkpoint.save),
         ("--metrics-file", config.logging.metrics_file and Path(config.logging.metrics_file).parent),
@@ -240,7 +263,9 @@ def _make_folders(config: TrainConfig) -> None:
     ):
         if path is not None:
             try:
+                missing = [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
                 Path(path).mkdir(parents=True, exist_ok=True)
+                made += reversed(missing)
             except OSError as error:
                 raise InputError(f"{flag}: the folder {path} cannot be made ({error.strerror})") from error
             if not os.access(path, os.W_OK | os.X_OK):
@@ -264,7 +289,8 @@ def read_data(
     """Stored rollouts, held-out rollouts, and what is sampled: what of these the settings ask for."""
     if not config.data.rollouts:
         model = config.model
-        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size, config.reward)
+        checkpoint = config.checkpoint.hf_checkpoint or config.checkpoint.load
+        task = build_task(config.sampling, model.max_position_embeddings, model.vocab_size, config.reward, checkpoint)
         if config.logging.eval_interval and not task.eval_prompts:
             raise InputError("--eval-interval needs held-out prompts: give --eval-prompt-data")
         return None, [], task

@@ -65,6 +65,10 @@ class StoredRollouts(RolloutSource):
             if step < self._epoch_start[epoch + 1]:
                 return [self._rollouts[index] for index in batches[step - self._epoch_start[epoch]]]
 
+    def epoch_sizes(self, epoch: int) -> list[int]:
+        """Rollouts in each step of an epoch: the last one has what is left, others what whole groups fill."""
+        return [len(batch) for batch in self._epoch(epoch)]
+
     def _epoch(self, epoch: int) -> list[list[int]]:
         """The steps of an epoch: units in shuffled order, as many as fit into each step."""
         batches: list[list[int]] = [[]]
