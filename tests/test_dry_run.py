@@ -46,12 +46,27 @@ def stored(folder: Path) -> str:
     return f"--rollouts {folder}/r.jsonl --global-batch-size 8 --train-iters 3"
 
 
+def test_batches_that_the_data_do_not_fill_are_told(tmp_path: Path) -> None:
+    flags = stored(tmp_path)
+    found = line_of(check(f"{flags} --global-batch-size 20"), "epochs").split(maxsplit=1)[1]
+    assert found == (
+        "1.50; the first has 2 steps, 1 of them with fewer than --global-batch-size 20 rollouts (at least 4)"
+    )
+    sampled = f"{SAMPLED} --train-iters 6 --num-steps-per-rollout 2"
+    found = line_of(check(sampled), "epochs").split(maxsplit=1)[1]
+    assert re.fullmatch(r"[\d.]+ in 3 collections of 4 prompts", found)
+    count = int(line_of(check(sampled), "prompts").split()[1])
+    found = line_of(check(f"{sampled} --rollout-batch-size {2 * count + 2}"), "epochs")
+    assert f"warning: there are only {count}, so each is in a collection 2 to 3 times" in found
+
+
 def test_stored_rollouts(tmp_path: Path) -> None:
     flags = stored(tmp_path)
     before = files_below(tmp_path)
     lines = check(f"{flags} --save {tmp_path}/run/deep --tensorboard-dir {tmp_path}/events --timeline-dir {tmp_path}/t")
     assert files_below(tmp_path) == before
     assert "24 of " in line_of(lines, "rollouts")
+    assert line_of(lines, "epochs").split(maxsplit=1)[1] == "1.00; the first has 3 steps"
     trainer, _ = make_trainer(flags)
     batch = trainer.source.next_batch(0)
     count = sum(parameter.numel() for parameter in trainer.model.parameters())

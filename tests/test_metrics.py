@@ -11,7 +11,8 @@ import pytest
 
 from megatron_dta.config import LoggingConfig
 from megatron_dta.errors import InputError
-from megatron_dta.training.metrics import MetricsLog, cut_back, read_metrics
+from megatron_dta.training.loop import progress_line
+from megatron_dta.training.metrics import MetricsLog, check_loggers, cut_back, read_metrics
 from megatron_dta.training.plot import plot_reward
 
 
@@ -117,7 +118,7 @@ def test_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         MetricsLog(path, LoggingConfig(wandb_project="q"), 3, None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="--wandb-project needs the package wandb"):
-        MetricsLog(None, LoggingConfig(wandb_project="p"), -1)
+        check_loggers(LoggingConfig(wandb_project="p"))
 
 
 def test_the_reward_is_drawn(tmp_path: Path) -> None:

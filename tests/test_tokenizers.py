@@ -116,6 +116,11 @@ def test_bad_tokenizer_flags(tmp_path: Path, tokenizer_json: Path, sentencepiece
         (dict(tokenizer_type="CharacterTokenizer", tokenizer_model="x"), r"--tokenizer-model is not used"),
         (dict(tokenizer_type="CharacterTokenizer", eos_id=1), r"--eos-id is not used"),
         (dict(tokenizer_type="CharacterTokenizer", vocab_size=3), r"--vocab-size 3 is smaller than the tokenizer's 16"),
+        (
+            # Not "raise --vocab-size": the checkpoint decides it.
+            dict(tokenizer_type="CharacterTokenizer", vocab_size=3, checkpoint="runs/a"),
+            "has 16 ids, more than the vocabulary of 3 of the model in runs/a: it is another model's tokenizer",
+        ),
         (dict(tokenizer_type="NullTokenizer", vocab_size=9), r"needs --vocab-size and --eos-id"),
         (dict(tokenizer_type="NullTokenizer", vocab_size=9, eos_id=9), r"--eos-id 9 is outside"),
         (dict(tokenizer_type="NullTokenizer", tokenizer_model="x"), r"--tokenizer-model is not used"),

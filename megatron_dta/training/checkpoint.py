@@ -228,9 +228,10 @@ def load_checkpoint(
         restore_random_state(random_states[mesh.rank])
     else:
         before = _mesh_text(json.loads(state["megatron_dta"]["settings"]), len(random_states))
+        now = _mesh_text(settings_by_flag(config), mesh.world_size)
         changed.append(
-            f"mesh: saved with {before}, continued with {_mesh_text(settings_by_flag(config), mesh.world_size)}; random "
-            "states start from the seed, and results agree with an unbroken run's up to rounding only"
+            f"mesh: saved with {before}, continued with {now}; random states start from the seed, and results agree "
+            "with an unbroken run's up to rounding only"
         )
     return int(state["iteration"]), state["megatron_dta"]["progress"], changed
 
