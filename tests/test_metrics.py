@@ -11,7 +11,6 @@ import pytest
 
 from megatron_dta.config import LoggingConfig
 from megatron_dta.errors import InputError
-from megatron_dta.training.loop import progress_line
 from megatron_dta.training.metrics import MetricsLog, check_loggers, cut_back, read_metrics
 from megatron_dta.training.plot import plot_reward
 

@@ -51,7 +51,7 @@ from megatron_dta.training.reference import Reference
 from megatron_dta.training.rollout_files import RolloutFiles
 from megatron_dta.training.rollout_samples import RolloutSamples
 from megatron_dta.training.run_description import BuiltRun, describe_run, parameter_counts
-from megatron_dta.training.run_lock import RunLock
+from megatron_dta.training.run_lock import LOCK, RunLock
 from megatron_dta.training.sampled_data import build_sampled_data, steps_per_collection
 from megatron_dta.training.settings_file import write_settings
 from megatron_dta.training.stored_data import (
@@ -250,6 +250,8 @@ def _folders(config: TrainConfig) -> Iterator[None]:
     except InputError:
         for path in reversed(made):
             with suppress(OSError):
+                if [file.name for file in path.iterdir()] == [LOCK]:
+                    (path / LOCK).unlink()  # this command's own: it has made the folder
                 path.rmdir()
         raise
 
