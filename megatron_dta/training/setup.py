@@ -7,8 +7,8 @@ the model is built.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +37,6 @@ from megatron_dta.training.checkpoint import (
     save_weights,
 )
 from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
-from megatron_dta.training.checkpoint_writer import refuse_on_all
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.critic import Critic, build_critic_model
 from megatron_dta.training.finished import already_at
@@ -51,7 +50,7 @@ from megatron_dta.training.reference import Reference
 from megatron_dta.training.rollout_files import RolloutFiles
 from megatron_dta.training.rollout_samples import RolloutSamples
 from megatron_dta.training.run_description import BuiltRun, describe_run, parameter_counts
-from megatron_dta.training.run_lock import LOCK, RunLock
+from megatron_dta.training.run_folders import lock_run, run_folders
 from megatron_dta.training.sampled_data import build_sampled_data, steps_per_collection
 from megatron_dta.training.settings_file import write_settings
 from megatron_dta.training.stored_data import (
@@ -70,7 +69,7 @@ def build_trainer(config: TrainConfig, console: Console) -> Trainer:
     check_state_support(config.model, config.optimization)
     check_loggers(config.logging)
     check_save_hf(config)
-    with _folders(config):
+    with run_folders(config):
         return _build_trainer(config, console)
 
 
@@ -88,7 +87,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = build_model(config.model, device, config.parallel)
-    lock = _lock_run(config, console)
+    lock = lock_run(config, console)
     start, resumes = _starting_point(config)
     if not resumes:
         _load_first_weights(config, model, start, console)
@@ -238,42 +237,6 @@ def _rollout_samples(config: TrainConfig, task: SamplingTask | None, console: Co
     )
 
 
-@contextmanager
-def _folders(config: TrainConfig) -> Iterator[None]:
-    """Make what the run will write to: a wrong path is told now and not after the first steps. A command that is
-    refused for another reason leaves no empty folder behind.
-    """
-    made: list[Path] = []
-    try:
-        _make_folders(config, made)
-        yield
-    except InputError:
-        for path in reversed(made):
-            with suppress(OSError):
-                if [file.name for file in path.iterdir()] == [LOCK]:
-                    (path / LOCK).unlink()  # this command's own: it has made the folder
-                path.rmdir()
-        raise
-
-
-def _make_folders(config: TrainConfig, made: list[Path]) -> None:
-    for flag, path in (
-        ("--save", config.checkpoint.save),
-        ("--metrics-file", config.logging.metrics_file and Path(config.logging.metrics_file).parent),
-        ("--tensorboard-dir", config.logging.tensorboard_dir),
-        ("--timeline-dir", config.logging.timeline_dir),
-    ):
-        if path is not None:
-            try:
-                missing = [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
-                Path(path).mkdir(parents=True, exist_ok=True)
-                made += reversed(missing)
-            except OSError as error:
-                raise InputError(f"{flag}: the folder {path} cannot be made ({error.strerror})") from error
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise InputError(f"{flag}: the folder {path} cannot be written (no permission, or mounted read-only)")
-
-
 def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainConfig:
     """The settings with what the tokenizer and other settings decide where they say nothing."""
     if config.model.vocab_size is None:
@@ -299,18 +262,6 @@ def read_data(
     check_text_flags(config)
     held_out = load_files(config.data.eval_rollouts or [], config, (), text_reader(config))[: config.logging.eval_iters]
     return load_stored_rollouts(config, objective), held_out, None
-
-
-def _lock_run(config: TrainConfig, console: Console) -> RunLock | None:
-    """The first process takes the lock of --save before anything is written there; a folder in use ends all."""
-    lock, error = None, None
-    if config.checkpoint.save is not None and current_mesh().rank == 0:
-        try:
-            lock = RunLock(config.checkpoint.save, lambda line: console.print(line, soft_wrap=True, markup=False))
-        except InputError as caught:
-            error = caught
-    refuse_on_all(error)
-    return lock
 
 
 def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
