@@ -38,7 +38,7 @@ tree=(--rollout-method treepo "${shape[@]}" --advantage-estimator treepo)
 warmup_steps=120
 
 echo "== 1. supervised warm-up: $warmup_steps steps of 128 solved problems"
-"$python" -m megatron_dta.sampling.arithmetic --output "$out/warmup.jsonl" \
+"$python" -m megatron_dta.sampling.prompts.arithmetic --output "$out/warmup.jsonl" \
   --count $((128 * warmup_steps)) --arithmetic-max-operand 49 --seed "$seed"
 "$python" -m megatron_dta.train "${model[@]}" --seed "$seed" \
   --objective sft --rollouts "$out/warmup.jsonl" --global-batch-size 128 \

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from megatron_dta.errors import InputError, run_entry_point
-from megatron_dta.training.metrics import read_metrics
+from megatron_dta.common.errors import InputError, run_entry_point
+from megatron_dta.training.monitor.metrics import read_metrics
 
 BEFORE, AFTER = 0.3, 0.8
 METHODS = {"grpo": "GRPO, independent rollouts", "treepo": "TreePO, sampled trees"}

@@ -15,12 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.errors import InputError, run_entry_point
-from megatron_dta.rollouts.files import replacing
-from megatron_dta.training.metrics import read_metrics
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from benchmark_report import Report
+from megatron_dta.common.errors import InputError, run_entry_point
+from megatron_dta.common.files import replacing
+from megatron_dta.common.measurement import Report
+from megatron_dta.training.monitor.metrics import read_metrics
 
 LEAST_GAIN = 0.2
 MODES = {"dense": "without sharing", "dta": "prefix trees"}

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from megatron_dta.command_line import CommandLineParser
+from megatron_dta.common.command_line import CommandLineParser
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
-from megatron_dta.config.checks import check_config
+from megatron_dta.config.checks.all import check_config
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.other_names import name_here
 from megatron_dta.config.treepo_preset import add_treepo_preset
-from megatron_dta.conversion.hf_arguments import add_hf_settings
-from megatron_dta.errors import InputError
+from megatron_dta.conversion.hf.arguments import add_hf_settings
 
 
 class _Parser(CommandLineParser):

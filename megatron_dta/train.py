@@ -12,7 +12,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING
 
-from megatron_dta.errors import run_entry_point
+from megatron_dta.common.errors import run_entry_point
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,7 @@ def main() -> int:
             dry_run(config, lambda line: console.print(line, soft_wrap=True, markup=False))
         return 0
 
-    from megatron_dta.training.finished import finished
+    from megatron_dta.training.checkpoint.finished import finished
 
     done = finished(config)
     if done is not None:
@@ -60,9 +60,9 @@ def main() -> int:
 def _train(config: TrainConfig, console: Console) -> int:
     import torch
 
-    from megatron_dta.training.plot import plot_reward
+    from megatron_dta.training.monitor.plot import plot_reward
+    from megatron_dta.training.monitor.stop_signals import INTERRUPTED
     from megatron_dta.training.setup import build_trainer, metrics_path
-    from megatron_dta.training.stop_signals import INTERRUPTED
 
     trainer = build_trainer(config, console)
     try:

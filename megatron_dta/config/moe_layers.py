@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 
 
 def parse_moe_layer_freq(text: str, num_layers: int) -> list[bool]:

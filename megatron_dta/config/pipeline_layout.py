@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.parallel import ParallelConfig
-from megatron_dta.errors import InputError
-from megatron_dta.planning.cost_model import CostModel
-from megatron_dta.planning.pipeline_layers import layers_per_stage
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.pipeline.layers import layers_per_stage
 
 _FLAG = "--pipeline-model-parallel-layout"
 

@@ -9,7 +9,7 @@ from megatron_dta.config.options import option
 
 @dataclass
 class RewardConfig:
-    """Settings of ``megatron_dta.sampling.scoring`` and of the reward functions code_tests and remote."""
+    """Settings of ``megatron_dta.sampling.rewards.scoring`` and of the reward functions code_tests and remote."""
 
     reward_failure: str = option(
         "stop",

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dta.config.objective_checks import POLICY_GRADIENT
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.checks.objectives import POLICY_GRADIENT
 from megatron_dta.config.optimization import OptimizationConfig
 from megatron_dta.config.treepo import TreePOConfig
-from megatron_dta.errors import InputError
 
 WIDTH, BATCH, MINI_BATCH, OVERSAMPLING, OVERLONG_BUFFER, WARMUP = 16, 512, 32, 3, 512, 10
 

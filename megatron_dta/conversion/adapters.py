@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint, StoredPiece
 from megatron_dta.conversion.parameters import Block, Parameter, Sharding
 from megatron_dta.conversion.safetensors_output import SafetensorsOutput, Shapes, lay_out
-from megatron_dta.errors import InputError
 
 BASE = "base"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.megatron_files import read_metadata_of
-from megatron_dta.errors import InputError
 
 CHECKSUMS = "checksums.json"
 SKIP_FLAG = "--skip-checkpoint-checks"

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 
 UNFINISHED = ".tmp"
 _MANIFEST, _DONE = "conversion.json", ".done"

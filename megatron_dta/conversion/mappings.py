@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.parameters import (
     Block,
@@ -21,7 +22,6 @@ from megatron_dta.conversion.parameters import (
     plain_blocks,
     stacked_blocks,
 )
-from megatron_dta.errors import InputError
 
 
 @dataclass(frozen=True)

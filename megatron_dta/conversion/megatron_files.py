@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.parameters import Parameter, Sharding, StoredAt
 from megatron_dta.conversion.strict_pickle import load_values, read_metadata
-from megatron_dta.errors import InputError
 
 FORMAT = {
     "sharded_backend": "torch_dist",

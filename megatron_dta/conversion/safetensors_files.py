@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.conversion.adapters import CheckpointAdapters
-from megatron_dta.conversion.hf_config import settings_from_hf
+from megatron_dta.conversion.hf.config import settings_from_hf
 from megatron_dta.conversion.job import source_stamp
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.megatron_files import MegatronCheckpoint
 from megatron_dta.conversion.parameters import Parameter, Part
 from megatron_dta.conversion.safetensors_files import INDEX, weight_map_of
 from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOutput, Shapes, index_of, lay_out
-from megatron_dta.errors import InputError
 
 MAX_SHARD_BYTES = 5_000_000_000
 # Choices of a run that change no weight's meaning.

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.conversion.integrity import checksums_of, file_checksum, write_checksums
 from megatron_dta.conversion.job import source_stamp
 from megatron_dta.conversion.mappings import COMPUTED_TENSORS, ModelShape, parameters_of, tensors_of
 from megatron_dta.conversion.megatron_files import Piece, PieceWriter, extra_states_of, write_metadata
 from megatron_dta.conversion.parameters import Parameter, Part, Sharding
 from megatron_dta.conversion.safetensors_files import SafetensorsFolder
-from megatron_dta.errors import InputError
 
 PIECE_BYTES = 1 << 25
 FILE_BYTES = 1 << 31

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.model import TokenRouting
-from megatron_dta.planning.step_plan import StepPlan
+from megatron_dta.planning.step.plan import StepPlan
 
 
 class BalanceLoss:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dta.objectives.weights import TrainedCounts, loss_weights
-from megatron_dta.planning.routing_replay import stream_routing
-from megatron_dta.planning.sample import FIELDS, TrainingSample
-from megatron_dta.planning.stage_program import PipelineShape
-from megatron_dta.planning.step_plan import StepPlan, plan_step
+from megatron_dta.planning.step.passes import PipelineShape
+from megatron_dta.planning.step.plan import StepPlan, plan_step
+from megatron_dta.planning.step.routing_replay import stream_routing
+from megatron_dta.planning.step.sample import FIELDS, TrainingSample
 
 if TYPE_CHECKING:
     from megatron_dta.config import TreeConfig

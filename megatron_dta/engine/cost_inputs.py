@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dta.errors import InputError
-from megatron_dta.planning.cost_file import CostShape
-from megatron_dta.planning.segment_bytes import SegmentBytes
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.file import CostShape
+from megatron_dta.planning.costs.segment_bytes import SegmentBytes
 
 
 def cost_shape(config: TransformerConfig, vocab_size: int, dtype: torch.dtype) -> CostShape:

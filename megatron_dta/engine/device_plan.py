@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_dta.model import RowChunk
-from megatron_dta.planning.stage_program import StageProgram
-from megatron_dta.planning.step_plan import StepPlan
+from megatron_dta.planning.step.passes import StageProgram
+from megatron_dta.planning.step.plan import StepPlan
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,22 @@ import torch
 
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.cost_inputs import cost_shape, counted_bytes
-from megatron_dta.engine.couples import with_pair_terms
 from megatron_dta.engine.expert_pass import mean_ffn_width, with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
+from megatron_dta.engine.preference_pairs import with_pair_terms
 from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.engine.step_result import StepResult
 from megatron_dta.model import Mesh, Model, weights_quantized_once
-from megatron_dta.planning.cost_file import CostFile
-from megatron_dta.planning.cost_model import CostModel
-from megatron_dta.planning.flops import StepCounts
-from megatron_dta.planning.lockstep import RankPlan, plan_in_step
-from megatron_dta.planning.segment_bytes import MemoryBudget, SegmentBytes
-from megatron_dta.planning.stage_program import PipelineShape
-from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS, SIZES
-from megatron_dta.planning.step_plan import StepPlan
+from megatron_dta.planning.costs.file import CostFile
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.costs.segment_bytes import MemoryBudget, SegmentBytes
+from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, plan_in_step
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES
+from megatron_dta.planning.step.flops import StepCounts
+from megatron_dta.planning.step.passes import PipelineShape
+from megatron_dta.planning.step.plan import StepPlan
 
 
 class TreeEngine(RankModel):

@@ -24,7 +24,7 @@ from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DevicePlan
 from megatron_dta.engine.step_result import StepResult
 from megatron_dta.model import Mesh, TokenRouting, TreeGPTModel, accumulation_dtype
-from megatron_dta.planning.multiplicity import token_weights
+from megatron_dta.tree.multiplicity import token_weights
 
 
 class ExpertPass:

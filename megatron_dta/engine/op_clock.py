@@ -16,8 +16,8 @@ from contextlib import contextmanager
 import torch
 
 from megatron_dta.model import Mesh
-from megatron_dta.planning.pipeline_schedule import PipelineOp
-from megatron_dta.planning.timeline import TimelineEvent
+from megatron_dta.planning.pipeline.schedule import PipelineOp
+from megatron_dta.planning.pipeline.timeline import TimelineEvent
 
 
 class OpClock:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from megatron_dta.model import StageChannels, TreeGPTModel
-from megatron_dta.planning.pipeline_simulation import Message
-from megatron_dta.planning.schedule import OpKind
+from megatron_dta.planning.pipeline.simulation import Message
+from megatron_dta.planning.segments.schedule import OpKind
 
 
 class _Key(NamedTuple):

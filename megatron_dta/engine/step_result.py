@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_dta.planning.step_plan import StepPlan
-from megatron_dta.planning.timeline import TimelineEvent
+from megatron_dta.planning.pipeline.timeline import TimelineEvent
+from megatron_dta.planning.step.plan import StepPlan
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
 """The model layer: the only package that imports Megatron's model classes and the kernels."""
 
-from dta_kernels.linear_logprobs import RowChunk
-from dta_kernels.tree_attention_plan import AttentionShape
-from dta_kernels.tree_attention_reference import accumulation_dtype
-from megatron_dta.model.attention_context import AttentionContext, EmptyContext
-from megatron_dta.model.kv_pool import KVPool
-from megatron_dta.model.lora import LoraAdapter, adapters_of, without_adapters
-from megatron_dta.model.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
-from megatron_dta.model.provider import build_model, build_stock_model
-from megatron_dta.model.segment_attention import SegmentAttentionPlans, choose_attention
-from megatron_dta.model.segment_context import SegmentContext
-from megatron_dta.model.stage_channels import StageChannels, stage_channels
-from megatron_dta.model.staged_model import Model, StagedModel
-from megatron_dta.model.token_routing import TokenRouting
-from megatron_dta.model.transformer_engine_layers import TreeTELinear, weights_quantized_once
+from dta_kernels.logprobs.linear import RowChunk
+from dta_kernels.tree_attention.plan import AttentionShape
+from dta_kernels.tree_attention.reference import accumulation_dtype
+from megatron_dta.model.attention.context import AttentionContext, EmptyContext
+from megatron_dta.model.attention.kv_pool import KVPool
+from megatron_dta.model.attention.segment_attention import SegmentAttentionPlans, choose_attention
+from megatron_dta.model.attention.segment_context import SegmentContext
+from megatron_dta.model.attention.token_routing import TokenRouting
+from megatron_dta.model.build import build_model, build_stock_model
+from megatron_dta.model.layers.lora import LoraAdapter, adapters_of, without_adapters
+from megatron_dta.model.layers.transformer_engine import TreeTELinear, weights_quantized_once
+from megatron_dta.model.parallel.mesh import Mesh, current_mesh, destroy_parallel, initialize_parallel
+from megatron_dta.model.parallel.stage_channels import StageChannels, stage_channels
+from megatron_dta.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.model.tree_model import TreeGPTModel
 from megatron_dta.model.value_model import TreeValueModel
 

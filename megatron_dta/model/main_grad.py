@@ -28,7 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn import Parameter
 
-from dta_kernels.weight_gradients import add_row_gradients, add_weight_gradient, gradient_placeholder
+from dta_kernels.layers.weight_gradients import add_row_gradients, add_weight_gradient, gradient_placeholder
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:

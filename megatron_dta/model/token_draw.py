@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def draw_by_kernels(logits_BV: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """A token of each row (int64 [B]) and its logprob (float32 [B]), see ``dta_kernels.draw_tokens``."""
+    """A token of each row (int64 [B]) and its logprob (float32 [B]), see ``dta_kernels.logprobs.draw_tokens``."""
     # Triton is there wherever this is called.
-    from dta_kernels.draw_tokens import draw_tokens
+    from dta_kernels.logprobs.draw_tokens import draw_tokens
 
     return draw_tokens(logits_BV, noise_B, temperature)

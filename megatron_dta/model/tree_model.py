@@ -19,12 +19,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from dta_kernels.linear_logprobs import RowChunk, linear_logprobs
-from dta_kernels.parallel_linear_logprobs import parallel_linear_logprobs
-from megatron_dta.config.transformer_engine_checks import FP8_UNITS
-from megatron_dta.model.attention_context import AttentionContext, check_context
+from dta_kernels.logprobs.linear import RowChunk, linear_logprobs
+from dta_kernels.logprobs.vocab_parallel import parallel_linear_logprobs
+from megatron_dta.config.checks.transformer_engine import FP8_UNITS
+from megatron_dta.model.attention.context import AttentionContext, check_context
+from megatron_dta.model.attention.paged_context import PagedContext
 from megatron_dta.model.main_grad import main_grad_of, output_rows
-from megatron_dta.model.paged_context import PagedContext
 from megatron_dta.model.rotary import rotary_tables
 
 

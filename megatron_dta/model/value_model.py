@@ -20,8 +20,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from dta_kernels.linear_logprobs import RowChunk
-from dta_kernels.tree_attention_reference import accumulation_dtype
+from dta_kernels.logprobs.linear import RowChunk
+from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.model.tree_model import TreeGPTModel
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 
 STD_FLOOR = 1e-6
 

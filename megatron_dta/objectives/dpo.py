@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 from megatron_dta.objectives.advantages import group_numbers
 from megatron_dta.objectives.fields import LossFields, PairTerms, TokenLosses, masked
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 from megatron_dta.objectives.advantages import (
     STD_FLOOR,
     group_advantages,

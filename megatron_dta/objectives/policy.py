@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 from megatron_dta.objectives.corrections import Correction
 from megatron_dta.objectives.fields import LossFields, TokenLosses, masked
 from megatron_dta.objectives.surrogates import Clip, SurrogateFunction, clipped

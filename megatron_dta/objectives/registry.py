@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 from megatron_dta.objectives.corrections import CORRECTION_LEVELS, CORRECTION_MODES, Correction
 from megatron_dta.objectives.dpo import dpo_loss, pair_terms
 from megatron_dta.objectives.fields import Objective

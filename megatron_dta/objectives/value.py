@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 from megatron_dta.objectives.fields import LossFields, TokenLosses, masked
 
 

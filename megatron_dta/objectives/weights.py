@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 
 AGGREGATIONS = ("token-mean", "sequence-mean", "trajectory-mean", "sequence-sum")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.step.sample import TrainingSample
 
 
 def compact_vocabulary(sequences: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int]:

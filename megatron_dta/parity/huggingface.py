@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
-from megatron_dta.conversion.hf_config import architecture
-from megatron_dta.conversion.hf_config_output import huggingface_config
+from megatron_dta.conversion.hf.config import architecture
+from megatron_dta.conversion.hf.config_output import huggingface_config
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
-from megatron_dta.errors import InputError
 from megatron_dta.parity.huggingface_experts import experts_are_stacked, stack_experts
 
 

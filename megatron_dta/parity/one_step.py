@@ -22,7 +22,7 @@ from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import AttentionContext, TreeGPTModel
 from megatron_dta.objectives import make_objective
 from megatron_dta.parity.huggingface_experts import experts_are_stacked, stack_experts
-from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.step.sample import TrainingSample
 
 Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 

@@ -21,7 +21,7 @@ from megatron_dta.parity.huggingface import build_huggingface
 from megatron_dta.parity.merged_adapters import load_merged, unmerged_name
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.plain_router import PlainRouter
-from megatron_dta.planning.sample import FIELDS, TrainingSample
+from megatron_dta.planning.step.sample import FIELDS, TrainingSample
 
 Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses]
 

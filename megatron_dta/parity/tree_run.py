@@ -11,7 +11,7 @@ from megatron_dta.engine import StepResult, TreeEngine, prepare_batch
 from megatron_dta.model import build_model
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.references import Objective
-from megatron_dta.planning.sample import TrainingSample
+from megatron_dta.planning.step.sample import TrainingSample
 
 
 def run_tree(

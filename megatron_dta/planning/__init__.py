@@ -1,22 +1,22 @@
 """Plans made before a step runs: ranks, segments, schedule, what is recomputed, index arrays. NumPy only."""
 
-from megatron_dta.planning.cost_model import CostModel
-from megatron_dta.planning.mini_batches import cut_mini_batches
-from megatron_dta.planning.partition import Partition, partition_samples, partition_sequences
-from megatron_dta.planning.pipeline_costs import PipelineCosts
-from megatron_dta.planning.pipeline_planner import plan_pipeline
-from megatron_dta.planning.pipeline_schedule import (
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.partition.divide import Partition, partition_samples, partition_sequences
+from megatron_dta.planning.partition.mini_batches import cut_mini_batches
+from megatron_dta.planning.pipeline.costs import PipelineCosts
+from megatron_dta.planning.pipeline.planner import plan_pipeline
+from megatron_dta.planning.pipeline.schedule import (
     PipelineOp,
     PipelineSchedule,
     check_schedule,
     forward_only_pipeline,
     tree_1f1b,
 )
-from megatron_dta.planning.pipeline_simulation import Message, Timeline, message_order, rank_programs, simulate
-from megatron_dta.planning.recompute import choose_kept_segments
-from megatron_dta.planning.schedule import Op, OpKind, allocate_slots, depth_first_schedule
-from megatron_dta.planning.segment_plan import SegmentPlan, segment_parents
-from megatron_dta.planning.segments import plan_segments
+from megatron_dta.planning.pipeline.simulation import Message, Timeline, message_order, rank_programs, simulate
+from megatron_dta.planning.segments.cut import plan_segments
+from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
+from megatron_dta.planning.segments.recompute import choose_kept_segments
+from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots, depth_first_schedule
 
 __all__ = [
     "CostModel",

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 

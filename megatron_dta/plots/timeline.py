@@ -16,7 +16,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_dta.planning.timeline import TimelineEvent, timeline_span, timeline_utilisation
+from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_span, timeline_utilisation
 from megatron_dta.plots.files import checked_path, write_figure
 
 COLORS = {"F": "#3b75af", "B": "#d9822b", "I": "#d9822b", "W": "#5a9e4b"}

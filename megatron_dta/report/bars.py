@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_dta.planning.timeline import TimelineEvent, timeline_span, timeline_utilisation
+from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_span, timeline_utilisation
 from megatron_dta.report.line_chart import COLORS
 from megatron_dta.report.markup import Markup, linear_ticks, number, svg, tag, tick_below
 

@@ -19,7 +19,7 @@ from megatron_dta.report.search import SCRIPT_SOURCE, search_bar, search_script
 from megatron_dta.report.transcripts import MOST_CHARACTERS, transcripts
 from megatron_dta.report.tree_picture import tree_picture
 from megatron_dta.rollouts import Rollout
-from megatron_dta.training.benefits import benefit_sentences
+from megatron_dta.training.monitor.benefits import benefit_sentences
 
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {SCRIPT_SOURCE}"
 STYLE = """

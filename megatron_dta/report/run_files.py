@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.errors import InputError
-from megatron_dta.planning.timeline import TimelineEvent, read_timeline
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import read_json
+from megatron_dta.planning.pipeline.timeline import TimelineEvent, read_timeline
 from megatron_dta.rollouts import Rollout, load_rollouts
-from megatron_dta.rollouts.files import read_json
-from megatron_dta.training.best_checkpoint import BEST
-from megatron_dta.training.metrics import read_metrics
-from megatron_dta.training.rollout_files import FOLDER, TEXTS_SUFFIX, TOKENS_SUFFIX
-from megatron_dta.training.settings_file import SETTINGS
+from megatron_dta.training.checkpoint.best import BEST
+from megatron_dta.training.data.saved_rollouts import FOLDER, TEXTS_SUFFIX, TOKENS_SUFFIX
+from megatron_dta.training.monitor.metrics import read_metrics
+from megatron_dta.training.monitor.settings_file import SETTINGS
 
 TextRun = tuple[int, str, bool]
 

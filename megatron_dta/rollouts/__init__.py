@@ -31,8 +31,8 @@ or a record without a trained token stop the run with the file, the row, the fie
 ``examples/rollouts.example.jsonl`` holds a few. ``load_rollouts`` reads, ``write_rollouts`` writes.
 """
 
-from megatron_dta.rollouts.framing import cut_length, cut_turns, mask_runs
 from megatron_dta.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.rollouts.record import FIELD_NAMES, Rollout
+from megatron_dta.rollouts.sample_granularity import cut_length, cut_turns, mask_runs
 
 __all__ = ["FIELD_NAMES", "Rollout", "cut_length", "cut_turns", "load_rollouts", "mask_runs", "write_rollouts"]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.errors import InputError
-from megatron_dta.rollouts.files import replacing
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import replacing
 from megatron_dta.rollouts.record import (
     FIELD_NAMES,
     Rollout,

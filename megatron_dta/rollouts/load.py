@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dta.errors import InputError
-from megatron_dta.rollouts.framing import FRAMINGS, cut_length, cut_turns
+from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts.jsonl import read_jsonl, write_jsonl
 from megatron_dta.rollouts.npz import read_npz
 from megatron_dta.rollouts.paths import NodeCheck
 from megatron_dta.rollouts.record import Rollout, check_required, check_vocabulary, row_error
+from megatron_dta.rollouts.sample_granularity import FRAMINGS, cut_length, cut_turns
 
 logger = logging.getLogger(__name__)
 

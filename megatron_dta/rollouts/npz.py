@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts.record import Rollout, field_error, printable, row_error
 
 _KINDS = {

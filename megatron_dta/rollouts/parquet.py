@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from megatron_dta.errors import InputError
-from megatron_dta.rollouts.files import replacing
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import replacing
 from megatron_dta.rollouts.record import (
     FIELD_NAMES,
     REQUIRED_FIELDS,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_EXPERT = 2**15 - 1

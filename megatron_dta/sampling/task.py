@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import RewardConfig, SamplingConfig
-from megatron_dta.errors import InputError
-from megatron_dta.sampling.arithmetic import ArithmeticTask
-from megatron_dta.sampling.chat_template import ChatTemplate, chat_template_settings
-from megatron_dta.sampling.prompts import Prompt, PromptReader
-from megatron_dta.sampling.remote_reward import RemoteReward
-from megatron_dta.sampling.rewards import RewardFunction, exact_match, load_reward_function
-from megatron_dta.sampling.scoring import Scorer
-from megatron_dta.sampling.tokenizer import Tokenizer, build_tokenizer
+from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate, chat_template_settings
+from megatron_dta.sampling.prompts.load import Prompt, PromptReader
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer, build_tokenizer
+from megatron_dta.sampling.rewards.registry import RewardFunction, exact_match, load_reward_function
+from megatron_dta.sampling.rewards.scoring import Scorer
+from megatron_dta.sampling.rewards.server_reward import RemoteReward
 
 
 @dataclass(frozen=True)

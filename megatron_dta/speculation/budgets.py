@@ -32,8 +32,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from megatron_dta.speculation.completion_probability import candidate_lengths
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.straggler import candidate_lengths
 
 NEVER = 2.0
 """Above every probability."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 
 
 @dataclass(frozen=True)

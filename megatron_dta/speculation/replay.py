@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dta.rollouts.framing import mask_runs
 from megatron_dta.rollouts.record import Rollout
+from megatron_dta.rollouts.sample_granularity import mask_runs
 from megatron_dta.speculation.degenerate import degenerate_length
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.report import SpeculationReport

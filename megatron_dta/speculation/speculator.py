@@ -36,14 +36,14 @@ from megatron_dta.speculation.budgets import (
     optimal_budget,
 )
 from megatron_dta.speculation.calibration import AcceptanceTable
+from megatron_dta.speculation.completion_probability import CANDIDATES, last_probabilities
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.exploration import EXPLORED_TOKENS, LONELY, exploring_share, keyed_share
 from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.gate import Rounds
 from megatron_dta.speculation.plain_forwards import NOTHING_BEFORE, Before, PlainForwards
 from megatron_dta.speculation.proposal import Proposal
 from megatron_dta.speculation.report import SpeculationReport
-from megatron_dta.speculation.rounds import Rounds
-from megatron_dta.speculation.straggler import CANDIDATES, last_probabilities
 from megatron_dta.speculation.suffix_forest import Drafts
 
 _QUERY_SHARE = 0.005

@@ -21,32 +21,32 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_dta.capacity.memory import InFlight, RankMemory, RunMesh, StateSettings, stage_memory
+from megatron_dta.capacity.shape import RunShape
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.lora_sizes import adapter_parameters
-from megatron_dta.conversion.hf_config import architecture, read_hf_config
+from megatron_dta.conversion.hf.config import architecture, read_hf_config
 from megatron_dta.conversion.integrity import check_parts
 from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.safetensors_files import SafetensorsFolder
 from megatron_dta.conversion.to_megatron import check_tensors
-from megatron_dta.errors import InputError
 from megatron_dta.objectives import Objective, make_objective
-from megatron_dta.planning.cost_file import load_cost_file
-from megatron_dta.planning.modes import plan_forest
-from megatron_dta.planning.run_memory import InFlight, RankMemory, RunMesh, StateSettings, stage_memory
-from megatron_dta.planning.run_shape import RunShape
-from megatron_dta.planning.segment_bytes import GIB
-from megatron_dta.planning.step_choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.planning.costs.file import load_cost_file
+from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.planning.step.modes import plan_forest
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import load_environment
-from megatron_dta.training.checkpoint import check_continues, check_weights
-from megatron_dta.training.checkpoint_files import find_checkpoint
-from megatron_dta.training.checkpoint_reader import read_common
-from megatron_dta.training.hf_weights import check_save_hf
-from megatron_dta.training.metrics import check_loggers
-from megatron_dta.training.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
+from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.checkpoint.reader import read_common
+from megatron_dta.training.checkpoint.save_load import check_continues, check_weights
+from megatron_dta.training.data.stored import StoredRollouts, load_files
+from megatron_dta.training.monitor.metrics import check_loggers
+from megatron_dta.training.monitor.run_description import mesh_text, run_mesh, steps_text, tokenizer_lines
 from megatron_dta.training.setup import read_data, with_known_sizes
-from megatron_dta.training.stored_data import StoredRollouts, load_files
+from megatron_dta.training.weights.huggingface import check_save_hf
 
 Report = Callable[[str], None]
 

@@ -21,29 +21,29 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.engine import TreeBatch, TreeEngine
-from megatron_dta.errors import InputError
 from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
+from megatron_dta.rollouts.collection_order import Evaluation, RolloutError, RolloutSource
 from megatron_dta.rollouts.paths import decoded_tokens
-from megatron_dta.rollouts.source import Evaluation, RolloutError, RolloutSource
-from megatron_dta.training.best_checkpoint import BestCheckpoint, better_checkpoint
-from megatron_dta.training.checkpoint import CheckpointSaver
+from megatron_dta.training.checkpoint.best import BestCheckpoint, better_checkpoint
+from megatron_dta.training.checkpoint.save_load import CheckpointSaver
 from megatron_dta.training.critic import Critic
-from megatron_dta.training.guard import Guard, GuardState
-from megatron_dta.training.hf_weights import save_hf
-from megatron_dta.training.metrics import TIMING, MetricsLog
+from megatron_dta.training.data.prepare import SamplePreparation
+from megatron_dta.training.data.saved_rollouts import RolloutFiles
+from megatron_dta.training.data.step import StepSamples, pack_steps, unpack_steps
+from megatron_dta.training.monitor.console import RunConsole
+from megatron_dta.training.monitor.guard import Guard, GuardState
+from megatron_dta.training.monitor.metrics import TIMING, MetricsLog
+from megatron_dta.training.monitor.rollout_samples import RolloutSamples
+from megatron_dta.training.monitor.step_metrics import Stopwatch, step_sizes, step_timing
+from megatron_dta.training.monitor.stop_signals import StopSignals
+from megatron_dta.training.monitor.timelines import write_step_timeline
+from megatron_dta.training.monitor.watchdog import Watchdog
 from megatron_dta.training.optimizer import TrainingOptimizer
-from megatron_dta.training.preparation import SamplePreparation
-from megatron_dta.training.rollout_files import RolloutFiles
-from megatron_dta.training.rollout_samples import RolloutSamples
-from megatron_dta.training.run_console import RunConsole
-from megatron_dta.training.samples import StepSamples, pack_steps, unpack_steps
-from megatron_dta.training.step_metrics import Stopwatch, step_sizes, step_timing
-from megatron_dta.training.stop_signals import StopSignals
-from megatron_dta.training.timelines import write_step_timeline
-from megatron_dta.training.watchdog import Watchdog
+from megatron_dta.training.weights.huggingface import save_hf
 
 # Collections in a row without anything to train (of rejection sampling, or pairs) after which a run gives up.
 EMPTY_COLLECTIONS = 20

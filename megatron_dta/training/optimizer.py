@@ -23,9 +23,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dta import cpu_compat
 from megatron_dta.config import OptimizationConfig, ParallelConfig
-from megatron_dta.config.state_checks import DTYPES
+from megatron_dta.config.checks.optimizer_states import DTYPES
 from megatron_dta.model import Model
-from megatron_dta.training.optimizer_parts import keep_owned, owned_state
+from megatron_dta.training.optimizer_state import keep_owned, owned_state
 
 # Megatron's layout of a distributed optimizer's state that loads on any mesh, gathered on the host.
 _RESHARDABLE = {

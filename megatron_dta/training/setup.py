@@ -15,20 +15,24 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import LoggingConfig, TrainConfig
+from megatron_dta.config.checks.optimizer_states import check_state_support
 from megatron_dta.config.model import without_lora
-from megatron_dta.config.state_checks import check_state_support
 from megatron_dta.config.train import settings_by_flag
 from megatron_dta.engine import TreeEngine
-from megatron_dta.errors import InputError
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import Objective, make_objective
-from megatron_dta.planning.cost_file import CostFile, load_cost_file
+from megatron_dta.planning.costs.file import CostFile, load_cost_file
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.source import Evaluation
+from megatron_dta.rollouts.collection_order import Evaluation
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask, build_task
-from megatron_dta.sampling.tokenizer import Tokenizer
-from megatron_dta.training.checkpoint import (
+from megatron_dta.training.checkpoint.files import find_checkpoint, remove_leftovers
+from megatron_dta.training.checkpoint.finished import already_at
+from megatron_dta.training.checkpoint.random_state import seed_random_states
+from megatron_dta.training.checkpoint.run_folders import lock_run, run_folders
+from megatron_dta.training.checkpoint.save_load import (
     REFERENCE,
     has_adapters,
     load_checkpoint,
@@ -36,24 +40,11 @@ from megatron_dta.training.checkpoint import (
     save_base,
     save_weights,
 )
-from megatron_dta.training.checkpoint_files import find_checkpoint, remove_leftovers
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.critic import Critic, build_critic_model
-from megatron_dta.training.finished import already_at
-from megatron_dta.training.hf_weights import check_save_hf, load_hf
-from megatron_dta.training.loop import Progress, Trainer
-from megatron_dta.training.metrics import MetricsLog, check_loggers
-from megatron_dta.training.optimizer import TrainingOptimizer
-from megatron_dta.training.preparation import SamplePreparation
-from megatron_dta.training.random_state import seed_random_states
-from megatron_dta.training.reference import Reference
-from megatron_dta.training.rollout_files import RolloutFiles
-from megatron_dta.training.rollout_samples import RolloutSamples
-from megatron_dta.training.run_description import BuiltRun, describe_run, parameter_counts
-from megatron_dta.training.run_folders import lock_run, run_folders
-from megatron_dta.training.sampled_data import build_sampled_data, steps_per_collection
-from megatron_dta.training.settings_file import write_settings
-from megatron_dta.training.stored_data import (
+from megatron_dta.training.data.prepare import SamplePreparation
+from megatron_dta.training.data.saved_rollouts import RolloutFiles
+from megatron_dta.training.data.stored import (
     StoredEvaluation,
     StoredRollouts,
     check_text_flags,
@@ -62,6 +53,15 @@ from megatron_dta.training.stored_data import (
     stored_tokenizer,
     text_reader,
 )
+from megatron_dta.training.loop import Progress, Trainer
+from megatron_dta.training.monitor.metrics import MetricsLog, check_loggers
+from megatron_dta.training.monitor.rollout_samples import RolloutSamples
+from megatron_dta.training.monitor.run_description import BuiltRun, describe_run, parameter_counts
+from megatron_dta.training.monitor.settings_file import write_settings
+from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.rollout_source import build_sampled_data, steps_per_collection
+from megatron_dta.training.weights.huggingface import check_save_hf, load_hf
+from megatron_dta.training.weights.reference import Reference
 
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dta.errors import InputError
+from megatron_dta.common.errors import InputError
 from megatron_dta.tree.prefix_tree import PrefixTree
 
 FIRST_CHUNK_TOKENS = 64

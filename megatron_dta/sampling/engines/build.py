@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import SamplingConfig, TrainConfig
-from megatron_dta.errors import InputError
 from megatron_dta.model import Model
 from megatron_dta.rollouts import Rollout
-from megatron_dta.sampling.engines.decode_steps import why_not_captured
-from megatron_dta.sampling.engines.drafting import Drafting, SuffixDrafting
-from megatron_dta.sampling.engines.http_client import HttpSettings
-from megatron_dta.sampling.engines.http_engine import HttpEngine
-from megatron_dta.sampling.engines.in_process import InProcessEngine
+from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
+from megatron_dta.sampling.engines.in_process.drafting import Drafting, SuffixDrafting
+from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.replay import ReplayEngine
-from megatron_dta.sampling.engines.server_speculation import ServerSpeculation
-from megatron_dta.sampling.engines.sglang import SglangProtocol
-from megatron_dta.sampling.engines.vllm import VllmProtocol
+from megatron_dta.sampling.engines.servers.engine import HttpEngine
+from megatron_dta.sampling.engines.servers.http_client import HttpSettings
+from megatron_dta.sampling.engines.servers.sglang import SglangProtocol
+from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
+from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
 from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.rounds import Rounds
+from megatron_dta.speculation.gate import Rounds
 from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 

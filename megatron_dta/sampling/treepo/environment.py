@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from megatron_dta.errors import InputError
-from megatron_dta.sampling.tokenizer import Tokenizer
+from megatron_dta.common.errors import InputError
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.evaluation import Answers, evaluate_answers
 from megatron_dta.sampling.keyed_random import Domain
-from megatron_dta.sampling.source import sampling_params
+from megatron_dta.sampling.sources.independent import sampling_params
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.sampler import TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings

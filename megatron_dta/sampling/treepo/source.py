@@ -13,19 +13,19 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
-from megatron_dta.errors import InputError
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.source import Evaluation, RolloutError, SampledSource
+from megatron_dta.rollouts.collection_order import Evaluation, RolloutError, SampledSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.sampling.prompts import Prompt, prompts_at
-from megatron_dta.sampling.rewards import Response
-from megatron_dta.sampling.scoring import counted
-from megatron_dta.sampling.source import sampling_params
+from megatron_dta.sampling.prompts.load import Prompt, prompts_at
+from megatron_dta.sampling.rewards.registry import Response
+from megatron_dta.sampling.rewards.scoring import counted
+from megatron_dta.sampling.sources.independent import sampling_params
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.treepo.records import tree_rollouts

@@ -1,0 +1,1 @@
+"""Shared parts of the benchmarks: engines to measure, attention cases, profiles."""

@@ -1,0 +1,92 @@
+"""Settings of the tree attention kernels that ``benchmark_attention.py`` tries beside the table's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig
+
+# By padded head size; what is likeliest to work comes first, a compiler that crashes then costs least.
+_FORWARD = {
+    64: [(128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3)],
+    128: [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2),
+          (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 3)],
+    256: [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2)],
+}  # fmt: skip
+_KEY_GRADIENTS = {
+    64: [(64, 128, 8, 3), (64, 128, 8, 2), (64, 128, 4, 2), (128, 128, 8, 2), (64, 64, 4, 3)],
+    128: [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 8, 2), (32, 128, 8, 3),
+          (32, 128, 4, 3), (32, 64, 4, 3)],
+    256: [(64, 64, 8, 1), (32, 64, 8, 2), (32, 64, 4, 1), (64, 64, 8, 2)],
+}  # fmt: skip
+_FROM_SCORES = {
+    64: [(4, 3), (4, 4), (4, 5), (8, 3)],
+    128: [(4, 3), (4, 2), (4, 4), (8, 3)],
+    256: [(4, 3), (4, 2), (8, 2)],
+}
+_AGAIN = {
+    64: [(128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2)],
+    128: [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 128, 8, 2)],
+    256: [(64, 64, 8, 1), (64, 32, 4, 1)],
+}
+
+
+def forward_candidates(
+    base: TreeAttentionConfig, padded_head_size: int, tma: bool, hopper: bool
+) -> Iterator[TreeAttentionConfig]:
+    """The forward kernel's, with and without tensor descriptors where these can be used; one head per tile too.
+
+    hopper: the kernels of ``tree_attention_hopper`` as well.
+    """
+    for settings in _FORWARD[padded_head_size]:
+        for descriptors in (True, False) if tma else (False,):
+            yield replace(base, forward=KernelConfig(*settings, tma=descriptors))
+    yield replace(base, forward=replace(base.forward, max_pack=1))
+    if hopper and padded_head_size <= 128:
+        for keys in (128, 64):
+            yield replace(base, forward=KernelConfig(128, keys, 4, 2, tma=True, hopper=True))
+
+
+def key_gradient_candidates(
+    base: TreeAttentionConfig, padded_head_size: int, hopper: bool
+) -> Iterator[TreeAttentionConfig]:
+    """Those of the kernel that computes dK and dV; its tiles are dQ's too."""
+    for settings in _KEY_GRADIENTS[padded_head_size]:
+        for descriptors in (False, True):
+            yield replace(base, key_gradients=KernelConfig(*settings, tma=descriptors))
+    yield replace(base, key_gradients=replace(base.key_gradients, max_pack=1))
+    if hopper and padded_head_size <= 128:
+        yield replace(base, key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True))
+
+
+def library_candidates(base: TreeAttentionConfig) -> Iterator[TreeAttentionConfig]:
+    """A library's kernel for the rectangle of ancestors that many queries see, in several granularities."""
+    # Only Triton's kernels take a library's result.
+    triton = {
+        "forward": KernelConfig(128, 128, 8, 3, tma=base.forward.tma),
+        "key_gradients": KernelConfig(64, 64, 4, 2, tma=base.forward.tma),
+    }
+    for name, kernel in triton.items():
+        if getattr(base, name).hopper:
+            base = replace(base, **{name: kernel})
+    for queries, keys in ((256, 256), (256, 512), (512, 1024)):
+        yield replace(base, library_queries=queries, library_keys=keys)
+
+
+def query_gradient_candidates(
+    base: TreeAttentionConfig, padded_head_size: int, tma: bool
+) -> Iterator[TreeAttentionConfig]:
+    """Those of the two ways to dQ, and the memory of the first."""
+    tile = base.key_gradients
+    for warps, stages in _FROM_SCORES[padded_head_size]:
+        for descriptors in (False, True) if tma else (False,):
+            settings = KernelConfig(tile.rows, tile.keys, warps, stages, tma=descriptors)
+            yield replace(base, query_gradients_from_scores=settings)
+    for mebibytes in (128, 256, 512, 2048):
+        yield replace(base, stored_scores_bytes=mebibytes << 20)
+    # The Hopper kernel always stores them.
+    for settings in () if tile.hopper else _AGAIN[padded_head_size]:
+        for descriptors in (False, True) if tma else (False,):
+            again = KernelConfig(*settings, tma=descriptors)
+            yield replace(base, stored_scores_bytes=0, query_gradients=again)

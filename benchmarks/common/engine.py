@@ -1,0 +1,178 @@
+"""What the parts of the rollout benchmark share: a model of a given shape with random weights, and an engine on it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig
+from megatron_dta.model import Model, build_model, initialize_parallel
+from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket, why_not_captured
+from megatron_dta.sampling.engines.in_process.drafting import Drafting
+from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.params import SamplingParams
+
+# Qwen3's shapes; "tiny" is for a look on a laptop.
+SHAPES = {
+    "tiny": dict(num_layers=4, hidden_size=256, ffn_hidden_size=768, heads=8, groups=4, head_size=32, vocab_size=4096),
+    "0.6b": dict(
+        num_layers=28, hidden_size=1024, ffn_hidden_size=3072, heads=16, groups=8, head_size=128, vocab_size=151936
+    ),
+    "1.7b": dict(
+        num_layers=28, hidden_size=2048, ffn_hidden_size=6144, heads=16, groups=8, head_size=128, vocab_size=151936
+    ),
+    "8b": dict(
+        num_layers=36, hidden_size=4096, ffn_hidden_size=12288, heads=32, groups=8, head_size=128, vocab_size=151936
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model with what its decoding cannot be faster than.
+
+    Attributes:
+        weight_bytes: read at every decoding pass: all parameters but an input embedding of its own.
+        token_bytes: K and V of one position in all layers.
+        bandwidth: bytes a second, of a large copy or as given.
+    """
+
+    model: Model
+    device: torch.device
+    weight_bytes: int
+    token_bytes: int
+    bandwidth: float
+    bandwidth_from: str
+
+    def bound_seconds(self, cached_tokens: float) -> float:
+        """Least time of a decoding pass that reads the weights and ``cached_tokens`` positions once each."""
+        return (self.weight_bytes + cached_tokens * self.token_bytes) / self.bandwidth
+
+
+def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Flags that all parts have, ``without`` those that a part would not read (fields, as ``block_size``)."""
+
+    def add(flag: str, **settings: Any) -> None:
+        if flag.removeprefix("--").replace("-", "_") not in without:
+            parser.add_argument(flag, **settings)
+
+    add("--shape", choices=list(SHAPES), default="tiny")
+    add("--dtype", choices=("bf16", "fp32"), default=None, help="default: bf16 on a GPU, else fp32")
+    add("--batch", type=int, default=64, help="sequences decoded at once (--inference-max-requests)")
+    add("--block-size", type=int, default=16, help="--inference-dynamic-batching-block-size")
+    add("--buffer-size-gb", type=float, help="--inference-dynamic-batching-buffer-size-gb")
+    add("--max-tokens", type=int, default=4096, help="--inference-dynamic-batching-max-tokens")
+    add("--cuda-graphs", action=argparse.BooleanOptionalAction, help="--rollout-cuda-graphs (default: where possible)")
+    add("--burst", type=int, default=8, help="passes that run before the host looks at their tokens")
+    add("--attention-impl", choices=("auto", "triton", "reference"), default="auto")
+    add("--max-position-embeddings", type=int, default=8192)
+    add("--memory-bandwidth-gbs", type=float, help="of the data sheet; default: measured by copying")
+    add("--runs", type=int, default=3, help="timed runs; medians are reported")
+    add("--seed", type=int, default=0)
+    add("--output", help="JSON file for the results")
+    add("--json", action="store_true", help="print the results as JSON on the last line")
+
+
+def check_arguments(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse counts below 1, of those that the part has."""
+    for name in ("batch", "block_size", "max_tokens", "burst", "max_position_embeddings", "runs", *names):
+        if getattr(arguments, name, 1) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+
+
+def build_setup(arguments: argparse.Namespace) -> Setup:
+    """The model that the flags ask for, in evaluation mode."""
+    device = initialize_parallel(arguments.seed)
+    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    shape = dict(SHAPES[arguments.shape])
+    heads, groups, head_size = shape.pop("heads"), shape.pop("groups"), shape.pop("head_size")
+    config = ModelConfig(
+        **shape,
+        num_attention_heads=heads,
+        group_query_attention=True,
+        num_query_groups=groups,
+        kv_channels=head_size,
+        max_position_embeddings=arguments.max_position_embeddings,
+        qk_layernorm=True,
+        swiglu=True,
+        disable_bias_linear=True,
+        bf16=dtype == "bf16",
+    )
+    model = build_model(config, device).eval()
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    if not model.share_embeddings_and_output_weights:
+        embedding = model.embedding.word_embeddings.weight
+        weight_bytes -= embedding.numel() * embedding.element_size()
+    token_bytes = 2 * config.num_layers * groups * head_size * next(model.parameters()).element_size()
+    given = arguments.memory_bandwidth_gbs
+    bandwidth = given * 1e9 if given is not None else measured_bandwidth(device)
+    return Setup(model, device, weight_bytes, token_bytes, bandwidth, "given" if given is not None else "copy")
+
+
+def build_engine(
+    setup: Setup,
+    arguments: argparse.Namespace,
+    drafting: Drafting | None = None,
+    make: Callable[..., InProcessEngine] = InProcessEngine,
+) -> InProcessEngine:
+    """An engine with the settings of the flags."""
+    reason = why_not_captured(setup.model, arguments.attention_impl)
+    if arguments.cuda_graphs and reason is not None:
+        raise InputError(f"--cuda-graphs {reason}; leave it out")
+    return make(
+        setup.model,
+        arguments.batch,
+        arguments.block_size,
+        arguments.buffer_size_gb,
+        arguments.max_tokens,
+        drafting,
+        attention_impl=arguments.attention_impl,
+        static_passes=arguments.cuda_graphs is not False and reason is None,
+        burst=arguments.burst,
+    )
+
+
+def warm_up(setup: Setup, engine: InProcessEngine, rows: int, params: SamplingParams) -> None:
+    """Compile and capture what passes of up to ``rows`` decoding rows need, and let the allocator have memory."""
+    if setup.device.type == "cuda":
+        # From here on nothing asks the driver for memory, which takes milliseconds each time.
+        torch.empty(int(0.45 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device=setup.device)
+    for count in sorted({min(rows, bucket(n)) for n in range(1, rows + 1)}):
+        # The samples of one prompt get copies of its last page.
+        engine.start(params, 0)
+        generate(engine, [GenerationRequest(i, np.arange(100, dtype=np.int32), 3, i) for i in range(count)])
+
+
+def counts_since(before: dict[str, float], engine: InProcessEngine) -> dict[str, float]:
+    """What an engine's counters have gained since they were ``before``."""
+    return {name: count - before[name] for name, count in engine.statistics().items()}
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by a copy that is far larger than any cache."""
+    count = 2**28 if device.type == "cuda" else 2**26
+    source = torch.zeros(count, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(8):
+        synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return 2 * 4 * count / median(seconds[2:])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, if it is one that runs by itself."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,208 @@
+"""Measures rollouts of the in-process engine on a model with random weights: each part is a subcommand.
+
+    python benchmarks/rollout.py decode [--shape 1.7b] [--batch 64] [--prompt-tokens 512] [--response-tokens 256]
+        [--samples-per-prompt 1] [--output FILE.json] [--json]
+
+decode    tokens per second of plain sampling. The same requests run with one token each and with --response-tokens + 1;
+          the difference is decoding, what remains is the prompts. Nothing ends early. "share_of_memory_bound" compares
+          a decoding pass with the time it takes to read the weights and every cached position once.
+tree      trees (TreePO) against as many independent rollouts: trajectories and tokens per second, with lengths drawn
+          from a lognormal distribution (--mean-length, --length-sigma, --max-length), which random weights do not have.
+attention the decoding kernel alone, by settings; needs a GPU.
+das       decoding recorded samples with speculation and without, measured and as predicted: see ``das_parts``.
+das-noise how far rounding moves samples in bfloat16, with drafts and at another batch size: see ``noise_part``.
+tree-tokens   the tokens of the same comparison, without a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
+from common.engine import (
+    Setup,
+    add_arguments,
+    build_engine,
+    build_setup,
+    check_arguments,
+    counts_since,
+    synchronize,
+)
+from common.profile import profile_step
+from megatron_dta.common.command_line import CommandLineParser, print_json
+from megatron_dta.common.errors import InputError, run_entry_point
+from megatron_dta.common.measurement import Report
+from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.params import SamplingParams
+from rollout_parts.drafting import add_das_arguments, run_das
+from rollout_parts.paged_attention import add_attention_arguments, run_attention
+from rollout_parts.rounding import add_noise_arguments, run_noise
+from rollout_parts.trees import add_tree_arguments, run_tree, run_tree_tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """A subcommand: one line of help, its own flags, what it measures (rows of the report), and which of the flags of
+    all parts it does not have because it would not read them.
+    """
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Setup | None], list[dict[str, Any]]]
+    needs_model: bool = True
+    without: tuple[str, ...] = ()
+
+
+def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``decode``."""
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--response-tokens", type=int, default=128)
+    parser.add_argument("--samples-per-prompt", type=int, default=1, help="samples share their prompt's K and V")
+    parser.add_argument("--requests", type=int, help="requests in all (default: --batch)")
+    parser.add_argument("--profile", action="store_true", help="one more run that says which kernels take the time")
+
+
+def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
+    """One row: rates of prompts and of decoding."""
+    check_arguments(arguments, "prompt_tokens", "response_tokens", "samples_per_prompt")
+    if arguments.profile and setup.device.type != "cuda":
+        raise InputError("--profile names kernels of a GPU, and there is none; leave it out")
+    count = arguments.requests or arguments.batch
+    longest = arguments.prompt_tokens + arguments.response_tokens + 1
+    if longest > arguments.max_position_embeddings:
+        raise InputError(f"--max-position-embeddings {arguments.max_position_embeddings} is less than {longest}")
+    engine = build_engine(setup, arguments)
+    _measured_run(arguments, engine, setup, count, arguments.burst + 2)
+    one, many, forwards, peak = [], [], {}, 0.0
+    for _ in range(arguments.runs):
+        one.append(_measured_run(arguments, engine, setup, count, 1)[0])
+        seconds, statistics = _measured_run(arguments, engine, setup, count, arguments.response_tokens + 1)
+        many.append(seconds)
+        forwards, peak = statistics, engine.statistics()["peak_pages"]
+    decode_seconds = max(median(many) - median(one), 1e-9)
+    decoded = count * arguments.response_tokens
+    # With more requests than rows, passes are not all full; the mean number of rows counts.
+    passes = decoded / min(count, arguments.batch)
+    pass_seconds = decode_seconds / passes
+    prompts = -(-min(count, arguments.batch) // arguments.samples_per_prompt)
+    cached = prompts * arguments.prompt_tokens + min(count, arguments.batch) * arguments.response_tokens / 2
+    prompt_tokens = -(-count // arguments.samples_per_prompt) * arguments.prompt_tokens
+    profiled = {}
+    if arguments.profile:
+        run = 4 * arguments.burst + 1
+        profiled["profile"] = profile_step(lambda: _measured_run(arguments, engine, setup, count, run), 40)
+    return [
+        {
+            "part": "decode",
+            "requests": count,
+            "decode_tokens_per_second": decoded / decode_seconds,
+            "decode_pass_ms": 1e3 * pass_seconds,
+            "bound_pass_ms": 1e3 * setup.bound_seconds(cached),
+            "share_of_memory_bound": setup.bound_seconds(cached) / pass_seconds,
+            "prompt_tokens_per_second": prompt_tokens / median(one),
+            "all_tokens_per_second": (decoded + count) / median(many),
+            "forwards": int(forwards["forwards"]),
+            "static_forwards": int(forwards["static_forwards"]),
+            "cache_gib": peak * arguments.block_size * setup.token_bytes / 2**30,
+            "seconds_of_runs": many,
+            **profiled,
+        }
+    ]
+
+
+def _measured_run(
+    arguments: argparse.Namespace, engine: InProcessEngine, setup: Setup, count: int, max_tokens: int
+) -> tuple[float, dict[str, float]]:
+    """Seconds of sampling ``max_tokens`` for every request, and what the engine's counters have gained.
+
+    Requests of one token are held: else the first sample of a prompt would be gone before the others, which in a longer
+    run find what it has computed.
+    """
+    rng = np.random.default_rng(arguments.seed)
+    before = engine.statistics()
+    engine.start(SamplingParams(max_tokens, eos_id=-1, seed=arguments.seed), 0)
+    prompts = rng.integers(
+        0, setup.model.true_vocab_size, (-(-count // arguments.samples_per_prompt), arguments.prompt_tokens)
+    ).astype(np.int32)
+    requests = [
+        GenerationRequest(i, prompts[i // arguments.samples_per_prompt], max_tokens, key=i, hold=max_tokens == 1)
+        for i in range(count)
+    ]
+    synchronize(setup.device)
+    generate(engine, requests)
+    counts = counts_since(before, engine)
+    engine.release([request.request_id for request in requests if request.hold])
+    return counts["seconds"], counts
+
+
+_ENGINE = ("buffer_size_gb", "max_tokens", "cuda_graphs", "burst", "attention_impl", "max_position_embeddings")
+PARTS = {
+    "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
+    "attention": Part("the decoding kernel alone", add_attention_arguments, run_attention, False, (*_ENGINE, "runs")),
+    "das": Part("speculation on recorded samples, measured and predicted", add_das_arguments, run_das),
+    "das-noise": Part(
+        "how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise, without=("runs",)
+    ),
+    "tree": Part("trees against independent rollouts, with the engine", add_tree_arguments, run_tree),
+    "tree-tokens": Part(
+        "tokens of trees and of independent rollouts, without a model",
+        add_tree_arguments,
+        run_tree_tokens,
+        False,
+        (*_ENGINE, "shape", "dtype", "batch", "block_size", "memory_bandwidth_gbs", "runs"),
+    ),
+}
+
+
+def main() -> None:
+    """Run the part that the command line names."""
+    parser = CommandLineParser(__doc__)
+    subparsers = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    for name, part in PARTS.items():
+        subparser = subparsers.add_parser(name, help=part.help)
+        add_arguments(subparser, part.without)
+        part.add_arguments(subparser)
+    arguments = parser.parse_args()
+    check_arguments(arguments)
+    output = Path(arguments.output) if arguments.output else None
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError(f"--output {output}: its folder does not exist")
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "output")}
+    if not PARTS[arguments.part].needs_model:
+        what, device = ("paged attention", "cuda") if arguments.part == "attention" else ("rollouts, simulated", "cpu")
+        report = Report(what, settings, torch.device(device if torch.cuda.is_available() else "cpu"), output)
+        _run_part(arguments, None, report)
+        return
+    setup = build_setup(arguments)
+    settings |= {
+        "dtype": str(next(setup.model.parameters()).dtype).removeprefix("torch."),
+        "weight_gib": setup.weight_bytes / 2**30,
+        "bandwidth_gbs": setup.bandwidth / 1e9,
+        "bandwidth_from": setup.bandwidth_from,
+    }
+    report = Report("rollouts of the in-process engine", settings, setup.device, output)
+    _run_part(arguments, setup, report)
+
+
+def _run_part(arguments: argparse.Namespace, setup: Setup | None, report: Report) -> None:
+    with torch.no_grad():
+        for row in PARTS[arguments.part].run(arguments, setup):
+            report.add(row)
+    if arguments.json:
+        print_json(report.results)
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

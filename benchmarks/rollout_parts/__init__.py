@@ -1,0 +1,1 @@
+"""The measurements that `benchmarks/rollout.py` offers as subcommands."""

@@ -1,0 +1,297 @@
+"""The part of the rollout benchmark that measures speculation on the engine.
+
+``das``: recorded samples, whose acceptance is that of the record (``forced_engine``), with speculation and without; the
+measured makespans beside those that ``replay_das`` would predict from what a forward costs here. All makespans have the
+prompts in them: measured ones from the first submission to the last token, predicted ones with the time that the
+prompts took in the run itself. Plain decoding runs as it would without any of this, in bursts. The control is text that
+drafts do not help with: there speculation must not be slower than plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial, reduce
+from itertools import pairwise
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from common.engine import Setup, build_engine, check_arguments, counts_since, synchronize, warm_up
+from common.forced_engine import FixedDrafting, ForcedEngine, WaveTime
+from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.sampling.engines.in_process.drafting import Drafting, SuffixDrafting
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.speculation.budgets import BUDGETS, BudgetParams
+from megatron_dta.speculation.drafter import DrafterParams
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.gate import Rounds
+from megatron_dta.speculation.replay import (
+    RecordedSample,
+    plain_lives,
+    recorded_samples,
+    remember,
+    replay_wave,
+    split_history,
+    text_like_control,
+    waves,
+)
+from megatron_dta.speculation.report import SpeculationReport
+from megatron_dta.speculation.speculator import Speculator
+from megatron_dta.speculation.suffix_forest import DraftParams
+
+_PASSES, _WARM_PASSES = 40, 8
+"""Passes from which the cost of one is taken, and how many of them come before it is."""
+
+_UNRECORDED = 2**48
+"""Keys from here on have no record."""
+
+
+def add_das_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``das``."""
+    parser.add_argument("--rollouts", required=True, help="recorded samples: .jsonl, .parquet or .npz")
+    parser.add_argument("--past", type=int, default=4, help="past samples of each problem that the drafter knows")
+    parser.add_argument("--live-batch", type=int, help="samples of a wave, at most --batch (default: --batch)")
+    parser.add_argument("--waves", type=int, default=1, help="waves that are run, the first ones")
+    parser.add_argument("--stop-degenerate", action="store_true", help="cut samples where they are in a loop or noise")
+    parser.add_argument(
+        "--control", action="store_true", help="one more row: text of the same lengths that cannot be drafted well"
+    )
+    parser.add_argument("--das-budget", choices=BUDGETS, default="straggler")
+    parser.add_argument("--das-draft-tokens", type=int, default=DraftParams().width)
+
+
+def run_das(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
+    """A row for the recorded samples, and with ``--control`` one for text that cannot be drafted."""
+    check_arguments(arguments, "waves", "das_draft_tokens")
+    live = arguments.live_batch or arguments.batch
+    if not 1 <= live <= arguments.batch:
+        raise InputError(f"--live-batch must be from 1 to --batch {arguments.batch}, not {live}")
+    history, parts = _recorded(arguments, setup, live)
+    cases = {"recorded": (history, parts)}
+    if arguments.control:
+        cases["control"] = _control(history, parts)
+    recorded = {
+        _key(case, i): sample.generated.astype(np.int32)
+        for case, name in enumerate(cases)
+        for i, sample in enumerate(s for part in cases[name][1] for s in part)
+    }
+    # One engine for everything: what it captures once serves all.
+    engine = build_engine(setup, arguments, None, partial(ForcedEngine, recorded))
+    largest = max(map(len, parts))
+    warm_up(setup, engine, largest, SamplingParams(1, eos_id=-1))
+    plain_cost = _plain_cost(arguments, setup, engine, largest)
+    drafted_cost = _drafted_cost(setup, engine, largest)
+    # Samples of the control have the lengths of the recorded ones, so plain decoding runs the same passes.
+    plain, _ = _measured(arguments, setup, engine, parts, 0, lambda: None)
+    rows = []
+    for case, (name, (past, now)) in enumerate(cases.items()):
+        make = partial(_speculator, arguments, plain_cost, drafted_cost, past)
+        reports = [replay_wave(replaying, part, len(past), arguments.burst) for replaying in [make()] for part in now]
+        das, counts = _measured(arguments, setup, engine, now, case, lambda make=make: SuffixDrafting(make()))
+        rows.append(_row(setup, name, now, reports, (plain, das), counts, (plain_cost, drafted_cost)))
+    return rows
+
+
+def _speculator(
+    arguments: argparse.Namespace,
+    plain: ForwardCost,
+    drafted: ForwardCost,
+    history: Sequence[Sequence[RecordedSample]],
+) -> Speculator:
+    drafter = DrafterParams(draft=DraftParams(width=arguments.das_draft_tokens))
+    rounds = Rounds(plain, drafted, arguments.burst)
+    made = Speculator(drafter, BudgetParams(arguments.das_budget), drafted, rounds)
+    remember(made, history)
+    return made
+
+
+def _row(
+    setup: Setup,
+    name: str,
+    parts: Sequence[Sequence[RecordedSample]],
+    reports: Sequence[SpeculationReport],
+    times: tuple[WaveTime, WaveTime],
+    counts: dict[str, float],
+    costs: tuple[ForwardCost, ForwardCost],
+) -> dict[str, Any]:
+    """The figures of one case; pairs are of plain decoding and of speculation."""
+    (plain, das), (plain_cost, drafted_cost) = times, costs
+    samples = [sample for part in parts for sample in part]
+    # The first forward of a replay is the one that the prompts end with.
+    predicted_plain = plain.prompt_seconds + sum(
+        float(plain_cost.seconds(plain_lives(part)[1:]).sum()) for part in parts
+    )
+    # A replay has the first token of each sample in a pass of its own, which the prompts end with.
+    first = float(plain_cost.seconds(plain_lives(samples)[:1]).sum()) * len(parts)
+    # A replay runs the drafter itself, whose time it measures.
+    predicted_das = das.prompt_seconds + sum(report.makespan + report.draft_seconds for report in reports) - first
+    tokens = sum(len(sample.generated) for sample in samples)
+    return {
+        "part": "das",
+        "case": name,
+        "samples": len(samples),
+        "waves": len(parts),
+        "live_batch": max(map(len, parts)),
+        "longest": max(len(sample.generated) for sample in samples),
+        "plain_seconds": plain.seconds,
+        "das_seconds": das.seconds,
+        "saved": 1 - das.seconds / plain.seconds,
+        "predicted_plain_seconds": predicted_plain,
+        "predicted_das_seconds": predicted_das,
+        "drafter_seconds": sum(report.draft_seconds for report in reports),
+        "predicted_saved": 1 - predicted_das / predicted_plain,
+        "plain_prompt_seconds": plain.prompt_seconds,
+        "das_prompt_seconds": das.prompt_seconds,
+        "plain_forwards": plain.forwards,
+        "das_forwards": das.forwards,
+        "plain_pass_ms": 1e3 * plain.pass_seconds,
+        "das_pass_ms": 1e3 * das.pass_seconds,
+        "least_pass_ms": 1e3 * setup.bound_seconds(0),
+        "doubts": doubts({"plain": plain, "das": das}, setup.bound_seconds(0)),
+        "tokens_per_forward": tokens / (counts["decoded_tokens"] - counts["accepted_drafts"]),
+        "predicted_tokens_per_forward": tokens / sum(sum(report.steps) for report in reports),
+        "drafted_tokens": counts["drafted_tokens"],
+        "accepted_tokens": counts["accepted_drafts"],
+        "cost": asdict(drafted_cost),
+        "plain_cost": asdict(plain_cost),
+    }
+
+
+def _control(
+    history: list[list[RecordedSample]], parts: list[list[RecordedSample]]
+) -> tuple[list[list[RecordedSample]], list[list[RecordedSample]]]:
+    """History and waves of the same lengths whose tokens are drawn anew one by one."""
+    groups = [*history, *parts]
+    drawn = text_like_control([sample for group in groups for sample in group], seed=0)
+    ends = np.cumsum([0, *map(len, groups)]).tolist()
+    again = [drawn[begin:end] for begin, end in pairwise(ends)]
+    return again[: len(history)], again[len(history) :]
+
+
+def _key(case: int, sample: int) -> int:
+    """Key of a recorded sample's request; cases have ranges of their own."""
+    return case * 2**32 + sample
+
+
+def doubts(measured: dict[str, WaveTime], least_pass: float) -> list[str]:
+    """Why a measurement cannot be right, in words; nothing where it can.
+
+    least_pass: seconds in which a pass reads the weights.
+    """
+    found = []
+    for name, time in measured.items():
+        if time.forwards > time.prompt_forwards and time.pass_seconds < least_pass:
+            found.append(
+                f"{name}: a pass of {1e3 * time.pass_seconds:.3g} ms is shorter than the {1e3 * least_pass:.3g} ms in "
+                "which the weights are read: the time is not attributed right, or --memory-bandwidth-gbs is too low"
+            )
+        if time.captures:
+            found.append(f"{name}: {time.captures} graphs were captured while time was taken")
+    return found
+
+
+def _recorded(
+    arguments: argparse.Namespace, setup: Setup, live: int
+) -> tuple[list[list[RecordedSample]], list[list[RecordedSample]]]:
+    """History and waves; a sample's problem is its prompt, as it is for the engine."""
+    samples = recorded_samples(load_rollouts(arguments.rollouts), arguments.stop_degenerate)
+    if any(len(sample.turn_ends) > 1 for sample in samples):
+        raise InputError(f"{arguments.rollouts}: has samples of several turns; this part runs those of one turn")
+    largest = max(int(max(sample.prompt.max(), sample.generated.max())) for sample in samples)
+    if largest >= setup.model.true_vocab_size:
+        raise InputError(
+            f"{arguments.rollouts}: token {largest} is beyond the vocabulary {setup.model.true_vocab_size} of "
+            f"--shape {arguments.shape}; choose a shape with a larger one"
+        )
+    longest = max(len(sample.prompt) + len(sample.generated) for sample in samples)
+    if longest > arguments.max_position_embeddings:
+        raise InputError(f"--max-position-embeddings {arguments.max_position_embeddings} is less than {longest}")
+    named = [
+        replace(s, problem=hashlib.blake2b(s.prompt.astype(np.int32).tobytes(), digest_size=16).hexdigest())
+        for s in samples
+    ]
+    history, now = split_history(named, arguments.past)
+    if not now:
+        raise InputError(f"{arguments.rollouts}: --past {arguments.past} leaves no sample to run")
+    return history, waves(now, live)[: arguments.waves]
+
+
+def _measured(
+    arguments: argparse.Namespace,
+    setup: Setup,
+    engine: ForcedEngine,
+    parts: Sequence[Sequence[RecordedSample]],
+    case: int,
+    make_drafting: Callable[[], Drafting | None],
+) -> tuple[WaveTime, dict[str, float]]:
+    """Time of all waves, prompts included, in the run of the median, and what the engine's counters gained in a run.
+
+    Each run drafts anew, so that all begin with the same history and run the same passes: what the first one, which is
+    not timed, has compiled and captured serves the others.
+    """
+
+    def run() -> tuple[WaveTime, dict[str, float]]:
+        engine.draft_with(make_drafting())
+        before = engine.statistics()
+        times, first = [], 0
+        for part in parts:
+            engine.start(SamplingParams(1, eos_id=-1), 0)
+            requests = [
+                GenerationRequest(i, s.prompt.astype(np.int32), len(s.generated), _key(case, first + i))
+                for i, s in enumerate(part)
+            ]
+            synchronize(setup.device)
+            times.append(engine.timed(requests)[1])
+            first += len(part)
+        return reduce(add, times), counts_since(before, engine)
+
+    run()
+    runs = sorted((run() for _ in range(arguments.runs)), key=lambda found: found[0].seconds)
+    return runs[len(runs) // 2]
+
+
+def _drafted_cost(setup: Setup, engine: ForcedEngine, live: int) -> ForwardCost:
+    """What a pass of n tokens costs while drafting: few and many rows, with and without drafted tokens."""
+    most = min(16 * live, 768)
+    counts = sorted({(1, 0), (1, 7), (min(8, live), 3), (live, 0), (live, 1), (live, most // live - 1)})
+    points = []
+    for rows, width in counts:
+        if width < 0:
+            continue
+        drafting = FixedDrafting(width)
+        engine.draft_with(drafting)
+        _run_random(setup, engine, rows, _PASSES + width)
+        ends = drafting.ends[rows * (width + 1)][_WARM_PASSES - 1 :]
+        points.append((rows * (width + 1), (ends[-1] - ends[0]) / (len(ends) - 1)))
+    return ForwardCost.fit(*np.array(points).T)
+
+
+def _plain_cost(arguments: argparse.Namespace, setup: Setup, engine: ForcedEngine, live: int) -> ForwardCost:
+    """What a pass of n rows costs in plain decoding at its best settings."""
+    engine.draft_with(None)
+    points = []
+    for rows in sorted({1, max(2, live // 8), max(3, live // 2), max(4, live)}):
+        _run_random(setup, engine, rows, arguments.burst + 2)
+        seconds = {}
+        for length in (1, 4 * arguments.burst + 1):
+            runs = [_run_random(setup, engine, rows, length) for _ in range(2)]
+            seconds[length] = min(runs)
+        first, last = seconds.values()
+        points.append((rows, max(last - first, 1e-9) / (4 * arguments.burst)))
+    return ForwardCost.fit(*np.array(points).T)
+
+
+def _run_random(setup: Setup, engine: ForcedEngine, rows: int, length: int) -> float:
+    """Seconds of sampling ``length`` tokens of so many prompts of 128 tokens."""
+    before = engine.statistics()
+    engine.start(SamplingParams(1, eos_id=-1), 0)
+    synchronize(setup.device)
+    prompts = np.random.default_rng(rows).integers(0, setup.model.true_vocab_size, (rows, 128)).astype(np.int32)
+    generate(engine, [GenerationRequest(i, prompt, length, _UNRECORDED + i) for i, prompt in enumerate(prompts)])
+    return counts_since(before, engine)["seconds"]

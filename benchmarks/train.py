@@ -1,0 +1,372 @@
+"""Measures a training step (forward, backward, reduction of gradients; no optimizer) on a rollout file: trees beside
+dense.
+
+    python benchmarks/train.py FILE ... [--model qwen3-1.7b] [--tree-mode dense dta] [--bf16] [--json]
+    torchrun --nproc-per-node 4 benchmarks/train.py FILE --tensor-model-parallel-size 4 --sequence-parallel ...
+
+Weights are random; gradients are accumulated in float32. Every mode takes one step to warm up and then --steps timed
+ones, of which the median counts. Operations are counted once for every token of the mode's forest
+(megatron_dta/planning/step/flops.py); the share of the peak is against a measured product of 8192 x 8192 matrices. The
+speed-up of a mode over dense cannot be more than the ratio of their operations, the bound. On several pipeline stages
+the ops of the last timed step are timed too: the share of the stages' time that they compute stands beside the planned
+one and that of a replay, the plan in the measured times of its ops (megatron_dta/planning/pipeline/timeline_replay.py).
+Several files are measured one after another on the same model; each row names its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
+from megatron.core.distributed import finalize_model_grads
+
+from common.profile import profile_step
+from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, print_json
+from megatron_dta.common.errors import InputError, run_entry_point
+from megatron_dta.common.measurement import Report
+from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
+from megatron_dta.config.checks.experts import check_experts
+from megatron_dta.config.device_queues import set_device_queues
+from megatron_dta.config.named_shapes import SHAPES, benchmark_model
+from megatron_dta.engine import StepResult, TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.model import build_model, current_mesh, initialize_parallel
+from megatron_dta.objectives import make_objective
+from megatron_dta.objectives.weights import count_trained
+from megatron_dta.planning.costs.file import load_cost_file
+from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget
+from megatron_dta.planning.partition.divide import partition_samples
+from megatron_dta.planning.pipeline.timeline import timeline_span, timeline_utilisation
+from megatron_dta.planning.pipeline.timeline_replay import replay, stage_seconds
+from megatron_dta.planning.step.passes import stage_peak_bytes
+from megatron_dta.planning.step.prediction import predicted_seconds
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.training.constant_memory import constant_bytes
+from megatron_dta.training.monitor.timelines import write_timeline_files
+from megatron_dta.training.optimizer import data_parallel_chunks
+
+PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+    "overlap_grad_reduce",
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
+    parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
+    parser.add_argument(
+        "--renumber-tokens", action="store_true", help="number the tokens that occur from 0: for another vocabulary"
+    )
+    parser.add_argument("--max-sequences", type=int, help="take only so many sequences of each file")
+    parser.add_argument("--max-tokens", type=int, help="take no more sequences of each file than have so many tokens")
+    parser.add_argument("--model", choices=list(SHAPES), default="qwen3-1.7b")
+    parser.add_argument("--num-layers", type=int, help="take only so many layers of the model")
+    parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
+    parser.add_argument("--bf16-gradients", action="store_true", help="with --bf16: gradients in bfloat16 too")
+    parser.add_argument("--tree-mode", nargs="+", choices=("dense", "packed", "dta"), default=["dense", "dta"])
+    parser.add_argument("--tree-segment-tokens", type=int, help="default: 4096, or chosen with the next two")
+    parser.add_argument("--pack-tokens", type=int, help="most tokens of a pack (default: the longest sequence)")
+    parser.add_argument("--cost-model", help="file of tools/fit_cost_model.py: plan by it, and say what it predicts")
+    parser.add_argument(
+        "--tree-memory-gib", type=float, help="memory of weights, gradients and the step; as in training"
+    )
+    parser.add_argument("--tree-memory-tokens", type=int)
+    parser.add_argument("--tree-activation-tokens", type=int)
+    parser.add_argument("--logprob-chunk-tokens", type=int)
+    parser.add_argument("--fused-layer-impl", choices=("auto", "triton", "reference"), default="auto")
+    parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
+    parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
+    parser.add_argument("--moe-grouped-gemm", action="store_true", help="experts as grouped products")
+    parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="layers' products in FP8")
+    parser.add_argument("--fp8-recipe", choices=("blockwise", "tensorwise", "mxfp8"), help="as in training")
+    for name in PARALLEL:
+        flag, default = f"--{name.replace('_', '-')}", getattr(ParallelConfig(), name)
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps; the median counts")
+    parser.add_argument("--profile", action="store_true", help="one more step that says which kernels take the time")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument(
+        "--timeline-dir", type=Path, help="on several stages: write when each ran which segment, planned and measured"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
+    arguments = parser.parse_args()
+    counts = ("max_sequences", "max_tokens", "num_layers", "tree_segment_tokens", "tree_memory_tokens", "steps")
+    sizes = (name for name in PARALLEL if not isinstance(getattr(ParallelConfig(), name), bool))
+    check_at_least(arguments, 1, *counts, "logprob_chunk_tokens", *sizes)
+    check_at_least(arguments, 0, "tree_activation_tokens", "seed")
+    check_output(arguments.output, "--output")
+    if arguments.tree_memory_gib is not None and not 0 < arguments.tree_memory_gib < math.inf:
+        raise InputError(f"--tree-memory-gib must be above 0, not {arguments.tree_memory_gib}")
+    for flag in ("tree_memory_tokens", "tree_activation_tokens"):
+        if arguments.tree_memory_gib is not None and getattr(arguments, flag) is not None:
+            raise InputError(f"--tree-memory-gib decides what --{flag.replace('_', '-')} says; give one of the two")
+    if arguments.tree_segment_tokens is None and arguments.cost_model is None and arguments.tree_memory_gib is None:
+        arguments.tree_segment_tokens = 4096
+    names = [Path(file).name for file in arguments.files]
+    if len(set(names)) < len(names):
+        raise InputError("two of the files have the same name, so rows could not be told apart")
+    if arguments.num_virtual_stages_per_pipeline_rank > 1 and arguments.pipeline_model_parallel_size == 1:
+        raise InputError("--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size above 1")
+    if arguments.num_layers is not None and arguments.num_layers > SHAPES[arguments.model]["num_layers"]:
+        layers = SHAPES[arguments.model]["num_layers"]
+        raise InputError(f"--num-layers {arguments.num_layers}: {arguments.model} has only {layers}")
+    if arguments.profile and not torch.cuda.is_available():
+        raise InputError("--profile says which kernels of a CUDA GPU take the time, and there is none; leave it out")
+    if arguments.bf16_gradients and not arguments.bf16:
+        raise InputError("--bf16-gradients needs --bf16")
+    if arguments.timeline_dir is not None and arguments.pipeline_model_parallel_size == 1:
+        raise InputError("--timeline-dir is of a pipeline's stages; give --pipeline-model-parallel-size too")
+    return arguments
+
+
+def load_samples(arguments: argparse.Namespace, file: str) -> list[TrainingSample]:
+    """The sequences of a file, of which the first are taken."""
+    rollouts = load_rollouts(file, framing=arguments.framing, max_sequences=arguments.max_sequences)
+    token_ids = [rollout.token_ids for rollout in rollouts]
+    if arguments.renumber_tokens:
+        # The distinct tokens in their order: the same forest.
+        found = np.unique(np.concatenate(token_ids))
+        token_ids = [np.searchsorted(found, ids).astype(ids.dtype) for ids in token_ids]
+    samples = [TrainingSample(ids, rollout.loss_mask) for ids, rollout in zip(token_ids, rollouts, strict=True)]
+    if arguments.max_tokens is None:
+        return samples
+    lengths = np.cumsum([len(sample.token_ids) for sample in samples])
+    count = int(np.searchsorted(lengths, arguments.max_tokens, side="right"))
+    if not count:
+        raise InputError(f"--max-tokens {arguments.max_tokens}: the first sequence of {file} has {lengths[0]} tokens")
+    return samples[:count]
+
+
+def model_config(arguments: argparse.Namespace, sets: dict[str, list[TrainingSample]]) -> ModelConfig:
+    most = {file: 1 + max(int(sample.token_ids.max()) for sample in samples) for file, samples in sets.items()}
+    vocab_size = SHAPES[arguments.model]["vocab_size"] or max(most.values())
+    for file, needed in most.items():
+        if needed > vocab_size:
+            raise InputError(
+                f"{file}: has token id {needed - 1}, but {arguments.model} has {vocab_size}; give --renumber-tokens"
+            )
+    longest = max(len(sample.token_ids) for samples in sets.values() for sample in samples)
+    shape = benchmark_model(
+        arguments.model, vocab_size, longest, arguments.bf16, arguments.num_layers, arguments.fused_layer_impl
+    )
+    names = ("transformer_impl", "fp8_format", "fp8_recipe", "moe_grouped_gemm")
+    return replace(shape, **{name: getattr(arguments, name) for name in names})
+
+
+def gemm_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a product of large matrices, measured."""
+    size = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(12):
+        start = _now(device)
+        left @ right
+        seconds.append(_now(device) - start)
+    return 2 * size**3 / median(seconds[4:])
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Benchmark:
+    """A model with gradient buffers, and the steps that are timed on it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.sets = arguments, {file: load_samples(arguments, file) for file in arguments.files}
+        self.samples = self.sets[arguments.files[0]]
+        self.model_config = model_config(arguments, self.sets)
+        self.parallel = ParallelConfig(**{name: getattr(arguments, name) for name in PARALLEL})
+        check_tensor_parallel(self.model_config, self.parallel)
+        check_experts(self.model_config, self.parallel)
+        self.device = initialize_parallel(arguments.seed, self.parallel)
+        check_world_size(self.parallel, torch.distributed.get_world_size())
+        self.mesh = current_mesh()
+        model = build_model(self.model_config, self.device, self.parallel)
+        self.chunks = data_parallel_chunks(model, self.parallel, in_float32=not arguments.bf16_gradients)
+        self.engine = TreeEngine(
+            self.chunks,
+            logprob_chunk_tokens=arguments.logprob_chunk_tokens,
+            tree_attention_impl=arguments.tree_attention_impl,
+            costs=load_cost_file(arguments.cost_model) if arguments.cost_model else None,
+        )
+        self.constant = constant_bytes(self.chunks)
+        if arguments.tree_memory_gib is not None:
+            self.engine.limit_memory(arguments.tree_memory_gib, self.constant)
+        self.objective = make_objective(ObjectiveConfig(objective="sft"))
+        self.peak = gemm_peak(self.device, self.model_config.params_dtype)
+
+    def measure(self, file: str, mode: str) -> dict[str, Any]:
+        """Plan and time a mode's step over the sequences of a file."""
+        self.samples = self.sets[file]
+        longest = max(len(sample.token_ids) for sample in self.samples)
+        segment_tokens = self.arguments.tree_segment_tokens
+        tree = TreeConfig(
+            tree_mode=mode,
+            # A pack must hold the longest sequence.
+            tree_segment_tokens=max(self.arguments.pack_tokens or 0, longest) if mode == "packed" else segment_tokens,
+            tree_memory_tokens=None if mode == "packed" else self.arguments.tree_memory_tokens,
+            tree_activation_tokens=self.arguments.tree_activation_tokens,
+            tree_memory_gib=self.arguments.tree_memory_gib,
+        )
+        start = time.perf_counter()
+        batch = self._plan(tree)
+        plan_seconds = time.perf_counter() - start
+        seconds = []
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        for step in range(1 + self.arguments.steps):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.mesh.wait_for_all()
+            recorded = self.mesh.pipeline_size > 1 and step == self.arguments.steps
+            start = _now(self.device)
+            result = self.engine.forward_backward(batch, self.objective, record_timeline=recorded)
+            finalize_model_grads(self.chunks)
+            seconds.append(_now(self.device) - start)
+        step = max(self.mesh.gather_from_all(median(seconds[1:])))
+        is_first = self.mesh.tensor_rank == self.mesh.pipeline_rank == 0
+        flops = sum(self.mesh.gather_from_all(self.engine.operations(batch.plan)[0] if is_first else 0.0))
+        is_cuda = self.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if is_cuda else None
+        profiled = {}
+        if self.arguments.profile and is_cuda:
+            profiled["profile"] = profile_step(lambda: self.engine.forward_backward(batch, self.objective))
+        return (
+            profiled
+            | self._pipeline(result, file, mode)
+            | self._predicted(batch, step)
+            | {
+                "seconds": step,
+                "plan_seconds": plan_seconds,
+                "tokens_per_second": result.sequence_tokens / step,
+                "unique_tokens_per_second": result.computed_tokens / step,
+                "tokens": result.sequence_tokens,
+                "unique_tokens": result.computed_tokens,
+                "segments": result.segments,
+                "segment_tokens": batch.plan.segments.segment_tokens,
+                "tflop": flops / 1e12,
+                "share_of_gemm_peak": flops / step / (self.peak * self.mesh.world_size),
+                "peak_memory_gib": memory,
+                "predicted_peak_gib": self._predicted_peak(batch),
+                "peak_in_flight_tokens": result.peak_in_flight_tokens,
+                "recomputed_tokens": result.recomputed_tokens,
+            }
+        )
+
+    def _predicted(self, batch: TreeBatch, seconds: float) -> dict[str, float]:
+        """What the measured cost model says of the slowest replica, beside ``seconds``."""
+        if self.engine.costs is None:
+            return {}
+        shape = self.engine.pipeline(batch.plan.segments.segment_tokens)
+        expected = max(self.mesh.gather_from_all(predicted_seconds(batch.plan, shape)))
+        return {"predicted_seconds": expected, "prediction_error": expected / seconds - 1}
+
+    def _predicted_peak(self, batch: TreeBatch) -> float | None:
+        """GiB of this process by measured or counted bytes, weights and gradients included; None with experts."""
+        if self.model_config.num_experts is not None:
+            return None  # How many tokens an expert gets is not known ahead.
+        costs, shape = self.engine.costs, self.engine.pipeline(batch.plan.segments.segment_tokens)
+        each = (costs.bytes if costs is not None else None) or self.engine.counted_bytes()
+        budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, each)
+        plan, stage = batch.plan, self.mesh.pipeline_rank
+        step = stage_peak_bytes(plan.segments, plan.training, replace(shape, memory=budget), stage)
+        return (self.constant + step) / GIB
+
+    def _pipeline(self, result: StepResult, file: str, mode: str) -> dict[str, Any]:
+        """Shares of the stages' time that they compute, as planned and as it was, and each stage's seconds."""
+        if self.mesh.pipeline_size == 1:
+            return {}
+        segments, stages = result.plan.segments.num_segments, self.mesh.pipeline_size
+        planned, parents = result.plan.training, result.plan.segments.segment_parent
+        start, end = timeline_span(result.timeline)
+        busy, waited = stage_seconds(result.timeline, stages)
+        folder = self.arguments.timeline_dir
+        if folder is not None and self.mesh.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_timeline_files(folder / f"{Path(file).stem}_{mode}", result.timeline, planned.planned_events())
+        return {
+            "planned_utilisation": planned.timeline.utilisation,
+            "replayed_utilisation": replay(planned.schedule, parents, result.timeline).utilisation,
+            "measured_utilisation": timeline_utilisation(result.timeline, stages),
+            "pipeline_seconds": end - start,
+            "planned_busy_seconds": planned.timeline.busy,
+            "busy_seconds": busy,
+            "waiting_seconds": waited,
+            "ideal_utilisation": segments / (segments + stages - 1),
+        }
+
+    def _plan(self, tree: TreeConfig) -> TreeBatch:
+        own = list(range(len(self.samples)))
+        if self.mesh.data_size > 1:
+            cost = self.engine.cost_model(tree.tree_segment_tokens)
+            own = partition_samples(self.samples, self.mesh.data_size, cost).sequences_of(self.mesh.data_rank).tolist()
+        counts = count_trained([sample.num_trained for sample in self.samples])
+        pipeline = self.engine.pipeline(tree.tree_segment_tokens)
+        return prepare_batch([self.samples[i] for i in own], tree, counts=counts, pipeline=pipeline)
+
+
+def compare_with_dense(rows: dict[str, dict[str, Any]]) -> None:
+    """Fill in the speed-up over dense of all modes of a file, once dense is measured."""
+    dense = rows.get("dense")
+    for row in rows.values():
+        if dense is not None and row is not dense:
+            row["speed_up"] = dense["seconds"] / row["seconds"]
+            row["bound"] = dense["tflop"] / row["tflop"]
+            row["share_of_bound"] = row["speed_up"] / row["bound"]
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    queues = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    warning = set_device_queues(os.environ, *queues)
+    if warning is not None and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {warning}", file=sys.stderr)
+    benchmark = Benchmark(arguments)
+    is_first = benchmark.mesh.rank == 0
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    settings |= {"gemm_tflops": benchmark.peak / 1e12, "processes": benchmark.mesh.world_size}
+    report = Report("training step", settings, benchmark.device, arguments.output if is_first else None)
+    for file in arguments.files:
+        rows: dict[str, dict[str, Any]] = {}
+        for mode in arguments.tree_mode:
+            rows[mode] = {"file": Path(file).name, "mode": mode, **benchmark.measure(file, mode)}
+            compare_with_dense(rows)
+            if is_first:
+                report.add(rows[mode])
+    if arguments.json and is_first:
+        print_json(report.results)
+    # Together: a rank that goes while others still use its connections makes them abort.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_entry_point(main))

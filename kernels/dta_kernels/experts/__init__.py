@@ -1,0 +1,1 @@
+"""Products and activations of grouped experts."""

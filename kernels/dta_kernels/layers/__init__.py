@@ -1,0 +1,1 @@
+"""Fused RMSNorm, rotary embedding, SwiGLU and weight gradients."""

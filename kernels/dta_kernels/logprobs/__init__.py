@@ -1,0 +1,1 @@
+"""Logits to logprobs and entropies in chunks, and sampling of next tokens."""

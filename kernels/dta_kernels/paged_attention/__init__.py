@@ -1,0 +1,1 @@
+"""Attention of decoding over paged keys and values."""

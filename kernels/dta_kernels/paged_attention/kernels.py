@@ -1,0 +1,181 @@
+"""Triton kernels of attention over a paged K/V cache; the launcher is in ``paged_attention``.
+
+A tile is a run of new tokens of one sequence. A program computes one tile, one group of heads and one part of the
+keys, with the online softmax in base 2; a second kernel merges a tile's parts in their order. How the keys are divided
+follows from the tile's own number of keys alone, so a sequence's result does not depend on what else is in the batch.
+Shapes that change from pass to pass are read from memory: nothing is compiled again, and a captured launch serves every
+pass.
+
+The pages' addresses are read from memory too: a captured launch stays right when the cache moves.
+
+Legend: H query heads, G key/value heads, D head size, J = H / G, S positions of a page. A tile has ``BLOCK_M`` rows,
+tokens times J heads, token-major. ``BLOCK_D`` is D rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dta_kernels.tree_attention.common import product
+
+_RUNTIME = ["num_tokens"]
+
+
+@triton.jit
+def part_length(num_keys, PARTS: tl.constexpr, MIN_PART: tl.constexpr):
+    """Keys of a part: a multiple of ``MIN_PART``, so that there are at most ``PARTS`` parts."""
+    return tl.cdiv(tl.cdiv(num_keys, PARTS), MIN_PART) * MIN_PART
+
+
+@triton.jit
+def load_tile(tiles, tile):
+    """First query, number of queries, position of the first one, begin of the page table."""
+    entry = tiles + tile * 4
+    first = tl.load(entry)
+    count = tl.load(entry + 1).to(tl.int32)
+    position = tl.load(entry + 2).to(tl.int32)
+    return first, count, position, tl.load(entry + 3)
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=["tiles", "tables", "addresses"])
+def paged_attention_kernel(
+    query, out_NHD, part_out, part_lse, addresses, tiles, tables, num_tokens, scale, query_stride, head_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles x G, PARTS). A tile without queries, and a part without keys, is left out."""
+    J: tl.constexpr = H // G
+    group = tl.program_id(0) % G
+    part = tl.program_id(1)
+    first, count, first_position, table_begin = load_tile(tiles, tl.program_id(0) // G)
+    end = first_position + count
+    length = part_length(end, PARTS, MIN_PART)
+    begin = part * length
+    if (count == 0) | (begin >= end):
+        return
+    stop = tl.minimum(begin + length, end)
+    keys_of = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(query.dtype.element_ty)), 16)
+    values_of = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(query.dtype.element_ty)), 16)
+    row = tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_D)
+    own_query = row // J
+    head = group * J + row % J
+    exists = own_query < count
+    stored = exists[:, None] & (channel < D)[None, :]
+    token = first + own_query
+    offsets = token * query_stride + head * head_stride
+    q = tl.load(query + offsets[:, None] + channel[None, :], mask=stored, other=0.0)
+    position = first_position + own_query
+    scale_2 = scale * 1.4426950408889634  # log2(e): all exponentials are powers of two
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    table = tables + table_begin
+    for start in tl.range(begin, stop, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        inside = key < stop
+        page = tl.load(table + key // S, mask=inside, other=0)
+        place = (page * S + key % S) * (G * D) + group * D
+        if BLOCK_D == D:
+            loaded = inside[:, None]
+        else:
+            loaded = inside[:, None] & (channel < D)[None, :]
+        k = tl.load(keys_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
+        scores = product(q, k.T, None, PRECISION, UPCAST)
+        visible = inside[None, :] & (key[None, :] <= position[:, None])
+        scores = tl.where(visible, scores * scale_2, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen nothing yet keeps minus infinity, which must not be subtracted from itself.
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        probability = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(largest - shift)
+        total = total * decay + tl.sum(probability, 1)
+        acc = acc * decay[:, None]
+        v = tl.load(values_of + place[:, None] + channel[None, :], mask=loaded, other=0.0)
+        acc = product(probability.to(q.dtype), v, acc, PRECISION, UPCAST)
+        largest = new_largest
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = (token * H + head).to(tl.int64)
+    if length >= end:
+        tl.store(out_NHD + at[:, None] * D + channel[None, :], acc.to(out_NHD.dtype.element_ty), mask=stored)
+    else:
+        at += part * num_tokens.to(tl.int64) * H
+        tl.store(part_out + at[:, None] * D + channel[None, :], acc, mask=stored)
+        tl.store(part_lse + at, largest + tl.log2(tl.where(total > 0, total, 1.0)), mask=exists)
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=["tiles"])
+def merge_parts_kernel(
+    out_NHD, part_out, part_lse, tiles, num_tokens,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr, MIN_PART: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles x G): the weighted mean of a tile's parts, one after the other. A single part is in place already."""
+    J: tl.constexpr = H // G
+    group = tl.program_id(0) % G
+    first, count, first_position, _ = load_tile(tiles, tl.program_id(0) // G)
+    end = first_position + count
+    length = part_length(end, PARTS, MIN_PART)
+    if (count == 0) | (length >= end):
+        return
+    row = tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_D)
+    exists = row // J < count
+    stored = exists[:, None] & (channel < D)[None, :]
+    at = ((first + row // J) * H + group * J + row % J).to(tl.int64)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    for part in tl.range(0, tl.cdiv(end, length)):
+        place = at + part * num_tokens.to(tl.int64) * H
+        lse = tl.load(part_lse + place, mask=exists, other=float("-inf"))
+        values = tl.load(part_out + place[:, None] * D + channel[None, :], mask=stored, other=0.0)
+        new_largest = tl.maximum(largest, lse)
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        decay, weight = tl.exp2(largest - shift), tl.exp2(lse - shift)
+        total = total * decay + weight
+        acc = acc * decay[:, None] + values * weight[:, None]
+        largest = new_largest
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_NHD + at[:, None] * D + channel[None, :], acc.to(out_NHD.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "addresses"])
+def write_pages_kernel(
+    key, value, addresses, slots, key_stride, key_group_stride, value_stride, value_group_stride,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens): K and V of one token into its slot; none where the slot is negative."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    keys_of = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(key.dtype.element_ty)), 16)
+    values_of = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(key.dtype.element_ty)), 16)
+    group = tl.arange(0, BLOCK_G)[:, None]
+    channel = tl.arange(0, BLOCK_D)[None, :]
+    exists = (group < G) & (channel < D)
+    target = slot * (G * D) + group * D + channel
+    k = tl.load(key + token * key_stride + group * key_group_stride + channel, mask=exists)
+    tl.store(keys_of + target, k, mask=exists)
+    v = tl.load(value + token * value_stride + group * value_group_stride + channel, mask=exists)
+    tl.store(values_of + target, v, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_pages"], do_not_specialize_on_alignment=["pages", "addresses"])
+def move_pages_kernel(
+    between, addresses, pages, num_pages, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr
+):
+    """Grid (pages, tensors, blocks of a page): pages of every layer's K and V into ``between``, or out of it."""
+    i, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    exists = element < ELEMENTS
+    pool = tl.multiple_of(tl.load(addresses + tensor).to(tl.pointer_type(between.dtype.element_ty)), 16)
+    inside = pool + tl.load(pages + i) * ELEMENTS + element
+    outside = between + (tensor * num_pages.to(tl.int64) + i) * ELEMENTS + element
+    if GATHER:
+        tl.store(outside, tl.load(inside, mask=exists), mask=exists)
+    else:
+        tl.store(inside, tl.load(outside, mask=exists), mask=exists)

@@ -1,0 +1,248 @@
+"""Attention of new tokens over K and V in pages, for decoding, prefill and the verification of drafts.
+
+The new tokens of a pass are divided into tiles: runs of consecutive tokens of one sequence. All tiles of a launch have
+room for the same number of rows; a tile may hold fewer tokens, or none (a launch that is captured in a CUDA graph has
+as many tiles in every pass). A token sees every position of its sequence up to its own, and all tiles' K and V are
+written before the attention runs.
+
+``paged_attention_reference`` and ``write_pages_reference`` are the plain PyTorch twins.
+
+Legend: n tokens, T tiles, H query heads, G key/value heads, D head size, P pages, S positions of a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dta_kernels.tree_attention.config import padded_head_size, supports
+from dta_kernels.tree_attention.reference import accumulation_dtype
+
+if TYPE_CHECKING:
+    from dta_kernels.launch import Launcher
+
+TILE_FIELDS = 4
+"""A tile's first token, its number of tokens, the position of the first one, and where its page table begins."""
+
+# Longest run for which the keys are divided among programs: longer ones fill a GPU without.
+LONGEST_SPLIT_RUN = 64
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """Settings of a launch.
+
+    Attributes:
+        rows: of a tile, tokens times heads of a group; a power of two, at least 16.
+        keys: of a block, a power of two, at least 16.
+        parts: most programs among which a tile's keys are divided.
+        min_part: keys of a part are a multiple of this, itself a multiple of ``keys``.
+        num_warps, num_stages: Triton's.
+    """
+
+    rows: int
+    keys: int
+    parts: int
+    min_part: int
+    num_warps: int
+    num_stages: int
+
+    def tokens_of(self, group_size: int) -> int:
+        """Most tokens of a tile, with so many query heads of each key/value head."""
+        return self.rows // group_size
+
+
+@lru_cache(maxsize=256)
+def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int) -> PagedConfig:
+    """Settings for runs of up to ``run`` tokens; those of decoding (1) do not depend on the batch.
+
+    Raises:
+        ValueError: inputs that the kernels do not take.
+    """
+    if not supports(head_size, dtype) or group_size > 128:
+        raise ValueError(f"no paged attention kernel for head size {head_size}, {dtype}, {group_size} heads of a group")
+    is_wide = padded_head_size(head_size) * dtype.itemsize > 256
+    keys, stages = (32, 2) if is_wide else (64, 3)
+    least = max(16, _power_of_two(group_size))
+    if run > LONGEST_SPLIT_RUN:
+        return PagedConfig(max(64, least), keys, 1, keys, 4, 2)
+    rows = max(least, min(64, _power_of_two(group_size * run)))
+    return PagedConfig(rows, keys, 16, 256, 4, stages)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def tiles_of(
+    starts: np.ndarray, counts: np.ndarray, table_begins: np.ndarray, first_token: int, tokens: int
+) -> np.ndarray:
+    """Tiles of at most ``tokens`` tokens for rows that append ``counts[i]`` tokens behind ``starts[i]`` positions.
+
+    Args:
+        table_begins: where each row's page table begins.
+        first_token: of the first row; the rows' tokens follow each other.
+
+    Returns:
+        int64 [T, 4], ``TILE_FIELDS``.
+    """
+    tiles = -(-counts // tokens)
+    row = np.repeat(np.arange(len(counts)), tiles)
+    offset = tokens * (np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles))
+    first = first_token + np.cumsum(counts) - counts
+    held = np.minimum(tokens, counts[row] - offset)
+    return np.stack([first[row] + offset, held, starts[row] + offset, table_begins[row]], axis=1).astype(np.int64)
+
+
+@dataclass
+class Parts:
+    """Memory for the parts of split tiles: one for all layers of a pass, whose results follow each other."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+
+    def at_least(self, parts: int, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for ``parts`` results of ``query`` [n, H, D]: float32 [parts, n, H, D] and [parts, n, H]."""
+        if self.out is None or self.out.numel() < parts * query.numel():
+            self.out = query.new_empty(parts * query.numel(), dtype=torch.float32)
+            self.lse = query.new_empty(parts * query.shape[0] * query.shape[1], dtype=torch.float32)
+        return self.out, self.lse
+
+
+def paged_attention(
+    query_NHD: Tensor,
+    out_NHD: Tensor,
+    addresses: Tensor,
+    num_groups: int,
+    page_size: int,
+    tiles: Tensor,
+    tables: Tensor,
+    scale: float,
+    config: PagedConfig,
+    parts: Parts,
+) -> None:
+    """Write the attention of the tokens in ``tiles`` into their rows of ``out_NHD``; other rows are left alone.
+
+    Args:
+        query_NHD: [n, H, D], channels next to each other.
+        out_NHD: as the queries, contiguous.
+        addresses: int64 [2] on the device: where the pages of K and of V begin, each [P, S, G, D] of the same dtype.
+        tiles: int64 [T, 4], ``tiles_of`` with ``config.tokens_of(H / G)``.
+        tables: int64, page tables one behind the other.
+        parts: memory that is used and kept.
+    """
+    n, H, D = query_NHD.shape
+    if tiles.shape[0] == 0:
+        return
+    if query_NHD.stride(2) != 1 or not out_NHD.is_contiguous():
+        raise ValueError("paged attention needs queries with adjacent channels and a contiguous output")
+    part_out, part_lse = parts.at_least(config.parts, query_NHD) if config.parts > 1 else (out_NHD, out_NHD)
+    attend, merge = _attention_launchers(H, num_groups, D, page_size, config, query_NHD.dtype)
+    programs = tiles.shape[0] * num_groups
+    attend(
+        (programs, config.parts), query_NHD, out_NHD, part_out, part_lse, addresses, tiles, tables, n, scale,
+        query_NHD.stride(0), query_NHD.stride(1),
+    )  # fmt: skip
+    if config.parts > 1:
+        merge((programs,), out_NHD, part_out, part_lse, tiles, n)
+
+
+@lru_cache(maxsize=256)
+def _attention_launchers(
+    num_heads: int, num_groups: int, head_size: int, page_size: int, config: PagedConfig, dtype: torch.dtype
+) -> tuple[Launcher, Launcher]:
+    """The kernels of the attention and of the merge of its parts."""
+    from dta_kernels.launch import Launcher
+    from dta_kernels.paged_attention.kernels import merge_parts_kernel, paged_attention_kernel
+    from dta_kernels.tree_attention.launch import interpreted
+
+    shape = {"H": num_heads, "G": num_groups, "D": head_size, "BLOCK_D": padded_head_size(head_size)}
+    shape |= {"BLOCK_M": config.rows, "PARTS": config.parts, "MIN_PART": config.min_part}
+    # Products of float32 stay float32's: the default would round their inputs to 10 bits.
+    numbers = {"PRECISION": "ieee", "UPCAST": interpreted() and dtype == torch.bfloat16}
+    settings = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    attend = Launcher(paged_attention_kernel, **shape, S=page_size, BLOCK_N=config.keys, **numbers, **settings)
+    return attend, Launcher(merge_parts_kernel, **shape, num_warps=4)
+
+
+def write_pages(key_NGD: Tensor, value_NGD: Tensor, addresses: Tensor, slots: Tensor) -> None:
+    """Put each token's K and V [n, G, D] into its slot (page x S + offset, int64 [n]); none where that is negative.
+
+    addresses: int64 [2] on the device: where the pages of K and of V begin.
+    """
+    n, G, D = key_NGD.shape
+    if n == 0:
+        return
+    key_NGD, value_NGD = (x if x.stride(2) == 1 else x.contiguous() for x in (key_NGD, value_NGD))
+    _write_launcher(G, D)(
+        (n,), key_NGD, value_NGD, addresses, slots, key_NGD.stride(0), key_NGD.stride(1), value_NGD.stride(0),
+        value_NGD.stride(1),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _write_launcher(num_groups: int, head_size: int) -> Launcher:
+    from dta_kernels.launch import Launcher
+    from dta_kernels.paged_attention.kernels import write_pages_kernel
+
+    blocks = {"BLOCK_D": padded_head_size(head_size), "BLOCK_G": _power_of_two(num_groups)}
+    return Launcher(write_pages_kernel, G=num_groups, D=head_size, **blocks, num_warps=4)
+
+
+def copy_pages(sources: Tensor, targets: Tensor, addresses: Tensor, page_elements: int, dtype: torch.dtype) -> None:
+    """Copy whole pages (int64 [n] each, on the device) in all layers, all at once: a source may be another's target.
+
+    addresses: int64 [layers, 2] on the device: where each layer's pages of K and of V begin, each page of
+    ``page_elements`` next to each other.
+    """
+    from dta_kernels.paged_attention.kernels import move_pages_kernel
+
+    n, block = sources.shape[0], min(2048, _power_of_two(page_elements))
+    if n == 0 or addresses.numel() == 0:
+        return
+    between = torch.empty(addresses.numel() * n * page_elements, dtype=dtype, device=addresses.device)
+    grid = (n, addresses.numel(), -(-page_elements // block))
+    for pages, gather in ((sources, True), (targets, False)):
+        move_pages_kernel[grid](between, addresses, pages, n, page_elements, block, gather, num_warps=4)
+
+
+def paged_attention_reference(
+    query_NHD: Tensor,
+    out_NHD: Tensor,
+    keys_PSGD: Tensor,
+    values_PSGD: Tensor,
+    tiles: Tensor,
+    tables: Tensor,
+    scale: float,
+) -> None:
+    """``paged_attention`` tile by tile in plain PyTorch, with the pages themselves."""
+    page_size, group_size = keys_PSGD.shape[1], query_NHD.shape[1] // keys_PSGD.shape[2]
+    dtype = accumulation_dtype(query_NHD.dtype)
+    for first, count, position, table_begin in tiles.tolist():
+        if count == 0:
+            continue
+        end = position + count
+        pages = tables[table_begin : table_begin + -(-end // page_size)]
+        key, value = (
+            pool[pages].flatten(0, 1)[:end].to(dtype).repeat_interleave(group_size, dim=1)
+            for pool in (keys_PSGD, values_PSGD)
+        )
+        scores_HQK = torch.einsum("qhd,khd->hqk", query_NHD[first : first + count].to(dtype), key) * scale
+        own, seen = torch.arange(position, end, device=key.device), torch.arange(end, device=key.device)
+        scores_HQK = scores_HQK.masked_fill(seen > own[:, None], float("-inf"))
+        out = torch.einsum("hqk,khd->qhd", torch.softmax(scores_HQK, dim=-1), value)
+        out_NHD[first : first + count] = out.to(out_NHD.dtype)
+
+
+def write_pages_reference(
+    key_NGD: Tensor, value_NGD: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, slots: Tensor
+) -> None:
+    """``write_pages`` in plain PyTorch, with the pages themselves."""
+    written = slots >= 0
+    keys_PSGD.flatten(0, 1)[slots[written]] = key_NGD[written]
+    values_PSGD.flatten(0, 1)[slots[written]] = value_NGD[written]

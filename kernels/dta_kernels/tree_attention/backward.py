@@ -1,0 +1,315 @@
+"""Triton kernels of the backward pass of tree attention; the launcher is in ``tree_attention``.
+
+    prepare         delta = rowsum(dO O) and the log-sum-exp in base 2, in the order in which tiles read them
+    key_gradients   a program owns one block of keys of one group, loops over the queries that see it and keeps dK and
+                    dV in float32 registers: no atomics, and the heads of a group are added in a fixed order. With
+                    STORE it writes every tile of dS = d loss / d (scaled scores) as well.
+    query_gradients_from_scores
+                    dQ = dS K from the stored tiles: five matrix products in all instead of the seven that two
+                    kernels need which both compute the scores
+    query_gradients a program owns one tile of queries and computes dS again: needs no memory
+
+Legend: see ``tree_attention_common``; M is the number of keys, A of them ancestors, which come first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dta_kernels.tree_attention.common import load_key_end, load_rows, product, query_row_pointers
+
+_RUNTIME = [
+    "num_queries",
+    "num_keys",
+    "num_ancestors",
+    "num_added",
+    "first_group",
+    "first_chunk",
+    "num_prefix_queries",
+    "num_prefix_keys",
+]
+_TABLES = ["key_end", "programs", "blocks", "tiles", "slots"]
+
+
+@triton.jit(do_not_specialize=["num_queries", "chunk_stride"])
+def prepare_kernel(
+    grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, packed_grad_out, packed_q, num_queries, chunk_stride,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr,
+    COPY: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of the N * H rows). COPY writes dO and Q in the order of tiles, [H / PACK, N, PACK, D], too.
+
+    delta and lse_2 are in that order as well, with ``chunk_stride`` elements for each N * PACK of them.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_queries.to(tl.int64) * H
+    query, head = row // H, row % H
+    channel = tl.arange(0, BLOCK_D)
+    inside = exists[:, None] & (channel < D)[None, :]
+    offsets = row[:, None] * D + channel[None, :]
+    grad_out = tl.load(grad_out_NHD + offsets, mask=inside, other=0.0)
+    out = tl.load(out_NHD + offsets, mask=inside, other=0.0)
+    place = (head // PACK) * chunk_stride + query * PACK + head % PACK
+    tl.store(delta + place, tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1), mask=exists)
+    lse = tl.load(lse_HN + head * num_queries + query, mask=exists, other=0.0)
+    tl.store(lse_2 + place, lse * 1.4426950408889634, mask=exists)
+    if COPY:
+        packed_row = ((head // PACK) * num_queries + query) * PACK + head % PACK
+        packed_offsets = packed_row[:, None] * D + channel[None, :]
+        tl.store(packed_grad_out + packed_offsets, grad_out, mask=inside)
+        tl.store(packed_q + packed_offsets, tl.load(q_NHD + offsets, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
+def key_gradients_kernel(
+    grad_out, q, k_MGD, v_MGD, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores,
+    key_end, programs, blocks, tiles, prefix_dk, prefix_dv, num_queries, num_keys, num_ancestors, num_added,
+    num_prefix_keys, first_group, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (groups of this launch, blocks of keys).
+
+    PREFIX: ``prefix_dk`` and ``prefix_dv`` [num_prefix_keys, G, D] are added to the first keys' gradients.
+
+    With TMA ``grad_out`` and ``q`` are descriptors of their copies in the order of tiles, else pointers to [N, H, D].
+    ACCUMULATE: the gradients of the first ``num_added`` keys are added to ``grad_keys[slots]`` and
+    ``grad_values[slots]`` [., G, D] float32; those of the other keys, with what stands at their slots added to them,
+    go to ``dk`` and ``dv`` [M - num_added, G, D] in the queries' dtype (None where all are added). Else all go to
+    ``dk`` and ``dv``, float32.
+    """
+    CHUNKS: tl.constexpr = H // G // PACK
+    group = first_group + tl.program_id(0)
+    program = programs + tl.program_id(1) * 8
+    block = tl.load(program)
+    run_begin, run_end = tl.load(program + 1), tl.load(program + 2)
+    list_begin, list_middle, list_end = tl.load(program + 3), tl.load(program + 4), tl.load(program + 5)
+    # Where in ``tiles`` the numbers of the run's and of the list's tiles would begin, were the first index zero.
+    run_tiles = tl.load(program + 6) - run_begin
+    list_tiles = run_tiles + run_end - list_begin
+    k = load_rows(k_MGD, block * BLOCK_K, num_keys, G * D, group * D, D, BLOCK_K, BLOCK_D, True, False)
+    v = load_rows(v_MGD, block * BLOCK_K, num_keys, G * D, group * D, D, BLOCK_K, BLOCK_D, True, False)
+    key, end_of_key = load_key_end(key_end, block, num_keys, BLOCK_K)
+    dk_acc = tl.zeros([BLOCK_K, BLOCK_D], dtype=tl.float32)
+    dv_acc = tl.zeros([BLOCK_K, BLOCK_D], dtype=tl.float32)
+    for chunk in range(CHUNKS):
+        head = (group * CHUNKS + chunk) * PACK
+        dscores_chunk = dscores + (tl.program_id(0) * CHUNKS + chunk) * (BLOCK_K * BLOCK_Q * PACK)
+        dk_acc, dv_acc = _collect(
+            dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, run_begin,
+            run_end, run_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K, TMA,
+            STORE, PRECISION, UPCAST, False, False,
+        )  # fmt: skip
+        dk_acc, dv_acc = _collect(
+            dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, list_begin,
+            list_middle, list_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K,
+            TMA, STORE, PRECISION, UPCAST, True, False,
+        )  # fmt: skip
+        dk_acc, dv_acc = _collect(
+            dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, list_middle,
+            list_end, list_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K,
+            TMA, STORE, PRECISION, UPCAST, True, True,
+        )  # fmt: skip
+    dk_acc = dk_acc * scale
+    channel = tl.arange(0, BLOCK_D)
+    inside = (key < num_keys)[:, None] & (channel < D)[None, :]
+    column = group * D + channel
+    if PREFIX:
+        prefix_offsets = key.to(tl.int64)[:, None] * (G * D) + column[None, :]
+        in_prefix = inside & (key < num_prefix_keys)[:, None]
+        dk_acc += tl.load(prefix_dk + prefix_offsets, mask=in_prefix, other=0.0).to(tl.float32)
+        dv_acc += tl.load(prefix_dv + prefix_offsets, mask=in_prefix, other=0.0).to(tl.float32)
+    if ACCUMULATE:
+        slot = tl.load(slots + key, mask=key < num_keys, other=0)
+        slot_offsets = slot[:, None] * (G * D) + column[None, :]
+        dk_acc += tl.load(grad_keys + slot_offsets, mask=inside, other=0.0)
+        dv_acc += tl.load(grad_values + slot_offsets, mask=inside, other=0.0)
+        added = inside & (key < num_added)[:, None]
+        tl.store(grad_keys + slot_offsets, dk_acc, mask=added)
+        tl.store(grad_values + slot_offsets, dv_acc, mask=added)
+        other = (key - num_added).to(tl.int64)
+        offsets = other[:, None] * (G * D) + column[None, :]
+        inside = inside & (key >= num_added)[:, None]
+    else:
+        offsets = key.to(tl.int64)[:, None] * (G * D) + column[None, :]
+    if dk is not None:
+        tl.store(dk + offsets, dk_acc.to(dk.dtype.element_ty), mask=inside)
+        tl.store(dv + offsets, dv_acc.to(dv.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _collect(
+    dk, dv, k, v, key, end_of_key, grad_out, q_source, delta, lse_2, dscores, blocks, tiles, begin, end, first_tile,
+    head, num_queries, num_ancestors, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients from the tiles of queries ``begin .. end``, of the list if LISTED. Scores are [keys, rows]."""
+    BLOCK_M: tl.constexpr = BLOCK_Q * PACK
+    row = tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_D)
+    within = (row // PACK) * (H * D) + (row % PACK) * D
+    statistics = tl.cast(head // PACK, tl.int64) * num_queries * PACK
+    scale_2 = scale * 1.4426950408889634
+    for index in tl.range(begin, end):
+        block = index
+        if LISTED:
+            block = tl.load(blocks + index)
+        first = block * BLOCK_Q
+        tile_row = first * PACK + row
+        if PARTIAL:
+            # Rows behind the last query have log-sum-exp infinity, hence probability zero, whatever is read for them.
+            exists = row < (num_queries - first) * PACK
+            lse = tl.load(lse_2 + statistics + tile_row, mask=exists, other=float("inf"))
+            delta_row = tl.load(delta + statistics + tile_row, mask=exists, other=0.0)
+        else:
+            lse = tl.load(lse_2 + statistics + tile_row)
+            delta_row = tl.load(delta + statistics + tile_row)
+        if TMA:
+            first_row = ((head // PACK) * num_queries + first) * PACK
+            q = q_source.load([first_row, 0])
+            do = grad_out.load([first_row, 0])
+        else:
+            base = tl.cast(first, tl.int64) * (H * D) + head * D
+            q_tile, do_tile = q_source + base, grad_out + base
+            offsets = within[:, None] + channel[None, :]
+            if PARTIAL:
+                inside = exists[:, None] & (channel < D)[None, :]
+                q = tl.load(q_tile + offsets, mask=inside, other=0.0)
+                do = tl.load(do_tile + offsets, mask=inside, other=0.0)
+            elif BLOCK_D == D:
+                q = tl.load(q_tile + offsets)
+                do = tl.load(do_tile + offsets)
+            else:
+                q = tl.load(q_tile + offsets, mask=(channel < D)[None, :], other=0.0)
+                do = tl.load(do_tile + offsets, mask=(channel < D)[None, :], other=0.0)
+        scores = product(k, q.T, None, PRECISION, UPCAST)
+        probability = tl.exp2(scores * scale_2 - lse[None, :])
+        if PARTIAL:
+            position = num_ancestors + first + row // PACK
+            visible = (key[:, None] <= position[None, :]) & (position[None, :] < end_of_key[:, None])
+            probability = tl.where(visible, probability, 0.0)
+        dv = product(probability.to(do.dtype), do, dv, PRECISION, UPCAST)
+        dprobability = product(v, do.T, None, PRECISION, UPCAST)
+        dscore = (probability * (dprobability - delta_row[None, :])).to(q.dtype)
+        dk = product(dscore, q, dk, PRECISION, UPCAST)
+        if STORE:
+            tile = tl.cast(tl.load(tiles + first_tile + index), tl.int64)
+            CHUNKS: tl.constexpr = H // G // PACK
+            target = dscores + tile * (tl.num_programs(0) * CHUNKS * BLOCK_K * BLOCK_M)
+            inner = tl.arange(0, BLOCK_K)[:, None] * BLOCK_M + row[None, :]
+            tl.store(target + inner, dscore)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
+def query_gradients_from_scores_kernel(
+    dscores, k_MGD, dq_NHD, programs, blocks, prefix_dq, num_queries, num_keys, num_prefix_queries, first_chunk, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks of heads of this launch, blocks of queries); the tiles of a row are consecutive in ``dscores``.
+
+    PREFIX: ``prefix_dq`` [num_prefix_queries, H, D] is added to the first queries' gradients.
+    """
+    BLOCK_M: tl.constexpr = BLOCK_Q * PACK
+    head = (first_chunk + tl.program_id(0)) * PACK
+    column = (head // (H // G)) * D
+    program = programs + tl.program_id(1) * 8
+    block = tl.load(program)
+    run_begin, run_end = tl.load(program + 1), tl.load(program + 2)
+    list_begin, list_end = tl.load(program + 3), tl.load(program + 5)
+    run_tile = tl.load(program + 6) - run_begin
+    list_tile = run_tile + run_end - list_begin
+    stride = tl.num_programs(0) * (BLOCK_K * BLOCK_M)
+    inner = tl.arange(0, BLOCK_K)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    source = dscores + tl.program_id(0) * (BLOCK_K * BLOCK_M) + inner
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    for index in tl.range(run_begin, run_end):
+        dscore = tl.load(source + tl.cast(run_tile + index, tl.int64) * stride)
+        k = load_rows(k_MGD, index * BLOCK_K, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, False, TMA)
+        acc = product(dscore.T, k, acc, PRECISION, UPCAST)
+    for index in tl.range(list_begin, list_end):
+        other = tl.load(blocks + index)
+        dscore = tl.load(source + tl.cast(list_tile + index, tl.int64) * stride)
+        k = load_rows(k_MGD, other * BLOCK_K, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, True, TMA)
+        acc = product(dscore.T, k, acc, PRECISION, UPCAST)
+    offsets, query = query_row_pointers(block, head, BLOCK_Q, PACK, H, D, BLOCK_D)
+    stored = (query < num_queries)[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    acc = acc * scale
+    if PREFIX:
+        in_prefix = stored & (query < num_prefix_queries)[:, None]
+        acc += tl.load(prefix_dq + offsets, mask=in_prefix, other=0.0).to(tl.float32)
+    tl.store(dq_NHD + offsets, acc.to(dq_NHD.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
+def query_gradients_kernel(
+    grad_out_NHD, q_NHD, k_MGD, v_MGD, delta, lse_2, dq_NHD, key_end, programs, blocks, prefix_dq, num_queries,
+    num_keys, num_ancestors, num_prefix_queries, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    PREFIX: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (H / PACK, blocks of queries); PREFIX as in ``query_gradients_from_scores_kernel``."""
+    BLOCK_M: tl.constexpr = BLOCK_Q * PACK
+    head = tl.program_id(0) * PACK
+    column = (head // (H // G)) * D
+    program = programs + tl.program_id(1) * 8
+    block = tl.load(program)
+    offsets, query = query_row_pointers(block, head, BLOCK_Q, PACK, H, D, BLOCK_D)
+    exists = query < num_queries
+    stored = exists[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    q = tl.load(q_NHD + offsets, mask=stored, other=0.0)
+    do = tl.load(grad_out_NHD + offsets, mask=stored, other=0.0)
+    statistics = tl.program_id(0).to(tl.int64) * num_queries * PACK + block * BLOCK_M + tl.arange(0, BLOCK_M)
+    lse = tl.load(lse_2 + statistics, mask=exists, other=float("inf"))
+    delta_row = tl.load(delta + statistics, mask=exists, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    position = num_ancestors + query
+    acc = _collect_queries(
+        acc, q, do, lse, delta_row, position, k_MGD, v_MGD, key_end, blocks, tl.load(program + 1),
+        tl.load(program + 2), num_keys, column, scale, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, False, False,
+    )  # fmt: skip
+    middle = tl.load(program + 4)
+    acc = _collect_queries(
+        acc, q, do, lse, delta_row, position, k_MGD, v_MGD, key_end, blocks, tl.load(program + 3),
+        middle, num_keys, column, scale, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, True, False,
+    )  # fmt: skip
+    acc = _collect_queries(
+        acc, q, do, lse, delta_row, position, k_MGD, v_MGD, key_end, blocks, middle,
+        tl.load(program + 5), num_keys, column, scale, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, True, True,
+    )  # fmt: skip
+    acc = acc * scale
+    if PREFIX:
+        in_prefix = stored & (query < num_prefix_queries)[:, None]
+        acc += tl.load(prefix_dq + offsets, mask=in_prefix, other=0.0).to(tl.float32)
+    tl.store(dq_NHD + offsets, acc.to(dq_NHD.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _collect_queries(
+    acc, q, do, lse, delta_row, position, k_MGD, v_MGD, key_end, blocks, begin, end, num_keys, column, scale,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Add dS K over the blocks of keys ``begin .. end``, of the list if LISTED."""
+    scale_2 = scale * 1.4426950408889634
+    for index in tl.range(begin, end):
+        block = index
+        if LISTED:
+            block = tl.load(blocks + index)
+        first = block * BLOCK_K
+        k = load_rows(k_MGD, first, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, PARTIAL, TMA)
+        v = load_rows(v_MGD, first, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, PARTIAL, TMA)
+        probability = tl.exp2(product(q, k.T, None, PRECISION, UPCAST) * scale_2 - lse[:, None])
+        if PARTIAL:
+            key, end_of_key = load_key_end(key_end, block, num_keys, BLOCK_K)
+            visible = (key[None, :] <= position[:, None]) & (position[:, None] < end_of_key[None, :])
+            probability = tl.where(visible, probability, 0.0)
+        dprobability = product(do, v.T, None, PRECISION, UPCAST)
+        dscore = (probability * (dprobability - delta_row[:, None])).to(q.dtype)
+        acc = product(dscore, k, acc, PRECISION, UPCAST)
+    return acc

@@ -1,0 +1,193 @@
+"""Tile sizes and launch settings of the tree attention kernels, from fixed tables.
+
+Nothing is tuned while training: a table by head size and dtype answers at once, and the same answer everywhere keeps
+results the same bit for bit from run to run. ``benchmarks/attention.py`` measures other candidates; its winners
+belong here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+MAX_HEAD_SIZE = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One kernel's settings.
+
+    Attributes:
+        rows: rows of a tile of queries (tokens times the heads packed into it), a power of two, at least 16.
+        keys: keys of a block, a power of two, at least 16.
+        num_warps, num_stages: Triton's.
+        tma: read tiles through tensor descriptors (Hopper and later).
+        max_pack: most heads of a group in one tile.
+        hopper: the kernel of ``tree_attention_hopper``, for compute capability 9, head sizes 64 and 128, 16-bit inputs;
+            num_warps and num_stages are its own.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    max_pack: int = 8
+    hopper: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("rows", self.rows), ("keys", self.keys)):
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value}: must be a power of two, at least 16")
+
+    def pack(self, group_size: int) -> int:
+        """Heads of a group in one tile: the largest power of two that divides the group, within ``max_pack``."""
+        return min(group_size & -group_size, self.max_pack, self.rows)
+
+
+@dataclass(frozen=True)
+class TreeAttentionConfig:
+    """Settings of a forward and a backward pass.
+
+    Attributes:
+        key_gradients: also sets the tiles of dS that are stored; the kernel in Gluon always stores them.
+        query_gradients_from_scores: its tile sizes are those of ``key_gradients``.
+        query_gradients: where dS is computed again; its packing is that of ``key_gradients``.
+        stored_scores_bytes: most memory for tiles of dS, but for the tiles of one row of blocks. A segment that needs
+            more is done in several launches, of some groups or of some queries each. 0 computes dS again.
+        library_queries, library_keys: a library's kernel (``prefix_attention``) takes the largest rectangle of
+            queries x ancestors without a mask whose sides are multiples of these (they bound the number of shapes that
+            the library has to prepare for); 0 queries: none. Multiples of the tiles' tokens and keys.
+    """
+
+    forward: KernelConfig
+    key_gradients: KernelConfig
+    query_gradients_from_scores: KernelConfig
+    query_gradients: KernelConfig
+    stored_scores_bytes: int = 1 << 30
+    library_queries: int = 0
+    library_keys: int = 512
+
+
+def supports(head_size: int, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels can take these inputs."""
+    return 1 <= head_size <= MAX_HEAD_SIZE and dtype in DTYPES
+
+
+def padded_head_size(head_size: int) -> int:
+    """``BLOCK_D`` of the kernels: a power of two, at least what a matrix product takes."""
+    return max(16, 1 << (head_size - 1).bit_length())
+
+
+# By padded head size, for 16-bit inputs on Hopper: forward, key gradients, query gradients from stored scores, query
+# gradients.
+_HOPPER = {
+    64: (
+        KernelConfig(128, 128, 8, 3, tma=True),
+        KernelConfig(64, 128, 8, 3),
+        KernelConfig(64, 128, 4, 4),
+        KernelConfig(128, 64, 8, 3),
+    ),
+    128: (
+        KernelConfig(128, 128, 8, 3, tma=True),
+        KernelConfig(64, 64, 4, 2, tma=True),
+        KernelConfig(64, 64, 4, 4, tma=True),
+        KernelConfig(128, 64, 8, 3, tma=True),
+    ),
+    256: (
+        KernelConfig(128, 64, 8, 2, tma=True),
+        KernelConfig(64, 64, 8, 1),
+        KernelConfig(64, 64, 4, 3),
+        KernelConfig(64, 64, 8, 1),
+    ),
+}
+# The same with the kernels in Gluon, which is experimental: only with the versions of Triton they were tried on.
+_GLUON_VERSIONS = ("3.6.",)
+_GLUON = {
+    64: (
+        KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
+        KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
+        KernelConfig(64, 128, 4, 2, tma=True),
+        KernelConfig(128, 64, 8, 3),
+    ),
+    128: (
+        KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
+        KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
+        KernelConfig(64, 128, 4, 2, tma=True),
+        KernelConfig(128, 64, 8, 3, tma=True),
+    ),
+}
+# 16-bit inputs elsewhere: less shared memory, no tensor descriptors.
+_OTHER = {
+    64: (
+        KernelConfig(128, 64, 4, 3),
+        KernelConfig(64, 64, 4, 2),
+        KernelConfig(64, 64, 4, 2),
+        KernelConfig(64, 64, 4, 2),
+    ),
+    128: (
+        KernelConfig(64, 64, 4, 2),
+        KernelConfig(32, 64, 4, 2),
+        KernelConfig(32, 64, 4, 2),
+        KernelConfig(64, 32, 4, 2),
+    ),
+    256: (
+        KernelConfig(64, 32, 4, 1),
+        KernelConfig(32, 32, 4, 1),
+        KernelConfig(32, 32, 4, 1),
+        KernelConfig(32, 32, 4, 1),
+    ),
+}
+# float32: products run outside the tensor cores, for exactness; small tiles that fit the registers.
+_FLOAT32 = {
+    64: (KernelConfig(32, 32, 4, 1),) * 4,
+    128: (KernelConfig(32, 32, 4, 1),) * 4,
+    256: (KernelConfig(16, 16, 4, 1),) * 4,
+}
+
+
+def default_config(
+    head_size: int, dtype: torch.dtype, device: torch.device, gluon: bool | None = None
+) -> TreeAttentionConfig:
+    """The table's settings for these inputs on this device.
+
+    Args:
+        gluon: whether to take the kernels in Gluon where there are settings for them; None: with the versions of
+            Triton that they were tried on.
+
+    Raises:
+        ValueError: the kernels do not take these inputs.
+    """
+    if not supports(head_size, dtype):
+        raise ValueError(f"no Triton tree attention for head size {head_size} and {dtype}")
+    padded = max(64, padded_head_size(head_size))
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if dtype == torch.float32:
+        table = _FLOAT32
+    elif not hopper:
+        table = _OTHER
+    else:
+        gluon = _has_tried_gluon() if gluon is None else gluon
+        table = _GLUON if gluon and padded == head_size and padded in _GLUON else _HOPPER
+    config = TreeAttentionConfig(*table[padded])
+    return without_descriptors(config) if padded_head_size(head_size) != head_size else config
+
+
+def _has_tried_gluon() -> bool:
+    try:
+        return version("triton").startswith(_GLUON_VERSIONS)
+    except PackageNotFoundError:
+        return False
+
+
+def without_descriptors(config: TreeAttentionConfig) -> TreeAttentionConfig:
+    """The same settings with plain loads of keys and values: a padded head is no rectangle of their matrix."""
+    return replace(
+        config,
+        forward=replace(config.forward, tma=False),
+        query_gradients=replace(config.query_gradients, tma=False),
+        query_gradients_from_scores=replace(config.query_gradients_from_scores, tma=False),
+    )

@@ -1,0 +1,127 @@
+"""Launches the Hopper kernels of ``tree_attention_hopper`` and ``tree_attention_hopper_backward``.
+
+Apart from ``tree_attention``, so that Gluon, which is experimental in Triton, is imported only where they are used.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dta_kernels.launch import Launcher
+from dta_kernels.tree_attention import hopper_backward as tree_attention_hopper_backward
+from dta_kernels.tree_attention import hopper_forward as tree_attention_hopper
+from dta_kernels.tree_attention.config import KernelConfig
+from dta_kernels.tree_attention.layer_cache import SharedByLayers
+from dta_kernels.tree_attention.plan import AttentionShape, TreeAttentionPlan
+
+
+def forward_on_hopper(
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    out_NHD: Tensor,
+    lse_HN: Tensor,
+    key_end_M: Tensor,
+    plan: TreeAttentionPlan,
+    scale: float,
+    shared: SharedByLayers,
+) -> None:
+    """Write ``out_NHD`` and ``lse_HN``."""
+    shape, settings = plan.shape, plan.config.forward
+    _check(plan, settings, rows=128)
+    M, G, D = k_MGD.shape
+    pack = settings.pack(shape.group_size)
+    keys, values = (
+        shared.of_tensor(name, x, lambda x: _descriptor(x, [M, G * D], [settings.keys, D]))
+        for name, x in (("k", k_MGD), ("v", v_MGD))
+    )
+    launch = shared.get("forward", lambda: _forward_launcher(shape, pack, settings.keys))
+    launch(
+        (shape.num_heads // pack, plan.forward.programs.shape[0]), q_NHD, keys, values, out_NHD, lse_HN, key_end_M,
+        plan.forward.programs, plan.forward.blocks, plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
+    )  # fmt: skip
+
+
+def key_gradients_on_hopper(
+    plan: TreeAttentionPlan,
+    shared: SharedByLayers,
+    tiles: tuple[Tensor, Tensor],
+    arrays: tuple[Tensor | None, ...],
+    num_added: int,
+    first_group: int,
+    groups: int,
+    scale: float,
+) -> None:
+    """One launch for dK, dV and tiles of dS.
+
+    Args:
+        tiles: dO and Q in the order of tiles, [H / PACK, N, PACK, D].
+        arrays: the arguments of ``key_gradients_kernel`` from k to tiles.
+    """
+    shape, settings = plan.shape, plan.config.key_gradients
+    _check(plan, settings, rows=64)
+    if settings.keys != 128 or not settings.tma or not plan.stored_groups:
+        raise ValueError("the Hopper kernel for dK and dV takes 128 keys, tma, and stored scores")
+    D = shape.head_size
+    size = [plan.num_queries * shape.num_heads, D]
+    k, v, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores, key_end, programs, *table = arrays
+    descriptors = [
+        shared.of_tensor(("descriptor", index), x, make)
+        for index, (x, make) in enumerate(
+            [(tile, lambda x: _descriptor(x, size, [64, D])) for tile in tiles]
+            + [(row, _row_descriptor) for row in (lse_2, delta)]
+            + [(dscores, lambda x: _descriptor(x, [x.numel() // 64, 64], [64, 64]))]
+        )
+    ]
+    pack, accumulate = settings.pack(shape.group_size), grad_keys is not None
+    launch = shared.get("key gradients", lambda: _key_gradients_launcher(shape, pack, accumulate))
+    launch(
+        (groups, programs.shape[0]), *descriptors, k, v, dk, dv, grad_keys, grad_values, slots, key_end, programs,
+        *table, plan.num_queries, plan.num_keys, plan.num_ancestors, num_added, first_group, scale,
+    )  # fmt: skip
+
+
+@lru_cache
+def _forward_launcher(shape: AttentionShape, pack: int, keys: int) -> Launcher:
+    kernel = tree_attention_hopper.forward_kernel
+    constants = dict(H=shape.num_heads, G=shape.num_groups, D=shape.head_size, PACK=pack, BLOCK_K=keys)
+    return Launcher(kernel, **constants, num_warps=4)
+
+
+@lru_cache
+def _key_gradients_launcher(shape: AttentionShape, pack: int, accumulate: bool) -> Launcher:
+    kernel = tree_attention_hopper_backward.key_gradients_kernel
+    constants = dict(H=shape.num_heads, G=shape.num_groups, D=shape.head_size, PACK=pack, ACCUMULATE=accumulate)
+    return Launcher(kernel, **constants, num_warps=4)
+
+
+def _descriptor(x: Tensor, shape: list[int], block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(x, shape, [shape[1], 1], block, _layout(*block, x.dtype))
+
+
+def _row_descriptor(x: Tensor) -> TensorDescriptor:
+    """Of a float32 vector of any shape, in blocks of 64."""
+    return TensorDescriptor(x, [x.numel()], [1], [64], _row_layout())
+
+
+# Making a layout takes the host as long as a launch.
+@lru_cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
+@lru_cache
+def _row_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def _check(plan: TreeAttentionPlan, settings: KernelConfig, rows: int) -> None:
+    if settings.rows != rows or plan.shape.head_size not in (64, 128) or plan.shape.dtype == torch.float32:
+        raise ValueError(f"the Hopper kernel takes {rows} rows, head sizes 64 and 128, and 16-bit inputs")
+    if plan.prefix[0]:
+        raise ValueError("the Hopper kernels do not take a library's prefix")

@@ -1,0 +1,384 @@
+"""Tree attention by Triton kernels, forward and backward, for one segment.
+
+The contract is that of ``tree_attention_reference``, with the indices replaced by a ``TreeAttentionPlan`` made of them
+before the step. Lengths are runtime arguments: one compilation serves all segments of a step. Sums over queries and
+heads happen inside one program in a fixed order, so results are the same bit for bit from run to run.
+
+Legend: N queries, M = A + N keys (A ancestors, then the queries' own), H query heads, G key/value heads, D head size,
+S slots of a K/V pool.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dta_kernels.launch import Launcher
+from dta_kernels.tree_attention.backward import (
+    key_gradients_kernel,
+    prepare_kernel,
+    query_gradients_from_scores_kernel,
+    query_gradients_kernel,
+)
+from dta_kernels.tree_attention.config import KernelConfig, padded_head_size
+from dta_kernels.tree_attention.forward import forward_kernel
+from dta_kernels.tree_attention.layer_cache import SharedByLayers
+from dta_kernels.tree_attention.library_prefix import prefix_backward, prefix_forward
+from dta_kernels.tree_attention.plan import (
+    AttentionShape,
+    BackwardPart,
+    TreeAttentionPlan,
+    local_key_end_on_device,
+    plan_from_indices,
+    plan_tree_attention,
+)
+
+__all__ = [
+    "AttentionShape",
+    "KeyGradients",
+    "TreeAttentionPlan",
+    "interpreted",
+    "local_key_end_on_device",
+    "plan_from_indices",
+    "plan_tree_attention",
+    "tree_attention_backward",
+    "tree_attention_forward",
+]
+
+
+@dataclass(frozen=True)
+class KeyGradients:
+    """Accumulators of dK and dV over a step, and where a segment's keys stand in them.
+
+    Attributes:
+        keys, values: float32 [S, G, D], contiguous.
+        slots: int64 [M], distinct.
+    """
+
+    keys: Tensor | None
+    values: Tensor | None
+    slots: Tensor | None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU (environment variable TRITON_INTERPRET)."""
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on", "yes")
+
+
+def tree_attention_forward(
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    key_end_M: Tensor,
+    plan: TreeAttentionPlan,
+    scale: float,
+    shared: SharedByLayers | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every query over the keys it sees.
+
+    Args:
+        q_NHD, k_MGD, v_MGD: queries, and keys and values of [ancestors, own]; one dtype.
+        key_end_M: int32, ``local_key_end`` of the plan's segment.
+        scale: factor on the scores, above 0.
+        shared: of the layers that go through this segment.
+
+    Returns:
+        ``(out_NHD, lse_HN)``: the output in the queries' dtype, the log-sum-exp of the scaled scores in float32. A
+        query that sees no key gets 0 and minus infinity.
+    """
+    _check(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
+    q_NHD, k_MGD, v_MGD = q_NHD.contiguous(), k_MGD.contiguous(), v_MGD.contiguous()
+    shape, settings = plan.shape, plan.config.forward
+    out_NHD = torch.empty_like(q_NHD)
+    lse_HN = q_NHD.new_empty((shape.num_heads, plan.num_queries), dtype=torch.float32)
+    pack = settings.pack(shape.group_size)
+    n, P = plan.prefix
+    shared = shared or SharedByLayers()
+    if settings.hopper:
+        from dta_kernels.tree_attention.hopper_launch import forward_on_hopper
+
+        forward_on_hopper(q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end_M, plan, scale, shared)
+        return out_NHD, lse_HN
+    prefix_out, prefix_lse = prefix_forward(q_NHD[:n], k_MGD[:P], v_MGD[:P], scale) if n else (None, None)
+    launch = shared.get("forward", lambda: _launcher(forward_kernel, shape, settings, pack, settings, n > 0))
+    launch(
+        (shape.num_heads // pack, plan.forward.programs.shape[0]), q_NHD, _keys(shared, "k", k_MGD, settings),
+        _keys(shared, "v", v_MGD, settings), out_NHD, lse_HN, key_end_M, plan.forward.programs, plan.forward.blocks,
+        prefix_out, prefix_lse, plan.num_queries, plan.num_keys, plan.num_ancestors, n, scale,
+    )  # fmt: skip
+    return out_NHD, lse_HN
+
+
+def tree_attention_backward(
+    grad_out_NHD: Tensor,
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    out_NHD: Tensor,
+    lse_HN: Tensor,
+    key_end_M: Tensor,
+    plan: TreeAttentionPlan,
+    scale: float,
+    into: KeyGradients | None = None,
+    shared: SharedByLayers | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``tree_attention_forward``, from its outputs.
+
+    ``out`` and ``lse`` may also be those of attention over more keys than these, merged: the gradients are then these
+    keys' share.
+
+    Args:
+        into: None returns all of dK and dV. Otherwise the ancestors' dK and dV are added in place at their slots, and
+            what stands at the own slots (from descendants) is added to the own dK and dV; it is undefined afterwards.
+        shared: of the layers that go through this segment; it then holds what a backward pass needs beside its inputs
+            and outputs.
+
+    Returns:
+        ``(dq_NHD, dk, dv)``: dq in the queries' dtype. Without ``into`` dk and dv are float32 [M, G, D]; with it they
+        are the own ones [N, G, D] in the queries' dtype.
+    """
+    _check(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
+    tensors = (grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN)
+    grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN = (tensor.contiguous() for tensor in tensors)
+    shape, backward = plan.shape, plan.config.key_gradients
+    pack = backward.pack(shape.group_size)
+    shared = shared or SharedByLayers()
+    tiles = _prepare(grad_out_NHD, out_NHD, lse_HN, q_NHD, pack, backward, shared)
+    dq_NHD = torch.empty_like(q_NHD)
+    if into is not None:
+        _check_accumulators(plan, into)
+    if len(plan.parts) > 1:
+        # Parts add to the same keys one after the other, so all keys' gradients need a place where sums can stand.
+        target = into or _zeros_like(k_MGD)
+        dk, dv, num_added = None, None, plan.num_keys
+    elif into is not None:
+        target, num_added = into, plan.num_ancestors
+        dk, dv = (k_MGD.new_empty((plan.num_queries, *k_MGD.shape[1:])) for _ in range(2))
+    else:
+        target, num_added = KeyGradients(None, None, None), 0
+        dk, dv = (torch.empty_like(k_MGD, dtype=torch.float32) for _ in range(2))
+    n, P = plan.prefix
+    prefix = (None, None, None)
+    if n:
+        rectangle = (grad_out_NHD[:n], q_NHD[:n], k_MGD[:P], v_MGD[:P], out_NHD[:n], lse_HN[:, :n])
+        prefix = prefix_backward(*rectangle, scale)
+    launch = _BackwardLaunch(
+        plan, shared, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, prefix, *tiles
+    )
+    dscores = launch.delta
+    if plan.stored_groups:
+        dscores = shared.get("dscores", lambda: q_NHD.new_empty(plan.stored_elements))
+    num_groups = plan.stored_groups or shape.num_groups
+    for index, part in enumerate(plan.parts):
+        for first_group in range(0, shape.num_groups, num_groups):
+            groups = min(num_groups, shape.num_groups - first_group)
+            launch.key_gradients(part, first_group, groups, dscores, P if index == 0 else 0)
+            if plan.stored_groups:
+                launch.query_gradients_from_scores(part, first_group, groups, dscores)
+        if not plan.stored_groups:
+            launch.query_gradients(part, grad_out_NHD)
+    if len(plan.parts) == 1:
+        return dq_NHD, dk, dv
+    if into is None:
+        return dq_NHD, target.keys, target.values
+    own = into.slots[plan.num_ancestors :]
+    return dq_NHD, *(sums.index_select(0, own).to(q_NHD.dtype) for sums in (into.keys, into.values))
+
+
+def _zeros_like(k_MGD: Tensor) -> KeyGradients:
+    keys, values = (torch.zeros_like(k_MGD, dtype=torch.float32) for _ in range(2))
+    return KeyGradients(keys, values, torch.arange(k_MGD.shape[0], device=k_MGD.device))
+
+
+@dataclass(slots=True)
+class _BackwardLaunch:
+    """The tensors of one backward pass, and its launches."""
+
+    plan: TreeAttentionPlan
+    shared: SharedByLayers
+    scale: float
+    target: KeyGradients
+    num_added: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_end: Tensor
+    dq: Tensor
+    dk: Tensor | None
+    dv: Tensor | None
+    prefix: tuple[Tensor | None, Tensor | None, Tensor | None]
+    delta: Tensor
+    lse_2: Tensor
+    grad_out_tiles: Tensor | TensorDescriptor
+    q_tiles: Tensor | TensorDescriptor
+
+    @property
+    def pack(self) -> int:
+        return self.plan.config.key_gradients.pack(self.plan.shape.group_size)
+
+    def key_gradients(
+        self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor, num_prefix_keys: int
+    ) -> None:
+        plan, settings, target = self.plan, self.plan.config.key_gradients, self.target
+        arrays = (
+            self.k, self.v, self.delta, self.lse_2, self.dk, self.dv, target.keys, target.values, target.slots, dscores,
+            self.key_end, part.columns.programs, part.columns.blocks, part.columns.tiles,
+        )  # fmt: skip
+        if settings.hopper:
+            from dta_kernels.tree_attention.hopper_launch import key_gradients_on_hopper
+
+            key_gradients_on_hopper(
+                plan, self.shared, (self.grad_out_tiles, self.q_tiles), arrays, self.num_added, first_group, groups,
+                self.scale,
+            )  # fmt: skip
+            return
+        more = {"STORE": plan.stored_groups > 0, "ACCUMULATE": target.keys is not None}
+        launch = self._launcher("key gradients", key_gradients_kernel, settings, settings, **more)
+        launch(
+            (groups, part.columns.programs.shape[0]), self.grad_out_tiles, self.q_tiles, *arrays, *self.prefix[1:],
+            plan.num_queries, plan.num_keys, plan.num_ancestors, self.num_added, num_prefix_keys, first_group,
+            self.scale,
+        )  # fmt: skip
+
+    def _launcher(
+        self, name: str, kernel: object, settings: KernelConfig, tile: KernelConfig, **more: bool
+    ) -> Launcher:
+        plan = self.plan
+        return self.shared.get(
+            name, lambda: _launcher(kernel, plan.shape, settings, self.pack, tile, plan.prefix[0] > 0, **more)
+        )
+
+    def query_gradients_from_scores(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
+        plan, settings = self.plan, self.plan.config.query_gradients_from_scores
+        tile, chunks = plan.config.key_gradients, plan.shape.group_size // self.pack
+        launch = self._launcher("query gradients", query_gradients_from_scores_kernel, settings, tile)
+        launch(
+            (groups * chunks, part.rows.programs.shape[0]), dscores,
+            _keys(self.shared, "k of tiles", self.k, settings, tile.keys), self.dq, part.rows.programs,
+            part.rows.blocks, self.prefix[0], plan.num_queries, plan.num_keys, plan.prefix[0], first_group * chunks,
+            self.scale,
+        )  # fmt: skip
+
+    def query_gradients(self, part: BackwardPart, grad_out_NHD: Tensor) -> None:
+        plan, settings = self.plan, self.plan.config.query_gradients
+        launch = self._launcher("query gradients", query_gradients_kernel, settings, settings)
+        launch(
+            (plan.shape.num_heads // self.pack, part.rows.programs.shape[0]), grad_out_NHD, self.q,
+            _keys(self.shared, "k again", self.k, settings), _keys(self.shared, "v again", self.v, settings),
+            self.delta, self.lse_2, self.dq, self.key_end, part.rows.programs, part.rows.blocks, self.prefix[0],
+            plan.num_queries, plan.num_keys, plan.num_ancestors, plan.prefix[0], self.scale,
+        )  # fmt: skip
+
+
+def _prepare(
+    grad_out_NHD: Tensor,
+    out_NHD: Tensor,
+    lse_HN: Tensor,
+    q_NHD: Tensor,
+    pack: int,
+    settings: KernelConfig,
+    shared: SharedByLayers,
+) -> tuple[Tensor, Tensor, Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
+    """delta, base-2 log-sum-exp, dO and Q as ``key_gradients_kernel`` reads them."""
+    N, H, D = q_NHD.shape
+    # The tensor memory accelerator copies vectors from multiples of 16 bytes only.
+    chunk_stride = -(-N * pack // 4) * 4 if settings.hopper else N * pack
+    # What stands between the chunks is read, and multiplied by zero.
+    empty = lse_HN.new_empty if chunk_stride == N * pack else lse_HN.new_zeros
+    delta, lse_2 = (shared.get(name, lambda: empty(H // pack, chunk_stride)) for name in ("delta", "lse_2"))
+    tiles = (grad_out_NHD, q_NHD)
+    if settings.tma:
+        tiles = tuple(shared.get(name, lambda: torch.empty_like(q_NHD)) for name in ("tiles of dO", "tiles of q"))
+    rows = 64
+    launch = shared.get("prepare", lambda: _prepare_launcher(H, D, pack, rows, settings.tma))
+    launch(
+        (-(-N * H // rows),), grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N, chunk_stride
+    )  # fmt: skip
+    if settings.tma and not settings.hopper:
+        block = [settings.rows, padded_head_size(D)]
+        names = ("tiles of dO as descriptor", "tiles of q as descriptor")
+        tiles = tuple(
+            shared.of_tensor(name, tile, lambda x: TensorDescriptor(x, [N * H, D], [D, 1], block))
+            for name, tile in zip(names, tiles, strict=True)
+        )
+    return delta, lse_2, *tiles
+
+
+def _keys(
+    shared: SharedByLayers, name: str, x_MGD: Tensor, settings: KernelConfig, block: int | None = None
+) -> Tensor | TensorDescriptor:
+    """Keys or values as a kernel reads them; ``name`` is that of one use."""
+    if not settings.tma:
+        return x_MGD
+    M, G, D = x_MGD.shape
+    return shared.of_tensor(
+        name, x_MGD, lambda x: TensorDescriptor(x, [M, G * D], [G * D, 1], [block or settings.keys, D])
+    )
+
+
+@lru_cache
+def _prepare_launcher(H: int, D: int, pack: int, rows: int, copy: bool) -> Launcher:
+    constants = dict(H=H, D=D, BLOCK_D=padded_head_size(D), PACK=pack, ROWS=rows, COPY=copy)
+    return Launcher(prepare_kernel, **constants, num_warps=4)
+
+
+@lru_cache
+def _launcher(
+    kernel: object,
+    shape: AttentionShape,
+    settings: KernelConfig,
+    pack: int,
+    tile: KernelConfig,
+    has_prefix: bool,
+    **more: bool,
+) -> Launcher:
+    """The kernel with its compile-time arguments; ``tile`` sets the tile's sizes, which may be another kernel's."""
+    constants = {
+        "H": shape.num_heads,
+        "G": shape.num_groups,
+        "D": shape.head_size,
+        "BLOCK_D": padded_head_size(shape.head_size),
+        "PACK": pack,
+        "BLOCK_Q": tile.rows // pack,
+        "BLOCK_K": tile.keys,
+        "TMA": settings.tma,
+        "PREFIX": has_prefix,
+        # Products of float32 stay float32's: the default would round their inputs to 10 bits.
+        "PRECISION": "ieee",
+        "UPCAST": interpreted() and shape.dtype == torch.bfloat16,
+        "num_warps": settings.num_warps,
+        "num_stages": settings.num_stages,
+    }
+    return Launcher(kernel, **constants, **more)
+
+
+def _check(
+    plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor
+) -> None:
+    shape = plan.shape
+    expected = (plan.num_queries, shape.num_heads, shape.head_size)
+    keys = (plan.num_keys, shape.num_groups, shape.head_size)
+    if q_NHD.shape != expected or k_MGD.shape != keys or v_MGD.shape != keys:
+        raise ValueError(
+            f"queries {tuple(q_NHD.shape)}, keys {tuple(k_MGD.shape)} and values {tuple(v_MGD.shape)} do not fit a "
+            f"plan for {expected} and {keys}"
+        )
+    if not q_NHD.dtype == k_MGD.dtype == v_MGD.dtype == shape.dtype:
+        raise ValueError(f"queries, keys and values must be {shape.dtype} as planned")
+    if key_end_M.shape != (plan.num_keys,) or key_end_M.dtype != torch.int32:
+        raise ValueError(f"key_end must be int32 [{plan.num_keys}], got {key_end_M.dtype} {tuple(key_end_M.shape)}")
+    if not scale > 0:
+        raise ValueError(f"scale {scale}: must be above 0")
+
+
+def _check_accumulators(plan: TreeAttentionPlan, into: KeyGradients) -> None:
+    for accumulator in (into.keys, into.values):
+        if accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
+            raise ValueError("accumulators of dK and dV must be contiguous float32")
+    if into.slots.shape != (plan.num_keys,) or into.slots.dtype != torch.int64:
+        raise ValueError(f"slots must be int64 [{plan.num_keys}], got {into.slots.dtype} {tuple(into.slots.shape)}")

@@ -1,0 +1,1 @@
+"""Predicts the memory and time of a run before it is submitted."""

@@ -1,0 +1,271 @@
+"""Memory of a rank, part by part: what a training command needs of a GPU before it is run.
+
+weights        this rank's parameters
+gradients      Megatron's gradient buffer
+optimizer      master weights and Adam's two moments, divided by the replicas with the distributed optimizer
+keys_values    K and V of the tokens in flight, and the float32 accumulators of their gradients
+activations    what the backward needs of the tokens in flight whose activations are kept, and of the running segment
+logits         the chunk of logits that exists at once, and its gradient
+workspace      room of the segment that runs, messages, and a fixed amount for the CUDA context, NCCL and the allocator
+
+Bytes a token are those of ``segment_bytes``, counted or measured (a file of ``tools/fit_cost_model.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from megatron_dta.capacity.shape import RankParameters, RunShape
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.file import CostFile
+from megatron_dta.planning.costs.segment_bytes import GIB, SegmentBytes
+
+# CUDA context, NCCL's buffers, cuBLAS' and Triton's workspace.
+FIXED_BYTES = 2.0 * GIB
+# Elements of logits that exist at once on a GPU by default, and bytes of each with its gradient.
+LOGIT_ELEMENTS = 1 << 27
+LOGIT_BYTES = 4.0
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class RunMesh:
+    """Sizes of the process groups.
+
+    Attributes:
+        tensor, pipeline, chunks, experts: tensor, pipeline, virtual stages a rank, expert parallelism.
+        data: replicas of the model.
+        sequence_parallel: whether norms and residuals are divided along the sequence.
+        layers: layers of each virtual stage.
+    """
+
+    tensor: int
+    pipeline: int
+    data: int
+    layers: tuple[int, ...]
+    chunks: int = 1
+    experts: int = 1
+    expert_tensor: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.tensor * self.data // (self.experts * self.expert_tensor)
+
+    def stage_layers(self, stage: int) -> list[int]:
+        """Indices (from 0) of a stage's layers."""
+        first = [sum(self.layers[:v]) for v in range(len(self.layers))]
+        own = range(stage, len(self.layers), self.pipeline)
+        return [layer for v in own for layer in range(first[v], first[v] + self.layers[v])]
+
+
+@dataclass(frozen=True)
+class StateSettings:
+    """What is kept of weights, gradients and the optimizer, and of activations.
+
+    Attributes:
+        weights, main_grads, main_params, exp_avg, exp_avg_sq: dtypes, "fp32", "bf16", "fp16" or "fp8".
+        optimizer: whether there is one; a benchmark of a step has none.
+        distributed_optimizer: whether replicas divide its states.
+        offload_fraction: part of its states on the host.
+        logprob_chunk_tokens: rows of logits that exist at once; None for the default.
+        full_recompute_layers: layers of a unit of ``--recompute-granularity full``; None without it.
+    """
+
+    weights: str = "bf16"
+    main_grads: str = "fp32"
+    main_params: str = "fp32"
+    exp_avg: str = "fp32"
+    exp_avg_sq: str = "fp32"
+    optimizer: bool = True
+    distributed_optimizer: bool = True
+    offload_fraction: float = 0.0
+    logprob_chunk_tokens: int | None = None
+    full_recompute_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "main_grads", "main_params", "exp_avg", "exp_avg_sq"):
+            if getattr(self, name) not in DTYPE_BYTES:
+                known = ", ".join(DTYPE_BYTES)
+                raise InputError(f"{name} {getattr(self, name)!r}: choose one of {known}")
+        if not 0 <= self.offload_fraction <= 1:
+            raise InputError(f"--optimizer-offload-fraction {self.offload_fraction}: must be from 0 to 1")
+        if self.offload_fraction and {self.main_params, self.exp_avg, self.exp_avg_sq} != {"fp32"}:
+            raise InputError("--optimizer-offload-fraction: offloaded states are float32; leave their dtypes out")
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's states for each parameter; float32 weights are their own master weights."""
+        if not self.optimizer:
+            return 0
+        master = 0 if self.weights == "fp32" else DTYPE_BYTES[self.main_params]
+        return master + DTYPE_BYTES[self.exp_avg] + DTYPE_BYTES[self.exp_avg_sq]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank, by part; see the top of the file. ``host`` is not on the GPU."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    keys_values: float
+    activations: float
+    logits: float
+    workspace: float
+    host: float = 0.0
+
+    def parts(self) -> dict[str, float]:
+        """The parts on the GPU."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}
+
+    @property
+    def total(self) -> float:
+        """All of them on the GPU."""
+        return sum(self.parts().values())
+
+
+@lru_cache(maxsize=4096)
+def counted_bytes(shape: RunShape, mesh: RunMesh, states: StateSettings) -> SegmentBytes:
+    """Bytes of a token on a rank; those of layers are the mean over all layers. Logits are not in them."""
+    tensor, rows = mesh.tensor, mesh.tensor if mesh.sequence_parallel else 1
+    element = DTYPE_BYTES[states.weights]
+    kept = work = 0.0
+    for layer, count in shape.kinds(range(shape.num_layers)):
+        of_layer = SegmentBytes.of_shape(
+            shape.hidden_size,
+            int(layer_width(shape, layer)),
+            shape.num_attention_heads,
+            shape.num_query_groups,
+            shape.kv_channels,
+            shape.vocab_size,
+            shape.swiglu,
+            element,
+            tensor,
+            mesh.sequence_parallel,
+        )
+        experts = 0.0
+        if shape.moe_layers[layer]:
+            # Each copy of a token in its experts' order, before and after them; routing in float32.
+            copies = shape.moe_router_topk * shape.hidden_size * mesh.expert_tensor / tensor
+            experts = 2 * element * copies + 8.0 * shape.num_experts / rows
+        kept += (of_layer.kept_per_token_and_layer + experts) * count / shape.num_layers
+        work = max(work, of_layer.work_per_token + experts)
+    # What is fixed is in FIXED_BYTES.
+    result = replace(of_layer, kept_per_token_and_layer=kept, work_per_token=work, work_fixed=0.0, fixed=0.0)
+    if states.full_recompute_layers is None:
+        return result
+    # Of a unit of layers its input stays, and the unit that runs again has its activations while it does.
+    unit = states.full_recompute_layers
+    return replace(
+        result,
+        kept_per_token_and_layer=result.input_per_token / unit,
+        work_per_token=work + unit * kept,
+    )
+
+
+def corrected_bytes(counted: SegmentBytes, measured: CostFile | None) -> SegmentBytes:
+    """``counted``, each by the factor between what was measured of another model and what is counted of that one."""
+    if measured is None or measured.bytes is None:
+        return counted
+    of = measured.shape
+    names = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
+    shape = RunShape(num_layers=1, swiglu=of.swiglu, **{name: getattr(of, name) for name in names})
+    mesh = RunMesh(of.tensor_model_parallel_size, 1, 1, (1,), sequence_parallel=of.sequence_parallel)
+    expected = counted_bytes(shape, mesh, StateSettings())
+    found = {}
+    for field in fields(SegmentBytes):
+        value, was, is_now = (getattr(each, field.name) for each in (counted, expected, measured.bytes))
+        found[field.name] = value * is_now / was if was else is_now
+    return SegmentBytes(**found)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a stage holds of a step's segments at most.
+
+    Attributes:
+        tokens: in flight, in each chunk of the stage.
+        kept: of these, those whose activations are kept; None for all.
+        segment, path: tokens of the longest segment, and of the longest path with it.
+        peak_bytes: most bytes of keys, values, activations and room (``segment_bytes.peak_bytes``), where a plan says
+            so; None to take the bound that follows from the tokens.
+    """
+
+    tokens: float
+    segment: float
+    path: float
+    kept: float | None = None
+    peak_bytes: float | None = None
+
+
+def stage_memory(
+    shape: RunShape,
+    mesh: RunMesh,
+    states: StateSettings,
+    stage: int,
+    flight: InFlight,
+    each: SegmentBytes | None = None,
+) -> RankMemory:
+    """Memory of a rank of pipeline stage ``stage``; ``each`` are the bytes of a token, None for ``counted_bytes``."""
+    each = each or counted_bytes(shape, mesh, states)
+    parameters = rank_parameters(shape, mesh, stage)
+    state = float(states.optimizer_bytes) * parameters.total
+    if states.distributed_optimizer:
+        state = states.optimizer_bytes * state_parameters(mesh, parameters)
+    num_layers, logits, once = len(mesh.stage_layers(stage)), 0.0, 0.0
+    if (len(mesh.layers) - 1) % mesh.pipeline == stage:
+        once = each.kept_per_token
+        rows = states.logprob_chunk_tokens or max(1, LOGIT_ELEMENTS // shape.vocab_size)
+        logits = each.work_fixed or min(rows, flight.segment) * shape.vocab_size / mesh.tensor * LOGIT_BYTES
+    of_token = num_layers * each.kept_per_token_and_layer + once
+    kept = flight.tokens if flight.kept is None else min(flight.kept, flight.tokens)
+    room = float(replace(each, work_fixed=0.0).work(flight.segment, flight.path))
+    keys_values = flight.tokens * each.slot(num_layers)
+    if flight.peak_bytes is None:
+        activations = kept * of_token + (flight.tokens - kept) * each.input_per_token
+        if kept < flight.tokens:
+            activations += flight.segment * of_token  # The segment that runs again has its own.
+    else:
+        activations = max(0.0, flight.peak_bytes - keys_values - room)
+    messages = 0.0 if mesh.pipeline == 1 else 2.0 * flight.segment * each.input_per_token
+    offloaded = states.offload_fraction * state
+    return RankMemory(
+        weights=parameters.total * DTYPE_BYTES[states.weights],
+        gradients=parameters.total * DTYPE_BYTES[states.main_grads],
+        optimizer=state - offloaded,
+        keys_values=keys_values,
+        activations=activations,
+        logits=logits,
+        workspace=FIXED_BYTES + room + messages,
+        # With the gradients that the host updates them with.
+        host=offloaded * (1 + 4 / states.optimizer_bytes) if offloaded else 0.0,
+    )
+
+
+@lru_cache(maxsize=4096)
+def rank_parameters(shape: RunShape, mesh: RunMesh, stage: int) -> RankParameters:
+    """Parameters of a rank of a stage."""
+    found = RankParameters(0)
+    for v in range(stage, len(mesh.layers), mesh.pipeline):
+        found += shape.stage_parameters(mesh.layers, v, mesh.tensor, mesh.experts, mesh.expert_tensor)
+    return found
+
+
+def state_parameters(mesh: RunMesh, parameters: RankParameters) -> float:
+    """Parameters whose optimizer states a rank holds where replicas divide them."""
+    return parameters.dense / mesh.data + parameters.experts / max(1, mesh.expert_replicas)
+
+
+def layer_width(shape: RunShape, layer: int) -> float:
+    """Channels of a layer's feed-forward part that a token goes through."""
+    if not shape.moe_layers[layer]:
+        return float(shape.ffn_hidden_size)
+    return shape.moe_router_topk * shape.expert_width + float(shape.moe_shared_expert_intermediate_size or 0)

@@ -1,0 +1,155 @@
+"""The meshes and settings that a model and a cluster allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_dta.capacity.cluster import Cluster
+from megatron_dta.capacity.memory import RunMesh
+from megatron_dta.capacity.shape import RunShape
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.pipeline.layers import layers_per_stage
+
+# Longer pipelines are looked at only where they are asked for.
+MOST_STAGES = 32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings of a run that are searched for.
+
+    Attributes:
+        segment_tokens, memory_tokens, activation_tokens: ``--tree-segment-tokens`` and so on, None for the default.
+        full_recompute: Megatron's recomputation of every layer.
+    """
+
+    mesh: RunMesh
+    segment_tokens: int
+    memory_tokens: int | None = None
+    activation_tokens: int | None = None
+    full_recompute: bool = False
+
+
+def stage_layers(shape: RunShape, stages: int, chunks: int) -> tuple[int, ...] | None:
+    """Layers of each virtual stage: equal numbers, or those of ``--pipeline-model-parallel-layout auto``.
+
+    None where there are fewer layers than virtual stages.
+    """
+    virtual = stages * chunks
+    if shape.num_layers < virtual:
+        return None
+    if shape.num_layers % virtual == 0:
+        return (shape.num_layers // virtual,) * virtual
+    return auto_layers(shape, stages, chunks)
+
+
+@lru_cache(maxsize=256)
+def auto_layers(shape: RunShape, stages: int, chunks: int) -> tuple[int, ...]:
+    """What ``--pipeline-model-parallel-layout auto`` makes of it."""
+    cost = CostModel.from_shape(
+        shape.num_layers,
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+        shape.num_attention_heads,
+        shape.num_query_groups,
+        shape.kv_channels,
+        shape.vocab_size,
+        shape.swiglu,
+    )
+    each = cost.seconds_per_token / shape.num_layers
+    return tuple(
+        layers_per_stage(shape.num_layers, stages * chunks, each, 0.0, cost.seconds_per_edge, num_stages=stages)
+    )
+
+
+def make_mesh(
+    shape: RunShape,
+    num_gpus: int,
+    tensor: int = 1,
+    pipeline: int = 1,
+    chunks: int = 1,
+    experts: int = 1,
+    expert_tensor: int | None = None,
+    sequence_parallel: bool | None = None,
+    layers: tuple[int, ...] | None = None,
+) -> RunMesh:
+    """A mesh of ``num_gpus`` processes; raises InputError, with the flag, where there is none of these sizes."""
+    if num_gpus % (tensor * pipeline):
+        raise InputError(
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} does not divide "
+            f"--num-gpus {num_gpus}"
+        )
+    divided = {
+        "--num-query-groups": shape.num_query_groups,
+        "--num-attention-heads": shape.num_attention_heads,
+        "--ffn-hidden-size": shape.ffn_hidden_size,
+    }
+    for flag, value in divided.items():
+        if value % tensor:
+            raise InputError(f"--tensor-model-parallel-size {tensor} does not divide {flag} {value}")
+    layers = layers or stage_layers(shape, pipeline, chunks)
+    if layers is None:
+        raise InputError(f"{shape.num_layers} layers are fewer than {pipeline} x {chunks} pipeline stages")
+    data = num_gpus // (tensor * pipeline)
+    expert_tensor = (tensor if expert_tensor is None else expert_tensor) if shape.num_experts else 1
+    if experts > 1 and (not shape.num_experts or shape.num_experts % experts):
+        raise InputError(f"--expert-model-parallel-size {experts} does not divide the experts of the model")
+    if shape.num_experts:
+        group = experts * expert_tensor
+        if (tensor * data) % group or (group % tensor and tensor % group) or shape.expert_width % expert_tensor:
+            raise InputError(
+                f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} does not fit "
+                f"the {tensor * data} ranks of a stage, {tensor} of them a tensor group"
+            )
+    sequence = tensor > 1 if sequence_parallel is None else sequence_parallel
+    return RunMesh(tensor, pipeline, data, layers, chunks, experts, expert_tensor, sequence)
+
+
+def possible_choices(
+    shape: RunShape,
+    cluster: Cluster,
+    segment_tokens: Iterable[int] = (2048, 4096, 8192),
+    tensor: Iterable[int] | None = None,
+    pipeline: Iterable[int] | None = None,
+    chunks: Iterable[int] = (1, 2),
+    experts: Iterable[int] | None = None,
+    memory_tokens: int | None = None,
+    activation_tokens: int | None = None,
+    recompute: Iterable[str] = ("tree", "full"),
+) -> Iterator[Choice]:
+    """All choices of these sizes that the model and the cluster allow; None stands for all powers of two.
+
+    Args:
+        recompute: "tree" keeps as much as fits, "full" is Megatron's of every layer.
+    """
+    gpus = cluster.num_gpus
+    expert_sizes = (experts or _powers(gpus)) if shape.num_experts else (1,)
+    for t in tensor or _powers(min(cluster.gpus_per_node, gpus)):
+        for p in pipeline or _powers(min(gpus, MOST_STAGES)):
+            for v in chunks if p > 1 else (1,):
+                for e in expert_sizes:
+                    for mesh in _meshes(shape, gpus, t, p, v, e):
+                        for size in segment_tokens:
+                            for kind in recompute:
+                                is_full = kind == "full"
+                                yield Choice(mesh, size, memory_tokens, None if is_full else activation_tokens, is_full)
+
+
+def _meshes(shape: RunShape, gpus: int, t: int, p: int, v: int, e: int) -> Iterator[RunMesh]:
+    """Meshes of these sizes, with equal stages and with those that the cost model balances."""
+    if shape.num_layers < p * v:
+        return
+    divisions = {stage_layers(shape, p, v), auto_layers(shape, p, v)} if p > 1 else {(shape.num_layers,)}
+    for expert_tensor in sorted({1, t}) if shape.num_experts else (None,):
+        for layers in sorted(divisions):
+            try:
+                yield make_mesh(shape, gpus, t, p, v, e, expert_tensor, layers=layers)
+            except InputError:
+                continue
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]

@@ -1,0 +1,86 @@
+"""The costs that tools predict seconds by: their flags, the cost model, and where it comes from, in words."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_dta.capacity.cluster import PRESETS, Cluster
+from megatron_dta.capacity.memory import RunMesh
+from megatron_dta.capacity.shape import SHAPES
+from megatron_dta.capacity.step_time import calibrated, mesh_costs
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.file import CostFile, load_cost_model
+from megatron_dta.planning.costs.model import CostModel
+
+# The default shape: Qwen3-32B.
+DEFAULT = "Qwen3-32B"
+SHAPE = {
+    "num_layers": 64,
+    "hidden_size": 5120,
+    "ffn_hidden_size": 25600,
+    "num_attention_heads": 64,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "vocab_size": 151936,
+}
+COUNTED = "operations at assumed rates of an H200"
+
+
+def add_cost_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """``--cost-model``, ``--model`` and the flags of a shape; returns those that take a number of at least 1."""
+    parser.add_argument(
+        "--cost-model",
+        metavar="JSON",
+        help="file of tools/fit_cost_model.py, or coefficients, in place of counts for the model's shape; with "
+        "--num-layers the measured layers are counted so often",
+    )
+    parser.add_argument(
+        "--model",
+        choices=sorted(SHAPES),
+        help=f"a model by name (default: {DEFAULT}); with --cost-model its costs are scaled from those that were "
+        "measured of another",
+    )
+    flags = []
+    for name, value in SHAPE.items():
+        flags.append("--" + name.replace("_", "-"))
+        parser.add_argument(flags[-1], type=int, metavar="N", help=f"of the model (default: {value})")
+    return flags
+
+
+def read_costs(arguments: argparse.Namespace) -> tuple[CostModel, str]:
+    """The coefficients of a file, a named model or a shape; and their source: model, GPU and how they were found."""
+    given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
+    for name in given.keys() - {"num_layers"}:
+        for flag in ("--cost-model", "--model"):
+            if getattr(arguments, flag[2:].replace("-", "_")) is not None:
+                raise InputError(f"--{name.replace('_', '-')} has no effect with {flag}; give one of the two")
+    path = arguments.cost_model
+    model, measured = (None, None) if path is None else load_cost_model(path)
+    if arguments.model is not None:
+        if model is not None and measured is None:
+            raise InputError(f"--model: {path} has coefficients of one model; give one of the two")
+        rates = COUNTED if measured is None else f"scaled from what {Path(path).name} measured of another model"
+        return _scaled_costs(arguments, measured), f"{arguments.model} on H200s, {rates}"
+    if measured is not None:
+        # Layers are divided as many as the costs are of.
+        arguments.num_layers = arguments.num_layers or measured.num_layers
+        return measured.model(arguments.num_layers), f"measured on a machine ({path}), {arguments.num_layers} layers"
+    if model is not None:
+        return model, f"coefficients of {path}"
+    shape = SHAPE | given
+    name = DEFAULT if shape == SHAPE else "a model of " + ", ".join(f"{key} {value}" for key, value in given.items())
+    return CostModel.from_shape(**shape), f"{name} on an H200, {COUNTED} (--model, --cost-model)"
+
+
+def _scaled_costs(arguments: argparse.Namespace, measured: CostFile | None) -> CostModel:
+    """Costs of a model by its name on H200s, at the shares of the peaks that another model was measured to reach."""
+    shape = SHAPES[arguments.model]
+    arguments.num_layers = arguments.num_layers or shape.num_layers
+    shape = replace(shape, num_layers=arguments.num_layers, moe_layers=shape.moe_layers[: arguments.num_layers])
+    cluster = Cluster(**PRESETS["h200"] | {"num_gpus": 8})
+    if measured is not None:
+        cluster = calibrated(cluster, measured)
+    mesh = RunMesh(1, 1, 1, (shape.num_layers,))
+    return mesh_costs(shape, mesh, cluster, None if measured is None else measured.model())

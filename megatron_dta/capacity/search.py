@@ -1,0 +1,350 @@
+"""Which meshes fit a cluster, and how fast each would be.
+
+Every mesh is first looked at with counts alone: memory of each stage, and a step without the bubble of N segments on P
+stages. The best of them are then planned as training would plan them, the slowest replica's segments are simulated on
+the pipeline, and memory and time are those of that plan.
+
+Where activations do not fit whole, as many tokens keep theirs as there is room for (``--tree-activation-tokens``); the
+other choice is Megatron's recomputation of whole layers, which needs less still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_dta.capacity.cluster import Cluster
+from megatron_dta.capacity.memory import (
+    InFlight,
+    RankMemory,
+    RunMesh,
+    StateSettings,
+    corrected_bytes,
+    counted_bytes,
+    stage_memory,
+)
+from megatron_dta.capacity.meshes import Choice
+from megatron_dta.capacity.shape import RunShape
+from megatron_dta.capacity.step_time import (
+    StepTime,
+    mesh_costs,
+    optimizer_seconds,
+    reduction_seconds,
+    send_seconds,
+    stage_time,
+    training_costs,
+)
+from megatron_dta.capacity.work import ReplicaWork, StepWork
+from megatron_dta.planning.costs.file import CostFile
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.costs.segment_bytes import GIB, SegmentBytes, peak_bytes
+from megatron_dta.planning.pipeline.costs import PipelineCosts
+from megatron_dta.planning.pipeline.list_schedule import Policy, list_schedule, pipeline_of
+from megatron_dta.planning.pipeline.planner import DEFAULT_FACTOR, plan_pipeline
+from megatron_dta.planning.pipeline.schedule import (
+    PipelineOp,
+    PipelineSchedule,
+    next_op_is_backward,
+    peak_in_flight,
+    tree_1f1b,
+)
+from megatron_dta.planning.pipeline.segments import ideal_utilisation, tokens_of_floor
+from megatron_dta.planning.pipeline.simulation import simulate
+from megatron_dta.planning.segments.plan import SegmentPlan
+from megatron_dta.planning.segments.recompute import choose_kept_segments, kept_on_stages
+from megatron_dta.planning.segments.schedule import depth_first_schedule
+from megatron_dta.planning.step.passes import PassPlan, stage_program
+
+# A stage of several has at most so many times the tokens in flight that one stage alone has.
+PIPELINE_FACTOR = DEFAULT_FACTOR
+# Part of a GPU's memory that is planned for; fragments and what is not counted take the rest.
+USABLE = 0.94
+# For each of the best that are asked for, so many more may turn out not to fit when they are planned.
+TRIED = 3
+# How often fewer activations are kept, where a plan needs more than it seemed.
+CORRECTIONS = 3
+# Pipelines of more ops are scheduled once, without a search: when many are looked at, and for the best of them.
+LOOKED_AT_OPS, CAREFUL_OPS = 30_000, 200_000
+GRANULE = 256  # Numbers of tokens are multiples of it.
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a choice would need.
+
+    Attributes:
+        memory: of the stage that needs most; ``stage`` is its number.
+        time: of the slowest replica's busiest stage.
+        utilisation: of the pipeline; 1 for one stage.
+        imbalance: cost of the slowest replica over the mean.
+        work: the slowest replica's.
+        recomputed: share of tokens whose forward runs twice.
+        simulated: whether the segments were planned and simulated, or counted.
+    """
+
+    choice: Choice
+    memory: RankMemory
+    stage: int
+    time: StepTime
+    utilisation: float
+    imbalance: float
+    work: ReplicaWork
+    recomputed: float
+    simulated: bool
+
+    def misses(self, memory_gib: float) -> float:
+        """GiB that it needs beyond the usable part of ``memory_gib``; negative where it fits."""
+        return self.memory.total / GIB - USABLE * memory_gib
+
+
+@dataclass
+class Planner:
+    """A model, a cluster and a step, to be put together.
+
+    Attributes:
+        states: what is kept; its recomputation is a choice's.
+        measured: a fitted cost model: the forward's shares, and bytes. The cluster's shares are corrected by it already
+            (``calibrated``).
+    """
+
+    shape: RunShape
+    cluster: Cluster
+    step: StepWork
+    states: StateSettings = field(default_factory=StateSettings)
+    measured: CostFile | None = None
+
+    def estimate(self, choice: Choice) -> Prediction:
+        """A first look, without planning a segment."""
+        mesh = choice.mesh
+        work = self.step.estimate(*self._cut(choice))
+        factor = PIPELINE_FACTOR if mesh.pipeline > 1 else 1.0
+        tokens = min(float(work.tokens), factor * work.in_flight_tokens)
+        recomputed = 0.0
+        if choice.full_recompute:
+            recomputed = 1.0
+        elif choice.activation_tokens is not None and tokens:
+            recomputed = max(0.0, 1 - choice.activation_tokens / tokens)
+        utilisation = ideal_utilisation(work.segments * mesh.chunks, mesh.pipeline)
+        times = {s: stage_time(self.shape, mesh, self.cluster, work, s, recomputed) for s in _telling_stages(mesh)}
+        busiest = max(times, key=lambda s: times[s].computing)
+        bubble = times[busiest].computing * (1 / utilisation - 1)
+        kept = None if choice.full_recompute else choice.activation_tokens
+        flight = InFlight(tokens, work.segment_tokens, work.in_flight_tokens, kept)
+        flights = dict.fromkeys(_telling_stages(mesh), flight)
+        return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed, False)
+
+    def simulate(self, choice: Choice, max_ops: int | None = None) -> Prediction:
+        """Segments, schedule and memory as training would have them.
+
+        Args:
+            max_ops: a pipeline of more ops is scheduled once, without the search for a better schedule that training
+                would do; None for no limit.
+        """
+        mesh = choice.mesh
+        work = self.step.plan(*self._cut(choice))
+        segments, counts = work.planned
+        parents, busiest, wait, utilisation = segments.segment_parent, 0, 1.0, 1.0
+        # With full recomputation each layer runs again, whatever its segment keeps.
+        by_tokens = np.zeros(segments.num_segments, dtype=bool)
+        if not choice.full_recompute:
+            by_tokens = choose_kept_segments(segments, choice.activation_tokens, mesh.pipeline)
+        kept = by_tokens[None]
+        if mesh.pipeline == 1:
+            ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(segments)]
+            schedule = PipelineSchedule(1, 1, [ops])
+        else:
+            measured = None if self.measured is None else self.measured.model(self.shape.num_layers)
+            model = mesh_costs(self.shape, mesh, self.cluster, measured, work.segment_tokens)
+            send = send_seconds(self.shape, mesh, self.cluster, work.segment_tokens)
+            # Training chooses the schedule by the costs that it knows; how long it takes say those of this cluster.
+            known = self._training_costs(choice)
+            if not choice.full_recompute:
+                kept = kept_on_stages(by_tokens, parents, len(mesh.layers))
+            known_costs = PipelineCosts.of_segments(known, *counts, mesh.layers, ~kept)
+            schedule = _schedule(segments, known_costs, mesh, max_ops)
+            if not choice.full_recompute:
+                kept = by_tokens | next_op_is_backward(schedule, segments.num_segments)
+            costs = PipelineCosts.of_segments(model, *counts, mesh.layers, ~kept)
+            timeline = simulate(schedule, parents, costs, send)
+            busiest, utilisation = int(np.argmax(timeline.busy)), timeline.utilisation
+            wait = timeline.makespan / timeline.busy[busiest] if timeline.busy[busiest] else 1.0
+        of_busiest = kept[busiest :: mesh.pipeline].mean(axis=0)
+        recomputed = float(((1 - of_busiest) * segments.lengths).sum() / max(1, segments.lengths.sum()))
+        computing = stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed).computing
+        kept = np.broadcast_to(kept | choice.full_recompute, (len(mesh.layers), segments.num_segments))
+        each = self._bytes(choice)
+        flights = {stage: _in_flight(segments, schedule, stage, mesh, kept, each) for stage in range(mesh.pipeline)}
+        bubble = computing * (wait - 1)
+        return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed, True)
+
+    def _training_costs(self, choice: Choice) -> CostModel:
+        return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)
+
+    def _cut(self, choice: Choice) -> tuple[int, int, int | None, int, int]:
+        """What decides how the step is divided and cut: the arguments of ``StepWork.plan``."""
+        floor = tokens_of_floor(self._training_costs(choice))
+        return choice.mesh.data, choice.segment_tokens, choice.memory_tokens, choice.mesh.pipeline, floor
+
+    def _state_bytes(self, choice: Choice) -> float:
+        """Weights, gradients and optimizer of the fullest rank."""
+        nothing = InFlight(0.0, 0.0, 0.0)
+        return max(
+            stage_memory(self.shape, choice.mesh, self.states, stage, nothing, self._bytes(choice)).total
+            for stage in _telling_stages(choice.mesh)
+        )
+
+    def _states(self, choice: Choice) -> StateSettings:
+        return replace(self.states, full_recompute_layers=1 if choice.full_recompute else None)
+
+    def _bytes(self, choice: Choice) -> SegmentBytes:
+        return corrected_bytes(counted_bytes(self.shape, choice.mesh, self._states(choice)), self.measured)
+
+    def _prediction(
+        self,
+        choice: Choice,
+        work: ReplicaWork,
+        flights: dict[int, InFlight],
+        busiest: int,
+        bubble: float,
+        utilisation: float,
+        recomputed: float,
+        simulated: bool,
+    ) -> Prediction:
+        mesh, states, each = choice.mesh, self._states(choice), self._bytes(choice)
+        of_stages = {
+            stage: stage_memory(self.shape, mesh, states, stage, flight, each) for stage, flight in flights.items()
+        }
+        fullest = max(of_stages, key=lambda s: of_stages[s].total)
+        time = replace(
+            stage_time(self.shape, mesh, self.cluster, work, busiest, recomputed),
+            bubble=bubble,
+            data=reduction_seconds(self.shape, mesh, self.cluster, states, busiest),
+            optimizer=optimizer_seconds(self.shape, mesh, self.cluster, states, busiest),
+        )
+        imbalance = self.step.partition(mesh.data).max_over_mean
+        return Prediction(
+            choice, of_stages[fullest], fullest, time, utilisation, imbalance, work, recomputed, simulated
+        )
+
+    def fitted(self, choice: Choice) -> Prediction:
+        """``choice`` with as many tokens' activations kept as there is room for."""
+        memory = self.cluster.gpu_memory_gib
+        found = self.estimate(choice)
+        if found.misses(memory) <= 0 or choice.full_recompute or choice.activation_tokens is not None:
+            return found
+        least, most = 0, int(found.work.in_flight_tokens * PIPELINE_FACTOR) // GRANULE
+        if self.estimate(replace(choice, activation_tokens=0)).misses(memory) > 0:
+            return self.estimate(replace(choice, activation_tokens=0))
+        while most - least > 1:
+            middle = (least + most) // 2
+            fits = self.estimate(replace(choice, activation_tokens=middle * GRANULE)).misses(memory) <= 0
+            least, most = (middle, most) if fits else (least, middle)
+        return self.estimate(replace(choice, activation_tokens=least * GRANULE))
+
+    def _planned_to_fit(self, choice: Choice) -> Prediction:
+        """``choice`` planned; where that needs more than it seemed, with fewer tokens' activations kept."""
+        memory = self.cluster.gpu_memory_gib
+        planned = self.simulate(choice, LOOKED_AT_OPS)
+        for _ in range(CORRECTIONS):
+            missing = planned.misses(memory) * GIB
+            kept = planned.choice.activation_tokens
+            if missing <= 0 or choice.full_recompute or kept == 0:
+                break
+            of_token = self._bytes(choice).kept(len(choice.mesh.stage_layers(planned.stage)))
+            if kept is None:
+                kept = int(planned.work.in_flight_tokens * (PIPELINE_FACTOR if choice.mesh.pipeline > 1 else 1.0))
+            kept = max(0, int(kept - missing / of_token) // GRANULE * GRANULE)
+            planned = self.simulate(replace(choice, activation_tokens=kept), LOOKED_AT_OPS)
+        return planned
+
+    def search(self, choices: Iterable[Choice], top: int = 5) -> tuple[list[Prediction], list[Prediction]]:
+        """The best choices, planned and simulated, fastest first; and those that do not fit, the nearest first."""
+        fits: list[Prediction] = []
+        misses: list[Prediction] = []
+        hopeless: list[tuple[float, Choice]] = []
+        memory = self.cluster.gpu_memory_gib
+        for choice in choices:
+            # Where the states alone do not fit, the step need not be looked at.
+            missing = self._state_bytes(choice) / GIB - USABLE * memory
+            if missing > 0:
+                hopeless.append((missing, choice))
+                continue
+            found = self.fitted(choice)
+            (fits if found.misses(memory) <= 0 else misses).append(found)
+        if not fits and not misses:
+            misses = [self.fitted(choice) for _, choice in sorted(hopeless, key=lambda each: each[0])[:top]]
+        best: list[Prediction] = []
+        already = len(misses)
+        seen: set[tuple[int, ...]] = set()
+        for estimate in sorted(fits, key=_rank):
+            mesh = estimate.choice.mesh
+            sizes = mesh.tensor, mesh.pipeline, mesh.experts, mesh.expert_tensor
+            if len(best) == top or len(misses) > TRIED * top + already:
+                break
+            if sizes in seen:
+                continue  # The settings of a mesh that looked best stand for it.
+            planned = self._planned_to_fit(estimate.choice)
+            if planned.misses(memory) > 0:
+                misses.append(planned)
+                continue
+            best.append(planned)
+            seen.add(sizes)
+        if best:
+            first = min(best, key=_rank)
+            careful = self.simulate(first.choice, CAREFUL_OPS)
+            best[best.index(first)] = careful if careful.misses(memory) <= 0 else first
+        return sorted(best, key=_rank), sorted(misses, key=lambda p: p.misses(memory))
+
+
+def _schedule(segments: SegmentPlan, costs: PipelineCosts, mesh: RunMesh, max_ops: int | None) -> PipelineSchedule:
+    """The schedule that training would plan; for more ops than ``max_ops`` the first that its search looks at."""
+    parents, lengths = segments.segment_parent, segments.lengths
+    if max_ops is None or len(parents) * len(mesh.layers) * 2 <= max_ops:
+        return plan_pipeline(parents, lengths, costs, mesh.pipeline, mesh.chunks)
+    path = segments.peak_in_flight_tokens
+    static = peak_in_flight(tree_1f1b(parents, mesh.pipeline), lengths)
+    limits = [mesh.chunks * max(int(DEFAULT_FACTOR * path), int(peak)) for peak in static]
+    pipeline = pipeline_of(parents.tolist(), lengths.tolist(), costs, mesh.pipeline, mesh.chunks, limits, False, 0.0)
+    return list_schedule(pipeline, Policy()).schedule
+
+
+def _telling_stages(mesh: RunMesh) -> list[int]:
+    """The first stage, the last, and one with most layers: no other needs more of anything."""
+    most = max(range(mesh.pipeline), key=lambda s: sum(mesh.layers[s :: mesh.pipeline]))
+    return sorted({0, mesh.pipeline - 1, most})
+
+
+def _rank(prediction: Prediction) -> tuple[float, float]:
+    return prediction.time.total, prediction.memory.total
+
+
+def _in_flight(
+    segments: SegmentPlan,
+    schedule: PipelineSchedule,
+    stage: int,
+    mesh: RunMesh,
+    kept: np.ndarray,
+    each: SegmentBytes,
+) -> InFlight:
+    """What a stage holds at most under a schedule."""
+    program = stage_program(segments, PassPlan(schedule, []), stage)
+    own = mesh.layers[stage :: mesh.pipeline]
+    lengths, paths = segments.lengths.tolist(), segments.in_flight_tokens.tolist()
+    # What the last stage keeps once for all layers is counted with its last chunk.
+    is_last = (len(mesh.layers) - 1) % mesh.pipeline == stage
+    of_stage = each if is_last else replace(each, kept_per_token=0.0)
+    has_input = [v > 0 for v in range(stage, len(mesh.layers), mesh.pipeline)]
+    peak = peak_bytes(
+        program.ops,
+        lengths,
+        paths,
+        kept[stage :: mesh.pipeline].tolist(),
+        program.num_slots,
+        own,
+        has_input=has_input,
+        each=of_stage,
+    )
+    slots = sum(count * layers for count, layers in zip(program.num_slots, own, strict=True))
+    return InFlight(slots / max(1, sum(own)), max(lengths, default=0), segments.peak_in_flight_tokens, peak_bytes=peak)

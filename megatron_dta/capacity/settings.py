@@ -1,0 +1,122 @@
+"""Where ``plan_run.py`` gets a model or a whole run from: a Hugging Face configuration, an argument file of training.
+
+What is imported here brings torch along, which takes longer than a plan, so the tool imports it where it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_dta.capacity.memory import StateSettings
+from megatron_dta.capacity.meshes import Choice, make_mesh
+from megatron_dta.capacity.shape import RunShape
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import read_json
+
+SIZES = (1024, 2048, 4096, 8192)
+
+
+# What flags without a text of their own say in --help.
+HELP = {
+    "max_sequences": "only the first N sequences of FILE",
+    "max_length": "only the first N tokens of each sequence of FILE",
+    "sequences": "without FILE: sequences of a step",
+    "unique_tokens": "without FILE: tokens of a step, shared ones counted once",
+    "longest_path": "without FILE: tokens of the longest sequence",
+    "samples_per_prompt": "without FILE: sequences that share a prompt (default: 1)",
+    "attention_pairs": "without FILE: pairs of a query and a key that it sees (default: follows from the others)",
+    "num_gpus": "processes of the run",
+    "gpus_per_node": "GPUs that NVLink connects (default: 8)",
+    "gpu_memory_gib": "memory of a GPU (default: that of --gpu, as the next ones)",
+    "gemm_tflops": "peak of a product of large matrices in bfloat16",
+    "hbm_gigabytes_per_second": "bandwidth of a GPU's memory",
+    "nvlink_gbps": "gigabits a second and direction of a GPU inside a node",
+    "network_gbps": "gigabits a second and direction of a GPU between nodes",
+    "host_gigabytes_per_second": "bandwidth of the host's memory for each GPU, for offloaded states",
+    "gemm_share": "part of the peak that products of the layers reach",
+    "logit_share": "part of the peak that logits reach",
+    "attention_share": "part of the peak that attention reaches",
+    "hbm_share": "part of the memory's bandwidth that elementwise work reaches",
+    "link_share": "part of a link's bandwidth that communication reaches",
+    "short_segment_tokens": "products of a segment of so many tokens take twice as long a token",
+    "floor_seconds_per_layer": "what the host takes to launch a layer, forward and backward",
+    "forward_floor_share": "the forward's part of that",
+    "main_grads_dtype": "gradients (default: %(default)s)",
+    "main_params_dtype": "master weights (default: %(default)s)",
+    "exp_avg_dtype": "Adam's first moment (default: %(default)s)",
+    "exp_avg_sq_dtype": "Adam's second moment (default: %(default)s)",
+    "tree_activation_tokens": "in-flight tokens whose activations are kept (default: as many as fit)",
+    "recompute": "kinds to look at: segments' second forwards (tree) or Megatron's of layers (full; default: both)",
+    "logprob_chunk_tokens": "rows of logits that exist at once (default: some 2^27 elements)",
+}
+
+
+def read_hf_config(path: str) -> RunShape:
+    """The shape that a config.json (or its folder) says."""
+    from megatron_dta.config import ModelConfig
+    from megatron_dta.conversion.hf.config import model_settings, read_hf_config
+
+    folder = Path(path)
+    if folder.is_file() and folder.name != "config.json":
+        values = read_json(folder)
+    else:
+        values = read_hf_config(folder.parent if folder.is_file() else folder)
+    return RunShape.of(ModelConfig(**model_settings(values, origin=path)))
+
+
+def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], StateSettings, list[str]]:
+    """Model, mesh and states of an argument file of ``megatron_dta.train`` on so many processes; its checks hold.
+
+    The last value are the names of the settings of a run's own that the file gives.
+    """
+    from megatron_dta.arguments import parse_settings
+    from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
+    from megatron_dta.config.checks.experts import check_experts
+    from megatron_dta.config.pipeline_layout import stage_layers
+
+    if not os.path.isfile(path):
+        raise InputError(f"--args-file {path}: there is no such file")
+    config = parse_settings([f"@{path}"])
+    model, parallel, tree, optimization = config.model, config.parallel, config.tree, config.optimization
+    check_world_size(parallel, num_gpus)
+    check_tensor_parallel(model, parallel)
+    check_experts(model, parallel)
+    shape = RunShape.of(model)
+    mesh = make_mesh(
+        shape,
+        num_gpus,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+        parallel.sequence_parallel,
+        tuple(stage_layers(model, parallel)),
+    )
+    states = StateSettings(
+        weights="bf16" if model.bf16 else "fp32",
+        main_grads=optimization.main_grads_dtype,
+        main_params=optimization.main_params_dtype,
+        exp_avg=optimization.exp_avg_dtype,
+        exp_avg_sq=optimization.exp_avg_sq_dtype,
+        distributed_optimizer=parallel.use_distributed_optimizer,
+        offload_fraction=optimization.optimizer_offload_fraction if optimization.optimizer_cpu_offload else 0.0,
+        logprob_chunk_tokens=tree.logprob_chunk_tokens,
+    )
+    full = model.recompute_granularity == "full"
+    if model.recompute_granularity == "selective" or (
+        full and (model.recompute_method, model.recompute_num_layers) != ("uniform", 1)
+    ):
+        raise InputError(
+            f"{path}: of Megatron's recomputation only --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1 can be planned"
+        )
+    # Where memory decides in training, the sizes that it may choose are looked at.
+    sizes = (
+        (tree.tree_segment_tokens,) if tree.tree_segment_tokens else (2048,) if tree.tree_memory_gib is None else SIZES
+    )
+    kept = None if full else tree.tree_activation_tokens
+    given = ["save"] * (config.checkpoint.save is not None)
+    given += ["load_hf"] * (config.checkpoint.load_hf is not None or config.checkpoint.load is not None)
+    return shape, [Choice(mesh, size, tree.tree_memory_tokens, kept, full) for size in sizes], states, given

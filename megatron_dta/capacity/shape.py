@@ -1,0 +1,240 @@
+"""A decoder's parameters, counted: what of them a rank of a mesh holds, and what a token goes through.
+
+Names are Megatron's. Counted are the layers that this project builds: attention, gated or plain feed-forward layers
+without biases, RMSNorm, optional norms of queries and keys, a bias on query, key and value where a family has one, and
+experts. A tensor group divides every matrix; norms and routers are whole on each of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_dta.common.errors import InputError
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters on a rank.
+
+    Attributes:
+        dense: those that all data-parallel ranks hold alike.
+        experts: routed experts', which only ranks of the same experts hold alike.
+    """
+
+    dense: int
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.experts
+
+    def __add__(self, other: RankParameters) -> RankParameters:
+        return RankParameters(self.dense + other.dense, self.experts + other.experts)
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """The model that a run is planned for.
+
+    Attributes:
+        moe_layers: whether each layer has experts; empty: all do where there are experts, else none.
+        moe_grouped_gemm: whether a rank's experts run together, and not one by one.
+        norm_epsilon, rotary_base, use_rope_scaling: change nothing that is counted; a command that trains the model
+            names them.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    swiglu: bool = True
+    qk_layernorm: bool = False
+    add_qkv_bias: bool = False
+    untie_embeddings_and_output_weights: bool = True
+    num_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_layers: tuple[bool, ...] = ()
+    moe_grouped_gemm: bool = False
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 10000.0
+    use_rope_scaling: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.vocab_size < 1 or self.ffn_hidden_size < 1:
+            raise InputError("--vocab-size and --ffn-hidden-size must be at least 1")
+        if self.num_attention_heads % self.num_query_groups:
+            raise InputError(
+                f"--num-attention-heads {self.num_attention_heads} is not divisible by --num-query-groups "
+                f"{self.num_query_groups}"
+            )
+        if not self.moe_layers:
+            object.__setattr__(self, "moe_layers", (self.num_experts is not None,) * self.num_layers)
+        if len(self.moe_layers) != self.num_layers:
+            raise InputError(f"--moe-layer-freq names {len(self.moe_layers)} of {self.num_layers} layers")
+        if self.num_experts is not None and self.moe_router_topk > self.num_experts:
+            raise InputError(f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {self.num_experts}")
+        if self.num_experts is None and self.moe_grouped_gemm:
+            raise InputError("--moe-grouped-gemm has no effect without --num-experts; leave it out or add that")
+
+    @classmethod
+    def of(cls, settings: Any) -> RunShape:
+        """The shape of anything that has the attributes of ``ModelConfig``, its vocabulary known."""
+        values = {field.name: getattr(settings, field.name) for field in fields(cls)}
+        if values["vocab_size"] is None:
+            raise InputError("--vocab-size is needed to plan a run: without it the tokenizer would decide")
+        return cls(**values | {"moe_layers": tuple(values["moe_layers"])})
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all query heads."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all key heads; those of the values are as many."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def attention_weights(self) -> int:
+        """Matrix entries of a layer's attention."""
+        return self.hidden_size * 2 * (self.query_width + self.kv_width)
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    def _ffn(self, width: int) -> int:
+        return (3 if self.swiglu else 2) * self.hidden_size * width
+
+    @property
+    def _shared(self) -> int:
+        return self._ffn(self.moe_shared_expert_intermediate_size or 0)
+
+    def kinds(self, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """(a layer of the kind, how many of ``layers`` are of it): those without experts, and those with."""
+        sparse = [layer for layer in layers if self.moe_layers[layer]]
+        dense = [layer for layer in layers if not self.moe_layers[layer]] if len(sparse) < len(layers) else []
+        return [(kind[0], len(kind)) for kind in (dense, sparse) if kind]
+
+    def layer_parameters(self, layer: int, tensor: int = 1, experts: int = 1, expert_tensor: int = 1) -> RankParameters:
+        """Parameters of a layer (from 0) on one rank."""
+        whole = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
+        divided = self.attention_weights + (self.query_width + 2 * self.kv_width) * self.add_qkv_bias
+        if not self.moe_layers[layer]:
+            return RankParameters(whole + (divided + self._ffn(self.ffn_hidden_size)) // tensor)
+        whole += self.num_experts * self.hidden_size + self.hidden_size * self.moe_shared_expert_gate
+        routed = self.num_experts // experts * self._ffn(self.expert_width) // expert_tensor
+        return RankParameters(whole + (divided + self._shared) // tensor, routed)
+
+    def stage_parameters(
+        self,
+        layers: Sequence[int],
+        virtual_stage: int,
+        tensor: int = 1,
+        experts: int = 1,
+        expert_tensor: int = 1,
+    ) -> RankParameters:
+        """Parameters of a virtual stage on one rank; ``layers`` are those of each virtual stage.
+
+        The first has the embedding; the last has the final norm and the output matrix, or its own copy of an embedding
+        that serves as one.
+        """
+        first = sum(layers[:virtual_stage])
+        found = RankParameters(0)
+        for layer, count in self.kinds(range(first, first + layers[virtual_stage])):
+            of_layer = self.layer_parameters(layer, tensor, experts, expert_tensor)
+            found += RankParameters(count * of_layer.dense, count * of_layer.experts)
+        table = -(-self.vocab_size // tensor) * self.hidden_size
+        is_first, is_last = virtual_stage == 0, virtual_stage == len(layers) - 1
+        tables = is_first + (is_last and (self.untie_embeddings_and_output_weights or not is_first))
+        return found + RankParameters(tables * table + self.hidden_size * is_last)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return self.stage_parameters([self.num_layers], 0).total
+
+    def token_weights(self, layer: int) -> int:
+        """Matrix entries that a token is multiplied with in a layer."""
+        if not self.moe_layers[layer]:
+            return self.attention_weights + self._ffn(self.ffn_hidden_size)
+        router = self.num_experts * self.hidden_size
+        return self.attention_weights + router + self._shared + self.moe_router_topk * self._ffn(self.expert_width)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token goes through, the output matrix with them."""
+        return (
+            sum(n * self.token_weights(layer) for layer, n in self.kinds(range(self.num_layers)))
+            + self.hidden_size * self.vocab_size
+        )
+
+
+_QWEN3 = dict(
+    vocab_size=151936, kv_channels=128, num_query_groups=8, qk_layernorm=True, norm_epsilon=1e-6, rotary_base=1e6
+)
+_QWEN25 = dict(vocab_size=152064, kv_channels=128, num_query_groups=8, add_qkv_bias=True, rotary_base=1e6)
+_LLAMA31 = dict(vocab_size=128256, kv_channels=128, num_query_groups=8, rotary_base=5e5, use_rope_scaling=True)
+_NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+
+
+def _shape(family: dict[str, Any], *sizes: int, **more: Any) -> RunShape:
+    return RunShape(**family | dict(zip(_NAMES, sizes, strict=True)) | more)
+
+
+# Shapes by name: those of ``HUB_NAMES``. Any other comes from a config.json or from flags.
+SHAPES: dict[str, RunShape] = {
+    "qwen3-1.7b": _shape(_QWEN3, 28, 2048, 6144, 16, untie_embeddings_and_output_weights=False),
+    "qwen3-8b": _shape(_QWEN3, 36, 4096, 12288, 32),
+    "qwen3-14b": _shape(_QWEN3, 40, 5120, 17408, 40),
+    "qwen3-32b": _shape(_QWEN3, 64, 5120, 25600, 64),
+    "qwen3-30b-a3b": _shape(
+        _QWEN3 | dict(num_query_groups=4),
+        48,
+        2048,
+        6144,
+        32,
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=768,
+    ),
+    "qwen3-235b-a22b": _shape(
+        _QWEN3 | dict(num_query_groups=4),
+        *(94, 4096, 12288, 64),
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=1536,
+    ),
+    "qwen2.5-7b": _shape(_QWEN25 | dict(num_query_groups=4, norm_epsilon=1e-6), 28, 3584, 18944, 28),
+    "qwen2.5-32b": _shape(_QWEN25, 64, 5120, 27648, 40),
+    "qwen2.5-72b": _shape(_QWEN25, 80, 8192, 29568, 64),
+    "llama3-8b": _shape(_LLAMA31, 32, 4096, 14336, 32),
+    "llama3-70b": _shape(_LLAMA31, 80, 8192, 28672, 64),
+}
+# The checkpoints that the shapes by name are those of, on the Hugging Face hub.
+HUB_NAMES = {
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-14b": "Qwen/Qwen3-14B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "qwen2.5-32b": "Qwen/Qwen2.5-32B",
+    "qwen2.5-72b": "Qwen/Qwen2.5-72B",
+    "llama3-8b": "meta-llama/Llama-3.1-8B",
+    "llama3-70b": "meta-llama/Llama-3.1-70B",
+}

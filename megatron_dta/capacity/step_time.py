@@ -1,0 +1,275 @@
+"""Seconds of a step, part by part, on the busiest stage of the slowest replica; the parts add up to the step.
+
+gemm          products of the layers
+attention     scores and values of visible pairs
+logits        rows of logits of trained edges, on the last stage
+elementwise   norms, rotation, activation, residuals, and reading ancestors' keys and values
+tensor        communication of the tensor group, and of experts
+launches      waiting for the host, which takes its time to launch a short segment
+bubble        waiting for other stages
+data          adding up gradients over the replicas
+optimizer     reading and writing weights and states
+
+Nothing overlaps but what a schedule of the pipeline overlaps, so communication is on the safe side. Recomputation runs
+a forward again, and is part of the first four.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from megatron_dta.capacity.cluster import (
+    ATTENTION_PASSES,
+    GEMM_PASSES,
+    LOGIT_PASSES,
+    Cluster,
+    elementwise_channels,
+)
+from megatron_dta.capacity.memory import (
+    DTYPE_BYTES,
+    RunMesh,
+    StateSettings,
+    layer_width,
+    rank_parameters,
+    state_parameters,
+)
+from megatron_dta.capacity.shape import RunShape
+from megatron_dta.capacity.work import ReplicaWork
+from megatron_dta.planning.costs.file import CostFile, CostShape
+from megatron_dta.planning.costs.model import CostModel
+
+# Of the kernels of a layer without experts, those that each of a rank's experts adds: 5 of some 30.
+LAUNCHES_PER_EXPERT = 1 / 6
+# The forward's part of a layer's elementwise work and communication.
+FORWARD_PART = 1 / 3
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds, see the top of the file."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    logits: float = 0.0
+    elementwise: float = 0.0
+    tensor: float = 0.0
+    launches: float = 0.0
+    bubble: float = 0.0
+    data: float = 0.0
+    optimizer: float = 0.0
+
+    def parts(self) -> dict[str, float]:
+        """All parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.parts().values())
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which the stage runs segments."""
+        return self.gemm + self.attention + self.logits + self.elementwise + self.tensor + self.launches
+
+
+def stage_time(
+    shape: RunShape,
+    mesh: RunMesh,
+    cluster: Cluster,
+    work: ReplicaWork,
+    stage: int,
+    recomputed: float = 0.0,
+) -> StepTime:
+    """What a stage computes in a step; ``recomputed`` is the share of tokens whose forward runs twice."""
+    layers = mesh.stage_layers(stage)
+    kinds = shape.kinds(layers)
+    again_gemm, again_attention = 1 + recomputed / GEMM_PASSES, 1 + recomputed / ATTENTION_PASSES
+    again = 1 + recomputed * FORWARD_PART
+    gemm_flops = 2.0 * GEMM_PASSES * sum(n * shape.token_weights(layer) for layer, n in kinds) * work.tokens
+    attention_flops = 4.0 * ATTENTION_PASSES * len(layers) * shape.query_width * work.pairs
+    logit_flops = 0.0
+    if (len(mesh.layers) - 1) % mesh.pipeline == stage:
+        logit_flops = 2.0 * LOGIT_PASSES * shape.hidden_size * shape.vocab_size * work.edges
+    channels = [(count, elementwise_channels(shape, layer)) for layer, count in kinds]
+    rows = mesh.tensor if mesh.sequence_parallel else 1
+    moved = sum(
+        2.0 * count * (hidden / rows + (attention + ffn) / mesh.tensor) for count, (hidden, attention, ffn) in channels
+    )
+    # Keys and values of ancestors are gathered in forward and backward, their gradients added in float32.
+    gathered = len(layers) * 2.0 * shape.kv_width / mesh.tensor * (2 * 2 * 2 + 2 * 4)
+    longer = 1 + cluster.short_segment_tokens / work.segment_tokens
+    time = StepTime(
+        gemm=gemm_flops / mesh.tensor / cluster.gemm_rate * again_gemm * longer,
+        attention=attention_flops / mesh.tensor / cluster.attention_rate * again_attention,
+        logits=logit_flops / mesh.tensor / cluster.logit_rate * longer,
+        elementwise=(moved * work.tokens + gathered * work.path_tokens) / cluster.hbm_rate * again * longer,
+        tensor=_token_communication(shape, mesh, cluster, layers) * work.tokens * again,
+    )
+    launched = sum(count * layer_launches(shape, mesh, layer) for layer, count in kinds)
+    return replace(time, launches=_waiting_for_launches(time, cluster, work, launched, recomputed))
+
+
+def layer_launches(shape: RunShape, mesh: RunMesh, layer: int) -> float:
+    """Kernels of a layer over those of one without experts: a rank's experts run one by one if they are not grouped."""
+    if not shape.moe_layers[layer] or shape.moe_grouped_gemm:
+        return 1.0
+    return 1.0 + shape.num_experts / mesh.experts * LAUNCHES_PER_EXPERT
+
+
+def _waiting_for_launches(
+    time: StepTime, cluster: Cluster, work: ReplicaWork, num_layers: float, recomputed: float
+) -> float:
+    """Seconds by which segments take longer than their work, as the host takes longer to launch them.
+
+    An estimate takes all segments for alike.
+    """
+    by_tokens = time.gemm + time.elementwise + time.tensor
+    if work.planned is None:
+        seconds, count = np.asarray(time.computing / max(1, work.segments)), work.segments
+    else:
+        tokens, pairs, edges = (each / max(1, each.sum()) for each in work.planned[1])
+        seconds, count = by_tokens * tokens + time.attention * pairs + time.logits * edges, 1
+    floor = num_layers * cluster.floor_seconds_per_layer
+    forward = floor * cluster.forward_floor_share
+    waiting = np.maximum(0.0, forward * (1 + recomputed) - FORWARD_PART * seconds)
+    waiting = waiting + np.maximum(0.0, floor - forward - (1 - FORWARD_PART) * seconds)
+    return float(waiting.sum()) * count
+
+
+def _token_communication(shape: RunShape, mesh: RunMesh, cluster: Cluster, layers: list[int]) -> float:
+    """Seconds a token of these layers' communication, forward and backward."""
+    row = 2.0 * shape.hidden_size
+    tensor, experts = mesh.tensor, mesh.experts
+    seconds = 0.0
+    if tensor > 1:
+        # Two sums forward and two backward, each twice a ring; sequence parallelism gathers two inputs once more.
+        passes = 8.0 + 2.0 * mesh.sequence_parallel
+        seconds += len(layers) * passes * row * (tensor - 1) / tensor / cluster.link(tensor)
+    num_expert_layers = sum(shape.moe_layers[layer] for layer in layers)
+    if experts > 1:
+        # Every copy goes to its expert and back, forward and backward; under a tensor group a rank has its own rows.
+        copies = 4.0 * shape.moe_router_topk / tensor
+        link = cluster.link(experts * mesh.expert_tensor)
+        seconds += num_expert_layers * copies * row * (experts - 1) / experts / link
+    return seconds
+
+
+def mesh_costs(
+    shape: RunShape,
+    mesh: RunMesh,
+    cluster: Cluster,
+    measured: CostModel | None = None,
+    segment_tokens: int = CostModel.segment_tokens,
+) -> CostModel:
+    """The whole model's cost on such a mesh: what its stages' shares of are simulated. See ``CostModel``.
+
+    Args:
+        measured: takes the forward's shares from it.
+        segment_tokens: most tokens of a segment.
+    """
+    whole = replace(mesh, pipeline=1, chunks=1, layers=(shape.num_layers,))
+
+    def seconds(tokens: int = 0, pairs: int = 0, edges: int = 0) -> float:
+        return stage_time(
+            shape, whole, cluster, ReplicaWork(tokens, pairs, edges, 0, segment_tokens, 0, 0), 0
+        ).computing
+
+    return replace(
+        measured or CostModel(),
+        seconds_per_token=seconds(tokens=1),
+        seconds_per_pair=seconds(pairs=1),
+        seconds_per_edge=seconds(edges=1),
+        floor_seconds=cluster.floor_seconds_per_layer
+        * sum(count * layer_launches(shape, mesh, layer) for layer, count in shape.kinds(range(shape.num_layers))),
+        forward_floor_share=cluster.forward_floor_share,
+    )
+
+
+def training_costs(
+    shape: RunShape, mesh: RunMesh, measured: CostFile | None = None, segment_tokens: int = 2048
+) -> CostModel:
+    """The cost model by which training would plan its segments and schedule on such a mesh.
+
+    That is what was measured of this very model and tensor parallelism, else operations at fixed rates.
+    """
+    names = ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "swiglu")
+    own = {name: getattr(shape, name) for name in names}
+    if measured is not None and shape.num_experts is None:
+        tensor = {"tensor_model_parallel_size": mesh.tensor, "sequence_parallel": mesh.sequence_parallel}
+        needed = CostShape(**own, ffn_hidden_size=shape.ffn_hidden_size, dtype=measured.shape.dtype, **tensor)
+        if measured.shape == needed:
+            return measured.model(shape.num_layers, segment_tokens)
+    widths = [layer_width(shape, layer) for layer in range(shape.num_layers)]
+    return CostModel.from_shape(
+        num_layers=shape.num_layers,
+        ffn_hidden_size=round(sum(widths) / len(widths)),
+        segment_tokens=segment_tokens,
+        **own,
+    )
+
+
+def send_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, segment_tokens: int) -> float:
+    """Time that a segment's hidden states take to the next stage."""
+    if mesh.pipeline == 1:
+        return 0.0
+    rows = mesh.tensor if mesh.sequence_parallel else 1
+    # Neighbours on one node lie a tensor group apart, those at its border on the network: the slower counts.
+    return 2.0 * segment_tokens * shape.hidden_size / rows / cluster.link(mesh.pipeline, mesh.tensor * mesh.data)
+
+
+def reduction_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
+    """Adding up gradients over the replicas, and giving out new weights."""
+    parameters = rank_parameters(shape, mesh, stage)
+    gradients = DTYPE_BYTES[states.main_grads]
+    per_parameter = gradients + DTYPE_BYTES[states.weights] if states.distributed_optimizer else 2 * gradients
+    seconds = 0.0
+    for count, ranks, stride in (
+        (parameters.dense, mesh.data, mesh.tensor),
+        (parameters.experts, mesh.expert_replicas, mesh.experts * mesh.expert_tensor),
+    ):
+        if ranks > 1 and count:
+            seconds += count * per_parameter * (ranks - 1) / ranks / cluster.link(ranks, stride)
+    return seconds
+
+
+def optimizer_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
+    """Clipping and updating: states and gradients are read, states and weights written."""
+    if not states.optimizer:
+        return 0.0
+    parameters = rank_parameters(shape, mesh, stage)
+    count = state_parameters(mesh, parameters) if states.distributed_optimizer else float(parameters.total)
+    moved = 2.0 * states.optimizer_bytes + 2.0 * DTYPE_BYTES[states.main_grads] + DTYPE_BYTES[states.weights]
+    on_gpu, on_host = 1 - states.offload_fraction, states.offload_fraction
+    return count * moved * (on_gpu / cluster.hbm_rate + on_host / (cluster.host_gigabytes_per_second * 1e9))
+
+
+def calibrated(cluster: Cluster, measured: CostFile) -> Cluster:
+    """The cluster whose shares of its peaks give the measured seconds for the model that was measured.
+
+    Another model, or another tensor parallelism, is then predicted with the same shares. Products, elementwise work and
+    communication of a layer are slower or faster by one factor; attention and logits by their own.
+    """
+    cluster = replace(cluster, short_segment_tokens=0.0)  # What was measured says how long short segments take.
+    of, layers = measured.shape, measured.num_layers
+    names = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
+    shape = RunShape(num_layers=layers, swiglu=of.swiglu, **{name: getattr(of, name) for name in names})
+    tensor = of.tensor_model_parallel_size
+    mesh = RunMesh(tensor, 1, 1, (layers,), sequence_parallel=of.sequence_parallel)
+    found, expected = measured.model(), mesh_costs(shape, mesh, cluster)
+    token, pair, edge = (
+        getattr(expected, name) / getattr(found, name) if getattr(found, name) else 1.0
+        for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge")
+    )
+    return replace(
+        cluster,
+        gemm_share=cluster.gemm_share * token,
+        hbm_share=cluster.hbm_share * token,
+        link_share=cluster.link_share * (token if tensor > 1 else 1.0),
+        attention_share=cluster.attention_share * pair,
+        logit_share=cluster.logit_share * edge,
+        floor_seconds_per_layer=found.floor_seconds / layers,
+        forward_floor_share=found.forward_floor_share,
+    )

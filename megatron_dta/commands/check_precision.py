@@ -1,0 +1,260 @@
+"""Compares a training step in FP8, or with Transformer Engine's layers, with the same step in bfloat16 or float32.
+
+    python tools/check_precision.py rollouts.jsonl --hf-checkpoint DIR --fp8-format hybrid
+    python tools/check_precision.py rollouts.jsonl --model qwen3-1.7b --fp8-format e4m3 --fp8-recipe tensorwise
+
+The same weights (those of --hf-checkpoint, else random ones of the shape --model, rounded to bfloat16), the same
+sequences, the same plan. Of every candidate: how far the logprobs of the trained tokens are from the reference's, the
+estimated Kullback-Leibler divergence, and the angle and distance between the gradients, of all parameters together and
+of each. The reference is Megatron's layers in bfloat16, or in float32 with --reference fp32; then bfloat16 is a
+candidate itself, and shows what distance is usual. Without a candidate that needs a GPU this runs on CPUs too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
+from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, json_text, print_json
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.measurement import measured_on
+from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.config.checks.transformer_engine import check_fp8, check_fp8_support, check_transformer_impl
+from megatron_dta.config.named_shapes import SHAPES, benchmark_model
+from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
+from megatron_dta.conversion.mappings import ModelShape
+from megatron_dta.conversion.model_weights import HfWeights
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import build_model, current_mesh, initialize_parallel
+from megatron_dta.objectives import make_objective
+from megatron_dta.parity.outcome import Outcome
+from megatron_dta.parity.precision import PrecisionReport, report_precision
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.training.optimizer import data_parallel_chunks
+
+WORST = 5
+HEADINGS = (
+    "candidate",
+    "s a step",
+    "mean |d logprob|",
+    "99%",
+    "largest",
+    "KL k3",
+    "cosine",
+    "distance",
+    "lowest cosine",
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute the step."""
+
+    name: str
+    model: ModelConfig
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("file", metavar="FILE", help="rollouts as .jsonl, .parquet or .npz")
+    parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
+    parser.add_argument("--max-sequences", type=int, default=8, help="use the file's first N sequences (default 8)")
+    parser.add_argument("--max-length", type=int, help="cut them to this many tokens")
+    parser.add_argument("--model", choices=list(SHAPES), help="shape of random weights (default: tiny)")
+    parser.add_argument("--hf-checkpoint", metavar="DIR", help="weights and shape of this Hugging Face checkpoint")
+    parser.add_argument("--num-layers", type=int, help="take only so many layers of --model")
+    parser.add_argument("--reference", choices=("bf16", "fp32"), default="bf16", help="compare with (default bf16)")
+    parser.add_argument(
+        "--transformer-impl", choices=("local", "transformer_engine"), default="local", help="of a bf16 candidate too"
+    )
+    parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="a candidate in FP8; on a GPU")
+    parser.add_argument(
+        "--fp8-recipe", nargs="+", choices=("blockwise", "tensorwise", "mxfp8"), help="one candidate each"
+    )
+    parser.add_argument("--tree-mode", choices=("dense", "packed", "dta"), default="dta")
+    parser.add_argument("--tree-segment-tokens", type=int, default=4096)
+    parser.add_argument("--tree-activation-tokens", type=int, help="as in training; 0 to recompute all")
+    parser.add_argument("--seed", type=int, default=1, help="of random weights")
+    parser.add_argument("--output", type=Path, help="JSON file for the results, each parameter's gradient in it")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
+    arguments = parser.parse_args()
+    if arguments.fp8_recipe and arguments.fp8_format is None:
+        raise InputError("--fp8-recipe has no effect without --fp8-format; leave it out or add that")
+    if arguments.hf_checkpoint and (arguments.model or arguments.num_layers is not None):
+        raise InputError("--hf-checkpoint has its own shape; leave --model and --num-layers out")
+    check_at_least(arguments, 1, "max_sequences", "max_length", "num_layers", "tree_segment_tokens")
+    check_at_least(arguments, 0, "tree_activation_tokens")
+    check_output(arguments.output, "--output")
+    return arguments
+
+
+def load_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
+    """The file's first sequences that have a trained token."""
+    rollouts = load_rollouts(arguments.file, framing=arguments.framing, max_sequences=arguments.max_sequences)
+    cut = slice(arguments.max_length)
+    samples = [TrainingSample(each.token_ids[cut], each.loss_mask[cut]) for each in rollouts]
+    samples = [sample for sample in samples if sample.num_trained]
+    if not samples:
+        raise InputError(f"{arguments.file}: no token is trained in its first sequences; raise --max-length")
+    return samples
+
+
+def base_model(arguments: argparse.Namespace, samples: list[TrainingSample]) -> ModelConfig:
+    """The model in bfloat16 with Megatron's layers."""
+    longest = max(len(sample.token_ids) for sample in samples)
+    needed = 1 + max(int(sample.token_ids.max()) for sample in samples)
+    if arguments.hf_checkpoint:
+        settings = settings_from_hf(arguments.hf_checkpoint, {"max_position_embeddings": longest})
+        model = ModelConfig(**settings, bf16=True)
+    else:
+        model = benchmark_model(arguments.model or "tiny", needed, longest, True, arguments.num_layers)
+    if needed > model.vocab_size:
+        raise InputError(f"{arguments.file}: has token id {needed - 1}, but the model has {model.vocab_size}")
+    return model
+
+
+def candidates(arguments: argparse.Namespace, model: ModelConfig) -> list[Candidate]:
+    """What is compared; the first is the reference."""
+    found = [Candidate("bf16 local", model)]
+    if arguments.reference == "fp32":
+        found.insert(0, Candidate("fp32 local", replace(model, bf16=False, params_dtype=torch.float32)))
+    if arguments.transformer_impl != "local":
+        found.append(Candidate("bf16 transformer_engine", replace(model, transformer_impl=arguments.transformer_impl)))
+    recipes = (arguments.fp8_recipe or ["blockwise"]) if arguments.fp8_format else []
+    for recipe in recipes:
+        fp8 = replace(model, transformer_impl="transformer_engine", fp8_format=arguments.fp8_format, fp8_recipe=recipe)
+        found.append(Candidate(f"fp8 {arguments.fp8_format} {recipe}", fp8))
+    if len(found) == 1:
+        raise InputError(
+            "nothing to compare; give --fp8-format, --transformer-impl transformer_engine or --reference fp32"
+        )
+    for each in found:
+        check_transformer_impl(each.model)
+        check_fp8(each.model, ParallelConfig())
+        check_fp8_support(each.model)
+    return found
+
+
+class Step:
+    """The step that every candidate computes."""
+
+    def __init__(self, arguments: argparse.Namespace, samples: list[TrainingSample], model: ModelConfig) -> None:
+        self.device = initialize_parallel(arguments.seed)
+        self.samples, self.objective = samples, make_objective(ObjectiveConfig(objective="sft"))
+        longest = max(len(sample.token_ids) for sample in samples)
+        self.tree = TreeConfig(
+            tree_mode=arguments.tree_mode,
+            # A pack must hold the longest sequence.
+            tree_segment_tokens=max(arguments.tree_segment_tokens, longest if arguments.tree_mode == "packed" else 1),
+            tree_activation_tokens=arguments.tree_activation_tokens,
+        )
+        self.weights = self._weights(arguments, model)
+
+    def _weights(self, arguments: argparse.Namespace, model: ModelConfig) -> dict[str, torch.Tensor]:
+        """In bfloat16, on the host."""
+        built = build_model(model, self.device)
+        if arguments.hf_checkpoint:
+            family = architecture(read_hf_config(Path(arguments.hf_checkpoint)))
+            weights = HfWeights([built], family.architecture, ModelShape.of(model), current_mesh().host_group)
+            weights.load(arguments.hf_checkpoint)
+        return {name: parameter.detach().cpu() for name, parameter in built.named_parameters()}
+
+    @contextmanager
+    def outcome(self, model: ModelConfig) -> Iterator[tuple[Outcome, float]]:
+        """The step's outcome and its seconds when run a second time. Gradients are in float32 and stay where the model
+        is, as long as the context lasts: comparing billions of values takes minutes on a host."""
+        built = build_model(model, self.device)
+        built.load_state_dict(self.weights)
+        chunks = data_parallel_chunks(built, ParallelConfig())
+        engine = TreeEngine(chunks)
+        batch = prepare_batch(self.samples, self.tree, pipeline=engine.pipeline(self.tree.tree_segment_tokens))
+        logprobs = engine.compute_logprobs(batch)
+        for _ in range(2):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            start = self._now()
+            result = engine.forward_backward(batch, self.objective)
+            seconds = self._now() - start
+        gradients = {name: parameter.main_grad for name, parameter in built.named_parameters()}
+        yield Outcome(float(result.loss), logprobs, gradients), seconds
+        # Gradient buffers and hooks refer to each other; the next model needs the memory.
+        del built, chunks, engine, batch, result, gradients
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def as_json(name: str, seconds: float, report: PrecisionReport, with_parameters: bool) -> dict[str, Any]:
+    found = asdict(report)
+    if not with_parameters:
+        del found["parameters"]
+    worst = [{"parameter": name} | asdict(each) for name, each in report.lowest_cosines(WORST)]
+    return {"candidate": name, "seconds": seconds, **found, "lowest_cosines": worst}
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    samples = load_samples(arguments)
+    model = base_model(arguments, samples)
+    found = candidates(arguments, model)
+    begin = time.perf_counter()
+
+    def tell(what: str) -> None:
+        print(f"{time.perf_counter() - begin:6.1f} s  {what}", file=sys.stderr, flush=True)
+
+    step = Step(arguments, samples, model)
+    tell(f"weights are there; next: {found[0].name}, the reference")
+    with step.outcome(found[0].model) as (outcome, seconds):
+        on_host = {name: gradient.to("cpu", copy=True) for name, gradient in outcome.gradients.items()}
+        reference = replace(outcome, gradients=on_host)
+    del outcome
+    table = Table(title=f"{len(samples)} sequences, distances from {found[0].name} ({seconds:.3f} s a step)")
+    for heading in HEADINGS:
+        table.add_column(heading)
+    rows = []
+    trained = [np.asarray(sample.loss_mask) for sample in samples]
+    for each in found[1:]:
+        tell(f"next: {each.name}")
+        with step.outcome(each.model) as (outcome, took):
+            report = report_precision(outcome, reference, trained)
+        del outcome
+        rows.append((each.name, took, report))
+        name, worst = report.lowest_cosines(1)[0]
+        logprobs, gradient = report.logprobs, report.gradient
+        figures = (logprobs.mean_absolute, logprobs.percentile_99, logprobs.largest, logprobs.kl_k3)
+        angles = (f"{gradient.cosine:.6f}", f"{gradient.distance:.4f}", f"{worst.cosine:.4f} {name}")
+        table.add_row(each.name, f"{took:.3f}", *(f"{figure:.2e}" for figure in figures), *angles)
+    Console(width=200).print(table)
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    summary = measured_on("steps beside a reference of another precision", settings, step.device)
+    summary |= {"reference": found[0].name, "reference_seconds": seconds}
+    if arguments.output is not None:
+        results = summary | {"candidates": [as_json(*row, with_parameters=True) for row in rows]}
+        unfinished = arguments.output.with_name(arguments.output.name + ".unfinished")
+        unfinished.write_text(json_text(results, indent=1) + "\n")
+        unfinished.replace(arguments.output)
+    if arguments.json:
+        print_json(summary | {"candidates": [as_json(*row, with_parameters=False) for row in rows]})
+    return 0

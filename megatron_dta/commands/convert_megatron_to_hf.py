@@ -1,0 +1,120 @@
+"""Converts a Megatron distributed checkpoint, such as training saves, into a Hugging Face checkpoint, piece by piece.
+
+    python tools/convert_megatron_to_hf.py --load runs/first --hf-checkpoint models/llama --save-hf models/trained
+
+Configuration, tokenizer and generation settings are those of --hf-checkpoint, byte for byte; the model must be the one
+its config.json describes. Without it they follow from the settings of the run, such as one from random weights. LoRA
+adapters are merged into the weights, in float32; with --adapter-only they are written alone, in PEFT's format. A
+conversion that was killed continues when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from megatron_dta.common.command_line import CommandLineParser
+from megatron_dta.common.errors import InputError
+from megatron_dta.conversion.adapters import LoraSettings, ToPeft, base_of
+from megatron_dta.conversion.hf.config import architecture, read_hf_config
+from megatron_dta.conversion.hf.config_output import config_from_settings, model_from_settings, write_template
+from megatron_dta.conversion.integrity import SKIP_FLAG, check_checkpoint
+from megatron_dta.conversion.job import Job, check_target, run_job
+from megatron_dta.conversion.mappings import ModelShape, parameters_of
+from megatron_dta.conversion.megatron_files import MegatronCheckpoint
+from megatron_dta.conversion.to_huggingface import ToHuggingFace, model_of_checkpoint
+from megatron_dta.training.checkpoint.files import find_checkpoint
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("--load", required=True, metavar="DIR", help="folder of a run, or one of its checkpoints")
+    parser.add_argument(
+        "--hf-checkpoint", metavar="DIR", help="has config.json and the tokenizer (default: by the run's settings)"
+    )
+    parser.add_argument("--save-hf", required=True, metavar="DIR", help="folder to write; it must not exist")
+    parser.add_argument(
+        "--params-dtype", choices=DTYPES, default="auto", help="dtype of the weights (default: auto, as they are)"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=float,
+        metavar="GB",
+        help="end a file before it is larger (default: --hf-checkpoint's files if it has the same tensors, else 5)",
+    )
+    parser.add_argument(
+        "--adapter-only", action="store_true", help="write only the LoRA adapters, as PEFT loads them, into --save-hf"
+    )
+    parser.add_argument(
+        SKIP_FLAG,
+        dest="skip_checkpoint_checks",
+        action="store_true",
+        help="do not compare the checkpoint's files with their checksums, and take it from a folder open to every user",
+    )
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that write files (default 1)")
+    arguments = parser.parse_args()
+    if arguments.processes < 1:
+        raise InputError(f"--processes is {arguments.processes}; it must be at least 1")
+    if arguments.adapter_only and arguments.max_shard_size is not None:
+        raise InputError("--max-shard-size has no effect with --adapter-only, which writes one file; leave it out")
+    if arguments.adapter_only and arguments.hf_checkpoint is None:
+        raise InputError("--adapter-only needs --hf-checkpoint, the base that the adapters belong to")
+    if arguments.max_shard_size is not None and not arguments.max_shard_size > 0:
+        raise InputError(f"--max-shard-size is {arguments.max_shard_size}; it must be above 0")
+    return arguments
+
+
+def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
+    """What is to be written of the checkpoint ``source``."""
+    name, dtype = architecture(read_hf_config(template)).architecture, DTYPES[arguments.params_dtype]
+    shape = ModelShape.of(model_of_checkpoint(source, template))
+    if arguments.adapter_only:
+        return ToPeft(source, template, parameters_of(name, shape), dtype)
+    size = None if arguments.max_shard_size is None else int(arguments.max_shard_size * 1e9)
+    if LoraSettings.of(MegatronCheckpoint(source).settings()) is None:
+        return ToHuggingFace(source, template, name, shape, dtype, size)
+    if not arguments.skip_checkpoint_checks:
+        check_checkpoint(base_of(source))
+    return ToHuggingFace(base_of(source), template, name, shape, dtype, size, adapters=source)
+
+
+def main() -> None:
+    """Check everything, then convert."""
+    arguments = parse_arguments()
+    target, console = Path(arguments.save_hf), Console(highlight=False)
+    check_target(target)
+    source = find_checkpoint(arguments.load)
+    if source is None:
+        raise InputError(f"--load {arguments.load}: holds no checkpoint")
+    if not arguments.skip_checkpoint_checks:
+        check_checkpoint(source)
+    if arguments.hf_checkpoint is not None:
+        run_job(_job(arguments, source, Path(arguments.hf_checkpoint)), target, arguments.processes, console)
+    else:
+        template = target.with_name(target.name + ".template")
+        _write_template(source, template)
+        try:
+            run_job(_job(arguments, source, template), target, arguments.processes, console)
+        finally:
+            shutil.rmtree(template, ignore_errors=True)
+    console.print(f"saved {target}", soft_wrap=True)
+
+
+def _write_template(source: Path, folder: Path) -> None:
+    """What --hf-checkpoint would have, by the settings of the run."""
+    settings = MegatronCheckpoint(source).settings()
+    if settings is None:
+        raise InputError(f"{source}: does not say which model it is of; give --hf-checkpoint")
+    try:
+        config, tokenizer = config_from_settings(model_from_settings(settings)), settings.get("--tokenizer-model")
+        write_template(folder, config, tokenizer if isinstance(tokenizer, str) else None)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror})") from error

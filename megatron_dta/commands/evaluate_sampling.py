@@ -1,0 +1,120 @@
+"""Judges a checkpoint on held-out prompts by pass@k and maj@k: independent rollouts and trees at equal decoded tokens.
+
+    python tools/evaluate_sampling.py --load runs/first [the model's and the sampler's flags, --treepo-...]
+        [--k 1 4 16] [--answer boxed|text|PATTERN] [--output FILE.json]
+
+The first --eval-iters held-out prompts are answered (default: all). Trees have --n-samples-per-eval-prompt leaves and
+the shape that the --treepo flags give. Independent rollouts are
+sampled twice: as many as the trees have leaves, and as many as the trees' decoded tokens pay for (the same number for
+each prompt, rounded down, at least 1). Answers are voted on as text: the whole response, its last \\boxed{...}, or the
+last match of a regular expression (its first group, if it has one). The weights sample in this process, without drafts,
+whatever an argument file (@FILE) says: the samples are the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.common.command_line import CommandLineParser, json_text
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import replacing
+from megatron_dta.config import TreePOConfig
+from megatron_dta.config.checks.all import check_config
+from megatron_dta.train import quieten_libraries
+from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
+
+# Of the trees' settings those that shape one tree now: not its leaves' weights, and no change over a run.
+_UNREAD = ("treepo_fallback_weight", "treepo_allocation_temperature_end", "treepo_allocation_temperature_iters")
+_SHAPE = " ".join(setting.name for setting in fields(TreePOConfig) if setting.name not in _UNREAD)
+FLAGS = ToolFlags(
+    "tools/evaluate_sampling.py",
+    ("model", "reward"),
+    f"{MESH} {TASK} {ENGINE} {_SHAPE} eval_prompt_data eval_temperature n_samples_per_eval_prompt eval_iters",
+)
+
+
+def main() -> None:
+    """Read the flags, load the weights, sample both ways, print and write the table."""
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="k of pass@k and maj@k")
+    parser.add_argument("--answer", default="text", help="what is voted on: text, boxed or a regular expression")
+    parser.add_argument("--output", metavar="FILE", help="JSON file for the results")
+    own, others = parser.parse_known_args()
+    if min(own.k) < 1:
+        raise InputError(f"--k {min(own.k)}: must be at least 1")
+    answer_of = _answer_rule(own.answer)
+    # The flags of evaluation need an interval; there is one evaluation here.
+    fixed = {"rollout_method": "treepo", "eval_interval": 1}
+    leaves = FLAGS.parse(others, **fixed)[0].sampling.n_samples_per_eval_prompt
+    if leaves < 2:
+        raise InputError("--n-samples-per-eval-prompt is missing: how many leaves the trees are to have, at least 2")
+    # Checks and presets ask for the width of a tree.
+    config, left_out = FLAGS.parse(others, **fixed, n_samples_per_prompt=leaves)
+    check_config(config)
+    if config.checkpoint.load is None:
+        raise InputError("--load is missing: the folder of the checkpoint to judge")
+
+    quieten_libraries()
+    results = _evaluate(config, own.k, answer_of)
+    if left_out:
+        print(passed_over(left_out))
+    _print(results)
+    if own.output:
+        with replacing(Path(own.output)) as temporary:
+            temporary.write_text(json_text(results, indent=1) + "\n")
+
+
+def _evaluate(config: Any, ks: list[int], answer_of: Callable[[str], str]) -> dict[str, dict[str, float]]:
+    """Metrics of trees and of independent rollouts."""
+    # Megatron takes seconds to import; wrong flags are told before.
+    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.sampling.engines.build import build_engine
+    from megatron_dta.sampling.task import build_task
+    from megatron_dta.sampling.treepo.evaluation import compare_at_equal_tokens
+    from megatron_dta.training.checkpoint.files import find_checkpoint
+    from megatron_dta.training.checkpoint.save_load import load_weights
+
+    checkpoint = find_checkpoint(config.checkpoint.load)
+    if checkpoint is None:
+        raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
+    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size, config.reward)
+    if not task.eval_prompts:
+        raise InputError("there are no held-out prompts: give --eval-prompt-data")
+    model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
+    device = initialize_parallel(config.optimization.seed, config.parallel)
+    model = build_model(model_config, device, config.parallel)
+    load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
+    engine = build_engine(config.sampling, model, attention_impl=config.tree.tree_attention_impl)
+    return compare_at_equal_tokens(engine, task, config, ks, answer_of)
+
+
+def _answer_rule(name: str) -> Callable[[str], str]:
+    if name == "text":
+        return str.strip
+    if name == "boxed":
+        from megatron_dta.sampling.treepo.stops import boxed_answer
+
+        return lambda text: (boxed_answer(text) or "").strip()
+    try:
+        pattern = re.compile(name)
+    except re.error as error:
+        raise InputError(f"--answer {name}: not text, boxed or a regular expression: {error}") from None
+
+    def last_match(text: str) -> str:
+        found = list(pattern.finditer(text))
+        return "" if not found else (found[-1].group(1) if pattern.groups else found[-1].group()).strip()
+
+    return last_match
+
+
+def _print(results: dict[str, dict[str, float]]) -> None:
+    names = list(results)
+    width = max(map(len, names)) + 2
+    print(" " * 16 + "".join(name.rjust(width) for name in names))
+    for metric in dict.fromkeys(metric for values in results.values() for metric in values):
+        cells = [format(values[metric], ".4f") if metric in values else "-" for values in results.values()]
+        print(metric.ljust(16) + "".join(cell.rjust(width) for cell in cells))

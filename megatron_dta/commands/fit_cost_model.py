@@ -1,0 +1,333 @@
+"""Measures forwards and backwards of segments on this machine and fits the cost model that plans training steps.
+
+    python tools/fit_cost_model.py --model qwen3-1.7b --bf16 --output costs.json
+    torchrun --nproc-per-node 4 tools/fit_cost_model.py --model llama3-70b --num-layers 8 --bf16 \\
+        --tensor-model-parallel-size 4 --sequence-parallel --output costs.json
+    python tools/fit_cost_model.py --refit costs.json --output new.json
+
+Segments run through the real engine: chains of six lengths, with many or few tokens before them, trained densely or
+hardly, and forests of short sequences, which have many tokens and few pairs of attention. Short segments are timed with
+the device idle before each op, for what the host takes to launch them. Long ones follow each other without a pause, as
+in a training step: a GPU that works without a pause has a lower clock, by 8% on an H200. A second, shallower model
+tells what a layer costs from what happens once. So --num-layers may be less than the model's, and the file holds for
+any depth, but for no other shape, dtype or tensor parallelism. --refit FILE fits again from the measurements in such a
+file, which needs no GPU, and writes them with the new coefficients to --output. On a GPU the bytes of activations are
+measured too, and whether the room that is counted for a backward suffices.
+Use the file with --cost-model in training, benchmarks/train.py, tools/simulate_pipeline.py and
+tools/plan_partition.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which tells what is not installed
+
+from megatron_dta.common.command_line import CommandLineParser, print_json
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.measurement import Report
+from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
+from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
+from megatron_dta.config.named_shapes import SHAPES, benchmark_model
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine.cost_inputs import cost_shape
+from megatron_dta.engine.stage_run import StageRun
+from megatron_dta.model import build_model, current_mesh, initialize_parallel
+from megatron_dta.objectives import make_objective
+from megatron_dta.planning.costs.file import CostFile, load_cost_file
+from megatron_dta.planning.costs.fit import MeasuredOp, fit_bytes, fit_errors, fit_seconds
+from megatron_dta.planning.costs.refit import refit
+from megatron_dta.planning.pipeline.schedule import PipelineOp
+from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
+from megatron_dta.planning.segments.schedule import OpKind
+from megatron_dta.planning.step.choice import StepChoice
+from megatron_dta.planning.step.passes import attention_pairs
+from megatron_dta.planning.step.plan import StepPlan, plan_segmented_step
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.training.optimizer import data_parallel_chunks
+
+
+@dataclass(frozen=True)
+class Case:
+    """Segments that are measured together.
+
+    Attributes:
+        cuts: halvings of --max-length, for the length of each segment, in order.
+        trained: part of the tokens that is trained.
+        paused: whether the device is idle before each op.
+        sequences: halvings of --max-length, for the length of the sequences that each segment consists of; None for one
+            sequence that goes through all segments.
+    """
+
+    cuts: tuple[int, ...]
+    trained: float
+    paused: bool = False
+    sequences: int | None = None
+
+
+CASES = (
+    Case((7, 6, 5, 4, 7, 6, 5, 7, 6, 5), 0.3, paused=True),
+    Case((5, 6, 7, 4, 5, 6, 7), 1.0, paused=True),
+    Case((4,) * 5, 0.0, paused=True),
+    Case((2, 2, 3, 3, 2), 0.2),
+    Case((3, 2, 3), 1.0),
+    Case((2,) * 5, 0.2, sequences=7),
+    Case((2, 3, 2, 3), 1.0, sequences=7),
+)
+LEAST_LENGTH = 1 << 8
+# Part of the free memory of a GPU that activations may take while measuring.
+FOR_ACTIVATIONS = 0.6
+SHOWN = ("forward", "backward", "bytes", "errors")
+SHALLOW = 4  # The second model has the first one's layers over this.
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("--model", choices=list(SHAPES))
+    parser.add_argument("--refit", type=Path, metavar="FILE", help="fit the measurements in FILE; no other flags")
+    parser.add_argument("--num-layers", type=int, help="layers to measure with (default: the model's)")
+    parser.add_argument("--vocab-size", type=int, default=1024, help="of a model that has none (default: %(default)s)")
+    parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the cost model")
+    parser.add_argument(
+        "--max-length", type=int, default=1 << 15, help="segments are 1/4 to 1/128 of it (default: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each chain (default: %(default)s)")
+    parser.add_argument("--logprob-chunk-tokens", type=int)
+    parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    if not arguments.output.parent.is_dir():
+        raise InputError(f"--output {arguments.output}: its folder does not exist")
+    if arguments.refit is not None:
+        for name in vars(arguments).keys() - {"refit", "output"}:
+            if getattr(arguments, name) != parser.get_default(name):
+                raise InputError(f"--{name.replace('_', '-')} has no effect with --refit, which measures nothing")
+        return arguments
+    if arguments.model is None:
+        raise InputError("--model is needed: the model to measure (or --refit FILE, to fit again)")
+    if arguments.num_layers is not None and arguments.num_layers < 2:
+        raise InputError(f"--num-layers {arguments.num_layers}: two depths are measured, so give 2 or more")
+    layers = SHAPES[arguments.model]["num_layers"]
+    if arguments.num_layers is not None and arguments.num_layers > layers:
+        raise InputError(f"--num-layers {arguments.num_layers}: {arguments.model} has only {layers}")
+    if arguments.vocab_size < 2:
+        raise InputError(f"--vocab-size must be at least 2, not {arguments.vocab_size}")
+    if arguments.max_length < LEAST_LENGTH or arguments.max_length & (arguments.max_length - 1):
+        raise InputError(f"--max-length {arguments.max_length}: must be a power of 2, and {LEAST_LENGTH} at least")
+    if arguments.repeats < 1:
+        raise InputError(f"--repeats must be at least 1, not {arguments.repeats}")
+    return arguments
+
+
+@dataclass
+class _OpCost:
+    seconds: float
+    left: float | None = None
+    peak: float | None = None
+
+
+class CostClock:
+    """Times ops one by one in place of the engine's clock.
+
+    Args:
+        paused: whether the device is idle before each op; else a GPU's ops are timed by events between them.
+    """
+
+    def __init__(self, device: torch.device, paused: bool) -> None:
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._by_events = self._on_gpu and not paused
+        self._costs: dict[tuple[OpKind, int], _OpCost] = {}
+        self._ends: list[tuple[tuple[OpKind, int], torch.cuda.Event]] = []
+        if self._on_gpu:
+            torch.cuda.synchronize(device)
+        self._begin = self._end = self._now()
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self._by_events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    @contextmanager
+    def measure(self, op: PipelineOp) -> Iterator[None]:
+        """Time from the end of the op before: what prepares an op counts with it."""
+        before = 0
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+        yield
+        end, key = self._now(), (op.kind, op.segment)
+        self._costs[key] = cost = _OpCost(0.0)
+        if self._by_events:
+            self._ends.append((key, end))
+        else:
+            cost.seconds = end - self._end
+        if self._on_gpu:
+            cost.left = torch.cuda.memory_allocated(self._device) - before
+            cost.peak = torch.cuda.max_memory_allocated(self._device) - before
+        if not self._by_events:
+            self._end = self._now()
+
+    def costs(self) -> dict[tuple[OpKind, int], _OpCost]:
+        """What was measured; waits for the device."""
+        if self._by_events:
+            torch.cuda.synchronize(self._device)
+            events = [self._begin, *(event for _, event in self._ends)]
+            for (key, event), before in zip(self._ends, events, strict=False):
+                self._costs[key].seconds = before.elapsed_time(event) / 1e3
+        return self._costs
+
+
+class DepthMeasurement:
+    """A model of one depth, and what is measured on it."""
+
+    def __init__(self, arguments: argparse.Namespace, parallel: ParallelConfig, layers: int, device: torch.device):
+        self.device, self.layers, self.repeats = device, layers, arguments.repeats
+        self.longest = max(sum(arguments.max_length >> cut for cut in case.cuts) for case in CASES)
+        config = benchmark_model(arguments.model, arguments.vocab_size, self.longest, arguments.bf16, layers)
+        check_tensor_parallel(config, parallel)
+        self.chunks = data_parallel_chunks(build_model(config, device, parallel), parallel)
+        self.engine = TreeEngine(
+            self.chunks,
+            logprob_chunk_tokens=arguments.logprob_chunk_tokens,
+            tree_attention_impl=arguments.tree_attention_impl,
+        )
+        self.objective = make_objective(ObjectiveConfig(objective="sft"))
+        self.random = np.random.default_rng(arguments.seed)
+        self.keepable = self.longest
+        if device.type == "cuda":
+            # One short chain says what a token keeps, and so how many tokens the others may keep.
+            first = self.run(Case((4, 4), 1.0), arguments.max_length, repeats=1)
+            per_token = max(op.kept_bytes / op.tokens for op in first if op.kept_bytes is not None)
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(device)
+            least = min(current_mesh().gather_from_all(FOR_ACTIVATIONS * free / max(1.0, per_token)))
+            self.keepable = int(least)
+
+    def cases(self, max_length: int) -> list[MeasuredOp]:
+        """All of ``CASES``."""
+        return [op for case in CASES for op in self.run(case, max_length)]
+
+    def _sample(self, tokens: int, trained: float) -> TrainingSample:
+        mask = self.random.random(tokens) < trained
+        mask[0], mask[-1] = False, True
+        return TrainingSample(self.random.integers(0, self.engine.true_vocab_size, tokens).astype(np.int32), mask)
+
+    def run(self, case: Case, max_length: int, repeats: int | None = None) -> list[MeasuredOp]:
+        """Ops of a case's segments; typical ones of the repeats, after one to warm up."""
+        lengths = [max_length >> cut for cut in case.cuts]
+        tokens = int(sum(lengths))
+        each = tokens if case.sequences is None else max_length >> case.sequences
+        samples = [self._sample(each, case.trained) for _ in range(tokens // each)]
+        batch = prepare_batch(samples, TreeConfig(tree_mode="dense", tree_segment_tokens=tokens))
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        tree = batch.plan.segments.tree
+        segments = SegmentPlan(tree, starts, segment_parents(tree, starts), max(lengths))
+        # Two of three keep their activations, as far as memory allows, so that all kinds of ops are there.
+        kept = np.zeros(len(lengths), dtype=bool)
+        for segment in reversed(range(len(lengths))):
+            fits = sum(n for n, own in zip(lengths, kept, strict=True) if own) + lengths[segment] <= self.keepable
+            kept[segment] = fits and (len(lengths) < 3 or segment % 3 != 1)
+        choice = StepChoice(segments, kept, 0, 0.0)
+        plan = plan_segmented_step(samples, choice, self.engine.pipeline(None))
+        runs = []
+        for _ in range(1 + (repeats or self.repeats)):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            run = StageRun(self.engine, replace(batch, plan=plan), self.objective)
+            run.clock = CostClock(self.device, case.paused)
+            run.walk()
+            runs.append(run.clock.costs())
+            del run  # Its memory is the next one's.
+        return self._measured(plan, runs[1:])
+
+    def _measured(self, plan: StepPlan, runs: list[dict[tuple[OpKind, int], _OpCost]]) -> list[MeasuredOp]:
+        segments, edges = plan.segments, np.diff(plan.segment_edges)
+        pairs, paths, found = attention_pairs(segments), segments.in_flight_tokens, []
+        for kind, s in runs[0]:
+            keeps = bool(plan.training.kept[0, s])
+            name = "forward" if kind is OpKind.FORWARD else "backward" if keeps else "recompute"
+            costs = [run[kind, s] for run in runs]
+            left = max(c.left for c in costs) if name == "forward" and keeps and costs[0].left is not None else None
+            peak = max(c.peak for c in costs) if costs[0].peak is not None else None
+            counts = (int(segments.lengths[s]), int(paths[s]), int(pairs[s]), int(edges[s]))
+            # A processor that others use too is measured by its best; a GPU is not shared, but its clock varies.
+            typical = median if self.device.type == "cuda" else min
+            found.append(MeasuredOp(name, self.layers, *counts, typical(c.seconds for c in costs), left, peak))
+        return found
+
+
+def fit_again(arguments: argparse.Namespace) -> None:
+    """Write the measurements of ``--refit`` with what is fitted to them now."""
+    report = Report("cost model", {}, torch.device("cpu"), arguments.output)
+    fitted = report.results
+    when = {name: fitted[name] for name in ("date", "commit")} | {"command": f"--refit {arguments.refit.name}"}
+    report.results = refit(arguments.refit, when)
+    report.write()
+    load_cost_file(arguments.output)
+    print_json({key: report.results[key] for key in SHOWN})
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.refit is not None:
+        fit_again(arguments)
+        return 0
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        sequence_parallel=arguments.sequence_parallel,
+    )
+    start = time.perf_counter()
+    device = initialize_parallel(arguments.seed, parallel)
+    check_world_size(parallel, torch.distributed.get_world_size())
+    mesh = current_mesh()
+    if mesh.data_size > 1:
+        raise InputError("the processes must be one tensor group: set --tensor-model-parallel-size to their number")
+    all_layers = SHAPES[arguments.model]["num_layers"]
+    deepest = arguments.num_layers or all_layers
+    ops: list[MeasuredOp] = []
+    for layers in (max(1, deepest // SHALLOW), deepest):
+        measured = DepthMeasurement(arguments, parallel, layers, device)
+        ops += measured.cases(arguments.max_length)
+        engine = measured.engine
+        shape = cost_shape(engine.config, engine.true_vocab_size, engine.dtype)
+        counted = engine.counted_bytes()
+        del measured, engine
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    forward, backward = fit_seconds(ops)
+    costs = CostFile(str(arguments.output), shape, all_layers, forward, backward, fit_bytes(ops, counted))
+    if mesh.rank == 0:
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+        report = Report("cost model", settings, device, arguments.output)
+        del report.results["rows"]
+        report.results |= costs.as_json() | {
+            "errors": fit_errors(ops, forward, backward),
+            "seconds_to_measure": time.perf_counter() - start,
+            "measurements": [asdict(op) for op in ops],
+        }
+        report.write()
+        print_json({key: report.results[key] for key in (*SHOWN, "seconds_to_measure")})
+    # Together: a rank that goes while others still use its connections makes them abort.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return 0

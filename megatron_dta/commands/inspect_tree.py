@@ -1,0 +1,136 @@
+"""Says what prefix sharing is worth in a file of rollouts, and how its tree is cut into segments.
+
+    python tools/inspect_tree.py FILE [--framing turn] [--json] [--plot tree.png]
+
+FILE is a rollout file (.jsonl, .parquet or .npz). Token reuse is the tokens of all sequences over the unique ones;
+attention reuse the same for the (query, key) pairs of causal attention. Fill is how full the segments are on average,
+in-flight tokens those of a segment and all its ancestors, which a training step holds at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_dta.common.command_line import CommandLineParser, add_framing, check_at_least, print_json
+from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
+
+SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which takes longer than all that is done here.
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
+    add_framing(parser)
+    parser.add_argument(
+        "--tree-segment-tokens",
+        type=int,
+        metavar="N",
+        default=SEGMENT_TOKENS,
+        help="most tokens of a segment (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tree-memory-tokens",
+        type=int,
+        metavar="N",
+        help="budget of in-flight tokens (default: the larger of 1.5 x the longest sequence and 8 segments)",
+    )
+    parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
+    parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--plot", metavar="PICTURE", help="draw the tree and its segments (.png, .pdf or .svg)")
+    arguments = parser.parse_args()
+    check_at_least(arguments, 1, "tree_segment_tokens", "tree_memory_tokens", "max_sequences", "max_length")
+    return arguments
+
+
+def figures(statistics: TreeStatistics, plan: SegmentPlan, build_seconds: float) -> dict[str, int | float]:
+    """The figures of ``--json``, under the names of its keys."""
+    return {
+        "sequences": statistics.sequences,
+        "tokens": statistics.tokens,
+        "unique_tokens": statistics.unique_tokens,
+        "token_reuse": statistics.token_reuse,
+        "attention_reuse": statistics.attention_reuse,
+        "trees": statistics.trees,
+        "nodes": statistics.nodes,
+        "leaves": statistics.leaves,
+        "depth": statistics.depth,
+        "branching": statistics.branching,
+        "max_branching": statistics.max_branching,
+        "longest_sequence": statistics.longest_sequence,
+        "segments": plan.num_segments,
+        "fill": float(plan.fill),
+        "segment_depth": int(plan.depth),
+        "peak_in_flight_tokens": int(plan.peak_in_flight_tokens),
+        "build_seconds": build_seconds,
+    }
+
+
+LABELS = {
+    "sequences": "sequences",
+    "tokens": "tokens of all sequences",
+    "unique_tokens": "unique tokens",
+    "token_reuse": "token reuse",
+    "attention_reuse": "attention reuse",
+    "trees": "trees (roots)",
+    "nodes": "nodes",
+    "leaves": "leaves",
+    "depth": "depth (nodes)",
+    "branching": "branching (mean)",
+    "max_branching": "branching (most)",
+    "longest_sequence": "longest sequence (tokens)",
+    "segments": "segments",
+    "fill": "fill",
+    "segment_depth": "depth (segments)",
+    "peak_in_flight_tokens": "peak in-flight tokens",
+    "build_seconds": "tree build (seconds)",
+}
+
+
+def print_table(values: dict[str, int | float], title: str) -> None:
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("figure", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    for key, value in values.items():
+        if key in ("token_reuse", "attention_reuse", "branching"):
+            shown = f"{value:.2f}" + (" x" if key.endswith("reuse") else "")
+        elif isinstance(value, float):
+            shown = f"{value:.3f}"
+        else:
+            shown = f"{value:,}"
+        table.add_row(LABELS[key], shown, end_section=key in ("attention_reuse", "longest_sequence"))
+    Console().print(table)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    rollouts = load_rollouts(
+        arguments.file,
+        framing=arguments.framing,
+        max_sequences=arguments.max_sequences,
+        max_length=arguments.max_length,
+    )
+    sequences = [rollout.token_ids for rollout in rollouts]
+    begin = time.perf_counter()
+    tree = build_prefix_tree(sequences)
+    _ = tree.parent, tree.position, tree.subtree_end  # Derived on first use: part of the tree's cost.
+    build_seconds = time.perf_counter() - begin
+    plan = plan_segments(tree, arguments.tree_segment_tokens, arguments.tree_memory_tokens)
+    title = f"{Path(arguments.file).name}, one sequence per {arguments.framing}"
+    values = figures(tree_statistics(tree), plan, build_seconds)
+    print_table(values, title)
+    if arguments.plot:
+        from megatron_dta.plots import plot_tree  # matplotlib takes a second to import: only where it is used.
+
+        plot_tree(plan, arguments.plot, title)
+        print(f"picture: {arguments.plot}")
+    if arguments.json:
+        print_json(values)

@@ -1,0 +1,157 @@
+"""Divides the sequences of a rollout file over data-parallel ranks and says how even the ranks are.
+
+    python tools/plan_partition.py FILE --data-parallel-size 8 [--framing turn] [--json]
+
+FILE is a rollout file (.jsonl, .parquet or .npz). Costs are predicted seconds of a rank's forward and backward by the
+cost model (megatron_dta/planning/costs/model.py), shared prefixes counted on each rank that computes them; duplicated
+tokens are those that ranks compute beyond the unique ones; tokens behind a sequence's last trained one are left out, as
+in training. Other methods stand beside it, costed by the same model: first fit by token count, and contiguous runs of
+leaves, cut by unique tokens or, as AReaL-DTA does, by predicted cost. Seconds of planning include the prefix tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_dta.capacity.predicted_costs import add_cost_flags, read_costs
+from megatron_dta.common.command_line import CommandLineParser, add_framing, check_at_least, print_json
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
+from megatron_dta.planning.partition.divide import Partition, least_slowest, partition_costs, trained_parts
+from megatron_dta.planning.partition.sequence_costs import SequenceCosts
+from megatron_dta.rollouts import Rollout, load_rollouts
+from megatron_dta.tree import PrefixTree, build_prefix_tree
+
+# The methods beside this planner's: keys of --json, and how the table names them.
+OTHERS = {
+    "first_fit": "first fit",
+    "contiguous_by_tokens": "contiguous, by tokens",
+    "contiguous_by_cost": "contiguous, by cost (AReaL-DTA)",
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
+    parser.add_argument("--data-parallel-size", type=int, metavar="N", required=True, help="number of ranks")
+    add_framing(parser)
+    parser.add_argument(
+        "--keep-together",
+        choices=("sequence", "trajectory", "group"),
+        default="sequence",
+        help="what is never divided: a sequence, all samples of a trajectory, or of a group (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fill-idle-ranks",
+        action="store_true",
+        help="give every rank work while there is enough, even where that only repeats prefixes",
+    )
+    counts = add_cost_flags(parser)
+    parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
+    parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    counts = [flag[2:].replace("-", "_") for flag in counts]
+    check_at_least(arguments, 1, "data_parallel_size", "max_sequences", "max_length", *counts)
+    return arguments
+
+
+def names_to_keep(rollouts: list[Rollout], unit: str) -> list[str] | None:
+    """The name of what each rollout must stay with; a rollout without a trajectory is one of its own."""
+    if unit == "group":
+        return [rollout.group_id for rollout in rollouts]
+    if unit == "trajectory":
+        return [
+            f"row {row}" if rollout.trajectory_id is None else json.dumps([rollout.group_id, rollout.trajectory_id])
+            for row, rollout in enumerate(rollouts)
+        ]
+    return None
+
+
+def figures(partition: Partition, seconds: float) -> dict[str, object]:
+    """The figures of one method, under the names of the keys of ``--json``."""
+    sequences = np.bincount(partition.rank_of_sequence, minlength=partition.num_ranks)
+    return {
+        "cost_per_rank": partition.cost_per_rank.tolist(),
+        "max_over_mean": partition.max_over_mean,
+        "total_cost": partition.total_cost,
+        "duplicated_tokens": partition.duplicated_tokens,
+        "seconds": seconds,
+        "tokens_per_rank": partition.tokens_per_rank.tolist(),
+        "sequences_per_rank": sequences.tolist(),
+        "idle_ranks": int(np.count_nonzero(sequences == 0)),
+    }
+
+
+def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostModel) -> dict[str, object]:
+    """Figures of the partition, and under the names of ``OTHERS`` those of the other methods."""
+    ranks = arguments.data_parallel_size
+    names = names_to_keep(rollouts, arguments.keep_together)
+    begin = time.perf_counter()
+    sequences, masks = trained_parts(rollouts)
+    tree = build_prefix_tree(sequences)
+    costs = SequenceCosts.of(tree, model, masks, names)
+    partition = partition_costs(costs, ranks, arguments.fill_idle_ranks)
+    result = figures(partition, time.perf_counter() - begin)
+    result["least_slowest_cost"] = least_slowest(costs, ranks)
+    result["sequences"], result["tokens"] = len(sequences), sum(map(len, sequences))
+    result["unique_tokens"] = tree.num_tokens
+
+    def of_tree(method: Callable[[PrefixTree], np.ndarray]) -> dict[str, object]:
+        begin = time.perf_counter()
+        rank = method(build_prefix_tree(sequences))
+        return figures(Partition.of(costs, rank, ranks), time.perf_counter() - begin)
+
+    result["first_fit"] = of_tree(lambda tree: first_fit(tree.sequence_lengths, ranks))
+    result["contiguous_by_tokens"] = of_tree(lambda tree: contiguous(tree, ranks))
+    result["contiguous_by_cost"] = of_tree(lambda tree: contiguous_by_cost(SequenceCosts.of(tree, model, masks), ranks))
+    return result
+
+
+def print_table(values: dict[str, object], title: str) -> None:
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("figure", no_wrap=True)
+    methods = {"this planner": values, **{label: values[name] for name, label in OTHERS.items()}}
+    for name in methods:
+        table.add_column(name, justify="right")
+    rows: dict[str, Callable[[dict], str]] = {
+        "slowest rank (seconds)": lambda v: f"{max(v['cost_per_rank']):.4f}",
+        "slowest / mean": lambda v: f"{v['max_over_mean']:.4f}",
+        "fastest rank (seconds)": lambda v: f"{min(v['cost_per_rank']):.4f}",
+        "all ranks (seconds)": lambda v: f"{v['total_cost']:.4f}",
+        "duplicated tokens": lambda v: f"{v['duplicated_tokens']:,}",
+        "idle ranks": lambda v: f"{v['idle_ranks']:,}",
+        "planning (seconds)": lambda v: f"{v['seconds']:.3f}",
+    }
+    for label, show in rows.items():
+        table.add_row(label, *(show(method) for method in methods.values()))
+    bound = f"no partition has a slowest rank below {values['least_slowest_cost']:.4f} seconds"
+    table.caption = escape(f"{bound}; seconds: {values['costs']}")
+    table.caption_justify = "left"
+    Console().print(table)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    model, source = read_costs(arguments)
+    rollouts = load_rollouts(
+        arguments.file,
+        framing=arguments.framing,
+        max_sequences=arguments.max_sequences,
+        max_length=arguments.max_length,
+    )
+    values = compare(rollouts, arguments, model) | {"costs": source}
+    name = f"{Path(arguments.file).name}, one sequence per {arguments.framing}"
+    counts = f"{values['sequences']:,} sequences, {values['unique_tokens']:,} of {values['tokens']:,} tokens unique"
+    print_table(values, f"{name}: {counts}, {arguments.data_parallel_size} ranks")
+    if arguments.json:
+        print_json(values)

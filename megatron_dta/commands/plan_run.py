@@ -1,0 +1,254 @@
+"""Says before a run what it needs: memory of a rank, seconds of a step, and the best meshes, for a model on a cluster.
+
+    python tools/plan_run.py FILE --model llama3-70b --gpu h200 --num-gpus 64
+    python tools/plan_run.py --sequences 512 --unique-tokens 2000000 --longest-path 16000 --samples-per-prompt 8 ...
+    python tools/plan_run.py FILE --args-file examples/llama3_70b.args --num-gpus 64
+
+FILE is a rollout file (.jsonl, .parquet or .npz) that stands for one optimizer step; without it numbers do. The model
+is a name, a Hugging Face config.json (--hf-config) or flags of the training command; with --args-file model, mesh and
+settings are those of an argument file, and only that mesh is looked at. What is not fixed by a flag is searched for.
+Sequences are divided, cut into segments and scheduled by the planners of training. Seconds come from operations and the
+shares of the peaks that are reached, which --cost-model corrects by what was measured (tools/fit_cost_model.py). Status
+1 if nothing fits; the nearest meshes are then shown with what they lack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.capacity.cluster import PRESETS, Cluster
+from megatron_dta.capacity.memory import DTYPE_BYTES, RunMesh, StateSettings
+from megatron_dta.capacity.meshes import Choice, make_mesh, possible_choices
+from megatron_dta.capacity.report import as_json, print_misses, print_predictions
+from megatron_dta.capacity.search import Planner
+from megatron_dta.capacity.sequences import made_up_sequences
+from megatron_dta.capacity.settings import HELP, read_args_file, read_hf_config
+from megatron_dta.capacity.shape import SHAPES, RunShape
+from megatron_dta.capacity.step_time import calibrated, mesh_costs
+from megatron_dta.capacity.work import StepWork
+from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.file import load_cost_file
+from megatron_dta.planning.partition.divide import trained_parts
+from megatron_dta.rollouts import load_rollouts
+
+SHAPE_FLAGS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+)
+MESH_FLAGS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "expert_model_parallel_size",
+)
+STEP_FLAGS = ("sequences", "unique_tokens", "longest_path", "samples_per_prompt", "attention_pairs")
+DTYPE_FLAGS = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    add = parser.add_argument
+    add("file", nargs="?", metavar="FILE", help="rollouts of one step: .jsonl, .parquet or .npz")
+    add("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
+    add("--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone")
+    for name in ("max_sequences", "max_length", *STEP_FLAGS):
+        add(_flag(name), type=int, metavar="N", help=HELP[name])
+    add("--model", choices=sorted(SHAPES), help="a model by name (llama3: Llama 3.1)")
+    add("--hf-config", metavar="PATH", help="a config.json, or the folder that holds it")
+    add("--args-file", metavar="FILE", help="arguments of megatron_dta.train: model, mesh and settings")
+    for name in SHAPE_FLAGS:
+        add(_flag(name), type=int, metavar="N", help="of the model, in place of a name")
+    add("--moe-grouped-gemm", action="store_true", help="a rank's experts run as grouped products")
+    for name in ("qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"):
+        add(_flag(name), action="store_true", help="of the model, in place of a name")
+    add("--gpu", choices=sorted(PRESETS), default="h200", help="what the flags of the cluster do not say")
+    for field in fields(Cluster):
+        kind = int if field.name in ("num_gpus", "gpus_per_node") else float
+        required = field.default is MISSING
+        metavar, text = "N" if kind is int else "X", HELP[field.name]
+        add(_flag(field.name), type=kind, metavar=metavar, required=required, help=text)
+    for name in MESH_FLAGS:
+        tried = "1 and 2" if "virtual" in name else "powers of two"
+        add(_flag(name), type=int, nargs="+", metavar="N", help=f"sizes to look at (default: {tried})")
+    add("--tree-segment-tokens", type=int, nargs="+", metavar="N", help="sizes to look at (default: 2048 4096 8192)")
+    add("--tree-memory-tokens", type=int, metavar="N", help="budget of in-flight tokens (default: the planner's)")
+    add(
+        "--tree-activation-tokens",
+        type=int,
+        metavar="N",
+        help="in-flight tokens that keep activations (default: as many as fit)",
+    )
+    add(
+        "--recompute",
+        choices=("tree", "full"),
+        nargs="+",
+        default=["tree", "full"],
+        help="kinds to look at: a segment's or Megatron's (default: both)",
+    )
+    for name in DTYPE_FLAGS:
+        add(_flag(name + "_dtype"), choices=tuple(DTYPE_BYTES), default="fp32", help=HELP[name + "_dtype"])
+    add("--optimizer-offload-fraction", type=float, metavar="X", default=0.0, help="part of the states on the host")
+    add("--no-distributed-optimizer", action="store_true", help="every replica has all states")
+    add("--no-optimizer", action="store_true", help="a forward and backward alone, as in benchmarks/train.py")
+    add("--logprob-chunk-tokens", type=int, metavar="N", help=HELP["logprob_chunk_tokens"])
+    add("--cost-model", metavar="JSON", help="what was measured, of this or another shape")
+    add("--top", type=int, metavar="N", default=5, help="meshes to plan in full (default: %(default)s)")
+    add("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    _check(arguments)
+    return arguments
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    counts = (
+        "max_sequences",
+        "max_length",
+        *STEP_FLAGS,
+        *SHAPE_FLAGS,
+        "tree_memory_tokens",
+        "logprob_chunk_tokens",
+        "top",
+    )
+    check_at_least(arguments, 1, *counts)
+    for name in (*MESH_FLAGS, "tree_segment_tokens"):
+        for value in getattr(arguments, name) or []:
+            if value < 1:
+                raise InputError(f"{_flag(name)} must be at least 1, not {value}")
+    check_at_least(arguments, 0, "tree_activation_tokens")
+    for name in STEP_FLAGS if arguments.file else ("max_sequences", "max_length"):
+        if getattr(arguments, name) is not None:
+            raise InputError(
+                f"{_flag(name)} has no effect {'beside' if arguments.file else 'without'} FILE; leave it out"
+            )
+    needed = [_flag(name) for name in STEP_FLAGS[:3] if getattr(arguments, name) is None]
+    if not arguments.file and needed:
+        raise InputError(f"give FILE, or numbers in its place: {', '.join(needed)}")
+
+
+def read_shape(arguments: argparse.Namespace) -> RunShape:
+    """The model of a name, a config.json or flags."""
+    given = {name: getattr(arguments, name) for name in SHAPE_FLAGS if getattr(arguments, name) is not None}
+    switches = ("qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights")
+    given |= {name: True for name in switches if getattr(arguments, name)}
+    sources = [flag for flag in ("--model", "--hf-config") if getattr(arguments, flag[2:].replace("-", "_"))]
+    if len(sources) > 1:
+        raise InputError(f"{' and '.join(sources)}: give one model")
+    if arguments.model is not None:
+        return replace(SHAPES[arguments.model], **given | ({"moe_layers": ()} if given else {}))
+    if arguments.hf_config is not None:
+        if given:
+            raise InputError(f"{_flag(next(iter(given)))} has no effect beside --hf-config; leave it out")
+        return read_hf_config(arguments.hf_config)
+    needed = [name for name in SHAPE_FLAGS[:7] if name not in given]
+    if needed:
+        raise InputError(f"give --model, --hf-config or --args-file, or of the model: {', '.join(map(_flag, needed))}")
+    return RunShape(**{"untie_embeddings_and_output_weights": False} | given)
+
+
+def read_cluster(arguments: argparse.Namespace) -> Cluster:
+    given = {field.name: getattr(arguments, field.name) for field in fields(Cluster)}
+    return Cluster(**{**PRESETS[arguments.gpu], **{name: value for name, value in given.items() if value is not None}})
+
+
+def read_step(arguments: argparse.Namespace) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Token ids and loss masks of the step's sequences."""
+    if arguments.file is None:
+        return made_up_sequences(
+            arguments.sequences,
+            arguments.unique_tokens,
+            arguments.longest_path,
+            arguments.samples_per_prompt or 1,
+            arguments.attention_pairs,
+        )
+    rollouts = load_rollouts(
+        arguments.file,
+        framing=arguments.framing,
+        max_sequences=arguments.max_sequences,
+        max_length=arguments.max_length,
+    )
+    return trained_parts(rollouts)
+
+
+def read_states(arguments: argparse.Namespace) -> StateSettings:
+    return StateSettings(
+        **{name: getattr(arguments, name + "_dtype") for name in DTYPE_FLAGS},
+        optimizer=not arguments.no_optimizer,
+        distributed_optimizer=not arguments.no_distributed_optimizer,
+        offload_fraction=arguments.optimizer_offload_fraction,
+        logprob_chunk_tokens=arguments.logprob_chunk_tokens,
+    )
+
+
+def choices(arguments: argparse.Namespace, shape: RunShape, cluster: Cluster) -> list[Choice]:
+    """The meshes to look at; a mesh that was asked for and cannot be is an error."""
+    sizes = [getattr(arguments, name) for name in MESH_FLAGS]
+    found = list(
+        possible_choices(
+            shape,
+            cluster,
+            arguments.tree_segment_tokens or (2048, 4096, 8192),
+            sizes[0],
+            sizes[1],
+            sizes[2] or (1, 2),
+            sizes[3],
+            arguments.tree_memory_tokens,
+            arguments.tree_activation_tokens,
+            arguments.recompute,
+        )
+    )
+    if not found:
+        first = [each[0] if each else 1 for each in sizes]
+        make_mesh(shape, cluster.num_gpus, *first)  # Says what is wrong with it.
+        raise InputError(f"no mesh of {cluster.num_gpus} GPUs has the sizes that were asked for")
+    return found
+
+
+def plan(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is shown."""
+    begin = time.perf_counter()
+    cluster = read_cluster(arguments)
+    if arguments.args_file is not None:
+        if arguments.moe_grouped_gemm:
+            raise InputError("--moe-grouped-gemm has no effect beside --args-file; write it there")
+        shape, looked_at, states, arguments.args_file_gives = read_args_file(arguments.args_file, cluster.num_gpus)
+    else:
+        shape = replace(read_shape(arguments), moe_grouped_gemm=arguments.moe_grouped_gemm)
+        states = read_states(arguments)
+        looked_at = choices(arguments, shape, cluster)
+    measured = None if arguments.cost_model is None else load_cost_file(arguments.cost_model)
+    if measured is not None:
+        cluster = calibrated(cluster, measured)
+    sequences, masks = read_step(arguments)
+    whole = RunMesh(1, 1, 1, (shape.num_layers,))
+    step = StepWork(sequences, masks, mesh_costs(shape, whole, cluster), arguments.tree_mode)
+    planner = Planner(shape, cluster, step, states, measured)
+    best, misses = planner.search(looked_at, arguments.top)
+    return {
+        "planner": planner,
+        "best": best,
+        "misses": misses[: arguments.top],
+        "looked_at": len(looked_at),
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    found = plan(arguments)
+    if found["best"]:
+        print_predictions(found, arguments)
+    else:
+        print_misses(found)
+    if arguments.json:
+        print_json(as_json(found, arguments))
+    return 0 if found["best"] else 1

@@ -1,0 +1,252 @@
+"""Replays stored samples with speculative decoding from suffix trees (DAS): what would it have saved?
+
+    python tools/replay_das.py FILE --past 4 --live-batch 390 --stop-degenerate [--json] [--plot OUT.png]
+
+FILE is a rollout file (.jsonl, .parquet or .npz); what its loss mask trains was generated. Per problem (group), the
+first samples are history and the others are decoded anew, all of a wave of about --live-batch beginning together.
+Acceptance is exact, since a draft is right where it agrees with what was sampled; seconds are those of the cost model
+base + per token x max(0, tokens - knee), and making drafts counts as well. Four runs:
+
+    warm       with the history, drafts behind the budget: what is saved, by which the tool's makespan_saved goes
+    cold       the same samples without their history: siblings and the sample itself alone
+    unlimited  warm, every draft verified: tokens_per_forward is a quality of the drafter, not of a batch's size
+    control    samples of the same shape whose tokens are drawn anew one by one, like text at temperature 1
+
+With --stop-degenerate samples end where they have fallen into a loop or into noise, in plain decoding as well, so what
+the stop saves is not counted as saved by drafts (makespan_saved_with_stop has both).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
+from megatron_dta.common.errors import InputError
+from megatron_dta.plots.files import checked_path
+from megatron_dta.plots.speculation import plot_speculation
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.speculation.budgets import BUDGETS, BudgetParams
+from megatron_dta.speculation.drafter import DrafterParams
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.gate import Rounds
+from megatron_dta.speculation.native import create_forest
+from megatron_dta.speculation.replay import (
+    RecordedSample,
+    plain_lives,
+    plain_makespan,
+    recorded_samples,
+    remember,
+    replay_wave,
+    split_history,
+    text_like_control,
+    waves,
+)
+from megatron_dta.speculation.report import SpeculationReport
+from megatron_dta.speculation.speculator import Speculator
+from megatron_dta.speculation.suffix_forest import DraftParams
+
+SMALL_TOKENS = 20_000
+"""Below it, starting processes takes longer than what they save."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    cost, drafter, draft = ForwardCost(), DrafterParams(), DraftParams()
+    parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
+    parser.add_argument("--past", type=int, default=4, metavar="N", help="past samples of a problem (%(default)s)")
+    parser.add_argument("--live-batch", type=int, metavar="B", help="samples decoded together (default: all)")
+    parser.add_argument("--stop-degenerate", action="store_true", help="end samples that are in a loop or noise")
+    parser.add_argument("--das-window", type=int, default=drafter.window, metavar="W", help="steps kept (%(default)s)")
+    parser.add_argument("--das-max-tokens", type=int, default=drafter.max_tokens, metavar="N", help="tokens kept")
+    parser.add_argument("--das-depth", type=int, default=drafter.depth, metavar="D", help="match + draft (%(default)s)")
+    parser.add_argument("--das-draft-tokens", type=int, default=draft.width, metavar="N", help="most of a draft")
+    parser.add_argument("--das-budget", choices=BUDGETS, default="straggler", help="what is drafted (%(default)s)")
+    parser.add_argument(
+        "--c-base", type=float, default=cost.base, metavar="S", help="seconds of a forward (%(default)s)"
+    )
+    parser.add_argument(
+        "--c-tok", type=float, default=cost.per_token, metavar="S", help="of a token in it (%(default)s)"
+    )
+    parser.add_argument(
+        "--c-knee", type=float, default=cost.knee, metavar="N", help="tokens that come free (%(default)s)"
+    )
+    parser.add_argument(
+        "--c-draft", type=float, default=cost.draft, metavar="S", help="of making a draft (%(default)s)"
+    )
+    parser.add_argument("--cost-points", metavar="JSON", help="measured [[tokens, seconds], ...]: fits the three above")
+    parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
+    parser.add_argument("--no-control", action="store_true", help="leave out the control")
+    parser.add_argument("--plot", metavar="OUT", help="draw the runs into a .png, .pdf or .svg")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    check_at_least(arguments, 1, "live_batch", "das_window", "das_max_tokens", "das_draft_tokens", "max_sequences")
+    check_at_least(arguments, 0, "past")
+    check_at_least(arguments, 2, "das_depth")
+    if arguments.plot is not None:
+        checked_path(arguments.plot)
+    for flag in ("--das-depth", "--das-draft-tokens"):
+        if getattr(arguments, flag[2:].replace("-", "_")) > 255:
+            raise InputError(f"{flag} must be at most 255")
+    if arguments.das_draft_tokens >= arguments.das_depth and arguments.das_draft_tokens != draft.width:
+        raise InputError(
+            f"--das-draft-tokens {arguments.das_draft_tokens} is not below --das-depth {arguments.das_depth}, the "
+            "tokens of a match and its draft together"
+        )
+    return arguments
+
+
+def forward_cost(arguments: argparse.Namespace) -> ForwardCost:
+    if arguments.cost_points is not None:
+        return ForwardCost.load(arguments.cost_points, draft=arguments.c_draft)
+    return ForwardCost(arguments.c_base, arguments.c_tok, arguments.c_knee, arguments.c_draft)
+
+
+def merged(reports: Sequence[SpeculationReport]) -> SpeculationReport:
+    """One report of waves that follow each other; memory is that after the last one."""
+    whole = SpeculationReport()
+    for entry in fields(whole):
+        parts = [getattr(report, entry.name) for report in reports]
+        if entry.name in ("drafter_bytes", "drafter_tokens"):
+            value = parts[-1]
+        else:
+            value = [x for part in parts for x in part] if isinstance(parts[0], list) else sum(parts)
+        setattr(whole, entry.name, value)
+    return whole
+
+
+def replay(
+    history: Sequence[Sequence[RecordedSample]],
+    parts: Sequence[Sequence[RecordedSample]],
+    arguments: argparse.Namespace,
+    budget: str,
+) -> SpeculationReport:
+    drafter = DrafterParams(
+        depth=arguments.das_depth,
+        window=arguments.das_window,
+        max_tokens=arguments.das_max_tokens,
+        draft=DraftParams(width=arguments.das_draft_tokens),
+    )
+    cost = forward_cost(arguments)
+    rounds = Rounds(cost, cost, burst=1, prices_whole=True)
+    # By the model's seconds alone: this machine's clock says nothing of them.
+    rounds.is_measured = False
+    speculator = Speculator(drafter, BudgetParams(budget), cost, rounds)
+    remember(speculator, history)
+    return merged([replay_wave(speculator, part, len(history)) for part in parts])
+
+
+def run_all(jobs: Sequence[tuple]) -> list[SpeculationReport]:
+    """The replays, at once where there are processors for it."""
+    create_forest(2)  # compiled, and what is said of it said, before there are several processes
+    workers = min(len(jobs), os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count() or 1)
+    if workers == 1 or sum(len(sample.generated) for part in jobs[0][1] for sample in part) < SMALL_TOKENS:
+        return [replay(*job) for job in jobs]
+    with ProcessPoolExecutor(workers) as pool:
+        return [run.result() for run in [pool.submit(replay, *job) for job in jobs]]
+
+
+def run_figures(report: SpeculationReport, plain: float) -> dict[str, object]:
+    return {"makespan_saved": 1 - report.makespan / plain, "plain_makespan_seconds": plain, **report.figures()}
+
+
+def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list, tuple[np.ndarray, np.ndarray]]:
+    """The figures, the reports to draw, and the course of plain decoding."""
+    begin = time.perf_counter()
+    cost = forward_cost(arguments)
+    rollouts = load_rollouts(arguments.file, max_sequences=arguments.max_sequences)
+    if arguments.das_window < arguments.past:
+        print(
+            f"--das-window {arguments.das_window}: only so many of the {arguments.past} past samples", file=sys.stderr
+        )
+    history, now = split_history(recorded_samples(rollouts, arguments.stop_degenerate), arguments.past)
+    parts = waves(now, arguments.live_batch)
+    plain = sum(plain_makespan(part, cost) for part in parts)
+    jobs = {
+        "warm": (history, parts, arguments, arguments.das_budget),
+        "cold": ([[]], parts, arguments, arguments.das_budget),
+        "unlimited": (history, parts, arguments, "always"),
+    }
+    plains = dict.fromkeys(jobs, plain)
+    if not arguments.no_control:
+        shape = text_like_control([sample for step in history for sample in step] + now, seed=0)
+        begins = np.cumsum([0, *map(len, history)]).tolist()
+        control_history = [shape[a:b] for a, b in pairwise(begins)]
+        control = waves(shape[begins[-1] :], arguments.live_batch)
+        jobs["control"] = (control_history, control, arguments, arguments.das_budget)
+        plains["control"] = sum(plain_makespan(part, cost) for part in control)
+    reports = dict(zip(jobs, run_all(list(jobs.values())), strict=True))
+    results = {name: run_figures(report, plains[name]) for name, report in reports.items()}
+    full = split_history(recorded_samples(rollouts), arguments.past)[1]
+    unstopped = sum(plain_makespan(part, cost) for part in waves(full, arguments.live_batch))
+    warm, unlimited = results["warm"], results["unlimited"]
+    values = {
+        "tokens_per_forward": unlimited["tokens_per_forward"],
+        "tokens_per_forward_by_decile": unlimited["tokens_per_forward_by_decile"],
+        "makespan_saved": warm["makespan_saved"],
+        "makespan_saved_cold": results["cold"]["makespan_saved"],
+        "makespan_saved_control": results["control"]["makespan_saved"] if "control" in results else None,
+        "makespan_saved_with_stop": 1 - warm["makespan_seconds"] / unstopped,
+        "drafter_bytes_per_token": warm["drafter_bytes_per_token"],
+        "samples": len(now),
+        "waves": len(parts),
+        "stopped_degenerate": sum(sample.stopped for sample in now),
+        "cost": {"base": cost.base, "per_token": cost.per_token, "knee": cost.knee, "draft": cost.draft},
+        **results,
+    }
+    lives = np.concatenate([plain_lives(part) for part in parts])
+    values["seconds"] = time.perf_counter() - begin
+    return values, list(reports.items()), (cost.seconds(lives), lives)
+
+
+def print_table(values: dict[str, object], title: str) -> None:
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("figure", no_wrap=True)
+    runs = [name for name in ("warm", "cold", "unlimited", "control") if name in values]
+    for name in runs:
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = {
+        "makespan saved": lambda v: f"{v['makespan_saved']:.1%}",
+        "makespan (seconds)": lambda v: f"{v['makespan_seconds']:.2f}",
+        "plain decoding (seconds)": lambda v: f"{v['plain_makespan_seconds']:.2f}",
+        "tokens per forward": lambda v: f"{v['tokens_per_forward']:.2f}",
+        "of the shortest tenth": lambda v: _shown(v["tokens_per_forward_by_decile"][0]),
+        "of the longest tenth": lambda v: _shown(v["tokens_per_forward_by_decile"][-1]),
+        "of the 4 longest": lambda v: f"{v['tokens_per_forward_longest_4']:.2f}",
+        "generated tokens": lambda v: f"{v['generated_tokens']:,}",
+        "drafted tokens": lambda v: f"{v['drafted_tokens']:,}",
+        "drafted in vain": lambda v: f"{v['wasted_tokens']:,}",
+        "drafting (seconds, measured)": lambda v: f"{v['draft_seconds']:.2f}",
+        "drafter (bytes per token)": lambda v: f"{v['drafter_bytes_per_token']:.0f}",
+    }
+    for label, show in rows.items():
+        table.add_row(label, *(show(values[name]) for name in runs))
+    Console().print(table)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    values, reports, plain = compare(arguments)
+    stopped = f", {values['stopped_degenerate']} stopped" if arguments.stop_degenerate else ""
+    title = f"{Path(arguments.file).name}: {values['samples']:,} samples in {values['waves']} waves{stopped}"
+    print_table(values, f"{title}, {arguments.past} past samples of each problem")
+    if arguments.plot is not None:
+        plot_speculation(reports, arguments.plot, plain, title)
+    if arguments.json:
+        print_json(values)

@@ -1,0 +1,76 @@
+"""Samples rollouts from a checkpoint into a file, with the flags of training.
+
+    python tools/sample_rollouts.py --output rollouts.jsonl --load runs/first [the model's and the sampler's flags]
+
+Writes what training itself would sample from these weights as its collection number ``--collection``: same prompts,
+same random numbers. The weights sample in this process, without drafts, whatever an argument file (@FILE) says: the
+samples are the same. The file has the sampler's logprobs and rewards, so it can be inspected, or trained on with
+``--rollouts``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dta.common.command_line import CommandLineParser
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.checks.all import check_config
+from megatron_dta.rollouts import write_rollouts
+from megatron_dta.train import quieten_libraries
+from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
+
+FLAGS = ToolFlags(
+    "tools/sample_rollouts.py",
+    ("model", "reward", "treepo", "environment"),
+    f"{MESH} {TASK} {ENGINE} rollout_batch_size over_sampling_batch_size n_samples_per_prompt num_steps_per_rollout "
+    "train_iters rollout_stop_degenerate dynamic_sampling dynamic_sampling_max_rounds overlong_buffer_len "
+    "overlong_penalty_factor",
+)
+
+
+def main() -> None:
+    """Read the flags, load the weights, sample one collection, write it."""
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("--output", required=True, metavar="FILE", help="rollouts to write, .jsonl or .parquet")
+    parser.add_argument("--collection", type=int, default=0, metavar="N", help="which collection (default: 0)")
+    own, others = parser.parse_known_args()
+    if Path(own.output).suffix not in (".jsonl", ".parquet"):
+        raise InputError(f"--output {own.output}: must end in .jsonl or .parquet")
+    if not 0 <= own.collection < 2**32:
+        raise InputError(f"--collection {own.collection}: must be in [0, 2^32)")
+    if "--rollouts" in others:
+        raise InputError("--rollouts names stored rollouts; to sample some give --task or --prompt-data")
+    config, left_out = FLAGS.parse(others)
+    check_config(config)
+    if config.checkpoint.load is None:
+        raise InputError("--load is missing: the folder of the checkpoint to sample from")
+
+    quieten_libraries()
+    # Megatron takes seconds to import; wrong flags are told before.
+    from megatron_dta.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.sampling.build import build_sampling_source
+    from megatron_dta.sampling.engines.build import build_engine
+    from megatron_dta.sampling.task import build_task
+    from megatron_dta.training.checkpoint.files import find_checkpoint
+    from megatron_dta.training.checkpoint.save_load import load_weights
+
+    checkpoint = find_checkpoint(config.checkpoint.load)
+    if checkpoint is None:
+        raise InputError(f"--load {config.checkpoint.load}: holds no checkpoint")
+    task = build_task(config.sampling, config.model.max_position_embeddings, config.model.vocab_size, config.reward)
+    model_config = replace(config.model, vocab_size=config.model.vocab_size or task.tokenizer.vocab_size)
+    device = initialize_parallel(config.optimization.seed, config.parallel)
+    model = build_model(model_config, device, config.parallel)
+    load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
+    stop, impl = config.speculation.rollout_stop_degenerate, config.tree.tree_attention_impl
+    engine = build_engine(config.sampling, model, None, stop, impl)
+    rollouts = build_sampling_source(engine, task, config).next_batch(own.collection)
+    if current_mesh().rank == 0:
+        write_rollouts(own.output, rollouts)
+        mean = np.mean([rollout.reward for rollout in rollouts])
+        if left_out:
+            print(passed_over(left_out))
+        print(f"{len(rollouts)} rollouts from {checkpoint}, mean reward {mean:.3f} -> {own.output}")

@@ -1,0 +1,139 @@
+"""Compares a Megatron checkpoint with the Hugging Face checkpoint that it was made from, or that was made from it.
+
+    python tools/verify_checkpoint.py --hf-checkpoint models/llama --load checkpoints/llama
+
+Both models run in float32 on the same tokens: logits, logprobs, the gradient of every tensor, and every tensor after
+one step of gradient descent. A difference is relative to the largest magnitude in the tensor. The exit status is 1 if
+one is above the tolerance. Tokens are random unless a rollout file is given. Needs Hugging Face transformers (pip
+install "megatron_dta[parity]") and memory for both models with their gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dta.common.command_line import CommandLineParser, print_json
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig
+from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
+from megatron_dta.conversion.megatron_files import MegatronCheckpoint
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.train import quieten_libraries
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = CommandLineParser(__doc__)
+    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face checkpoint (safetensors)")
+    parser.add_argument("--load", required=True, metavar="DIR", help="folder of the Megatron checkpoint")
+    parser.add_argument("--tokens", metavar="FILE", help="rollouts (.jsonl, .parquet, .npz); default: random tokens")
+    parser.add_argument("--num-sequences", type=int, default=4, metavar="N", help="sequences to compare (default 4)")
+    parser.add_argument("--seq-length", type=int, default=128, metavar="N", help="most tokens of each (default 128)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random tokens (default 0)")
+    parser.add_argument("--lr", type=float, default=1.0, metavar="X", help="learning rate of the step (default 1)")
+    parser.add_argument("--tolerance", type=float, default=1e-5, metavar="X", help="relative (default 1e-5)")
+    parser.add_argument("--rows", type=int, default=10, metavar="N", help="worst tensors of each kind in the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every tensor as the last line")
+    arguments = parser.parse_args()
+    for name, least in (("num_sequences", 1), ("seq_length", 2), ("seed", 0), ("rows", 0)):
+        value = getattr(arguments, name)
+        if value < least:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    for name in ("lr", "tolerance"):
+        if not 0 <= getattr(arguments, name) < math.inf:
+            raise InputError(f"--{name} is {getattr(arguments, name)}; it must be a number of at least 0")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    config = read_hf_config(arguments.hf_checkpoint)
+    family = architecture(config, f"{arguments.hf_checkpoint}/config.json")
+    quieten_libraries()
+    # Megatron takes seconds to import; wrong input of the command line is told before.
+    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.parity.huggingface import load_huggingface, train_padding
+    from megatron_dta.parity.one_step import differences, names_of_checkpoint, step_huggingface, step_ours
+    from megatron_dta.training.checkpoint.files import find_checkpoint
+    from megatron_dta.training.checkpoint.save_load import load_weights
+
+    path = find_checkpoint(arguments.load)
+    if path is None:
+        raise InputError(f"--load {arguments.load}: holds no checkpoint")
+    model_config = settings_of_both(arguments, path)
+    samples = load_samples(arguments, model_config.vocab_size)
+
+    device = initialize_parallel(arguments.seed)
+    model = build_model(model_config, device)
+    load_weights(path, model_config, model)
+    reference = load_huggingface(arguments.hf_checkpoint).to(device)
+    padding = train_padding(reference)
+    rename = names_of_checkpoint(family.architecture, model_config)
+    ours = step_ours(model, rename, samples, arguments.lr)
+    rows = differences(ours, step_huggingface(reference, samples, arguments.lr))
+
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    table = Table(title=f"{path} and {arguments.hf_checkpoint}: {len(samples)} sequences, {tokens} tokens")
+    for heading in ("kind", "tensor", "absolute", "relative"):
+        table.add_column(heading, overflow="fold")
+    worst = {}
+    for kind in dict.fromkeys(row.kind for row in rows):
+        of_kind = sorted((row for row in rows if row.kind == kind), key=lambda row: -row.relative)
+        worst[kind] = of_kind[0]
+        for row in of_kind[: max(1, arguments.rows)]:
+            table.add_row(row.kind, row.name, f"{row.absolute:.1e}", f"{row.relative:.1e}")
+    Console(soft_wrap=True).print(table)
+    if padding is not None:
+        print(
+            f"pad_token_id {padding}: transformers gives this row of the embedding no gradient; here it gets one on "
+            "both sides, as in training"
+        )
+    failed = {kind: row for kind, row in worst.items() if not row.relative <= arguments.tolerance}
+    for kind, row in failed.items():
+        print(f"{kind} {row.name} differs by {row.relative:.1e}, above the tolerance {arguments.tolerance:g}")
+    if not failed:
+        print(f"{len(rows)} comparisons are within tolerance")
+    if arguments.json:
+        summary = {f"max_{kind}_difference": _plain(row.relative) for kind, row in worst.items()}
+        tensors = [{name: _plain(value) for name, value in asdict(row).items()} for row in rows]
+        print_json({**summary, "passed": not failed, "tokens": tokens, "tensors": tensors})
+    return 1 if failed else 0
+
+
+def _plain(value: float | str) -> float | str | None:
+    """JSON has no infinity, which is what a tensor that only one side has is away."""
+    return None if value == math.inf else value
+
+
+def settings_of_both(arguments: argparse.Namespace, path: Path) -> ModelConfig:
+    """The model's settings by config.json, for sequences as long as those compared."""
+    saved = MegatronCheckpoint(path).settings() or {}
+    settings = settings_from_hf(
+        arguments.hf_checkpoint,
+        {
+            "max_position_embeddings": arguments.seq_length,
+            "make_vocab_size_divisible_by": saved.get("--make-vocab-size-divisible-by", 1),
+        },
+    )
+    return ModelConfig(**settings, params_dtype=torch.float32)
+
+
+def load_samples(arguments: argparse.Namespace, vocab_size: int) -> list[TrainingSample]:
+    """The file's first sequences, cut, or random ones."""
+    from megatron_dta.parity.one_step import random_samples, training_sample
+
+    if arguments.tokens is None:
+        return random_samples(vocab_size, arguments.num_sequences, arguments.seq_length, arguments.seed)
+    rollouts = load_rollouts(arguments.tokens, vocab_size=vocab_size, max_sequences=arguments.num_sequences)
+    sequences = [rollout.token_ids[: arguments.seq_length] for rollout in rollouts]
+    samples = [training_sample(token_ids) for token_ids in sequences if len(token_ids) > 1]
+    if not samples:
+        raise InputError(f"--tokens {arguments.tokens}: no sequence has two tokens")
+    return samples

@@ -1,0 +1,1 @@
+"""Errors, files and the command-line parser that every other package uses."""

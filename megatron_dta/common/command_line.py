@@ -1,0 +1,110 @@
+"""What command lines have in common: one line for a bad one, limits of flags, results as JSON on the last line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_dta.common.errors import InputError, one_line, raise_all
+
+
+class CommandLineParser(argparse.ArgumentParser):
+    """Takes flags by their whole names only and shows its description as it stands; errors are ``InputError``."""
+
+    def __init__(self, description: str | None = None, **settings: Any) -> None:
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, allow_abbrev=False, **settings)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse's; a line for each flag that is unknown, with the ones that were perhaps meant."""
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            named = [word for word in unknown if word.startswith("-") or "=" in word] or unknown
+            lines = [self.meant(word) for word in named]
+            lines[-1] += " (--help lists the flags)"
+            raise_all(lines)
+        return namespace
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse's; an argument file that cannot be read is one line."""
+        try:
+            return super().parse_known_args(args, namespace)
+        except UnicodeDecodeError as error:
+            raise InputError(f"an argument file (@FILE) is not text ({error.reason})") from None
+        except RecursionError:
+            raise InputError("an argument file (@FILE) names itself, or one that names it") from None
+
+    def error(self, message: str) -> NoReturn:
+        """One line instead of argparse's usage text."""
+        failure = sys.exc_info()[1]
+        if isinstance(failure, OSError):
+            raise InputError(f"argument file @{failure.filename}: cannot be read ({failure.strerror})")
+        raise InputError(f"{one_line(message)} (--help lists the flags)")
+
+    def meant(self, word: str) -> str:
+        """What is wrong with a word that is no flag, and what was perhaps meant."""
+        flag = word.partition("=")[0]
+        if not word.startswith("-"):
+            return f"{word}: belongs to no flag"
+        near = list(dict.fromkeys(self._near(flag)))[:3]
+        return f"{flag}: unknown flag" + (f"; did you mean {' or '.join(near)}?" if near else "")
+
+    def _near(self, flag: str) -> Iterator[str]:
+        """Flags with nearly this name, that begin with it, or that speak of its words; the best first."""
+        known = {name: action for action in self._actions for name in action.option_strings if name.startswith("--")}
+        name = "--" + flag.lstrip("-").replace("_", "-")
+        yield from (other for other in known if other == name or other.startswith(f"{name}-"))
+        yield from difflib.get_close_matches(name, known, n=3, cutoff=0.75)
+        words = name.strip("-").replace("-", " ")
+        yield from sorted((other for other in known if words in (known[other].help or "").lower()), key=len)
+
+
+def add_framing(parser: argparse.ArgumentParser) -> None:
+    """The flag that says what one sequence of stored rollouts is."""
+    parser.add_argument(
+        "--framing",
+        choices=("trajectory", "turn"),
+        default="trajectory",
+        help="one sequence per stored rollout, or per turn of it with all turns before (default: %(default)s)",
+    )
+
+
+def check_at_least(arguments: argparse.Namespace, least: float, *names: str) -> None:
+    """Refuse a flag, by the name of its attribute, that is given (not None) and not a finite number >= ``least``."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+
+
+def check_output(path: Path | None, flag: str) -> None:
+    """Refuse a file whose folder does not exist, before there are results that could not be written."""
+    if path is not None and not path.parent.is_dir():
+        raise InputError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if path is not None and path.is_dir():
+        raise InputError(f"{flag} {path}: is a folder; name a file")
+
+
+def json_text(values: Any, indent: int | None = None) -> str:
+    """``values`` as JSON, which has no NaN and no infinity: they become null."""
+    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+
+
+def print_json(values: Any) -> None:
+    """The result for programs: one line, the last of standard output."""
+    sys.stdout.flush()
+    print(json_text(values), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""Cross-checks of settings; each error names the flag and the fix."""

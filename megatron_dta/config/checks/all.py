@@ -1,0 +1,373 @@
+"""Settings that do not fit together are refused here, before anything is built, each by a line naming flag and fix.
+
+All of them are reported at once. A check yields its lines; what other code needs too raises, and is ``caught``.
+Three kinds: a number out of its bounds (the bounds stand at the field), a flag that would have no effect beside the
+others (no flag is accepted and ignored), and combinations that cannot work. A new check belongs with its topic.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+
+from megatron_dta.common.errors import InputError, caught, raise_all
+from megatron_dta.config.checks.experts import check_experts
+from megatron_dta.config.checks.lora import check_lora, check_reference
+from megatron_dta.config.checks.objectives import POLICY_GRADIENT, check_objective, objective_conditions
+from megatron_dta.config.checks.optimizer_states import check_states
+from megatron_dta.config.checks.rollouts import check_rollout_engine, rollout_conditions
+from megatron_dta.config.checks.transformer_engine import check_transformer_impl
+from megatron_dta.config.checks.tree import check_tree
+from megatron_dta.config.checks.treepo import check_treepo, treepo_conditions
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.config.options import flag_of
+from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.config.train import TrainConfig, settings_of
+
+
+def check_config(config: TrainConfig) -> None:
+    """Raise ``InputErrors`` with a line for every setting that cannot be used."""
+    # Beyond its bounds a number may mean nothing to the other checks, and which flags are read follows from the source.
+    raise_all(_check_bounds(config))
+    source, model = list(_check_source(config)), list(_check_model(config))
+    if config.model.kv_channels is None or config.model.num_query_groups is None:
+        raise_all([*source, *model])
+    raise_all([*source, *model, *_contradictions(config), *([] if source else _check_no_effect(config))])
+
+
+def _contradictions(config: TrainConfig) -> Iterator[str]:
+    yield from _check_data(config)
+    yield from check_objective(config)
+    yield from check_treepo(config)
+    yield from check_tree(config)
+    yield from _check_schedule(config)
+    yield from _check_parallel(config)
+    yield from caught(check_states, config.model, config.optimization, config.parallel)
+    yield from _check_hf(config)
+    yield from check_rollout_engine(config)
+
+
+def _check_bounds(config: TrainConfig) -> Iterator[str]:
+    for _, setting, value in settings_of(config):
+        flag, bounds = flag_of(setting), setting.metadata
+        if bounds["choices"] and value is not None and value not in bounds["choices"]:
+            yield f"{flag} {value}: choose one of {', '.join(bounds['choices'])}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            yield f"{flag} {value}: must be a finite number"
+            continue
+        if bounds["minimum"] is not None and value < bounds["minimum"]:
+            yield f"{flag} {value}: must be at least {bounds['minimum']}"
+        if bounds["above"] is not None and value <= bounds["above"]:
+            yield f"{flag} {value}: must be above {bounds['above']}"
+        if bounds["maximum"] is not None and value > bounds["maximum"]:
+            yield f"{flag} {value}: must be at most {bounds['maximum']}"
+
+
+def _check_model(config: TrainConfig) -> Iterator[str]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.kv_channels is None:
+        yield (
+            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {heads}; "
+            "change one of them or give --kv-channels"
+        )
+    else:
+        yield from caught(check_rotary, model)
+    if model.group_query_attention and groups is None:
+        yield "--group-query-attention needs --num-query-groups"
+    elif not model.group_query_attention and groups != heads:
+        yield f"--num-query-groups {groups} needs --group-query-attention"
+    elif heads % groups:
+        yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}"
+    yield from caught(check_dropout, model)
+    if model.bf16 and model.fp16:
+        yield "--bf16 and --fp16 conflict; keep --bf16"
+    elif model.fp16:
+        yield "--fp16 is not supported: it needs loss scaling; use --bf16"
+    yield from caught(check_transformer_impl, model)
+    yield from _check_recompute(config)
+
+
+def check_rotary(model: ModelConfig) -> None:
+    """Refuse rotary positions that cannot be computed, or two scalings at once."""
+    rotated = int(model.kv_channels * model.rotary_percent)
+    if rotated == 0 or rotated % 2:
+        raise InputError(
+            f"--rotary-percent {model.rotary_percent} rotates {rotated} of {model.kv_channels} channels per head; "
+            "that must be an even number above 0, so change --rotary-percent or --kv-channels"
+        )
+    scalings = {
+        "--position-embedding-type yarn": model.position_embedding_type == "yarn",
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
+    }
+    given = [flag for flag, present in scalings.items() if present]
+    if len(given) > 1:
+        raise InputError(f"{given[0]} and {given[1]} are two scalings of the rotary positions; keep one of them")
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    if low >= high:
+        raise InputError(
+            f"--rope-scaling-low-freq-factor {low:g} must be below --rope-scaling-high-freq-factor {high:g}"
+        )
+    if model.yarn_beta_slow > model.yarn_beta_fast:
+        raise InputError(
+            f"--yarn-beta-slow {model.yarn_beta_slow:g} must not be above --yarn-beta-fast {model.yarn_beta_fast:g}"
+        )
+
+
+def check_dropout(model: ModelConfig) -> None:
+    """Refuse any dropout; the model is not built with it either."""
+    for flag, value in (
+        ("--attention-dropout", model.attention_dropout),
+        ("--hidden-dropout", model.hidden_dropout),
+    ):
+        if value != 0:
+            raise InputError(
+                f"{flag} {value}: must be 0, because sequences that share a prefix would share its dropout mask, "
+                "which training them separately does not"
+            )
+
+
+def _check_recompute(config: TrainConfig) -> Iterator[str]:
+    model = config.model
+    if model.recompute_granularity == "full":
+        if model.recompute_method is None or model.recompute_num_layers is None:
+            yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
+        elif model.recompute_num_layers > model.num_layers:
+            yield (f"--recompute-num-layers {model.recompute_num_layers} is more than --num-layers {model.num_layers}")
+
+
+def _check_source(config: TrainConfig) -> Iterator[str]:
+    data, sampling = config.data, config.sampling
+    sampled = bool(sampling.prompt_data or sampling.task)
+    if data.rollouts and sampled:
+        yield "--rollouts conflicts with sampling (--prompt-data, --task); keep one source of rollouts"
+    if not data.rollouts and not sampled:
+        yield ("no rollouts to train on: give --rollouts FILE, or --prompt-data FILE or --task to sample them")
+    if sampling.prompt_data and sampling.task:
+        yield "--task brings its own prompts and conflicts with --prompt-data; keep one of them"
+
+
+def _check_data(config: TrainConfig) -> Iterator[str]:
+    data, sampling, model = config.data, config.sampling, config.model
+    sampled = bool(sampling.prompt_data or sampling.task)
+    if data.rollouts and data.global_batch_size is None:
+        yield "--rollouts needs --global-batch-size, the rollouts in one optimizer step"
+    if data.rollouts and model.vocab_size is None and sampling.tokenizer_type is None:
+        yield "--rollouts needs --vocab-size: stored token ids do not tell the size of the vocabulary"
+    if sampling.prompt_data and not (sampling.reward_function or config.environment.environment):
+        yield ("--prompt-data needs --reward-function: exact_match, math_verify, code_tests, remote or FILE.py:NAME")
+    if sampling.prompt_data and not sampling.tokenizer_type:
+        yield "--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)"
+    if sampled:
+        yield from _check_division_of_samples(config)
+    length = data.seq_length
+    if length is not None and length > model.max_position_embeddings:
+        yield (
+            f"--seq-length {length} is more than --max-position-embeddings {model.max_position_embeddings}; "
+            "raise the latter or cut the sequences"
+        )
+    if config.logging.eval_interval and not (data.eval_rollouts or sampling.eval_prompt_data or sampling.task):
+        yield "--eval-interval needs held-out data: give --eval-rollouts or --eval-prompt-data"
+
+
+def _check_division_of_samples(config: TrainConfig) -> Iterator[str]:
+    sampling, data = config.sampling, config.data
+    if sampling.rollout_batch_size % sampling.num_steps_per_rollout:
+        yield (
+            f"--rollout-batch-size {sampling.rollout_batch_size} is not divisible by "
+            f"--num-steps-per-rollout {sampling.num_steps_per_rollout}: groups are kept whole"
+        )
+    sampled = sampling.rollout_batch_size * sampling.n_samples_per_prompt
+    if data.global_batch_size is not None and data.global_batch_size * sampling.num_steps_per_rollout != sampled:
+        yield (
+            f"--global-batch-size {data.global_batch_size} x --num-steps-per-rollout {sampling.num_steps_per_rollout} "
+            f"is not the {sampled} rollouts of --rollout-batch-size x --n-samples-per-prompt; leave out "
+            "--global-batch-size to derive it"
+        )
+
+
+def _check_schedule(config: TrainConfig) -> Iterator[str]:
+    optimization = config.optimization
+    decay_iters = optimization.lr_decay_iters or optimization.train_iters
+    if optimization.min_lr > optimization.lr:
+        yield f"--min-lr {optimization.min_lr} is above --lr {optimization.lr}"
+    if optimization.lr_warmup_init > optimization.lr:
+        yield f"--lr-warmup-init {optimization.lr_warmup_init} is above --lr {optimization.lr}"
+    if optimization.lr_warmup_iters and optimization.lr_warmup_iters >= decay_iters:
+        yield (
+            f"--lr-warmup-iters {optimization.lr_warmup_iters} must be below the {decay_iters} steps of the schedule "
+            "(--lr-decay-iters or --train-iters)"
+        )
+    if optimization.lr_decay_style == "WSD" and optimization.lr_wsd_decay_iters is None:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
+    for flag, beta in (("--adam-beta1", optimization.adam_beta1), ("--adam-beta2", optimization.adam_beta2)):
+        if beta >= 1:
+            yield f"{flag} {beta}: must be below 1"
+
+
+def _check_parallel(config: TrainConfig) -> Iterator[str]:
+    supported = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+        "pipeline_in_flight_tokens",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "ddp_bucket_size",
+        "distributed_timeout_minutes",
+    )
+    for topic, setting, value in settings_of(config):
+        if topic == "parallel" and setting.name not in supported and value != setting.default:
+            yield f"{flag_of(setting)} {value} is not supported yet; leave the flag out"
+    model, parallel = config.model, config.parallel
+    yield from caught(check_tensor_parallel, model, parallel)
+    if parallel.pipeline_model_parallel_size > 1:
+        yield from caught(stage_layers, model, parallel)
+    yield from caught(check_experts, model, parallel)
+    yield from caught(check_lora, model, parallel)
+    yield from caught(check_reference, model, config.objective, config.checkpoint)
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    yield from caught(check_world_size, parallel, int(world_size) if world_size.isdecimal() else 1)
+
+
+def _check_hf(config: TrainConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.load_hf is not None and checkpoint.load is not None:
+        yield "--load-hf conflicts with --load; keep the one to start from"
+
+
+def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a number of processes that the mesh cannot use whole."""
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if world_size % (tensor * pipeline):
+        sizes = (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline))
+        flags = " x ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
+        raise InputError(
+            f"{flags} does not divide the {world_size} processes; start a multiple of {tensor * pipeline} "
+            "(torchrun --nproc-per-node) or change the flags"
+        )
+    experts, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    if world_size % (experts * expert_tensor * pipeline):
+        raise InputError(
+            f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} does not divide "
+            f"the {world_size // pipeline} processes of a pipeline stage; start a multiple of "
+            f"{experts * expert_tensor * pipeline} in all or change the flags"
+        )
+
+
+def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse a model that the ranks of a tensor group cannot share equally."""
+    size = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and size == 1:
+        raise InputError("--sequence-parallel has no effect without --tensor-model-parallel-size above 1")
+    for flag, value in (
+        ("--num-query-groups", model.num_query_groups),
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+    ):
+        if value % size:
+            raise InputError(
+                f"--tensor-model-parallel-size {size} does not divide {flag} {value}; lower it to a divisor of {value}"
+            )
+
+
+def _tokenizer_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
+    """What is needed for flags of text -> (whether it is so, those flags)."""
+    sampling = config.sampling
+    return {
+        "--prompt-data or --rollouts": (
+            sampling.task is None,
+            "tokenizer_type tokenizer_model eos_id input_key label_key",
+        ),
+        "--tokenizer-type HuggingFaceTokenizer": (
+            sampling.tokenizer_type == "HuggingFaceTokenizer",
+            "apply_chat_template",
+        ),
+        "--apply-chat-template": (sampling.apply_chat_template, "apply_chat_template_kwargs"),
+    }
+
+
+def _check_no_effect(config: TrainConfig) -> Iterator[str]:
+    """Refuse a flag whose value differs from its default where nothing would read it."""
+    policy_gradient, sampled = config.objective.objective in POLICY_GRADIENT, not config.data.rollouts
+    evaluated = config.logging.eval_interval is not None
+    wsd = config.optimization.lr_decay_style == "WSD"
+    decays = config.optimization.lr_decay_style != "constant"
+    full_recompute = config.model.recompute_granularity == "full"
+    eval_prompts = config.sampling.eval_prompt_data is not None or config.sampling.task is not None
+    conditions = {
+        **objective_conditions(config, sampled),
+        "--prompt-data or --task": (
+            sampled,
+            "eval_temperature rollout_batch_size n_samples_per_prompt rollout_top_p rollout_max_response_len "
+            "n_samples_per_eval_prompt rollout_engine inference_max_requests inference_dynamic_batching_block_size "
+            "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_tokens rollout_cuda_graphs",
+        ),
+        "--prompt-data": (
+            config.sampling.prompt_data is not None,
+            "eval_prompt_data reward_function filter_overlong_prompts",
+        ),
+        **_tokenizer_conditions(config),
+        "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
+        "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length moe_routing_replay"),
+        "--eval-interval": (
+            evaluated,
+            "keep_best_checkpoint eval_iters eval_rollouts eval_prompt_data eval_temperature",
+        ),
+        "--eval-prompt-data": (eval_prompts, "n_samples_per_eval_prompt eval_temperature"),
+        "--lora-rank": (config.model.lora_rank is not None, "lora_alpha lora_target_modules"),
+        "--lr-decay-style WSD": (wsd, "lr_wsd_decay_style lr_wsd_decay_iters"),
+        "another --lr-decay-style than constant": (decays, "min_lr lr_decay_iters"),
+        "--lr-warmup-iters": (config.optimization.lr_warmup_iters > 0, "lr_warmup_init"),
+        "--load": (config.checkpoint.load is not None, "finetune"),
+        "--save or --load": (bool(config.checkpoint.save or config.checkpoint.load), "exit_on_missing_checkpoint"),
+        "--save": (
+            config.checkpoint.save is not None,
+            "save_interval async_save ckpt_fully_parallel_save keep_checkpoints keep_best_checkpoint "
+            "save_rollouts_interval",
+        ),
+        "--keep-best-checkpoint": (config.checkpoint.keep_best_checkpoint is not None, "best_checkpoint_mode"),
+        "--grad-norm-outlier-factor": (
+            config.optimization.grad_norm_outlier_factor is not None,
+            "grad_norm_outlier_window grad_norm_outlier_action",
+        ),
+        "--save-rollouts-interval": (config.logging.save_rollouts_interval is not None, "save_rollouts_groups"),
+        "--timeline-dir": (config.logging.timeline_dir is not None, "timeline_interval"),
+        "--wandb-project": (config.logging.wandb_project is not None, "wandb_exp_name"),
+        "--recompute-granularity full": (full_recompute, "recompute_method recompute_num_layers"),
+        "--pipeline-model-parallel-size above 1": (
+            config.parallel.pipeline_model_parallel_size > 1,
+            "num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout pipeline_in_flight_tokens",
+        ),
+        "--use-rope-scaling": (
+            config.model.use_rope_scaling,
+            "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "
+            "rope_scaling_original_max_position_embeddings",
+        ),
+        "--position-embedding-type yarn": (
+            config.model.position_embedding_type == "yarn",
+            "rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale "
+            "mscale_all_dim no_yarn_correction_range_round_to_int",
+        ),
+        "--overlap-grad-reduce": (config.parallel.overlap_grad_reduce, "ddp_bucket_size"),
+        **rollout_conditions(config),
+        "--tree-mode dta or dense": (config.tree.tree_mode != "packed", "tree_memory_tokens"),
+        **treepo_conditions(config, sampled, policy_gradient),
+    }
+    known: set[str] = set()
+    for needed, (holds, names) in conditions.items():
+        for _, setting, value in settings_of(config):
+            if holds or setting.name in known or setting.name not in names.split():
+                continue
+            if value != setting.default:
+                known.add(setting.name)
+                yield f"{flag_of(setting)} has no effect without {needed}; leave it out or add that"

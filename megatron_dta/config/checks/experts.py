@@ -1,0 +1,141 @@
+"""Settings of experts that do not fit together or cannot be exact, refused by a line naming flag and fix."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.config.options import flag_of
+from megatron_dta.config.parallel import ParallelConfig
+
+# Without --num-experts nothing reads these.
+EXPERT_SETTINGS = tuple(setting.name for setting in fields(ModelConfig) if setting.name.startswith("moe_"))
+
+
+def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse what an expert model cannot be built with; raises ``InputError``."""
+    if model.num_experts is None:
+        _check_no_experts(model, parallel)
+        return
+    _check_dropless(model)
+    _check_router(model)
+    _check_balance(model)
+    _check_layers(model)
+    _check_division(model, parallel)
+
+
+def _check_no_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
+    for settings, names in (
+        (model, EXPERT_SETTINGS),
+        (parallel, ("expert_model_parallel_size", "expert_tensor_parallel_size")),
+    ):
+        for setting in fields(settings):
+            value = getattr(settings, setting.name)
+            if setting.name in names and value != setting.default:
+                raise InputError(f"{flag_of(setting)} has no effect without --num-experts; leave it out or add that")
+
+
+def _check_dropless(model: ModelConfig) -> None:
+    for flag, value in (
+        ("--moe-expert-capacity-factor", model.moe_expert_capacity_factor),
+        ("--moe-pad-expert-input-to-capacity", model.moe_pad_expert_input_to_capacity or None),
+        ("--moe-token-drop-policy", model.moe_token_drop_policy),
+    ):
+        if value is not None:
+            raise InputError(
+                f"{flag}: not supported, because which tokens are dropped would depend on what else is in a segment; "
+                "leave it out"
+            )
+    if model.moe_input_jitter_eps is not None:
+        raise InputError(
+            "--moe-input-jitter-eps: not supported, because sequences that share a prefix would share its noise, which "
+            "training them separately does not; leave it out"
+        )
+
+
+def _check_router(model: ModelConfig) -> None:
+    experts, topk, groups, limit = (
+        model.num_experts,
+        model.moe_router_topk,
+        model.moe_router_num_groups,
+        model.moe_router_group_topk,
+    )
+    if topk > experts:
+        raise InputError(f"--moe-router-topk {topk} is more than --num-experts {experts}; lower it")
+    if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+        raise InputError(
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is always 1, and the router "
+            "would learn nothing"
+        )
+    if (groups is None) != (limit is None):
+        raise InputError("--moe-router-num-groups and --moe-router-group-topk need each other; give both or neither")
+    if groups is not None:
+        if experts % groups:
+            raise InputError(f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}")
+        if limit > groups or topk % limit or topk // limit > experts // groups:
+            raise InputError(
+                f"--moe-router-topk {topk} cannot be spread evenly over --moe-router-group-topk {limit} of {groups} "
+                f"groups of {experts // groups} experts; change one of them"
+            )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        raise InputError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
+    if not model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate != 1e-3:
+        raise InputError("--moe-router-bias-update-rate has no effect without --moe-router-enable-expert-bias")
+
+
+def _check_balance(model: ModelConfig) -> None:
+    kind = model.moe_router_load_balancing_type
+    if kind == "sinkhorn":
+        raise InputError(
+            "--moe-router-load-balancing-type sinkhorn: not supported, because a token's experts would depend on what "
+            "else is in its segment; use seq_aux_loss or --moe-router-enable-expert-bias"
+        )
+    if kind in ("aux_loss", "global_aux_loss"):
+        raise InputError(
+            f"--moe-router-load-balancing-type {kind}: not supported, because it depends on how a batch is cut into "
+            "micro-batches, and here into segments; use seq_aux_loss, which is the same with one sequence at a time"
+        )
+    if kind == "none" and model.moe_aux_loss_coeff:
+        raise InputError(
+            "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none; use seq_aux_loss"
+        )
+
+
+def _check_layers(model: ModelConfig) -> None:
+    _ = model.moe_layers  # refuses a pattern that does not fit the layers
+    if not model.disable_bias_linear:
+        raise InputError("--num-experts needs --disable-bias-linear: Megatron's experts cannot train a bias; add it")
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
+        raise InputError("--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size")
+    if model.moe_token_dispatcher_type != "alltoall":
+        raise InputError(
+            f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type} is not supported; use alltoall"
+        )
+
+
+def _check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
+    tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    expert_tensor = parallel.expert_tensor_size
+    if model.num_experts % experts:
+        raise InputError(
+            f"--expert-model-parallel-size {experts} does not divide --num-experts {model.num_experts}; lower it to a "
+            f"divisor of {model.num_experts}"
+        )
+    if tensor > 1 and not parallel.sequence_parallel:
+        raise InputError("--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel")
+    if (expert_tensor * experts) % tensor and tensor % (expert_tensor * experts):
+        raise InputError(
+            f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} neither divides "
+            f"--tensor-model-parallel-size {tensor} nor is a multiple of it; change one of them"
+        )
+    if model.moe_ffn_hidden_size % expert_tensor:
+        raise InputError(
+            f"--expert-tensor-parallel-size {expert_tensor} does not divide --moe-ffn-hidden-size "
+            f"{model.moe_ffn_hidden_size}; lower it to a divisor"
+        )
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is not None and shared % tensor:
+        raise InputError(
+            f"--tensor-model-parallel-size {tensor} does not divide --moe-shared-expert-intermediate-size {shared}"
+        )

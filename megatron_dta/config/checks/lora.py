@@ -1,0 +1,71 @@
+"""Settings of LoRA adapters that do not fit together, refused by a line naming flag and fix."""
+
+from __future__ import annotations
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.model import LORA_TARGETS, ModelConfig
+from megatron_dta.config.objective import ObjectiveConfig
+from megatron_dta.config.output import CheckpointConfig
+from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.config.pipeline_layout import stage_layers
+
+
+def check_lora(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse adapters that the model cannot be built with; raises ``InputError``."""
+    if model.lora_dropout != 0:
+        raise InputError(
+            f"--lora-dropout {model.lora_dropout:g}: must be 0, because sequences that share a prefix would share its "
+            "dropout mask, which training them separately does not"
+        )
+    if model.lora_rank is None:
+        return
+    targets = model.lora_target_modules or []
+    for name in targets:
+        if name not in LORA_TARGETS:
+            raise InputError(f"--lora-target-modules {name}: choose from {', '.join(LORA_TARGETS)}")
+    if len(set(targets)) < len(targets):
+        raise InputError(f"--lora-target-modules {' '.join(targets)}: names one twice; name each once")
+    stages = parallel.pipeline_model_parallel_size
+    layers = stage_layers(model, parallel)
+    for stage in range(stages):
+        if sum(layers[stage::stages]) == 0:
+            raise InputError(
+                f"--pipeline-model-parallel-layout {parallel.pipeline_model_parallel_layout}: stage {stage} has no "
+                "layer, so --lora-rank gives it nothing to train; give it one"
+            )
+    if model.num_experts is not None:
+        _check_experts(model, parallel, targets)
+
+
+def check_reference(model: ModelConfig, objective: ObjectiveConfig, checkpoint: CheckpointConfig) -> None:
+    """Refuse a reference model that there is not, or two."""
+    if checkpoint.ref_load is not None and checkpoint.ref_model is not None:
+        raise InputError(f"--ref-load conflicts with --ref-model {checkpoint.ref_model}; keep one of them")
+    if checkpoint.ref_model == "base" and model.lora_rank is None:
+        raise InputError("--ref-model base needs --lora-rank: without adapters all weights are trained")
+    if objective.offload_reference and checkpoint.reference_is_base(model.lora_rank is not None):
+        raise InputError(
+            "--offload-reference has no effect where the reference is the base of --lora-rank, which is no copy; leave "
+            "it out, or give --ref-model initial"
+        )
+
+
+def _check_experts(model: ModelConfig, parallel: ParallelConfig, targets: list[str]) -> None:
+    if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
+        raise InputError(
+            "--moe-router-enable-expert-bias would change the base under the adapters of --lora-rank; "
+            "add --moe-router-bias-update-rate 0"
+        )
+    feed_forward = [name for name in targets if name.startswith("linear_fc")]
+    if not feed_forward:
+        return
+    alone = "--lora-target-modules linear_qkv linear_proj"
+    if model.moe_grouped_gemm:
+        raise InputError(
+            f"--moe-grouped-gemm reads the experts' weights without their adapters; leave it out or give {alone}"
+        )
+    if parallel.expert_tensor_size > 1:
+        raise InputError(
+            f"--lora-target-modules {feed_forward[0]}: experts divided over {parallel.expert_tensor_size} ranks cannot "
+            f"be adapted; give --expert-tensor-parallel-size 1, or {alone}"
+        )

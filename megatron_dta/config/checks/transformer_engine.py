@@ -1,0 +1,90 @@
+"""Transformer Engine and FP8: what does not fit together, and what a machine cannot do.
+
+``check_transformer_impl`` and ``check_fp8`` need the settings, and the first that the package is there;
+``check_fp8_support`` asks the GPU.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.config.parallel import ParallelConfig
+
+# What rows and columns of products come in: 16 values for any, and whole blocks where a block shares a scale.
+FP8_UNITS = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+# A row's scales depend on that row alone, so a token's forward does not depend on the segment that it is in.
+DEFAULT_FP8_RECIPE = "blockwise"
+# Compute capability of the GPUs that have the products, and the oldest CUDA.
+_NEEDS = {"tensorwise": ((8, 9), (12, 1)), "mxfp8": ((10, 0), (12, 8)), "blockwise": ((9, 0), (12, 9))}
+
+
+def check_transformer_impl(model: ModelConfig) -> None:
+    """Refuse Transformer Engine where it is not installed, for experts, and for what it computes less exactly."""
+    if model.transformer_impl == "local":
+        return
+    flag = f"--transformer-impl {model.transformer_impl}"
+    if model.num_experts is not None:
+        raise InputError(f"{flag} has no experts here (--num-experts); use local")
+    if model.params_dtype != torch.bfloat16:
+        raise InputError(f"{flag} needs --bf16: it rounds the factors of float32 products to TF32; add it or use local")
+    if find_spec("transformer_engine") is None:
+        raise InputError(
+            f"{flag}: Transformer Engine is not installed; install it (pip install transformer_engine[pytorch]) or use "
+            "local"
+        )
+
+
+def check_fp8(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse settings of FP8 that do not fit together."""
+    if model.fp8_recipe is not None and model.fp8_format is None:
+        raise InputError("--fp8-recipe has no effect without --fp8-format; leave it out or add that")
+    if model.fp8_format is None:
+        return
+    if model.transformer_impl != "transformer_engine":
+        raise InputError("--fp8-format needs --transformer-impl transformer_engine and that package; leave it out")
+    if model.num_experts is not None:
+        raise InputError("--fp8-format with --num-experts is not supported; leave one of the two out")
+    if model.params_dtype != torch.bfloat16:
+        raise InputError("--fp8-format needs --bf16; add it")
+    recipe = model.fp8_recipe or DEFAULT_FP8_RECIPE
+    if recipe == "delayed":
+        raise InputError(
+            "--fp8-recipe delayed: its scales depend on the passes before, so a segment's recomputed forward would not "
+            "repeat the first; give blockwise, tensorwise or (from Blackwell on) mxfp8"
+        )
+    unit, ranks = FP8_UNITS[recipe], parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
+    widths = {
+        "--hidden-size": model.hidden_size,
+        "--ffn-hidden-size over the tensor ranks": model.ffn_hidden_size / ranks,
+        "query heads times --kv-channels over the tensor ranks": heads * model.kv_channels / ranks,
+        "query, key and value heads times --kv-channels over the tensor ranks": (heads + 2 * groups)
+        * model.kv_channels
+        / ranks,
+    }
+    for name, width in widths.items():
+        if width % unit:
+            raise InputError(
+                f"--fp8-recipe {recipe} needs widths in multiples of {unit}: {name} is {width:g}; "
+                + ("leave --fp8-format out" if recipe == "tensorwise" else "give tensorwise, or leave --fp8-format out")
+            )
+
+
+def check_fp8_support(model: ModelConfig) -> None:
+    """Refuse a recipe that this GPU has no products for."""
+    if model.fp8_format is None:
+        return
+    recipe = model.fp8_recipe or DEFAULT_FP8_RECIPE
+    capability, cuda = _NEEDS[recipe]
+    flag = f"--fp8-format {model.fp8_format} with --fp8-recipe {recipe}"
+    if not torch.cuda.is_available():
+        raise InputError(f"{flag} needs a CUDA GPU, and there is none; leave --fp8-format out")
+    if torch.cuda.get_device_capability() < capability:
+        needed, found = (".".join(map(str, each)) for each in (capability, torch.cuda.get_device_capability()))
+        raise InputError(f"{flag} needs compute capability {needed}, this GPU has {found}; give another --fp8-recipe")
+    if tuple(map(int, torch.version.cuda.split(".")[:2])) < cuda:
+        raise InputError(f"{flag} needs CUDA {cuda[0]}.{cuda[1]}, PyTorch has {torch.version.cuda}; give tensorwise")

@@ -1,0 +1,1 @@
+"""Hugging Face's config.json: families, values, rotary positions, both directions."""

@@ -1,0 +1,48 @@
+"""What a Hugging Face checkpoint on the command line decides: the model's settings and, for prompts, the tokenizer.
+
+Only what the user gave is known here, so a flag that contradicts the checkpoint can be told from a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.conversion.hf.config import settings_from_hf
+
+# The file that a tokenizer is read from, by its type; the first one in the folder is taken.
+_TOKENIZERS = {"HuggingFaceTokenizer": "tokenizer.json", "SentencePieceTokenizer": "tokenizer.model"}
+
+
+def add_hf_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given``, and what follows from its ``hf_checkpoint`` or ``load_hf``; unchanged if it has neither.
+
+    Args:
+        given: values of the flags that the user gave, by field name.
+
+    Raises:
+        InputError: the checkpoint cannot be used, or a flag contradicts it.
+    """
+    named, loaded = given.get("hf_checkpoint"), given.get("load_hf")
+    folder = named or loaded
+    if folder is None:
+        return dict(given)
+    if named is not None and loaded is not None and Path(named).resolve() != Path(loaded).resolve():
+        raise InputError(f"--hf-checkpoint {named} contradicts --load-hf {loaded}; leave --hf-checkpoint out")
+    names = {setting.name for setting in fields(ModelConfig)}
+    settings = settings_from_hf(folder, {name: value for name, value in given.items() if name in names})
+    return {**_tokenizer(given, Path(folder)), **given, **settings, "hf_checkpoint": folder}
+
+
+def _tokenizer(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Type and file of the tokenizer, where prompts or text need one and the user does not say which."""
+    if (given.get("prompt_data") or given.get("rollouts")) is None or given.get("tokenizer_model") is not None:
+        return {}
+    for kind, name in _TOKENIZERS.items():
+        if given.get("tokenizer_type", kind) == kind and (folder / name).is_file():
+            return {"tokenizer_type": kind, "tokenizer_model": str(folder / name)}
+    return {}

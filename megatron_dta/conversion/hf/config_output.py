@@ -1,0 +1,182 @@
+"""A model's settings -> the ``config.json`` of a Hugging Face architecture that computes the same.
+
+For models that were not made from a Hugging Face checkpoint. What is written is read back (``hf_config``): a model
+whose settings do not come back the same has no such architecture and is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig
+from megatron_dta.config.options import flag_of
+from megatron_dta.conversion.hf.config import model_settings
+from megatron_dta.conversion.hf.values import CONFIG_FILE
+
+# What belongs to a tokenizer, beside the file that --tokenizer-model names.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
+)
+# Fields that say in another way what other fields say, too.
+_SAID_OTHERWISE = ("group_query_attention", "moe_layer_freq")
+
+
+def config_from_settings(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a Llama, Qwen2, Qwen3, Mixtral or Qwen3-MoE model with these settings.
+
+    Raises:
+        InputError: none of them computes what these settings say; the message names a flag.
+    """
+    config = huggingface_config(model)
+    config["initializer_range"] = model.init_method_std
+    config["torch_dtype"] = str(model.params_dtype).removeprefix("torch.")
+    known = {setting.name: setting for setting in fields(ModelConfig)}
+    for name, value in model_settings(config).items():
+        own = getattr(model, name)
+        if name not in _SAID_OTHERWISE and not _same(own, value):
+            raise InputError(
+                f"{flag_of(known[name])} is {own}, which no supported Hugging Face architecture has (it would be "
+                f"{value}); train with --swiglu --disable-bias-linear --normalization RMSNorm for a model that exports"
+            )
+    return config
+
+
+def _same(own: Any, value: Any) -> bool:
+    if type(own) is float or type(value) is float:
+        return None not in (own, value) and math.isclose(own, value, rel_tol=1e-12)
+    return own == value
+
+
+def huggingface_config(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of the family that is nearest, as transformers 4 writes it and 5 reads it: Llama, Qwen2 or Qwen3
+    (no QKV bias or QK-norm, bias, QK-norm), or with experts Mixtral or Qwen3-MoE.
+    """
+    if model.qk_layernorm and model.add_qkv_bias:
+        raise InputError("--qk-layernorm with --add-qkv-bias: no Hugging Face model has both; leave one out")
+    family = "Qwen3" if model.qk_layernorm else "Qwen2" if model.add_qkv_bias else "Llama"
+    config = dict(
+        architectures=[f"{family}ForCausalLM"],
+        model_type=family.lower(),
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_query_groups,
+        head_dim=model.kv_channels,
+        hidden_act="silu",
+        max_position_embeddings=model.max_position_embeddings,
+        rms_norm_eps=model.norm_epsilon,
+        rope_theta=float(model.rotary_base),
+        rope_scaling=_rope_scaling(model),
+        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
+        attention_dropout=0.0,
+    )
+    return config if model.num_experts is None else config | expert_config(model)
+
+
+def model_from_settings(settings: Mapping[str, Any]) -> ModelConfig:
+    """The model of a run's settings by flag, as a checkpoint keeps them.
+
+    Raises:
+        InputError: they are not those of a model.
+    """
+    known = {setting.name: flag_of(setting) for setting in fields(ModelConfig) if setting.name != "params_dtype"}
+    try:
+        return ModelConfig(**{name: settings[flag] for name, flag in known.items() if flag in settings})
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise InputError(
+            f"the checkpoint's settings describe no model ({' '.join(str(error).split())[:120]})"
+        ) from error
+
+
+def write_template(folder: Path, config: dict[str, Any], tokenizer: str | None) -> None:
+    """A folder to carry along beside the weights: config.json, and the files of a tokenizer if there is one.
+
+    They are dated alike each time, so that an export that was killed knows them again.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    if tokenizer is not None:
+        given = Path(tokenizer)
+        beside = given if given.is_dir() else given.parent
+        # Another file of that name may lie beside a tokenizer that is a single file.
+        names = _TOKENIZER_FILES if given.is_dir() or given.name in _TOKENIZER_FILES else ()
+        for name in names:
+            if (beside / name).is_file():
+                shutil.copyfile(beside / name, folder / name)
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+
+
+def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """``rope_scaling`` of a config.json."""
+    if model.rotary_seq_len_interpolation_factor is not None:
+        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    if model.use_rope_scaling:
+        return {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_scaling_low_freq_factor,
+            "high_freq_factor": model.rope_scaling_high_freq_factor,
+            "original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
+        }
+    if model.position_embedding_type != "yarn":
+        return None
+    scaling = {
+        "rope_type": "yarn",
+        "factor": model.rotary_scaling_factor,
+        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "beta_fast": model.yarn_beta_fast,
+        "beta_slow": model.yarn_beta_slow,
+        "truncate": not model.no_yarn_correction_range_round_to_int,
+    }
+    # Left out where it is transformers' default, which is these two.
+    if (model.mscale, model.mscale_all_dim) != (1.0, 0.0):
+        grown, divisor = (
+            1 + 0.1 * mscale * math.log(model.rotary_scaling_factor) if model.rotary_scaling_factor > 1 else 1.0
+            for mscale in (model.mscale, model.mscale_all_dim)
+        )
+        scaling["attention_factor"] = grown / divisor
+    return scaling
+
+
+def expert_config(model: ModelConfig) -> dict[str, Any]:
+    """The entries of a config.json that are about experts; ``InputError`` where neither model has such a router."""
+    if (
+        model.moe_router_score_function != "softmax"
+        or model.moe_router_pre_softmax
+        or model.moe_router_group_topk
+        or model.moe_router_topk_scaling_factor
+        or model.moe_shared_expert_intermediate_size
+        or model.add_qkv_bias
+        or not all(model.moe_layers)
+    ):
+        raise InputError("Hugging Face models have Mixtral's and Qwen3-MoE's experts only here, in every layer")
+    family = "Qwen3Moe" if model.qk_layernorm else "Mixtral"
+    shape = dict(architectures=[f"{family}ForCausalLM"], num_experts_per_tok=model.moe_router_topk)
+    if family == "Mixtral":
+        return shape | dict(
+            model_type="mixtral",
+            num_local_experts=model.num_experts,
+            intermediate_size=model.moe_ffn_hidden_size,
+            sliding_window=None,
+        )
+    return shape | dict(
+        model_type="qwen3_moe",
+        num_experts=model.num_experts,
+        moe_intermediate_size=model.moe_ffn_hidden_size,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )

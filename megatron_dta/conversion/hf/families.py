@@ -1,0 +1,124 @@
+"""The architectures of Hugging Face transformers that Megatron computes alike: Llama 2 and 3.x, Mistral, Mixtral, Qwen2
+and 2.5, Qwen3 and Qwen3-MoE, and how they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dta.conversion.hf.values import CONFIG_FILE, HfValues
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers: how its layers differ from Llama's, and what its absent keys mean.
+
+    Attributes:
+        architecture: transformers' class, as ``architectures`` in config.json names it.
+        model_type: as config.json names it.
+        qkv_bias: bias on the query, key and value projection.
+        qk_norm: normalization of queries and keys per head.
+        experts: mixture of experts.
+        window: which of the layers see only a sliding window: "none", "set" (all where ``sliding_window`` is set) or
+            "use" (also ``use_sliding_window`` must be true).
+        own_defaults: of the keys whose default differs between families.
+    """
+
+    architecture: str
+    model_type: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+    window: str = "none"
+    own_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What an absent key of config.json means to transformers."""
+        return {**COMMON_DEFAULTS, **self.own_defaults}
+
+
+COMMON_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+}
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        Family("LlamaForCausalLM", "llama", own_defaults={"max_position_embeddings": 2048}),
+        Family(
+            "MistralForCausalLM",
+            "mistral",
+            window="set",
+            own_defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        ),
+        Family(
+            "MixtralForCausalLM",
+            "mixtral",
+            experts=True,
+            window="set",
+            own_defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "norm_topk_prob": True,
+                "max_position_embeddings": 131072,
+            },
+        ),
+        Family(
+            "Qwen2ForCausalLM",
+            "qwen2",
+            qkv_bias=True,
+            window="use",
+            own_defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        ),
+        Family(
+            "Qwen3ForCausalLM",
+            "qwen3",
+            qk_norm=True,
+            window="use",
+            own_defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+        ),
+        Family(
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            qk_norm=True,
+            experts=True,
+            window="use",
+            # Its window, unlike the two others', holds for all layers.
+            own_defaults={"num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 0},
+        ),
+    )
+}
+
+
+def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family:
+    """The family that ``config`` names; ``origin`` is what errors call it.
+
+    Raises:
+        InputError: none is named, or one that is not supported.
+    """
+    values = HfValues(dict(config), origin)
+    if "auto_map" in values:
+        raise values.error("auto_map: models with code of their own are not supported")
+    names = values.get("architectures")
+    if names is None:
+        by_type = {family.model_type: name for name, family in FAMILIES.items()}
+        model_type = values.text("model_type")
+        names = [by_type.get(model_type, f"of model_type {model_type}")]
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise values.error(f"architectures is {str(names)[:60]}; it must be a list of one name")
+    if names[0] not in FAMILIES:
+        raise values.error(f"the architecture {names[0]} is not supported; supported are {', '.join(FAMILIES)}")
+    family = FAMILIES[names[0]]
+    if "model_type" in values and values.text("model_type") != family.model_type:
+        raise values.error(f"model_type {values.text('model_type')} does not belong to the architecture {names[0]}")
+    return family

@@ -1,0 +1,149 @@
+"""Typed reading of a Hugging Face ``config.json``: a value of the wrong kind is one line that names it.
+
+``config.json`` is written by people and by many versions of transformers. An absent key has the default that
+transformers gives it; a key that is there must hold what it should.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.common.errors import InputError
+
+CONFIG_FILE = "config.json"
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """The ``config.json`` of a Hugging Face checkpoint folder, as it stands there; nothing is executed or downloaded.
+
+    Raises:
+        InputError: the folder or the file is missing, unreadable or no JSON object.
+    """
+    folder = Path(folder)
+    file = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; {_how_to_get(folder)}")
+    if not file.is_file():
+        raise InputError(f"{file}: no such file; give the folder of a Hugging Face checkpoint")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file}: not JSON: {' '.join(str(error).split())[:120]}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{file}: must hold a JSON object and holds a {type(config).__name__}")
+    return config
+
+
+def _how_to_get(folder: Path) -> str:
+    """What to do about a folder that is not there: a name of the hub can be downloaded into one."""
+    if len(folder.parts) == 2 and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists():
+        return f"download the model with `hf download {folder} --local-dir {folder.name}` and give {folder.name}"
+    return f"a Hugging Face checkpoint is a folder with {CONFIG_FILE}"
+
+
+class HfValues:
+    """The values of a JSON object by key, checked. ``null`` is a value of its own: it hides the default.
+
+    Args:
+        values: the object.
+        origin: what error messages call it, e.g. ``models/first/config.json``.
+        defaults: what an absent key means; a key in neither is missing.
+    """
+
+    def __init__(self, values: dict[str, Any], origin: str, defaults: dict[str, Any] | None = None) -> None:
+        self._values, self._origin, self._defaults = values, origin, defaults or {}
+
+    def error(self, message: str) -> InputError:
+        """An error about this object, to be raised."""
+        return InputError(f"{self._origin}: {message}")
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def get(self, key: str) -> Any:
+        """The value or its default; None for ``null`` and where there is neither."""
+        return self._values.get(key, self._defaults.get(key))
+
+    def integer(self, key: str, minimum: int = 1) -> int:
+        """A whole number of at least ``minimum``."""
+        value = self._required(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(f"{key} is {_shown(value)}; it must be a whole number of at least {minimum}")
+        return value
+
+    def number(self, key: str, above: float = 0.0) -> float:
+        """A finite number above ``above``."""
+        value = self._required(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+            raise self.error(f"{key} is {_shown(value)}; it must be a number above {above:g}")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        value = self._required(key)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} is {_shown(value)}; it must be true or false")
+        return value
+
+    def text(self, key: str) -> str:
+        """A string."""
+        value = self._required(key)
+        if not isinstance(value, str):
+            raise self.error(f"{key} is {_shown(value)}; it must be a string")
+        return value
+
+    def integers(self, key: str) -> list[int]:
+        """A list of whole numbers, 0 and above."""
+        value = self._required(key)
+        if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value):
+            raise self.error(f"{key} is {_shown(value)}; it must be a list of whole numbers")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings."""
+        value = self._required(key)
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise self.error(f"{key} is {_shown(value)}; it must be a list of strings")
+        return value
+
+    def table(self, key: str) -> HfValues | None:
+        """An object inside this one, None if absent."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(f"{key} is {_shown(value)}; it must be an object")
+        return HfValues(value, f"{self._origin}: {key}")
+
+    def given(self) -> set[str]:
+        """The keys that hold a value."""
+        return {key for key in self._values if key in self}
+
+    def values(self) -> list[Any]:
+        """All values."""
+        return list(self._values.values())
+
+    def as_written(self, key: str) -> str:
+        """The value as an error message shows it."""
+        if key in self._values:
+            return f"{key} {_shown(self._values[key])}"
+        return f"no {key}" + (f", which means {_shown(self._defaults[key])}" if key in self._defaults else "")
+
+    def _required(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise self.error(f"{key} is null" if key in self._values else f"{key} is missing")
+        return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value)[:60]
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that cannot be shown"

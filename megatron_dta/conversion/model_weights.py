@@ -1,0 +1,266 @@
+"""A model on a mesh and Hugging Face tensors: load them into it, or iterate over them, without a file in between.
+
+A rank holds parts of some parameters (its pipeline stage's, its experts'). Loading reads the bytes of these parts
+only. Iterating yields either what the rank holds of each Hugging Face tensor, without any communication, or all tensors
+whole, in the order of the model, one parameter at a time: for inference servers whose weights are to be updated, and
+for saving. LoRA adapters are merged into what is iterated over; loading fills the weights that they belong to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.conversion.mappings import ModelShape, parameters_of
+from megatron_dta.conversion.parameters import Parameter, Part, Sharding
+from megatron_dta.conversion.safetensors_files import SafetensorsFolder
+from megatron_dta.conversion.to_megatron import check_tensors, read_part
+
+_EXPERT = re.compile(r"local_experts\.(\d+)\.")
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_ADAPTER = "_adapter.lora_"
+_OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+class Adapter(Protocol):
+    """A LoRA adapter of the model layer."""
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """``weight`` with the adapter added to it, in at least float32."""
+
+
+class HeldPart(NamedTuple):
+    """What this rank holds of a parameter.
+
+    Attributes:
+        rank, size: place among the ranks that divide the parameter; (0, 1) where it is whole.
+        values: the live weights, of the part's shape.
+        is_copy: the last stage's copy of the embedding, where the two are tied.
+        adapter: what is added to them on export.
+    """
+
+    parameter: Parameter
+    part: Part
+    rank: int
+    size: int
+    values: Tensor
+    is_copy: bool
+    adapter: Adapter | None
+
+    def exported(self) -> Tensor:
+        """The weights as they are used: merged in float32, then rounded to their dtype."""
+        values = self.values.detach()
+        return values if self.adapter is None else self.adapter.merged(values).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class HfShard:
+    """A rectangle of a Hugging Face tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        offsets: where ``values`` begin in it, along each axis.
+        values: a copy, or the live weights themselves: do not change them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Tensor
+
+
+class HfWeights:
+    """The weights of a model on the mesh, as Hugging Face tensors.
+
+    Args:
+        chunks: this rank's modules of the model: one, or one for each of its pipeline stages.
+        architecture: Hugging Face's name, such as "LlamaForCausalLM".
+        host_group: group of all ranks for objects on the host (gloo); None takes the default group.
+
+    Raises:
+        InputError: the model has a parameter that the architecture does not.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        architecture: str,
+        shape: ModelShape,
+        host_group: ProcessGroup | None = None,
+    ) -> None:
+        self._shape, self._host_group = shape, host_group
+        self.parameters = parameters_of(architecture, shape)
+        by_name = {parameter.name: parameter for parameter in self.parameters}
+        self.held = [
+            self._held(name, values, adapter, by_name)
+            for chunk in chunks
+            for name, values, adapter in _global_names(chunk)
+        ]
+
+    def load(self, folder: str | Path) -> None:
+        """Fill the rank's weights from a checkpoint; they keep their dtype.
+
+        Raises:
+            InputError: the checkpoint is damaged or of another model; no weight has changed then.
+        """
+        reader = SafetensorsFolder(folder)
+        check_tensors(reader, self.parameters, self._shape)
+        with torch.no_grad():
+            for held in self.held:
+                direct = held.values.is_cpu and held.values.is_contiguous()
+                host = held.values.detach() if direct else torch.empty(held.part.shape, dtype=held.values.dtype)
+                read_part(reader, held.parameter, held.part, host)
+                if not direct:
+                    held.values.copy_(host)
+        reader.close()
+
+    def iterate_shards(self) -> Iterator[HfShard]:
+        """What this rank holds, by Hugging Face tensor, in the order of its layers; no communication."""
+        for held in self.held:
+            if held.is_copy:
+                continue
+            shapes = held.parameter.tensors
+            column = () if held.part.columns is None else (held.part.columns[0],)
+            pieces: dict[str, list[tuple[int, Tensor]]] = {}
+            exported = held.exported()
+            for copy in held.parameter.copies(held.part):
+                rows = exported[copy.part_row : copy.part_row + copy.rows]
+                pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
+            for name, found in pieces.items():
+                # A rank's head groups follow each other, so its rows of a tensor do, too.
+                values = found[0][1] if len(found) == 1 else torch.cat([rows for _, rows in found])
+                yield HfShard(name, shapes[name], (found[0][0], *column), values)
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor that ``iterate`` yields, in its order; every rank must call this."""
+        dtypes = {name: dtype for (name, _), (_, dtype) in self._owners().items()}
+        return {
+            name: (shape, dtypes[parameter.name])
+            for parameter in self.parameters
+            for name, shape in parameter.tensors.items()
+        }
+
+    def iterate(self, to_all: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, whole; every rank must iterate to the end.
+
+        One parameter at a time is gathered, so memory beyond the weights is that of the largest one, twice.
+
+        Args:
+            to_all: False yields tensors on rank 0 only, and nothing on the others.
+        """
+        owners = self._owners()
+        own = {(held.parameter.name, held.rank): held for held in self.held if not held.is_copy}
+        sizes: dict[str, int] = {}
+        for name, rank in owners:
+            sizes[name] = max(sizes.get(name, 0), rank + 1)
+        device = self.held[0].values.device if self.held else torch.device("cpu")
+        for parameter in self.parameters:
+            tensors: dict[str, Tensor] = {}
+            for rank in range(sizes[parameter.name]):
+                source, dtype = owners[parameter.name, rank]
+                part = self._part(parameter, rank, sizes[parameter.name])
+                held = own.get((parameter.name, rank))
+                sends = held is not None and source == torch.distributed.get_rank()
+                values = _transfer(held.exported() if sends else None, part, source, dtype, device, to_all)
+                if values is not None:
+                    _place(parameter, part, values, tensors)
+            yield from tensors.items()
+
+    def _owners(self) -> dict[tuple[str, int], tuple[int, torch.dtype]]:
+        """The process that sends a part of a parameter, and its dtype; of replicas the first."""
+        mine = [(held.parameter.name, held.rank, held.values.dtype) for held in self.held if not held.is_copy]
+        world = torch.distributed.get_world_size()
+        everybody: list[list[tuple[str, int, torch.dtype]]] = [mine] * world
+        if world > 1:
+            torch.distributed.all_gather_object(everybody, mine, group=self._host_group)
+        owners: dict[tuple[str, int], tuple[int, torch.dtype]] = {}
+        for process, parts in enumerate(everybody):
+            for name, rank, dtype in parts:
+                owners.setdefault((name, rank), (process, dtype))
+        return owners
+
+    def _held(self, name: str, values: Tensor, adapter: Adapter | None, by_name: dict[str, Parameter]) -> HeldPart:
+        is_copy = name == _OUTPUT and name not in by_name
+        parameter = by_name.get(_EMBEDDING if is_copy else name)
+        if parameter is None:
+            raise InputError(f"the model's parameter {name} has no place in the Hugging Face architecture")
+        rank, size = _place_among_ranks(parameter)
+        part = self._part(parameter, rank, size)
+        if part.shape != tuple(values.shape):
+            raise InputError(
+                f"the model's parameter {name} has the shape {list(values.shape)}, not {list(part.shape)} as in the "
+                "Hugging Face architecture"
+            )
+        return HeldPart(parameter, part, rank, size, values, is_copy, adapter)
+
+    def _part(self, parameter: Parameter, rank: int, size: int) -> Part:
+        return parameter.part_of_rank(rank, size, self._shape.padded_vocab_size(size))
+
+
+def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor, Adapter | None]]:
+    """Parameters of a pipeline stage with the numbers of layers and experts in the whole model, and their adapters."""
+    modules = dict(chunk.named_modules())
+    layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+    experts = [int(found[1]) for found in (_EXPERT.search(name) for name, _ in chunk.named_parameters()) if found]
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (max(experts, default=-1) + 1)
+    for name, values in chunk.named_parameters():
+        if _ADAPTER in name:
+            continue
+        adapter = modules.get(name.removesuffix(".weight") + "_adapter") if name.endswith(".weight") else None
+        name = _LAYER.sub(lambda found: f"decoder.layers.{layers[int(found[1])]}.", name)
+        name = _EXPERT.sub(lambda found: f"local_experts.{first_expert + int(found[1])}.", name)
+        yield name, values, adapter
+
+
+def _place_among_ranks(parameter: Parameter) -> tuple[int, int]:
+    if parameter.sharding is Sharding.WHOLE:
+        return 0, 1
+    if parameter.expert is not None:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _transfer(
+    own: Tensor | None, part: Part, source: int, dtype: torch.dtype, device: torch.device, to_all: bool
+) -> Tensor | None:
+    """A part on the ranks that want it: all, or only the first one (None on the others)."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    receives = to_all or rank == 0
+    if source == rank:
+        values = own.contiguous()
+    else:
+        values = torch.empty(part.shape, dtype=dtype, device=device) if receives else None
+    if world > 1 and to_all:
+        torch.distributed.broadcast(values, source)
+    elif world > 1 and source != 0:
+        if rank == source:
+            torch.distributed.send(values, 0)
+        elif rank == 0:
+            torch.distributed.recv(values, source)
+    return values if receives else None
+
+
+def _place(parameter: Parameter, part: Part, values: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Copy a part's rows to where they belong; tensors are made as they are needed."""
+    columns = slice(None) if part.columns is None else slice(*part.columns)
+    for copy in parameter.copies(part):
+        rows = values[copy.part_row : copy.part_row + copy.rows]
+        if copy.tensor not in tensors:
+            tensors[copy.tensor] = values.new_empty(parameter.tensors[copy.tensor])
+        target = tensors[copy.tensor][copy.tensor_row : copy.tensor_row + copy.rows]
+        if part.columns is None:
+            target.copy_(rows)
+        else:
+            target[:, columns] = rows

@@ -1,0 +1,58 @@
+"""The core attention that takes the place of Megatron's through the layer spec.
+
+It has no parameters and no mask: it reshapes and asks the pass's ``AttentionContext``. Linear layers, QK-norm, rotary
+embedding and everything else stay Megatron's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_dta.model.attention.context import check_context
+
+
+class TreeAttention(MegatronModule):
+    """Core attention over ``[n, 1, heads, head size]``; the arguments are those of Megatron's
+    ``DotProductAttention``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: object = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_type != "self":
+            raise ValueError(f"tree attention is self-attention, got attention_type={attention_type!r}")
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object = None,
+        **_: object,
+    ) -> Tensor:
+        context = check_context(packed_seq_params)
+        # Tokens that only fill up a pass for sequence parallelism attend to nothing and are seen by nobody.
+        padded, n = query.shape[0], context.position_ids.shape[0]
+        query, key, value = (tensor.squeeze(1)[:n] for tensor in (query, key, value))
+        out = context.attend(self.layer_number, query, key, value, self.softmax_scale).flatten(1)
+        return F.pad(out, (0, 0, 0, padded - n)).unsqueeze(1) if padded > n else out.unsqueeze(1)

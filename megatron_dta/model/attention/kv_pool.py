@@ -1,0 +1,72 @@
+"""Keys and values of the segments in flight, and the gradients that their descendants send back.
+
+Between a segment and its descendants only K and V pass forward, and dK and dV backward. Both live in slots: a plan
+gives every segment a run of slots from its forward to its backward, so nothing is allocated inside a step and a
+gather by slot numbers replaces concatenation. dK and dV accumulate in float32 (float64 for a float64 model): a shared
+token collects from all its branches, and bfloat16 would lose small contributions.
+
+Legend: L layers, S slots, G key/value heads on this rank, D head size.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dta_kernels.tree_attention.reference import accumulation_dtype
+
+
+class LayerSlots(NamedTuple):
+    """One layer's part of a pool, [S, G, D] each."""
+
+    keys: Tensor
+    values: Tensor
+    grad_keys: Tensor | None
+    grad_values: Tensor | None
+
+
+class KVPool:
+    """``num_slots`` token slots for every layer.
+
+    Attributes:
+        keys_LSGD, values_LSGD: in the model's dtype.
+        grad_keys_LSGD, grad_values_LSGD: accumulators in at least float32; None for forward-only passes.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        with_gradients: bool,
+    ) -> None:
+        shape = (num_layers, num_slots, num_kv_heads, head_size)
+        self.keys_LSGD = torch.empty(shape, dtype=dtype, device=device)
+        self.values_LSGD = torch.empty(shape, dtype=dtype, device=device)
+        gradient_dtype = accumulation_dtype(dtype)
+        self.grad_keys_LSGD = torch.empty(shape, dtype=gradient_dtype, device=device) if with_gradients else None
+        self.grad_values_LSGD = torch.empty(shape, dtype=gradient_dtype, device=device) if with_gradients else None
+
+    @cached_property
+    def layers(self) -> list[LayerSlots]:
+        """The layers' parts, views."""
+        tensors = (self.keys_LSGD, self.values_LSGD, self.grad_keys_LSGD, self.grad_values_LSGD)
+        none = [None] * len(self.keys_LSGD)
+        return [LayerSlots(*views) for views in zip(*(none if t is None else t.unbind() for t in tensors), strict=True)]
+
+    @cached_property
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        """Room for the keys and values [S, G, D] that one layer of one segment attends to."""
+        return torch.empty_like(self.keys_LSGD[0]), torch.empty_like(self.values_LSGD[0])
+
+    def open(self, slots: slice) -> None:
+        """Prepare a segment's slots at its first forward: its descendants' gradients start from zero."""
+        if self.grad_keys_LSGD is not None:
+            self.grad_keys_LSGD[:, slots].zero_()
+            self.grad_values_LSGD[:, slots].zero_()

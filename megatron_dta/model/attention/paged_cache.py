@@ -1,0 +1,83 @@
+"""K and V of many sequences in pages of a fixed number of positions, for decoding.
+
+A sequence's positions lie in pages listed in its page table, so a page can be in many tables: sequences with a common
+prefix hold it once. Who has which page is decided on the host (``sampling.engines.pages``); here are only the tensors.
+
+Legend: P pages, S positions of a page, G key/value heads on this rank, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dta_kernels.paged_attention.launch import copy_pages
+
+
+class PagedCache:
+    """Pages of every layer of the rank.
+
+    Attributes:
+        keys, values: by 1-based layer number, [P, S, G, D] in the model's dtype.
+        page_size: S.
+        num_pages: P.
+        addresses: int64 [layers, 2] on the device, where each layer's pages of keys and of values begin, for kernels
+            that read them there; other numbers after ``grow``.
+        layer_rows: the row of ``addresses`` by layer number.
+    """
+
+    def __init__(
+        self,
+        layer_numbers: Sequence[int],
+        page_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (0, page_size, num_kv_heads, head_size)
+        self.keys = {number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers}
+        self.values = {number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers}
+        self.page_size, self.num_pages, self.device = page_size, 0, torch.device(device)
+        self.layer_rows = {number: row for row, number in enumerate(layer_numbers)}
+        self.addresses = torch.zeros(len(self.layer_rows), 2, dtype=torch.int64, device=self.device)
+
+    @staticmethod
+    def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+        """Memory of one page in all layers of the rank."""
+        return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize
+
+    def grow(self, num_pages: int) -> None:
+        """Make room for ``num_pages``, keeping what is there; one layer's tensor is copied at a time."""
+        if num_pages > self.num_pages:
+            self.num_pages = num_pages
+            for of_layers in (self.keys, self.values):
+                for number, tensor in of_layers.items():
+                    # Zeros, not uninitialized memory: a NaN under a masked key would still reach the output as 0 x NaN.
+                    larger = tensor.new_zeros(num_pages, *tensor.shape[1:])
+                    larger[: tensor.shape[0]] = tensor
+                    of_layers[number] = larger
+            pairs = [[self.keys[number].data_ptr(), self.values[number].data_ptr()] for number in self.layer_rows]
+            self.addresses = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(self.device)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages, all at once: a source may be another copy's target."""
+        if len(sources) == 0:
+            return
+        pairs = torch.from_numpy(np.array([sources, targets], dtype=np.int64)).to(self.device, non_blocking=True)
+        if self.device.type == "cuda" and self.keys:
+            # Two launches instead of two for each layer's K and for its V: these copies run between short passes.
+            page = next(iter(self.keys.values()))[0]
+            copy_pages(pairs[0], pairs[1], self.addresses, page.numel(), page.dtype)
+            return
+        for of_layers in (self.keys, self.values):
+            for tensor in of_layers.values():
+                tensor[pairs[1]] = tensor[pairs[0]]
+
+    def write(self, layer_number: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Put ``key`` and ``value`` [n, G, D] into slots (page x S + offset, int64 [n])."""
+        self.keys[layer_number].flatten(0, 1)[slots] = key
+        self.values[layer_number].flatten(0, 1)[slots] = value

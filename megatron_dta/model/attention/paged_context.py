@@ -1,0 +1,204 @@
+"""Decoding passes whose attention reads the cache's pages in place (kernels of ``dta_kernels.paged_attention.launch``).
+
+Takes the place of ``decode_context`` on GPUs: one pass is a few launches whatever its rows' lengths are. Rows with few
+new tokens (decoding, drafts) come first, with their keys divided among programs; chunks of prompts follow.
+
+``StaticPass`` is a pass over tensors that stay where they are, for CUDA graphs: fields are filled before each run, and
+rows that it has too many are without effect (no slot, no tile).
+
+Legend: n new tokens of the pass, T tiles, L layers of the rank, S positions of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dta_kernels.paged_attention.launch import (
+    LONGEST_SPLIT_RUN,
+    TILE_FIELDS,
+    PagedConfig,
+    Parts,
+    paged_attention,
+    paged_config,
+    tiles_of,
+    write_pages,
+)
+from megatron_dta.model.attention.context import AttentionContext
+from megatron_dta.model.attention.paged_cache import PagedCache
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of a rank."""
+
+    num_heads: int
+    num_groups: int
+    head_size: int
+    dtype: torch.dtype
+
+    def config(self, run: int) -> PagedConfig:
+        """The kernels' settings for runs of up to ``run`` tokens."""
+        return paged_config(self.num_heads // self.num_groups, self.head_size, self.dtype, run)
+
+    def tile_tokens(self, run: int) -> int:
+        """Most tokens of a tile then."""
+        return self.config(run).tokens_of(self.num_heads // self.num_groups)
+
+
+@dataclass
+class PagedContext(AttentionContext):
+    """One pass.
+
+    Attributes:
+        addresses: int64 [L, 2], see ``PagedCache.addresses``.
+        layer_rows: row of ``addresses`` by layer number.
+        page_size: S.
+        num_groups: key/value heads on this rank.
+        slots: int64 [n], places of the tokens' K and V, negative for none.
+        tables: int64, page tables one behind the other.
+        launches: tiles (int64 [T, 4]) and their settings.
+        direct_until: number of the last layer that ``decode_layer`` computes in this pass, with all before it; None
+            where modules do.
+        carried: what the layer before has left to be added to its output, [n, 1, hidden size].
+    """
+
+    addresses: Tensor | None = None
+    layer_rows: dict[int, int] = field(default_factory=dict)
+    page_size: int = 0
+    num_groups: int = 0
+    slots: Tensor | None = None
+    tables: Tensor | None = None
+    launches: list[tuple[Tensor, PagedConfig]] = field(default_factory=list)
+    direct_until: int | None = None
+    carried: Tensor | None = None
+    # Used by one layer after the other.
+    _parts: Parts = field(default_factory=Parts)
+    _out: Tensor | None = None
+
+    def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        addresses = self.addresses[self.layer_rows[layer_number]]
+        # All tokens are written first: a row may read what another one of this pass has just computed.
+        write_pages(key, value, addresses, self.slots)
+        if self._out is None:
+            # Zeros: rows without a tile stay so, and no NaN gets into the layers behind.
+            self._out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        for tiles, config in self.launches:
+            paged_attention(
+                query, self._out, addresses, self.num_groups, self.page_size, tiles, self.tables, scale, config,
+                self._parts,
+            )  # fmt: skip
+        return self._out
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """The rows of a pass on the host: row i appends ``counts[i]`` tokens behind ``starts[i]`` positions.
+
+    Attributes:
+        positions: int64 [n]. slots: int64 [n].
+        tables: the rows' page tables as far as they are needed, one behind the other.
+        table_begins: int64 [rows].
+    """
+
+    positions: np.ndarray
+    slots: np.ndarray
+    tables: np.ndarray
+    table_begins: np.ndarray
+
+
+def pass_rows(starts: np.ndarray, counts: np.ndarray, tables: Sequence[np.ndarray], page_size: int) -> PassRows:
+    """``tables``: each row's page table, with room for ``starts[i] + counts[i]`` positions."""
+    widths = -(-(starts + counts) // page_size)
+    flat = np.concatenate([table[:width] for table, width in zip(tables, widths.tolist(), strict=True)])
+    begins = np.cumsum(widths) - widths
+    first = np.cumsum(counts) - counts
+    positions = np.arange(counts.sum()) + np.repeat(starts - first, counts)
+    pages = flat[np.repeat(begins, counts) + positions // page_size]
+    return PassRows(positions, pages * page_size + positions % page_size, flat, begins)
+
+
+def paged_context(
+    cache: PagedCache, starts: np.ndarray, counts: np.ndarray, tables: Sequence[np.ndarray], shape: HeadShape
+) -> tuple[PagedContext, np.ndarray]:
+    """As ``decode_context.append_context``: the context of a pass, and the order of its rows."""
+    order = np.argsort(counts > LONGEST_SPLIT_RUN, kind="stable")
+    starts, counts = starts[order], counts[order]
+    rows = pass_rows(starts, counts, [tables[i] for i in order], cache.page_size)
+    arrays, configs = [rows.positions, rows.slots, rows.tables], []
+    short = int((counts <= LONGEST_SPLIT_RUN).sum())
+    for part in (slice(0, short), slice(short, None)):
+        if len(counts[part]):
+            run = int(counts[part].max())
+            configs.append(shape.config(run))
+            first = int(counts[: part.start].sum())
+            tile_tokens = shape.tile_tokens(run)
+            arrays.append(tiles_of(starts[part], counts[part], rows.table_begins[part], first, tile_tokens))
+    positions, slots, flat, *tiles = upload(arrays, cache.device)
+    launches = [(t.view(-1, TILE_FIELDS), config) for t, config in zip(tiles, configs, strict=True)]
+    context = PagedContext(
+        position_ids=positions, addresses=cache.addresses, layer_rows=cache.layer_rows, page_size=cache.page_size,
+        num_groups=shape.num_groups, slots=slots, tables=flat, launches=launches,
+    )  # fmt: skip
+    return context, order
+
+
+def static_tiles(starts: np.ndarray, counts: np.ndarray, rows: PassRows, tokens: int) -> np.ndarray:
+    """Tiles of at most ``tokens`` tokens of all ``rows``, int64 [T, 4]."""
+    return tiles_of(starts, counts, rows.table_begins, 0, tokens)
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as flat int64 tensors on the device, in one transfer without waiting for it."""
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int64, copy=False))
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    return list(packed.to(device, non_blocking=True).split([array.size for array in arrays]))
+
+
+class StaticPass:
+    """Inputs of a pass of at most ``num_tokens`` tokens in at most ``num_tiles`` tiles, at fixed addresses.
+
+    Attributes:
+        input_ids: int64 [1, num_tokens].
+        noise: float64 [num_tokens].
+        context: attends with what the fields hold when it runs.
+        words: int64, what ``pack`` gives: positions, slots, noise and tiles.
+    """
+
+    def __init__(
+        self, num_tokens: int, num_tiles: int, run: int, shape: HeadShape, page_size: int, tables: Tensor,
+        addresses: Tensor, layer_rows: dict[int, int],
+    ) -> None:  # fmt: skip
+        self.num_tokens, self.num_tiles = num_tokens, num_tiles
+        n, device = num_tokens, tables.device
+        self.input_ids = torch.zeros(1, n, dtype=torch.int64, device=device)
+        self.words = self.empty_words(1)[0]
+        self.words = torch.from_numpy(self.words).to(device)
+        self.noise = self.words[2 * n : 3 * n].view(torch.float64)
+        self.context = PagedContext(
+            position_ids=self.words[:n], addresses=addresses, layer_rows=layer_rows, page_size=page_size,
+            num_groups=shape.num_groups, slots=self.words[n : 2 * n], tables=tables,
+            launches=[(self.words[3 * n :].view(-1, TILE_FIELDS), shape.config(run))],
+        )  # fmt: skip
+
+    def empty_words(self, steps: int) -> np.ndarray:
+        """``words`` of so many passes on the host, with no token in any: int64 [steps, words]."""
+        n = self.num_tokens
+        words = np.zeros((steps, 3 * n + TILE_FIELDS * self.num_tiles), np.int64)
+        words[:, n : 2 * n] = -1
+        return words
+
+    def pack(
+        self, words: np.ndarray, positions: np.ndarray, slots: np.ndarray, noise: np.ndarray, tiles: np.ndarray
+    ) -> None:
+        """Fill ``words`` [steps, words] with positions, slots and noise [steps, n] and tiles [steps, T, 4]."""
+        n, tokens = self.num_tokens, positions.shape[1]
+        words[:, :tokens] = positions
+        words[:, n : n + tokens] = slots
+        words[:, 2 * n : 2 * n + tokens] = noise.view(np.int64)
+        words[:, 3 * n : 3 * n + TILE_FIELDS * tiles.shape[1]] = tiles.reshape(len(words), -1)

@@ -1,0 +1,173 @@
+"""One segment of the tree going through the model: its own tokens attend to its ancestors and to each other.
+
+The autograd function here is the only place where segments meet. Forward: the segment's K and V go to the pool, and
+its queries attend to [ancestors, own]. Backward: the ancestors' part of dK and dV is added to their accumulators in
+the pool, and the own part is returned to autograd together with what the segment's descendants left there before. A
+segment's backward is then an ordinary ``backward`` of its own graph; recomputation (Megatron's or a whole second
+forward) writes the same K and V again.
+
+Legend: N the segment's tokens, A its ancestors' tokens in earlier segments, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import dta_kernels.tree_attention.reference as reference
+from dta_kernels.tree_attention.plan import TreeAttentionPlan, local_key_end_on_device
+from megatron_dta.model.attention.context import AttentionContext
+from megatron_dta.model.attention.kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from dta_kernels.tree_attention.layer_cache import SharedByLayers
+
+
+@dataclass
+class SegmentContext(AttentionContext):
+    """A segment's place in the stream and in the pool.
+
+    Attributes:
+        pool: K/V pool of the rank's part of the model.
+        first_layer: index in the whole model of that part's first layer.
+        slots: the segment's own slots.
+        ancestor_slots: int64 [A], slots of the tokens on the root path that lie in earlier segments, in stream order.
+        query_index: int64 [N], stream indices of the segment's tokens.
+        key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
+        attention_plan: for the Triton kernels; None where the reference computes the attention.
+        runs_hooks: whether the hooks of all parameters must run in its backward: in the last of a pass through the
+            part, where replicas' gradients are reduced within it. Other backwards need not reach parameters whose
+            gradients go straight into their buffers.
+    """
+
+    pool: KVPool | None = None
+    first_layer: int = 0
+    slots: slice | None = None
+    ancestor_slots: Tensor | None = None
+    query_index: Tensor | None = None
+    key_index: Tensor | None = None
+    key_end: Tensor | None = None
+    attention_plan: TreeAttentionPlan | None = None
+    runs_hooks: bool = True
+
+    def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if query.shape[0] == 0:
+            # An empty segment: nothing is attended to, and every parameter still gets its gradient of zero.
+            return query + key.sum() + value.sum()
+        return _SegmentAttention.apply(query, key, value, self, layer_number - 1 - self.first_layer, scale)
+
+    def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of [ancestors, own] of one layer of the part, each [A + N, G, D]."""
+        keys_SGD, values_SGD = self.pool.keys_LSGD[layer], self.pool.values_LSGD[layer]
+        if self.ancestor_slots.shape[0] == 0:
+            return keys_SGD[self.slots], values_SGD[self.slots]
+        return keys_SGD.index_select(0, self.key_slots), values_SGD.index_select(0, self.key_slots)
+
+    def attend_by_kernels(
+        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output [N, heads, D] and log-sum-exp [heads, N] in one layer of the part, without autograd.
+
+        Args:
+            key: None where the keys stand in the pool already (``own_keys``).
+        """
+        # Here and not above: Triton need not be installed where the reference runs.
+        from dta_kernels.tree_attention.gather_keys import gather_keys
+        from dta_kernels.tree_attention.launch import tree_attention_forward
+
+        pool = self.pool.layers[layer]
+        if key is not None:
+            pool.keys[self.slots] = key
+        if self.ancestor_slots.shape[0]:
+            keys, values = self._gathered
+            gather_keys(pool.keys, pool.values, self.key_slots, (keys, values), value)
+        else:
+            keys, values = pool.keys[self.slots], pool.values[self.slots]
+            values.copy_(value)
+        return tree_attention_forward(query, keys, values, self.local_key_end, self.attention_plan, scale, self._shared)
+
+    def attention_gradients(
+        self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients by queries and own keys and values of ``attend_by_kernels``; the pool gets its ancestors'."""
+        from dta_kernels.tree_attention.gather_keys import gather_keys
+        from dta_kernels.tree_attention.launch import KeyGradients, tree_attention_backward
+
+        pool = self.pool.layers[layer]
+        if self.ancestor_slots.shape[0]:
+            keys, values = self._gathered
+            gather_keys(pool.keys, pool.values, self.key_slots, (keys, values))
+        else:
+            keys, values = pool.keys[self.slots], pool.values[self.slots]
+        into = KeyGradients(pool.grad_keys, pool.grad_values, self.key_slots)
+        plan, ends = self.attention_plan, self.local_key_end
+        return tree_attention_backward(grad_out, query, keys, values, out, lse, ends, plan, scale, into, self._shared)
+
+    def own_keys(self, layer: int) -> Tensor:
+        """Where the segment's keys [N, G, D] of one layer of the part stand in the pool."""
+        return self.pool.layers[layer].keys[self.slots]
+
+    @cached_property
+    def _gathered(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.pool.gathered
+        num_keys = self.key_slots.shape[0]
+        return keys[:num_keys], values[:num_keys]
+
+    @cached_property
+    def _shared(self) -> SharedByLayers:
+        from dta_kernels.tree_attention.layer_cache import SharedByLayers
+
+        return SharedByLayers()
+
+    @cached_property
+    def key_slots(self) -> Tensor:
+        """Slots of all keys, int64 [A + N]."""
+        own = torch.arange(self.slots.start, self.slots.stop, device=self.ancestor_slots.device)
+        return torch.cat([self.ancestor_slots, own])
+
+    @cached_property
+    def local_key_end(self) -> Tensor:
+        """``key_end`` int32 [A + N] in the kernels' terms."""
+        return local_key_end_on_device(self.query_index, self.key_end)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, segment: SegmentContext, layer: int, scale: float
+    ) -> Tensor:
+        if segment.attention_plan is not None:
+            out, lse = segment.attend_by_kernels(layer, query, key, value, scale)
+        else:
+            segment.pool.keys_LSGD[layer, segment.slots] = key
+            segment.pool.values_LSGD[layer, segment.slots] = value
+            keys, values = segment.keys_and_values(layer)
+            out, lse = reference.tree_attention_forward(
+                query, keys, values, segment.query_index, segment.key_index, segment.key_end, scale
+            )
+        # K and V stay in the pool until the segment's backward, so only queries, output and log-sum-exp are saved.
+        ctx.save_for_backward(query, out, lse)
+        ctx.segment, ctx.layer, ctx.scale = segment, layer, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        query, out, lse = ctx.saved_tensors
+        segment, layer, pool = ctx.segment, ctx.layer, ctx.segment.pool
+        if segment.attention_plan is not None:
+            return *segment.attention_gradients(layer, grad_out, query, out, lse, ctx.scale), None, None, None
+        keys, values = segment.keys_and_values(layer)
+        dq, dk, dv = reference.tree_attention_backward(
+            grad_out, query, keys, values, out, lse, segment.query_index, segment.key_index, segment.key_end, ctx.scale
+        )
+        num_ancestors = segment.ancestor_slots.shape[0]
+        # Slots are distinct, so the scatter is deterministic on a GPU too.
+        pool.grad_keys_LSGD[layer].index_add_(0, segment.ancestor_slots, dk[:num_ancestors])
+        pool.grad_values_LSGD[layer].index_add_(0, segment.ancestor_slots, dv[:num_ancestors])
+        grad_key = dk[num_ancestors:] + pool.grad_keys_LSGD[layer, segment.slots]
+        grad_value = dv[num_ancestors:] + pool.grad_values_LSGD[layer, segment.slots]
+        return dq, grad_key.to(query.dtype), grad_value.to(query.dtype), None, None, None

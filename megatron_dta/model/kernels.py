@@ -1,0 +1,51 @@
+"""Whether Triton kernels run here: the rule behind every flag that chooses between them and plain PyTorch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from megatron_dta.common.errors import InputError
+
+
+def choose_triton(flag: str, impl: str, device: torch.device, refusal: str | None) -> bool:
+    """Whether the Triton kernels run, rather than the reference.
+
+    Args:
+        flag: its name, for messages.
+        impl: "triton", "reference", or "auto": Triton on a CUDA device wherever its kernels take the inputs.
+        refusal: what the kernels take and was not given; None if they take the inputs.
+
+    Raises:
+        InputError: "triton" where it cannot run.
+    """
+    if impl not in ("auto", "triton", "reference"):
+        raise InputError(f"{flag} {impl}: choose one of auto, triton, reference")
+    if impl == "reference" or (impl == "auto" and device.type != "cuda"):
+        return False
+    if refusal is None and find_spec("triton") is None:
+        refusal = ": Triton is not installed; install it (pip install triton) or use reference"
+    if refusal is not None:
+        if impl == "auto":
+            return False
+        raise InputError(f"{flag} triton{refusal}")
+    if device.type != "cuda":
+        from dta_kernels.tree_attention.launch import interpreted
+
+        if not interpreted():
+            raise InputError(
+                f"{flag} triton needs a CUDA GPU; use auto or reference, or, to test on a CPU, Triton's interpreter "
+                "(environment variable TRITON_INTERPRET=1)"
+            )
+    return True
+
+
+def choose_fused_layers(impl: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether layers are built on the fused kernels (``fused_layer``), see ``choose_triton``."""
+    refusal = None
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        refusal = (
+            f" takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}; use auto or reference"
+        )
+    return choose_triton("--fused-layer-impl", impl, device, refusal)

@@ -1,0 +1,1 @@
+"""Transformer layers: fused, with adapters, of Transformer Engine, and for decoding."""

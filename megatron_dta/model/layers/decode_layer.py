@@ -1,0 +1,57 @@
+"""A whole transformer layer of a decoding pass: the kernels and products of ``direct_layer``'s forward, and no modules.
+
+A decoding pass is short, so what counts is how many kernels it has, and without a CUDA graph how long the host takes to
+launch them. The addition of a layer's last branch to the stream goes with the next layer's norm: the context carries
+the branch there, and the last layer adds it up itself. Numbers are the modules' own, bit for bit.
+
+It takes what ``direct_layer`` takes, gradient buffers or not, and either all layers of a part of the model or none.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Module
+
+from dta_kernels.layers.qkv_rope import qkv_rope_into, values_of
+from dta_kernels.layers.rms_norm import rms_norm_forward
+from dta_kernels.layers.swiglu import swiglu_into
+from megatron_dta.model.attention.paged_context import PagedContext
+from megatron_dta.model.layers.fused_autograd_layer import DirectLayer, product
+
+
+class DecodeLayer:
+    """The weights of a layer in the plain case, for passes over pages.
+
+    Args:
+        layer: a ``FusedLayer`` for which ``has_plain_modules`` holds.
+    """
+
+    def __init__(self, layer: Module) -> None:
+        self._weights, self._layer_number = DirectLayer(layer), layer.layer_number
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody has put a hook to its modules."""
+        return not any(self._weights.hooks)
+
+    def __call__(self, x: Tensor, context: PagedContext) -> Tensor:
+        """Output [n, 1, C] of the layer for ``x`` [n, 1, C]; without the last branch where the context carries that."""
+        own = self._weights
+        (N, _, C), (G, P, D), (cos, sin) = x.shape, own.layout, context.rotary_tables
+        normed, stream, _ = rms_norm_forward(x, own.norms[0], own.eps[0], context.carried)
+        mixed = product(normed.view(N, C), own.qkv, own.biases[0])
+        query, key = x.new_empty(N, G * P, D), x.new_empty(N, G, D)
+        q_weight, k_weight = own.head_norms or (None, None)
+        qkv_rope_into(mixed, cos, sin, q_weight, k_weight, own.layout, own.head_eps, query, key)
+        out = context.attend(self._layer_number, query, key, values_of(mixed, own.layout), own.scale)
+        branch = product(out.view(N, -1), own.proj, own.biases[1])
+        normed, stream, _ = rms_norm_forward(stream, own.norms[1], own.eps[1], branch.view(N, 1, C))
+        gated = product(normed.view(N, C), own.fc1, own.biases[2])
+        active = gated.new_empty(N, gated.shape[1] // 2)
+        swiglu_into(gated, active)
+        branch = product(active, own.fc2, own.biases[3]).view(N, 1, C)
+        if self._layer_number == context.direct_until:
+            context.carried = None
+            return branch.add_(stream)
+        context.carried = branch
+        return stream

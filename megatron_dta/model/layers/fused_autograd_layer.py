@@ -1,0 +1,225 @@
+"""A whole transformer layer as one autograd function, where nothing but the plain case has to be provided for.
+
+A layer made of modules costs the host more time than a GPU takes for a few thousand tokens: some ten autograd functions
+with their hooks, a dozen calls of modules, a reduction, a conversion and an addition for every norm's weight. Here the
+same kernels and products follow each other in one forward and one backward, in the order in which ``fused_layer`` and
+autograd run them; outputs and gradients are the same bit for bit but for those of the norms' weights, which are added
+up in float32 straight in Megatron's buffers (``main_grad``), like those of the linear layers. What is kept for the
+backward is what ``fused_layer`` says.
+
+The plain case: training of a dense model with RMSNorm and SwiGLU on one tensor rank, every parameter in a gradient
+buffer and none frozen, no adapters, no hooks at the modules, Triton kernels for the attention. Autograd does not know
+of the parameters here, so their hooks, with which Megatron adds up gradients over the replicas, do not run. They have
+something to do in a pass's last backward only, if sums over the replicas overlap with it (``--overlap-grad-reduce``),
+and there in an order that is the same on all ranks: its segment goes through the modules then, like everything that is
+not the plain case.
+
+Legend: N tokens, C hidden size, W width of the mixed QKV, G key/value heads, P query heads of a group, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from dta_kernels.layers.partial_sums import add_partial_sums
+from dta_kernels.layers.qkv_rope import qkv_rope_into, qkv_rope_partial_gradients, queries_again, values_of
+from dta_kernels.layers.rms_norm import rms_norm_again, rms_norm_forward, rms_norm_partial_gradients
+from dta_kernels.layers.swiglu import swiglu_backward, swiglu_into
+from dta_kernels.layers.weight_gradients import add_weight_gradient
+from megatron_dta.model.attention.context import AttentionContext
+from megatron_dta.model.attention.segment_context import SegmentContext
+from megatron_dta.model.layers.fused_norm import FusedRMSNorm
+from megatron_dta.model.main_grad import MainGradColumnParallelLinear, MainGradRowParallelLinear, main_grad_of
+
+_LINEAR = (MainGradColumnParallelLinear, MainGradRowParallelLinear)
+# PyTorch's tables of a module's hooks; where a version has other names, all goes through the modules.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class DirectLayer:
+    """The weights of a layer in the plain case, and its two passes.
+
+    Args:
+        layer: a ``FusedLayer`` for which ``is_plain`` holds.
+    """
+
+    def __init__(self, layer: Module) -> None:
+        attention, mlp, norms = layer.self_attention, layer.mlp, (layer.input_layernorm, layer.pre_mlp_layernorm)
+        self.layout, self.has_norms = attention.layout, attention.has_norms
+        self.index = layer.layer_number - 1
+        self.scale = attention.core_attention.softmax_scale
+        self.norms, self.eps = tuple(norm.weight for norm in norms), tuple(norm.eps for norm in norms)
+        self.head_norms = (attention.q_layernorm.weight, attention.k_layernorm.weight) if self.has_norms else ()
+        self.head_eps = attention.q_layernorm.eps if self.has_norms else 0.0
+        linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+        self.qkv, self.proj, self.fc1, self.fc2 = (each.weight for each in linear)
+        self.biases = tuple(each.bias for each in linear)
+        self.parameters = tuple(layer.parameters())
+        modules = (layer.self_attention, mlp, *norms, *linear, attention.core_attention)
+        modules += (attention.q_layernorm, attention.k_layernorm) if self.has_norms else ()
+        self.hooks = tuple(getattr(module, name) for module in modules for name in _HOOKS)
+
+    def takes(self, hidden: Tensor, context: AttentionContext) -> bool:
+        """Whether this pass is in the plain case too."""
+        return (
+            isinstance(context, SegmentContext)
+            and context.attention_plan is not None
+            and context.rotary_tables is not None
+            and context.position_ids.shape[0] == hidden.shape[0]
+            and hidden.is_contiguous()
+            and (not torch.is_grad_enabled() or (hidden.requires_grad and not context.runs_hooks))
+            and all(parameter.requires_grad for parameter in self.parameters)
+            and not any(self.hooks)
+        )
+
+    def __call__(self, hidden: Tensor, context: SegmentContext) -> Tensor:
+        """Output [N, 1, C] of the layer for ``hidden`` [N, 1, C]."""
+        return _Layer.apply(hidden, self, context) if torch.is_grad_enabled() else self.forward(hidden, context)[0]
+
+    def forward(self, x: Tensor, context: SegmentContext) -> tuple[Tensor, _Kept]:
+        """The layer's output, and what ``backward`` needs."""
+        (N, _, C), (G, P, D) = x.shape, self.layout
+        cos, sin = context.rotary_tables
+        normed, _, rstd = rms_norm_forward(x, self.norms[0], self.eps[0])
+        mixed = product(normed.view(N, C), self.qkv, self.biases[0])
+        query, layer = x.new_empty(N, G * P, D), self.index - context.first_layer
+        q_weight, k_weight = self.head_norms or (None, None)
+        keys = context.own_keys(layer)
+        qkv_rope_into(mixed, cos, sin, q_weight, k_weight, self.layout, self.head_eps, query, keys)
+        out, lse = context.attend_by_kernels(layer, query, None, values_of(mixed, self.layout), self.scale)
+        branch = product(out.view(N, -1), self.proj, self.biases[1])
+        normed, stream, stream_rstd = rms_norm_forward(x, self.norms[1], self.eps[1], branch.view(N, 1, C))
+        gated = product(normed.view(N, C), self.fc1, self.biases[2])
+        active = gated.new_empty(N, gated.shape[1] // 2)
+        swiglu_into(gated, active)
+        output = product(active, self.fc2, self.biases[3]).view(N, 1, C).add_(stream)
+        return output, _Kept(x, rstd, mixed, out, lse, stream, stream_rstd, gated)
+
+    def backward(self, grad: Tensor, kept: _Kept, context: SegmentContext) -> Tensor:
+        """The gradient by the layer's input; those by the parameters are added to their buffers.
+
+        What is not needed any more is freed at once: in front of the attention, whose tiles of scores are the largest
+        of the pass, only the gradients by the residual stream and by the attention's output are left
+        (``planning.segment_bytes`` counts them).
+        """
+        x, stream, mixed, gated, out = kept.x, kept.stream, kept.mixed, kept.gated, kept.out
+        (N, _, C), layer = x.shape, self.index - context.first_layer
+        qkv_bias, proj_bias, fc1_bias, fc2_bias = self.biases
+        grad_rows = grad.reshape(N, C)
+        active = gated.new_empty(N, gated.shape[1] // 2)
+        swiglu_into(gated, active)
+        grad_gated = swiglu_backward(_backward(grad_rows, active, self.fc2, fc2_bias), gated)
+        del active
+        normed = torch.empty_like(x)
+        rms_norm_again(stream, kept.stream_rstd, self.norms[1], normed)
+        grad_normed = _backward(grad_gated, normed.view(N, C), self.fc1, fc1_bias)
+        del grad_gated, normed
+        grad_stream, mlp_norm = rms_norm_partial_gradients(
+            grad_normed.view(N, 1, C), grad_rows, stream, kept.stream_rstd, self.norms[1]
+        )
+        del grad_normed
+        grad_out = _backward(grad_stream.view(N, C), out.view(N, -1), self.proj, proj_bias).view(out.shape)
+        q_weight, k_weight = self.head_norms or (None, None)
+        query, (cos, sin) = torch.empty_like(out), context.rotary_tables
+        queries_again(mixed, cos, sin, q_weight, self.layout, self.head_eps, query)
+        grads = context.attention_gradients(layer, grad_out, query, out, kept.lse, self.scale)
+        del query, grad_out
+        grad_mixed, head_norms = qkv_rope_partial_gradients(
+            *grads, mixed, cos, sin, q_weight, k_weight, self.layout, self.head_eps
+        )
+        del grads
+        normed = torch.empty_like(x)
+        rms_norm_again(x, kept.rstd, self.norms[0], normed)
+        grad_normed = _backward(grad_mixed, normed.view(N, C), self.qkv, qkv_bias)
+        del grad_mixed, normed
+        grad_x, input_norm = rms_norm_partial_gradients(
+            grad_normed.view(N, 1, C), grad_stream, x, kept.rstd, self.norms[0]
+        )
+        add_partial_sums(_buffers(self.norms), (input_norm, mlp_norm))
+        if self.has_norms:
+            add_partial_sums(_buffers(self.head_norms), head_norms)
+        return grad_x
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a layer keeps of a pass: its input, the stream after the attention with the norms' statistics, the mixed
+    QKV, the attention's output and log-sum-exp, and the first product of the feed-forward layer.
+    """
+
+    x: Tensor
+    rstd: Tensor
+    mixed: Tensor
+    out: Tensor
+    lse: Tensor
+    stream: Tensor
+    stream_rstd: Tensor
+    gated: Tensor
+
+
+class _Layer(torch.autograd.Function):
+    """Tensors are kept beside autograd, so that they are free when the layer's backward is done and not the graph's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: DirectLayer, context: SegmentContext) -> Tensor:
+        ctx.layer, ctx.context = layer, context
+        output, ctx.kept = layer.forward(x, context)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        kept, ctx.kept = ctx.kept, None
+        if kept is None:
+            raise RuntimeError("a layer's backward can run once: what it needs is freed then")
+        return ctx.layer.backward(grad, kept, ctx.context), None, None
+
+
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``rows @ weight.T + bias``, rounded after each of the two."""
+    product = torch.mm(rows, weight.t())
+    return product if bias is None else product.add_(bias)
+
+
+def _backward(grad_rows: Tensor, rows: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
+    """The gradient by the input of a product with ``weight``; those by weight and bias are added to their buffers."""
+    grad = torch.mm(grad_rows, weight)
+    add_weight_gradient(weight.main_grad, grad_rows, rows)
+    if bias is not None:
+        bias.main_grad.add_(grad_rows.sum(0))
+    return grad
+
+
+def _buffers(weights: tuple[Parameter, ...]) -> tuple[Tensor, ...]:
+    return tuple(weight.main_grad for weight in weights)
+
+
+def has_plain_modules(layer: Module) -> bool:
+    """Whether a ``FusedLayer`` with SwiGLU consists of modules whose forward ``DirectLayer`` computes."""
+    if layer.config.tensor_model_parallel_size > 1 or not all(hasattr(layer, name) for name in _HOOKS):
+        return False
+    attention, mlp, norms = layer.self_attention, layer.mlp, (layer.input_layernorm, layer.pre_mlp_layernorm)
+    linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    return (
+        all(type(each) in (*_LINEAR, ColumnParallelLinear, RowParallelLinear) for each in linear)
+        and all(type(norm) is FusedRMSNorm for norm in norms)
+        and attention.is_fused
+    )
+
+
+def is_plain(layer: Module) -> bool:
+    """Whether the layer is one that ``DirectLayer`` computes, with all its gradient buffers in place."""
+    if not has_plain_modules(layer):
+        return False
+    attention, mlp = layer.self_attention, layer.mlp
+    linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    return (
+        all(type(each) in _LINEAR for each in linear)
+        and not attention.checkpoint_core_attention
+        and all(main_grad_of(parameter) is not None for parameter in layer.parameters())
+    )

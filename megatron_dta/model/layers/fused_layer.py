@@ -1,0 +1,126 @@
+"""A transformer layer on fused kernels: additions to the residual stream go with the norms, SwiGLU is one kernel.
+
+Per token a layer keeps its input, the mixed QKV, the attention's output, the stream after it, and the first product of
+the feed-forward layer; the rest is computed again in the backward (``rematerialize``). Parameters, linear layers and
+their communication are Megatron's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from dta_kernels.experts.row_sums import sum_rows
+from dta_kernels.layers.swiglu import swiglu, swiglu_into
+from megatron_dta.config import ModelConfig
+from megatron_dta.model.activation import is_swiglu
+from megatron_dta.model.attention.context import check_context
+from megatron_dta.model.attention.paged_context import PagedContext
+from megatron_dta.model.experts.fused_experts import FusedGroupedExperts
+from megatron_dta.model.experts.grouped_experts import GroupedExperts
+from megatron_dta.model.experts.router import RoutedLayer
+from megatron_dta.model.experts.spec import replace_experts
+from megatron_dta.model.experts.token_dispatcher import TreeDispatcher
+from megatron_dta.model.layers.decode_layer import DecodeLayer
+from megatron_dta.model.layers.fused_attention import FusedSelfAttention
+from megatron_dta.model.layers.fused_autograd_layer import DirectLayer, has_plain_modules, is_plain
+from megatron_dta.model.layers.fused_norm import FusedRMSNorm
+from megatron_dta.model.layers.rematerialize import call_without_keeping_input, mark_recomputable
+
+
+def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
+    """Put the fused modules into the spec of a block, wherever they compute what Megatron's would.
+
+    LayerNorm stays Megatron's; so do experts that are not grouped, whose layers get the norms and the attention.
+    """
+    has_fused_norm = model.normalization == "RMSNorm"
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.module = FusedSelfAttention
+        if has_fused_norm:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = FusedRMSNorm
+        if layer.module is TransformerLayer:
+            layer.module = FusedLayer
+        elif layer.module is RoutedLayer:
+            layer.module = FusedRoutedLayer
+        replace_experts(layer, GroupedExperts, FusedGroupedExperts)
+    if has_fused_norm:
+        spec.layer_norm = FusedRMSNorm
+
+
+class _FusedDispatcher(TreeDispatcher):
+    sum_rows = staticmethod(sum_rows)
+
+
+class FusedRoutedLayer(RoutedLayer):
+    """A layer with experts whose dispatcher runs on the kernels."""
+
+    dispatcher = _FusedDispatcher
+
+
+class FusedLayer(TransformerLayer):
+    """Megatron's layer without experts and dropout; the same submodules, or in the plain case ``direct_layer``."""
+
+    direct: DirectLayer | None = None
+    decoding: DecodeLayer | None = None
+
+    @property
+    def decodes_directly(self) -> bool:
+        """Whether ``decode_layer`` can take its passes over pages."""
+        if self.decoding is None and is_swiglu(self.config) and has_plain_modules(self):
+            self.decoding = DecodeLayer(self)
+        return self.decoding is not None and self.decoding.is_free
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: object = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Output [n, 1, hidden size] of the layer, and no context of a cross-attention."""
+        context = check_context(packed_seq_params)
+        if isinstance(context, PagedContext) and context.direct_until is not None:
+            return self.decoding(hidden_states, context), None
+        # Gradient buffers come after the layer is built; with them it is complete.
+        if self.direct is None and is_swiglu(self.config) and is_plain(self):
+            self.direct = DirectLayer(self)
+        if self.direct is not None and self.direct.takes(hidden_states, context):
+            return self.direct(hidden_states, context), None
+        normed, residual = _normed(self.input_layernorm, hidden_states)
+        branch = self.self_attention(
+            normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
+        normed, residual = _normed(self.pre_mlp_layernorm, residual, _with_bias(branch))
+        branch = feed_forward(self.mlp, normed)
+        return residual + _with_bias(branch), None
+
+
+def feed_forward(mlp: MLP, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Output and bias of Megatron's ``mlp``, through the SwiGLU kernel where that is its activation."""
+    if not is_swiglu(mlp.config):
+        return call_without_keeping_input(mlp, hidden_states)
+    gated = _with_bias(call_without_keeping_input(mlp.linear_fc1, hidden_states))
+    active = mark_recomputable(swiglu(gated), partial(swiglu_into, gated.detach()))
+    return call_without_keeping_input(mlp.linear_fc2, active)
+
+
+def _normed(norm: torch.nn.Module, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``(normed, residual)`` of ``x``, or of ``x + added``."""
+    if isinstance(norm, FusedRMSNorm):
+        return norm.with_residual(x, added)
+    residual = x if added is None else x + added
+    return norm(residual), residual
+
+
+def _with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
+    """A linear layer's output with the bias that it has left to its caller."""
+    value, bias = output
+    return value if bias is None else value + bias

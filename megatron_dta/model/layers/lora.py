@@ -1,0 +1,204 @@
+"""LoRA adapters (arXiv 2106.09685) beside Megatron's linear layers, whose own weights are frozen.
+
+An adapter of a linear layer ``y = W x`` adds ``alpha / rank * B A x``, with A [rank, inputs] drawn and B
+[outputs, rank] zero at first, so that the first step's model is the base, bit for bit. It is a child of the module that
+has the linear layer (``linear_qkv_adapter`` beside ``linear_qkv``) and adds to its output by a forward hook: the layer
+itself, whatever its class, its name and its place in checkpoints stay as they are.
+
+Tensor parallelism divides what the linear layer divides: B's rows of a column-parallel layer, A's columns of a
+row-parallel one. What the ranks exchange is A x, ``rank`` numbers a token. The undivided matrix is the same on every
+rank; under sequence parallelism each rank has the gradient of its tokens, and Megatron adds them up (the mark
+``sequence_parallel``). Megatron-Core itself has no LoRA.
+
+Legend: R rank, I inputs, O outputs, of the rank's part where they are divided.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_dta.config import ModelConfig
+from megatron_dta.model.layers.transformer_engine import TreeTELinear
+
+SUFFIX = "_adapter"
+
+
+class LoraAdapter(torch.nn.Module):
+    """The adapter of one linear layer.
+
+    Args:
+        linear: what it adapts; Megatron's linear layer or Transformer Engine's.
+        is_gated: whether the outputs are two matrices one below the other (gate and up projection).
+        seed: of A.
+
+    Attributes:
+        lora_A, lora_B: the trained matrices [R, I] and [O, R].
+        scale: of their product.
+        enabled: False leaves the linear layer's output as it is.
+    """
+
+    def __init__(
+        self,
+        linear: torch.nn.Module,
+        config: TransformerConfig,
+        rank: int,
+        alpha: float,
+        is_gated: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.scale, self.enabled = alpha / rank, True
+        is_expert = getattr(linear, "is_expert", False)
+        self._is_column, self._is_gated = bool(_is_column_parallel(linear)), is_gated
+        self._group, size, place = linear.tp_group, linear.tp_group.size(), linear.tp_group.rank()
+        if is_expert and size > 1:
+            raise ValueError("an expert that several ranks share cannot be adapted")
+        # Experts get the tokens that they need from the dispatcher, not from the sequence-parallel ranks.
+        self._is_divided = size > 1
+        self._sequence_parallel = config.sequence_parallel and self._is_divided
+        outputs, inputs = linear.weight.shape
+        whole = _uniform(rank, inputs if self._is_column else inputs * size, seed)
+        first = whole if self._is_column else whole[:, place * inputs : (place + 1) * inputs]
+        weight = linear.weight
+        self.lora_A = torch.nn.Parameter(first.to(device=weight.device, dtype=weight.dtype, copy=True).contiguous())
+        self.lora_B = torch.nn.Parameter(torch.zeros(outputs, rank, device=weight.device, dtype=weight.dtype))
+        divided, same = (self.lora_B, self.lora_A) if self._is_column else (self.lora_A, self.lora_B)
+        same.sequence_parallel = self._sequence_parallel
+        for matrix in (divided, same):
+            # Megatron takes what is not marked as parallel for the same on all tensor ranks and counts it once in the
+            # gradient's norm; experts that are not divided may be other ones on each of them.
+            is_parallel = is_expert or (self._is_divided and matrix is divided)
+            tensor_parallel.set_tensor_model_parallel_attributes(matrix, is_parallel, 0 if self._is_column else 1, 1)
+            # Megatron reduces the gradients of experts over the ranks that have the same ones.
+            matrix.allreduce = getattr(weight, "allreduce", True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What is added to the linear layer's output for ``inputs`` [..., I], in that output's form."""
+        inner = F.linear(inputs, self.lora_A)
+        if self._is_divided:
+            inner = self._exchange(inner)
+        return F.linear(inner * self.scale, self.lora_B)
+
+    def _exchange(self, inner: Tensor) -> Tensor:
+        group = self._group
+        if self._is_column and self._sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(inner, group=group)
+        if self._is_column:
+            return tensor_parallel.copy_to_tensor_model_parallel_region(inner, group=group)
+        if self._sequence_parallel:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(inner, group=group)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(inner, group=group)
+
+    def add_to(self, linear: torch.nn.Module, arguments: tuple, output: tuple[Tensor, Tensor | None]) -> tuple | None:
+        """Forward hook of the linear layer, which returns its output and a bias that is added later."""
+        if not self.enabled:
+            return None
+        return output[0] + self(arguments[0]), output[1]
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """``weight`` [O, I] of the linear layer with the adapter added to it, in at least float32."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return torch.addmm(weight.to(dtype), self.lora_B.to(dtype), self.lora_A.to(dtype), alpha=self.scale)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The rank's parts for Megatron's distributed checkpoints, which load on any mesh."""
+        metadata = metadata or {}
+        replicas = metadata.get("dp_cp_group") or parallel_state.get_data_parallel_group(with_context_parallel=True)
+        state = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),  # the optimizer finds its parameters by identity
+            prefix,
+            {"lora_B": 0} if self._is_column else {"lora_A": 1},
+            sharded_offsets,
+            tp_group=self._group,
+            dp_cp_group=replicas,
+        )
+        if self._is_gated:
+            name, single = f"{prefix}lora_B", metadata.get("singleton_local_shards", False)
+            state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets, single)
+        return state
+
+
+def _is_column_parallel(linear: torch.nn.Module) -> bool | None:
+    """Whether the tensor ranks divide a linear layer's outputs, and not its inputs; None if it is no such layer."""
+    if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+        return isinstance(linear, ColumnParallelLinear)
+    return linear.parallel_mode == "column" if isinstance(linear, TreeTELinear) else None
+
+
+def _uniform(rank: int, inputs: int, seed: int) -> Tensor:
+    """A's first weights, float32 [R, I]: uniform, as PyTorch draws a linear layer's and PEFT this one's."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(rank, inputs).uniform_(-1, 1, generator=generator) / math.sqrt(inputs)
+
+
+def add_adapters(part: torch.nn.Module, model: ModelConfig, seed: int) -> None:
+    """Freeze the weights of ``part``, a model or a pipeline stage's part of one, and give it ``model``'s adapters.
+
+    First weights depend on ``seed`` and on the linear layer's name in the whole model alone: they are the same on every
+    mesh.
+    """
+    part.requires_grad_(False)
+    for layer in part.decoder.layers:
+        for path, linear in list(layer.named_modules()):
+            owner, _, name = path.rpartition(".")
+            if name not in model.lora_target_modules:
+                continue
+            if _is_column_parallel(linear) is None:
+                raise TypeError(f"{path} is a {type(linear).__name__}, which no adapter can be added to")
+            place = f"{layer.layer_number - 1}.{_name_in_all_experts(path, part.config)}"
+            digest = hashlib.sha256(f"{seed} {place}".encode()).digest()
+            adapter = LoraAdapter(
+                linear,
+                part.config,
+                model.lora_rank,
+                model.lora_alpha,
+                is_gated=model.swiglu and name == "linear_fc1",
+                seed=int.from_bytes(digest[:7], "little"),
+            )
+            layer.get_submodule(owner).add_module(name + SUFFIX, adapter)
+            linear.register_forward_hook(adapter.add_to)
+
+
+def _name_in_all_experts(path: str, config: TransformerConfig) -> str:
+    """``path`` with an expert's number in the whole model."""
+    before, found, after = path.partition(".local_experts.")
+    if not found:
+        return path
+    number, _, rest = after.partition(".")
+    own = config.num_moe_experts // config.expert_model_parallel_size
+    first = own * parallel_state.get_expert_model_parallel_rank()
+    return f"{before}{found}{int(number) + first}.{rest}"
+
+
+def adapters_of(parts: Sequence[torch.nn.Module]) -> Iterator[LoraAdapter]:
+    """All adapters of a rank's parts of a model."""
+    return (module for part in parts for module in part.modules() if isinstance(module, LoraAdapter))
+
+
+@contextmanager
+def without_adapters(parts: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within, the model is its base. For passes without gradients."""
+    adapters = list(adapters_of(parts))
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True

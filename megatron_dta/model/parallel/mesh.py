@@ -1,0 +1,309 @@
+"""Megatron's process mesh: which ranks share a layer (tensor), the stack of layers (pipeline), or neither (data).
+
+The tensor and pipeline sizes are settings, the data size is what remains of the processes. The ranks of a tensor group
+hold parts of the same weights and those of a pipeline group other layers; together they are a replica of the model and
+run the same segments. Data-parallel ranks hold the same weights and run segments of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import ProcessGroup
+
+from megatron_dta import cpu_compat
+from megatron_dta.config import ParallelConfig
+from megatron_dta.config.checks.all import check_world_size
+from megatron_dta.model.parallel.stage_channels import forget_stage_channels, make_stage_channels
+
+# Groups for objects on the host, of all ranks and of the replica's; made by ``initialize_parallel``.
+_host_group: ProcessGroup | None = None
+_replica_group: ProcessGroup | None = None
+# Of this rank and its counterparts on the data-parallel ranks that share experts.
+_expert_group: ProcessGroup | None = None
+_initial_seed = 0
+_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands, and exchange of small objects on the host (losses, rollouts, flags).
+
+    Attributes:
+        rank, world_size: place among all processes.
+        tensor_rank, tensor_size: place among the ranks that share every layer.
+        pipeline_rank, pipeline_size: the rank's stage among the stages that share the stack of layers.
+        data_rank, data_size: place among the ranks that train other sequences.
+        data_group, host_group: gloo groups of those ranks and of all; None where there is only one rank.
+        replica_group: gloo group of the ranks that hold one replica of the model; None if the model is on one rank.
+        expert_data_ranks: data-parallel ranks that share experts, this one among them: they must run in step.
+        expert_group: gloo group of this rank's counterparts on them; None where it is alone.
+    """
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+    data_group: ProcessGroup | None
+    host_group: ProcessGroup | None
+    replica_group: ProcessGroup | None
+    expert_data_ranks: tuple[int, ...]
+    expert_group: ProcessGroup | None
+
+    def gather_over_data(self, value: Any) -> list[Any]:
+        """``value`` of every data-parallel rank, in their order, on every one of them."""
+        return _gather(value, self.data_size, self.data_group)
+
+    def gather_from_all(self, value: Any) -> list[Any]:
+        """``value`` of every process, in their order, on every one of them."""
+        return _gather(value, self.world_size, self.host_group)
+
+    def gather_over_replica(self, value: Any) -> list[Any]:
+        """``value`` of every process that holds a part of this replica of the model, on every one of them."""
+        return _gather(value, self.tensor_size * self.pipeline_size, self.replica_group)
+
+    def gather_over_experts(self, value: Any) -> list[Any]:
+        """``value`` of every data-parallel rank that shares experts with this one, in their order."""
+        return _gather(value, len(self.expert_data_ranks), self.expert_group)
+
+    def gather_over_stages(self, value: Any) -> list[list[Any]]:
+        """``value`` of every stage of every replica, of the first rank of the stage's tensor group, on every process.
+
+        The outer list is in the order of the replicas, the inner ones in that of the stages.
+        """
+        if self.pipeline_size == 1:
+            return [[part] for part in self.gather_over_data(value)]
+        place = (self.data_rank, self.pipeline_rank)
+        parts = self.gather_from_all((place, value) if self.tensor_rank == 0 else None)
+        by_place = dict(part for part in parts if part is not None)
+        return [
+            [by_place[data_rank, stage] for stage in range(self.pipeline_size)] for data_rank in range(self.data_size)
+        ]
+
+    def from_last_stage(self, value: Any) -> Any:
+        """``value`` of the last pipeline stage, on every process of the replica."""
+        is_source = self.pipeline_rank == self.pipeline_size - 1 and self.tensor_rank == 0
+        return next(part for part in self.gather_over_replica(value if is_source else None) if part is not None)
+
+    def gather_from_replicas(self, value: Any) -> list[Any]:
+        """``value`` of the first rank of each replica, on every process: the others' need not be the same."""
+        is_first = self.tensor_rank == 0 and self.pipeline_rank == 0
+        parts = self.gather_from_all((self.data_rank, value) if is_first else None)
+        return [part for _, part in sorted((part for part in parts if part is not None), key=lambda part: part[0])]
+
+    def from_first(self, value: Any) -> Any:
+        """``value`` of rank 0, on every process: the others' is not looked at."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0, group=self.host_group, device=torch.device("cpu"))
+        return values[0]
+
+    def wait_for_all(self) -> None:
+        """Return when every process has come here."""
+        if self.world_size > 1:
+            torch.distributed.barrier(self.host_group)
+
+
+def _gather(value: Any, size: int, group: ProcessGroup | None) -> list[Any]:
+    parts = [value] * size
+    if size > 1:
+        torch.distributed.all_gather_object(parts, value, group=group)
+    return parts
+
+
+def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> torch.device:
+    """Set up torch.distributed (if the launcher has not), Megatron's mesh and its random states for this process.
+
+    Without torchrun's environment variables a group of one process is made in memory, with no network port. On a CPU
+    the random state decides the weights, and ``seed`` is the same on every rank: so are the weights, whatever the
+    tensor size.
+
+    Args:
+        parallel: sizes of the mesh, by default all 1.
+
+    Returns:
+        The device of this process: its CUDA GPU (by LOCAL_RANK) where there is one, else the CPU.
+
+    Raises:
+        InputError: the processes cannot be divided as asked.
+    """
+    parallel = parallel or ParallelConfig()
+    cpu_compat.install()
+    # From 0.19 on every GPTModel announces its successor; ``provider`` is where that change will be made.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    if not torch.distributed.is_initialized():
+        _initialize_process_group("nccl" if has_cuda else "gloo", parallel.timeout)
+    check_world_size(parallel, torch.distributed.get_world_size())
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+            high_priority_stream_groups=_high_priority_groups(parallel),
+            **_sizes(parallel),
+        )
+    elif _sizes_of_mesh() != _sizes(parallel):
+        raise ValueError(f"the mesh exists already, with {_sizes_of_mesh()}; destroy it first (destroy_parallel)")
+    _make_host_groups(parallel.timeout)
+    make_stage_channels(_host_group, parallel.timeout)
+    _make_expert_group(parallel.timeout)
+    global _initial_seed
+    _initial_seed = seed
+    # Stages draw different layers; the ranks of a tensor group draw the whole layer and keep their parts.
+    torch.manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    # The inference tracker is a plain one without CUDA states: all there is to do where nothing is drawn from it.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not has_cuda, force_reset_rng=True)
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+
+
+def initial_seed() -> int:
+    """The seed that ``initialize_parallel`` was given, the same on every rank."""
+    return _initial_seed
+
+
+def destroy_parallel() -> None:
+    """Take the mesh down, so that ``initialize_parallel`` can make another; the process group stays."""
+    global _replica_group, _expert_group
+    _replica_group = _expert_group = None
+    forget_stage_channels()
+    parallel_state.destroy_model_parallel()
+
+
+def _sizes(parallel: ParallelConfig) -> dict[str, int | None]:
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_size,
+    }
+
+
+def _sizes_of_mesh() -> dict[str, int | None]:
+    return {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _high_priority_groups(parallel: ParallelConfig) -> list[str] | None:
+    """Groups whose kernels start before others that wait.
+
+    On several stages nothing else lets communication of a tensor group start before the computation beside it
+    (``config.device_queues``).
+    """
+    is_nccl = torch.distributed.get_backend() == "nccl"
+    return ["tp"] if is_nccl and parallel.pipeline_model_parallel_size > 1 else None
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """In this thread, let ``current_mesh`` be one process: what runs within exchanges nothing with other ranks."""
+    before = getattr(_thread, "is_alone", False)
+    _thread.is_alone = True
+    try:
+        yield
+    finally:
+        _thread.is_alone = before
+
+
+def current_mesh() -> Mesh:
+    """The mesh that ``initialize_parallel`` has set up, or one process within ``alone``."""
+    if getattr(_thread, "is_alone", False):
+        return Mesh(0, 1, 0, 1, 0, 1, 0, 1, None, None, None, (0,), None)
+    data_size = parallel_state.get_data_parallel_world_size()
+    return Mesh(
+        rank=torch.distributed.get_rank(),
+        world_size=torch.distributed.get_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=data_size,
+        data_group=parallel_state.get_data_parallel_group_gloo() if data_size > 1 else None,
+        host_group=_host_group,
+        replica_group=_replica_group,
+        expert_data_ranks=_expert_data_ranks(),
+        expert_group=_expert_group,
+    )
+
+
+def _make_host_groups(timeout: timedelta) -> None:
+    global _host_group, _replica_group
+    if torch.distributed.get_world_size() == 1:
+        return
+    on_host = torch.distributed.get_backend() == "gloo"
+    if _host_group is None:
+        _host_group = (
+            torch.distributed.group.WORLD if on_host else torch.distributed.new_group(backend="gloo", timeout=timeout)
+        )
+    own = torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
+    if _replica_group is None and len(own) > 1:
+        if on_host:
+            _replica_group = parallel_state.get_model_parallel_group()
+            return
+        ranks: list[list[int]] = [[]] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, own, group=_host_group)
+        replicas = sorted({tuple(replica) for replica in ranks})
+        _replica_group, _ = torch.distributed.new_subgroups_by_enumeration(
+            [list(replica) for replica in replicas], timeout=timeout, backend="gloo"
+        )
+
+
+def _expert_data_ranks() -> tuple[int, ...]:
+    """Of the ranks that tokens go to and come from in a layer with experts, the places in data parallelism."""
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    data_size = parallel_state.get_data_parallel_world_size()
+    ranks = torch.distributed.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
+    # Megatron counts tensor ranks first, then data ranks, then stages.
+    return tuple(sorted({rank // tensor_size % data_size for rank in ranks}))
+
+
+def _make_expert_group(timeout: timedelta) -> None:
+    global _expert_group
+    data_ranks = _expert_data_ranks()
+    if _expert_group is not None or len(data_ranks) == 1:
+        return
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    own = torch.distributed.get_rank()
+    here = own // tensor_size % parallel_state.get_data_parallel_world_size()
+    counterparts = tuple(own + (data_rank - here) * tensor_size for data_rank in data_ranks)
+    groups: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(groups, counterparts, group=_host_group)
+    _expert_group, _ = torch.distributed.new_subgroups_by_enumeration(
+        [list(group) for group in sorted(set(groups))], timeout=timeout, backend="gloo"
+    )
+
+
+def _initialize_process_group(backend: str, timeout: timedelta) -> None:
+    if torch.distributed.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+            # torchrun keeps its store over restarts, with the addresses of the processes before. (On several nodes the
+            # restart counts of their launchers may differ.)
+            store = torch.distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        torch.distributed.init_process_group(
+            backend=backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    else:
+        torch.distributed.init_process_group(backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1)

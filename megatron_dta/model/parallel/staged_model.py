@@ -1,0 +1,93 @@
+"""One rank's parts of a pipelined model as one object, which samples and is saved and loaded like a whole model.
+
+Training does not run through here: the engine runs the parts op by op (``engine.stage_run``). A call of the model
+itself is one pass through all stages, one after the other, for decoding; only the last stage then has the result.
+
+Legend: n tokens of the pass, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from megatron_dta.model.attention.context import AttentionContext
+from megatron_dta.model.tree_model import TreeGPTModel
+
+
+class StagedModel(torch.nn.Module):
+    """The rank's parts of a model in the order of the stages; attributes are as in ``TreeGPTModel``.
+
+    State dictionaries have the number of the part as their outer key.
+    """
+
+    def __init__(self, parts: Sequence[TreeGPTModel]) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(parts)
+        self.config, self.true_vocab_size = parts[0].config, parts[0].true_vocab_size
+        self.max_sequence_length = parts[0].max_sequence_length
+        self._group = parallel_state.get_pipeline_model_parallel_group()
+        self._communicator = P2PCommunicator(self._group, self.config)
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """1-based numbers in the whole model of the layers that this rank holds."""
+        return [number for part in self.parts for number in part.layer_numbers]
+
+    def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
+        """Hidden states [n, C] after the final norm on the last stage; without meaning on the others.
+
+        Every rank of the pipeline calls this with the same arguments. Not for training.
+        """
+        hidden = None
+        for part in self.parts:
+            if not part.pre_process:
+                part.set_input_tensor(self._receive(part.stage_shape(input_ids.shape[1])))
+            hidden = part(input_ids, context)
+            if not part.post_process:
+                self._send(hidden)
+        if self.parts[-1].post_process:
+            return hidden
+        return hidden.new_zeros(input_ids.shape[1], self.config.hidden_size)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V] of ``hidden`` [n, C], whole and the same bits on every rank."""
+        last = self.parts[-1]
+        logits = last.logits(hidden) if last.post_process else hidden.new_empty(hidden.shape[0], self.true_vocab_size)
+        source = torch.distributed.get_process_group_ranks(self._group)[-1]
+        logits = logits.contiguous()
+        torch.distributed.broadcast(logits, source, group=self._group)
+        return logits
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The parts' state dictionaries by number of the part."""
+        return {str(i): part.state_dict(*args, **kwargs) for i, part in enumerate(self.parts)}
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The parts' sharded state dictionaries by number of the part."""
+        return {str(i): part.sharded_state_dict(*args, **kwargs) for i, part in enumerate(self.parts)}
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Load what ``state_dict`` or ``sharded_state_dict`` gave."""
+        for i, part in enumerate(self.parts):
+            part.load_state_dict(state_dict[str(i)], *args, **kwargs)
+
+    def _receive(self, shape: tuple[int, int, int]) -> Tensor:
+        tensor, handles = self._communicator.send_forward_recv_forward(None, True, shape, overlap_p2p_comm=True)
+        for handle in handles.values():
+            handle.wait()
+        return tensor.detach()
+
+    def _send(self, hidden: Tensor) -> None:
+        _, handles = self._communicator.send_forward_recv_forward(hidden.contiguous(), False, None, True)
+        for handle in handles.values():
+            handle.wait()
+
+
+# What ``build_model`` gives: all of a model, or a pipeline rank's parts of it.
+Model = TreeGPTModel | StagedModel

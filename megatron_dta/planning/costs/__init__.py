@@ -1,0 +1,1 @@
+"""Predicts the seconds and the bytes of a segment."""

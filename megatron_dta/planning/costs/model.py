@@ -1,0 +1,168 @@
+"""Predicts what a rank's forest costs, so that work can be divided before it is done.
+
+    seconds of a segment's forward, or backward = max(floor, a * tokens + b * pairs + c * edges)
+
+tokens    unique tokens: every GEMM of the layers runs once for each
+pairs     (query, key) pairs that attention computes: a token at position p has p + 1
+edges     unique (parent, child) pairs that some sequence trains: each needs a row of logits
+floor     what the host takes to launch the kernels of a pass, whatever its length; meanwhile the device computes, so
+          the longer of the two counts and not their sum
+
+Each coefficient covers forward and backward, and has a share that is the forward's: what a second forward of a segment
+costs where its activations are not kept, and what a pipeline's forward takes.
+
+Before a forest is cut its segments are not known; ``CostModel.cost`` is linear in the counts, and so a sum over the
+nodes of the forest. Only ratios between costs decide a partition: coefficients in other units than seconds serve as
+well.
+
+``CostModel.from_shape`` derives the coefficients from the FLOPs of a model; coefficients fitted to measured segments
+take their place through a file (``cost_file``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import read_json
+
+# Rates in FLOP/s of one H200 in bfloat16, forward and backward: large GEMMs at two thirds of their peak, attention.
+GEMM_RATE = 520e12
+ATTENTION_RATE = 500e12
+# What a host takes to launch a layer, forward and backward, as measured beside an H200.
+FORWARD_FLOOR_PER_LAYER, BACKWARD_FLOOR_PER_LAYER = 1.0e-3, 2.2e-3
+FLOOR_SECONDS_PER_LAYER = FORWARD_FLOOR_PER_LAYER + BACKWARD_FLOOR_PER_LAYER
+# Forward and backward; attention's backward computes its scores again (5 products for the forward's 2).
+GEMM_PASSES = 3.0
+ATTENTION_PASSES = 3.5
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Coefficients of the cost; the defaults are ``from_shape`` of Qwen3-1.7B.
+
+    Attributes:
+        seconds_per_token, seconds_per_pair, seconds_per_edge: a, b, c; not negative, and the first above 0.
+        floor_seconds: least that a segment takes, forward and backward together.
+        segment_tokens: tokens of a full segment (``--tree-segment-tokens``).
+        forward_token_share, forward_pair_share, forward_edge_share, forward_floor_share: parts of the four that the
+            forward takes; from 0 to 1.
+    """
+
+    seconds_per_token: float = 1.6261e-05
+    seconds_per_pair: float = 1.6056e-09
+    seconds_per_edge: float = 3.5904e-06
+    floor_seconds: float = 8.96e-02
+    segment_tokens: int = 2048
+    forward_token_share: float = 1 / GEMM_PASSES
+    forward_pair_share: float = 1 / ATTENTION_PASSES
+    forward_edge_share: float = 1 / GEMM_PASSES
+    forward_floor_share: float = FORWARD_FLOOR_PER_LAYER / FLOOR_SECONDS_PER_LAYER
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise InputError(f"{field.name} of the cost model must be a number not below 0, not {value!r}")
+            if field.name.endswith("_share") and value > 1:
+                raise InputError(f"{field.name} of the cost model is a part of the whole and cannot be {value!r}")
+        if self.seconds_per_token <= 0:
+            raise InputError("seconds_per_token of the cost model must be above 0")
+        if not isinstance(self.segment_tokens, int) or self.segment_tokens < 1:
+            raise InputError(f"segment_tokens of the cost model must be a whole number above 0: {self.segment_tokens}")
+
+    @classmethod
+    def from_shape(
+        cls,
+        num_layers: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_query_groups: int,
+        kv_channels: int,
+        vocab_size: int,
+        swiglu: bool = True,
+        segment_tokens: int = 2048,
+    ) -> CostModel:
+        """Coefficients from the FLOPs of a dense decoder (Megatron's names) at the rates on top of this file.
+
+        A product with a weight of n entries is 2 n FLOPs a token; scores and values of attention are 4 FLOPs a pair
+        for each channel of each query head.
+        """
+        width = num_attention_heads * kv_channels
+        weights = layer_weights(hidden_size, ffn_hidden_size, width, num_query_groups * kv_channels, swiglu)
+        return cls(
+            seconds_per_token=GEMM_PASSES * 2 * num_layers * weights / GEMM_RATE,
+            seconds_per_pair=ATTENTION_PASSES * 4 * num_layers * width / ATTENTION_RATE,
+            seconds_per_edge=GEMM_PASSES * 2 * hidden_size * vocab_size / GEMM_RATE,
+            floor_seconds=FLOOR_SECONDS_PER_LAYER * num_layers,
+            segment_tokens=segment_tokens,
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """A cost model from a JSON object with the names of the attributes; what it leaves out keeps its default.
+
+        Raises InputError naming the file and what is wrong in it.
+        """
+        values = read_json(path)
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, dict):
+            raise InputError(f"{path}: must hold one JSON object with some of {', '.join(names)}")
+        for name in values:
+            if name == "seconds_per_segment":
+                raise InputError(
+                    f"{path}: field 'seconds_per_segment' was added to what a segment's tokens take; give "
+                    "floor_seconds, the least that a segment takes in all"
+                )
+            if name not in names:
+                raise InputError(f"{path}: field {name!r} is not known; the fields are {', '.join(names)}")
+        try:
+            return cls(**values)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+
+    def cost(self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray) -> np.ndarray:
+        """Cost of forests with these counts (arrays of one shape, or numbers), linear in them.
+
+        A segment's floor is no sum over nodes. In its place a token costs at least its part of the floor of a full
+        segment: short segments take a time that is nearly proportional to tokens, long ones are above the floor.
+        """
+        per_token = max(self.seconds_per_token, self.floor_seconds / self.segment_tokens)
+        return per_token * tokens + self.seconds_per_pair * pairs + self.seconds_per_edge * edges
+
+    def linear_seconds(self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of forward and backward with these counts by the coefficients alone, float64 of their shape."""
+        parts = (
+            (self.seconds_per_token, self.forward_token_share, tokens),
+            (self.seconds_per_pair, self.forward_pair_share, pairs),
+            (self.seconds_per_edge, self.forward_edge_share, edges),
+        )
+        forward, backward = np.zeros(np.shape(tokens)), np.zeros(np.shape(tokens))
+        for seconds, share, count in parts:
+            forward += seconds * share * np.asarray(count, dtype=np.float64)
+            backward += seconds * (1 - share) * np.asarray(count, dtype=np.float64)
+        return forward, backward
+
+    @property
+    def floors(self) -> tuple[float, float]:
+        """Least seconds of a segment's forward and of its backward."""
+        forward = self.floor_seconds * self.forward_floor_share
+        return forward, self.floor_seconds - forward
+
+    def segment_seconds(
+        self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the forward and of the backward of segments with these counts, float64 of their shape."""
+        both = zip(self.linear_seconds(tokens, pairs, edges), self.floors, strict=True)
+        forward, backward = (np.maximum(seconds, floor) for seconds, floor in both)
+        return forward, backward
+
+
+def layer_weights(hidden_size: int, ffn_hidden_size: int, query_width: int, key_width: int, swiglu: bool) -> int:
+    """Entries of a layer's weight matrices; the widths are those of all query heads and of all key heads together."""
+    return hidden_size * (2 * query_width + 2 * key_width) + (3 if swiglu else 2) * hidden_size * ffn_hidden_size

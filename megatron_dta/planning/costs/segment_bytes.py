@@ -1,0 +1,243 @@
+"""Memory of a rank by its parts, and what of it a walk over the ops holds at most.
+
+    K/V slots      K and V of every token in flight and the accumulators of their gradients, in all layers of the rank,
+                   and room where one layer's keys and values stand together
+    activations    of each segment in flight that keeps them, from its forward to its backward
+    inputs         of each segment in flight whose forward runs again: what came in from the stage before
+    one segment    whatever its kind, the segment that runs backward has its activations (they were kept, or its forward
+                   has just run again), and its backward needs room of its own at three different times, of which
+                   the one that needs most counts: a chunk of logits with its gradients; the gradients inside a
+                   feed-forward layer; or those around an attention beside the tiles of dS, which all layers of a
+                   segment share and which are there from the first layer's attention to the end of its backward
+    fixed          workspaces of libraries on both threads that launch, tables of positions, plan and indices
+
+Weights, gradients and optimizer states are constant through a step and no part of this. The last segment of a path
+keeps its activations for nothing: its backward, which needs them, is the next op.
+
+Layers that run as one autograd function (``model.direct_layer``) are counted tensor by tensor. Against 28 steps that
+were measured on an H200 the count of their tensors is short by the same 0.12 GiB, which is in ``FIXED_BYTES``, and in a
+few of them by up to 0.7% more: PyTorch's allocator does not divide a free block of which less than 1 MiB would be left
+over, and counts all of it as allocated. For that a budget leaves ``UNDIVIDED`` of a step's bytes free, so that a limit
+is one of the peak that the allocator reports (``torch.cuda.max_memory_allocated``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_dta.planning.segments.schedule import OpKind
+
+GIB = float(1 << 30)
+# What is there whatever a step's segments are: cuBLAS' workspaces of two threads (32 MiB each), position tables, plan.
+FIXED_BYTES = 9 * float(1 << 24)
+# Part of a step's bytes that free blocks of the allocator take which are a little larger than the tensor in them.
+UNDIVIDED = 1 / 128
+# Tiles of dS: the kernels' settings allow 1 GiB, and where heads do not divide evenly among launches 1/8 more.
+MOST_SCORES = 9 * float(1 << 27)
+# Tokens by which tiles of a segment may reach over its queries and its keys.
+TILE_TOKENS, TILE_KEYS = 64, 128
+# Of a token of a segment's path: its slot, subtree end and index among the keys.
+_INDEX_BYTES = 64
+
+
+@dataclass(frozen=True)
+class SegmentBytes:
+    """Bytes on a rank; none is negative.
+
+    Attributes:
+        kept_per_token_and_layer: activations that a segment's backward needs, of a token in a layer.
+        kept_per_token: the same, once for all layers of a rank.
+        kv_per_token_and_layer: K, V, dK and dV.
+        input_per_token: hidden states that come in from the stage before.
+        work_per_token, work_per_path_token, work_fixed: room that a running segment needs beyond its activations: for
+            each token of its root path (its own included), and for each of its tokens or whatever its length, which
+            of these two (or of these three, with the next) is more.
+        scores_per_token, scores_per_pair, most_scores: the same while attention's gradients are computed: for each of
+            its tokens, and for each pair of a token and a token of its path, the latter within ``most_scores``.
+        kv_per_token: of a token in flight, once for all layers of a rank.
+        fixed: there throughout the step.
+    """
+
+    kept_per_token_and_layer: float
+    kept_per_token: float
+    kv_per_token_and_layer: float
+    input_per_token: float
+    work_per_token: float
+    work_per_path_token: float
+    work_fixed: float
+    scores_per_token: float = 0.0
+    scores_per_pair: float = 0.0
+    most_scores: float = 0.0
+    kv_per_token: float = 0.0
+    fixed: float = 0.0
+
+    @classmethod
+    def of_shape(
+        cls,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_query_groups: int,
+        kv_channels: int,
+        vocab_size: int,
+        swiglu: bool = True,
+        element_bytes: int = 2,
+        tensor_size: int = 1,
+        sequence_parallel: bool = False,
+        logit_rows: int = 1024,
+        fused: bool = True,
+        fused_attention: bool = True,
+        in_buffers: bool = True,
+    ) -> SegmentBytes:
+        """Bytes by counting tensors.
+
+        A fused layer keeps its input, the mixed queries, keys and values, attention's output and log-sum-exp, the
+        residual stream behind attention, the output of the first feed-forward product, and the statistics of two
+        norms; everything else it computes again. Layers of plain modules keep what each of their operations read, in
+        float32 where a norm computes in it; of these the most that any norm and activation function keeps is counted.
+        Between them the backward needs about the gradients of all that a fused layer keeps at once; a whole layer as
+        one function, which one tensor rank with gradient buffers has, frees each as soon as it is used.
+
+        Args:
+            element_bytes: of weights and activations; gradients of K and V take at least 4.
+            logit_rows: rows of logits that exist at once.
+            fused: whether layers run on the fused kernels, norms and activation function included.
+            fused_attention: whether attention runs on its kernels, which add ancestors' gradients up where they are.
+            in_buffers: whether gradients of weights are added up in buffers, and not made first.
+        """
+        query, groups = num_attention_heads * kv_channels // tensor_size, num_query_groups * kv_channels // tensor_size
+        hidden = hidden_size / (tensor_size if sequence_parallel else 1)
+        ffn = (2 if swiglu else 1) * ffn_hidden_size / tensor_size
+        mixed = query + 2 * groups
+        accumulator = max(4, element_bytes)
+        statistics = 4 * num_attention_heads / tensor_size + 8 * hidden / hidden_size
+        kept = fused_kept = element_bytes * (2 * hidden + mixed + query + ffn) + statistics
+        if not fused:
+            norms = 2 * element_bytes + 4 * accumulator
+            wide = 5 * ffn / 2 if swiglu else 2 * ffn
+            # Queries and keys are mixed, normed and rotated one by one, each read by what follows.
+            kept = norms * hidden + element_bytes * (7 * query + 5 * groups + wide) + 2 * statistics
+        kv = 2 * groups * (element_bytes + accumulator)
+        table = hidden_size * vocab_size / tensor_size
+        is_direct = fused and fused_attention and in_buffers and tensor_size == 1
+        # Logits, their gradient and room for a chunk's softmax; plain operations make copies in float32.
+        row = 3 * element_bytes if fused else 2 * element_bytes + 3 * accumulator
+        largest_gradient = 0 if in_buffers else table * (element_bytes if fused else element_bytes + accumulator)
+        # Gradients of what is kept, outputs of norms and of the activation function, whole hidden states of the group.
+        work = fused_kept + element_bytes * (4 * hidden_size + ffn + ffn_hidden_size / tensor_size)
+        if is_direct:
+            row = element_bytes
+            # The gradient by the layer's output; the activation function's output, the gradient by it and by its input.
+            work = element_bytes * (hidden + ffn + 2 * ffn_hidden_size)
+        found = cls(
+            kept_per_token_and_layer=kept,
+            # Input and output of the last norm, rows of logits' hidden states, and tables of positions.
+            kept_per_token=element_bytes * (3 if is_direct else 4) * hidden_size + (4 * kv_channels if fused else 0),
+            kv_per_token_and_layer=kv,
+            input_per_token=element_bytes * hidden,
+            work_per_token=work,
+            work_per_path_token=_INDEX_BYTES if fused_attention else kv,
+            work_fixed=logit_rows * vocab_size / tensor_size * row + largest_gradient,
+        )
+        heads = num_attention_heads / tensor_size
+        return found._with_scores(query, groups, heads, element_bytes) if fused_attention else found
+
+    def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int) -> SegmentBytes:
+        """These bytes where attention runs on its kernels: of a rank's channels of queries, and of keys, and heads."""
+        mixed = query + 2 * groups
+        # Tiles of dO and Q, and two rows of statistics: like dS they stay to the end of the segment's backward.
+        stays = 2 * element_bytes * query + 8 * heads
+        # The gradients by the layer's output and by the stream, by Q, K and V; queries and dO, or the mixed gradient.
+        around = 2 * self.input_per_token + element_bytes * (mixed + max(2 * query, mixed)) + stays
+        return replace(
+            self,
+            # From the second layer on dS is there too, but the activations of the layer before are free.
+            scores_per_token=max(around, self.work_per_token + stays - self.kept_per_token_and_layer),
+            scores_per_pair=element_bytes * heads,
+            most_scores=MOST_SCORES,
+            kv_per_token=2 * element_bytes * groups,
+            fixed=FIXED_BYTES,
+        )
+
+    def kept(self, layers: float) -> float:
+        """Bytes of a token's activations on a rank of so many layers."""
+        return layers * self.kept_per_token_and_layer + self.kept_per_token
+
+    def work(self, tokens: np.ndarray | float, path_tokens: np.ndarray | float) -> np.ndarray | float:
+        """Room for a running segment of ``tokens`` tokens at the end of a path of ``path_tokens``."""
+        room = np.maximum(self.work_per_token * tokens, self.work_fixed)
+        if self.most_scores:
+            pairs = (tokens + TILE_TOKENS) * (path_tokens + TILE_KEYS)
+            scores = np.minimum(self.scores_per_pair * pairs, self.most_scores)
+            room = np.maximum(room, self.scores_per_token * tokens + scores)
+        return room + self.work_per_path_token * path_tokens
+
+    def slot(self, layers: float) -> float:
+        """Bytes of a token in flight on a rank of so many layers, its activations apart."""
+        return layers * self.kv_per_token_and_layer + self.kv_per_token
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What a step may take on the ranks of a pipeline.
+
+    Attributes:
+        gib: memory that each rank may use in all (``--tree-memory-gib``).
+        constant: bytes of that on each pipeline rank that are weights, gradients and optimizer states.
+        bytes: of everything else.
+    """
+
+    gib: float
+    constant: tuple[float, ...]
+    bytes: SegmentBytes
+
+    def available(self, rank: int) -> float:
+        """Bytes of tensors that a step may make on a pipeline rank."""
+        return (self.gib * GIB - self.constant[rank]) * (1 - UNDIVIDED)
+
+    def needed_gib(self, rank: int, missing: float) -> float:
+        """The limit with which ``missing`` bytes more are available on a pipeline rank."""
+        return self.gib + missing / (1 - UNDIVIDED) / GIB
+
+
+def peak_bytes(
+    ops: Sequence[tuple[OpKind, int, int]],
+    lengths: Sequence[int],
+    path_tokens: Sequence[int],
+    kept: Sequence[Sequence[bool]],
+    num_slots: Sequence[int],
+    layers: Sequence[float],
+    has_input: Sequence[bool],
+    each: SegmentBytes,
+) -> float:
+    """Most bytes that a rank's ops hold at once, K/V slots and what is fixed included, which are there throughout.
+
+    Args:
+        ops: (kind, segment, chunk) in order; a backward in two ops ends with its second.
+        lengths, path_tokens: of each segment: its tokens, and those of its root path with its own.
+        kept: of each chunk of the rank, whether each segment keeps its activations.
+        num_slots, layers, has_input: of each chunk: K/V slots, layers, and whether a stage comes before it.
+    """
+    slots = each.fixed + sum(count * each.slot(own) for count, own in zip(num_slots, layers, strict=True))
+    live = peak = 0.0
+    splits = {(segment, chunk) for kind, segment, chunk in ops if kind is OpKind.BACKWARD_WEIGHT}
+    for kind, segment, chunk in ops:
+        activations = each.kept(layers[chunk]) * lengths[segment]
+        keeps = kept[chunk][segment]
+        held = activations if keeps else has_input[chunk] * each.input_per_token * lengths[segment]
+        work = each.work(lengths[segment], path_tokens[segment])
+        if kind is OpKind.FORWARD:
+            live += held
+        # The segment's activations are there in its backward, and at the end of a forward that keeps them.
+        if keeps:
+            peak = max(peak, live + work)
+        else:
+            peak = max(peak, live + work + (0.0 if kind is OpKind.FORWARD else activations))
+        if kind is OpKind.FORWARD:
+            continue
+        if kind is not OpKind.BACKWARD_INPUT or (segment, chunk) not in splits:
+            live -= held
+    return slots + peak

@@ -1,0 +1,1 @@
+"""Gives ranks that share experts plans with equal numbers of operations."""

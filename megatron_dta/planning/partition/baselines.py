@@ -1,0 +1,79 @@
+"""Partitions that others use, to compare with.
+
+first fit    sequences one by one, the longest first, each into the first rank with room for its tokens; a rank has room
+             for the mean, and what fits nowhere goes to the rank with fewest tokens. Knows nothing of prefixes.
+contiguous   AReaL-DTA (arXiv 2602.00482): the leaves of the prefix tree in depth-first order are cut into contiguous
+             runs, each as long as its cost stays within a threshold, and the least threshold that needs no more runs
+             than ranks is found by binary search. Sequences that end inside the tree go with the first leaf behind
+             them. Ranks may stay empty. The paper's cost is a predicted one (``contiguous_by_cost``, here with the cost
+             model of this package); by unique tokens alone (``contiguous``) attention is not counted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dta.planning.partition.sequence_costs import SequenceCosts, shared_node
+from megatron_dta.planning.partition.sequence_runs import Chunks
+from megatron_dta.tree import PrefixTree
+
+
+def first_fit(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Rank of each sequence by its length in tokens, int64 [Q]."""
+    capacity = -(-int(lengths.sum()) // num_ranks)
+    load = [0] * num_ranks
+    rank_of = np.zeros(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    for sequence, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        rank = next((rank for rank, tokens in enumerate(load) if tokens + length <= capacity), -1)
+        if rank < 0:
+            rank = load.index(min(load))
+        load[rank] += length
+        rank_of[sequence] = rank
+    return rank_of
+
+
+def contiguous_by_cost(costs: SequenceCosts, num_ranks: int) -> np.ndarray:
+    """Rank of each sequence, int64 [Q], by predicted cost; ``costs`` are those of sequences without labels."""
+    if not len(costs.stop_node):
+        return np.zeros(0, dtype=np.int64)
+    leaves = Chunks.atoms(costs)[0].joined(first_stops_of_leaves(costs))
+    run_of_leaf = np.searchsorted(leaves.even_runs(num_ranks), np.arange(len(leaves)), side="right") - 1
+    return run_of_leaf[np.searchsorted(leaves.begin, costs.stop_of_sequence, side="right") - 1]
+
+
+def first_stops_of_leaves(costs: SequenceCosts) -> np.ndarray:
+    """Every leaf's first stop: those before a leaf that end on its path go with it; int64, ascending."""
+    leaf = costs.tree.node_subtree_end[costs.stop_node] == costs.stop_node + 1
+    return np.append(0, np.flatnonzero(leaf)[:-1] + 1)
+
+
+def contiguous(tree: PrefixTree, num_ranks: int) -> np.ndarray:
+    """Rank of each sequence of the tree, int64 [Q], by unique tokens."""
+    if not tree.num_sequences:
+        return np.zeros(0, dtype=np.int64)
+    leaf = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
+    end = tree.node_position.astype(np.int64) + tree.node_lengths
+    join = shared_node(tree, leaf)
+    length, shared = end[leaf], np.where(join < 0, 0, end[join])
+    reach = np.cumsum(length - shared)  # Leaves j..i have reach[i] - reach[j] + length[j] unique tokens.
+    low, high = int(length.max()) - 1, int(reach[-1])
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(_runs(length, reach, middle)) <= num_ranks:
+            high = middle
+        else:
+            low = middle
+    begins = _runs(length, reach, high)
+    first_leaf = np.searchsorted(leaf, tree.sequence_node)
+    return np.searchsorted(begins, first_leaf, side="right") - 1
+
+
+def _runs(length: np.ndarray, reach: np.ndarray, threshold: int) -> list[int]:
+    """First leaf of each run; every leaf fits the threshold."""
+    begins = []
+    leaf = 0
+    while leaf < len(length):
+        begins.append(leaf)
+        leaf = int(np.searchsorted(reach, threshold + reach[leaf] - length[leaf], side="right"))
+    return begins

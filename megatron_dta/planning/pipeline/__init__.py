@@ -1,0 +1,1 @@
+"""Schedules segments on pipeline stages and simulates the result."""

@@ -1,0 +1,89 @@
+"""How fast no schedule of a pipeline can be faster than, whatever it interleaves.
+
+Three reasons hold for every schedule with the fixed orders of ``pipeline_schedule``:
+
+work     a rank computes all its ops; before the first one the first segment comes down from stage 0, and after its
+         last one the gradients of the last segment go back up there
+chains   on each virtual stage every forward follows the last forward and every backward the last backward; the longest
+         path through these and the needs of the ops takes as long as it takes
+memory   a segment is in flight on virtual stage v at least as long as it takes to go from there to any later u, to run
+         all of its subtree there and to come back. Tokens times time in flight cannot be more than the rank's limit
+         times the makespan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_dta.planning.pipeline.costs import PipelineCosts
+from megatron_dta.planning.pipeline.schedule import backward_order
+
+
+def makespan_bound(
+    segment_parent: np.ndarray | Sequence[int],
+    lengths: np.ndarray | Sequence[int],
+    costs: PipelineCosts,
+    num_stages: int,
+    num_chunks: int = 1,
+    max_in_flight_tokens: float | None = None,
+    split_backward: bool = False,
+) -> float:
+    """A time that no schedule beats.
+
+    Args:
+        segment_parent, lengths, costs, num_stages, num_chunks, split_backward: see ``plan_pipeline``.
+        max_in_flight_tokens: limit on every stage, counted as in ``peak_in_flight``; None for no limit.
+    """
+    parents, tokens = np.asarray(segment_parent).tolist(), np.asarray(lengths, dtype=np.float64)
+    if not parents:
+        return 0.0
+    forward, whole = np.asarray(costs.forward, dtype=np.float64), np.asarray(costs.backward, dtype=np.float64)
+    backward = whole - costs.weight if split_backward else whole
+    last = backward_order(parents)[-1]
+    bound = _chain_bound(parents, forward, backward)
+    for stage in range(num_stages):
+        own = slice(stage, None, num_stages)
+        head, tail = forward[:stage, 0].sum(), backward[:stage, last].sum()
+        bound = max(bound, head + forward[own].sum() + max(backward[own].sum() + tail, whole[own].sum()))
+    if max_in_flight_tokens:
+        in_flight = _time_in_flight(parents, forward, backward) @ tokens
+        for stage in range(num_stages):
+            bound = max(bound, in_flight[stage::num_stages].sum() / (num_chunks * max_in_flight_tokens))
+    return float(bound)
+
+
+def _chain_bound(parents: list[int], forward: np.ndarray, backward: np.ndarray) -> float:
+    """End of the last backward where ranks never stand in each other's way."""
+    begun = np.zeros(len(parents))
+    forward_end = []
+    for times in forward:
+        # end[k] = max(end[k - 1], begun[k]) + times[k], as a running maximum of begun[k] - (times before k).
+        before = np.cumsum(times) - times
+        begun = np.maximum.accumulate(begun - before) + before + times
+        forward_end.append(begun)
+    order = np.asarray(backward_order(parents))
+    ready = np.zeros(len(parents))
+    for v in range(len(backward) - 1, -1, -1):
+        times = backward[v, order]
+        ready = np.maximum(ready, forward_end[v][order])
+        before = np.cumsum(times) - times
+        ready = np.maximum.accumulate(ready - before) + before + times
+    return float(ready[-1])
+
+
+def _time_in_flight(parents: list[int], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Least time from the start of each segment's forward to the end of its backward, float64 [V, N]."""
+    both = forward + backward
+    below = both.copy()
+    for segment in range(len(parents) - 1, -1, -1):
+        if parents[segment] >= 0:
+            below[:, parents[segment]] += below[:, segment]
+    result = np.empty_like(both)
+    longest = np.zeros(len(parents))
+    for v in range(len(both) - 1, -1, -1):
+        # Either the subtree's work is done here, or the segment goes on to the next virtual stage and comes back.
+        longest = np.maximum(below[v], both[v] + longest)
+        result[v] = longest
+    return result

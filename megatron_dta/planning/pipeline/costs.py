@@ -1,0 +1,114 @@
+"""What a segment costs on each part of the model: the input of the pipeline's planner and simulation.
+
+A virtual stage holds a share of the layers; the first one also embeds tokens, the last one also computes logits and the
+loss. Costs come from the same counts and coefficients as those that divide work over data-parallel ranks
+(``cost_model``), segment by segment:
+
+    layers' share * (a * tokens + b * pairs)    on every virtual stage
+    e * tokens                                  on the first one
+    c * edges                                   on the last one
+
+and at least the layers' share of the floor, split into forward and backward by the shares of the cost model. A segment
+whose activations are recomputed runs its forward a second time in its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.planning.costs.model import CostModel
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """Times of all ops, in any unit. V virtual stages, N segments.
+
+    Attributes:
+        forward: float64 [V, N].
+        backward: float64 [V, N], input and weight gradients together.
+        backward_weight: float64 [V, N], the part of ``backward`` that a split leaves for later; None for half of it.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    backward_weight: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        shape = np.shape(self.forward)
+        if len(shape) != 2 or np.shape(self.backward) != shape:
+            raise ValueError("forward and backward must be arrays of one shape [virtual stages, segments]")
+        if self.backward_weight is not None and np.shape(self.backward_weight) != shape:
+            raise ValueError("backward_weight must be of the shape of backward")
+        for name in ("forward", "backward", "backward_weight"):
+            values = getattr(self, name)
+            if values is not None and not (np.isfinite(values).all() and (np.asarray(values) >= 0).all()):
+                raise ValueError(f"{name} must be finite and not negative")
+        if self.backward_weight is not None and (np.asarray(self.backward_weight) > np.asarray(self.backward)).any():
+            raise ValueError("backward_weight is a part of backward and cannot be more")
+
+    @property
+    def weight(self) -> np.ndarray:
+        """The part of the backward that makes weight gradients, float64 [V, N]."""
+        return np.asarray(self.backward) / 2 if self.backward_weight is None else np.asarray(self.backward_weight)
+
+    @property
+    def work(self) -> np.ndarray:
+        """Forward and backward of all segments on each virtual stage, float64 [V]."""
+        return (np.asarray(self.forward) + np.asarray(self.backward)).sum(axis=1)
+
+    @classmethod
+    def uniform(
+        cls, num_segments: int, num_virtual_stages: int, forward: float = 1.0, backward: float = 2.0
+    ) -> PipelineCosts:
+        """The same times for every segment on every virtual stage."""
+        shape = num_virtual_stages, num_segments
+        return cls(np.full(shape, float(forward)), np.full(shape, float(backward)))
+
+    @classmethod
+    def of_segments(
+        cls,
+        model: CostModel,
+        tokens: np.ndarray,
+        pairs: np.ndarray,
+        edges: np.ndarray,
+        layers: Sequence[float],
+        recomputed: np.ndarray | None = None,
+        embedding_seconds_per_token: float = 0.0,
+    ) -> PipelineCosts:
+        """Costs from the counts of each segment.
+
+        Args:
+            model: the coefficients of the whole model.
+            tokens, pairs, edges: int64 [N], see ``CostModel``; edges lie where their row of logits is computed.
+            layers: layers (or any measure of them) of each virtual stage; only their shares count.
+            recomputed: bool [N] or [V, N], segments whose forward runs a second time before their backward; None for
+                none.
+            embedding_seconds_per_token: forward and backward of the embedding, on the first virtual stage.
+        """
+        total = float(sum(layers))
+        share = np.asarray(layers, dtype=np.float64)[:, None] / (total if total else 1.0)
+        nothing = np.zeros(len(tokens))
+        in_layers = model.linear_seconds(np.asarray(tokens), np.asarray(pairs), nothing)
+        at_the_end = model.linear_seconds(nothing, nothing, np.asarray(edges))
+        forward, backward = (share * seconds for seconds in in_layers)
+        # Of a backward, weight gradients are what attention is not, and as much as the forward of the same products.
+        gemm = model.linear_seconds(np.asarray(tokens), nothing, nothing)
+        weight = share * np.minimum(*gemm)
+        embedding = embedding_seconds_per_token * np.asarray(tokens, dtype=np.float64)
+        # A look-up forward; the gradient of the table belongs to the weights.
+        forward[0] += embedding / 2
+        backward[0] += embedding / 2
+        weight[0] += embedding / 2
+        forward[-1] += at_the_end[0]
+        backward[-1] += at_the_end[1]
+        weight[-1] += np.minimum(*at_the_end)
+        # Of a backward that waits for the host, weight gradients are the same part.
+        longer = np.maximum(backward, share * model.floors[1])
+        weight *= np.divide(longer, backward, out=np.ones_like(backward), where=backward > 0)
+        forward, backward = np.maximum(forward, share * model.floors[0]), longer
+        if recomputed is not None:
+            backward = backward + forward * np.asarray(recomputed, dtype=bool)
+        return cls(forward, backward, np.minimum(weight, backward))

@@ -1,0 +1,250 @@
+"""Runs a schedule against a table of times: when each op begins and ends, and in which order messages cross stages.
+
+Every rank runs its ops one after another; an op begins when its rank is free and all that it needs has ended (and has
+crossed to this rank, which takes ``send_seconds``). Nothing is chosen here: the result is exact for the times given.
+
+``message_order`` puts all messages between ranks into one order, ``rank_programs`` each rank's ops and messages into
+that order. Where every rank goes through its program from front to back, the first entry of the global order that
+is not done yet can always be done by those who take part in it. So no rank waits for ever, even where a send returns
+only once its receive has been posted and a pair of ranks has a single channel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_dta.planning.pipeline.costs import PipelineCosts
+from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule
+from megatron_dta.planning.segments.schedule import OpKind
+
+F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every op of a schedule runs.
+
+    Attributes:
+        start, end: one float64 array for each stage, in the order of its ops.
+    """
+
+    start: list[np.ndarray]
+    end: list[np.ndarray]
+
+    @property
+    def makespan(self) -> float:
+        """From 0 to the end of the last op."""
+        return max((float(end[-1]) for end in self.end if len(end)), default=0.0)
+
+    @property
+    def busy(self) -> list[float]:
+        """Time that each stage computes."""
+        return [float((end - start).sum()) for start, end in zip(self.start, self.end, strict=True)]
+
+    @property
+    def utilisation(self) -> float:
+        """Share of all stages' time that is computation; 1 for an empty schedule."""
+        makespan = self.makespan
+        return sum(self.busy) / (len(self.start) * makespan) if makespan else 1.0
+
+
+class Message(NamedTuple):
+    """What crosses ranks: a forward's activations to the next virtual stage, or a backward's gradients to the last one.
+
+    ``virtual_stage`` is the one that sends; ``kind`` that of the op that makes the message.
+    """
+
+    sender: int
+    receiver: int
+    kind: OpKind
+    segment: int
+    virtual_stage: int
+
+
+def simulate(
+    schedule: PipelineSchedule,
+    segment_parent: np.ndarray | Sequence[int],
+    costs: PipelineCosts,
+    send_seconds: float = 0.0,
+) -> Timeline:
+    """Run the schedule in the times of ``costs``.
+
+    Args:
+        schedule: see ``PipelineSchedule``; ``check_schedule`` says more where it cannot run.
+        segment_parent: int [N], the segment tree in preorder, -1 at roots.
+        costs: times for V = num_stages * num_chunks virtual stages.
+        send_seconds: time between the end of an op and the start of one that needs its message on another rank.
+
+    Raises:
+        ValueError: costs of another shape, or a schedule that comes to a halt.
+    """
+    parents = np.asarray(segment_parent).tolist()
+    shape = np.shape(costs.forward)
+    if shape != (schedule.num_virtual_stages, len(parents)):
+        raise ValueError(
+            f"costs are for {shape[0]} virtual stages and {shape[1]} segments, not for "
+            f"{schedule.num_virtual_stages} and {len(parents)}"
+        )
+    times = op_times(costs)
+    last = schedule.num_virtual_stages - 1
+    # End of each op, None before it ran; a backward needs its children's, which a preorder walk of B does not show.
+    ended = {kind: [[None] * len(parents) for _ in range(last + 1)] for kind in (F, B, I, W)}
+    open_children = [np.bincount(np.asarray([p for p in parents if p >= 0], dtype=np.int64), minlength=len(parents))]
+    open_children = [open_children[0].tolist() for _ in range(last + 1)] if parents else [[]] * (last + 1)
+    starts: list[list[float]] = [[] for _ in schedule.ops]
+    ends: list[list[float]] = [[] for _ in schedule.ops]
+    free = [0.0] * schedule.num_stages
+    runnable = deque(range(schedule.num_stages))
+    queued = [True] * schedule.num_stages
+    crossing = send_seconds if schedule.num_stages > 1 else 0.0
+    while runnable:
+        stage = runnable.popleft()
+        queued[stage] = False
+        ops, start, end = schedule.ops[stage], starts[stage], ends[stage]
+        while len(start) < len(ops):
+            kind, segment, chunk = ops[len(start)]
+            v = chunk * schedule.num_stages + stage
+            begin = free[stage]
+            if kind is F:
+                parent = parents[segment]
+                if parent >= 0 and ended[F][v][parent] is None:
+                    break
+                source = v - 1 if v else None
+                reached = v + 1 if v < last else None
+            elif kind is W:
+                if ended[I][v][segment] is None:
+                    break
+                source = reached = None
+            else:
+                if ended[F][v][segment] is None or open_children[v][segment]:
+                    break
+                source = v + 1 if v < last else None
+                reached = v - 1 if v else None
+            if source is not None:
+                arrival = ended[kind][source][segment]
+                if arrival is None:
+                    break
+                begin = max(begin, arrival + crossing)
+            finish = begin + times[kind][v][segment]
+            start.append(begin)
+            end.append(finish)
+            ended[kind][v][segment] = free[stage] = finish
+            if (kind is B or kind is I) and parents[segment] >= 0:
+                open_children[v][parents[segment]] -= 1
+            if reached is not None:
+                other = reached % schedule.num_stages
+                if not queued[other]:
+                    queued[other] = True
+                    runnable.append(other)
+    for stage, ops in enumerate(schedule.ops):
+        if len(starts[stage]) < len(ops):
+            op = ops[len(starts[stage])]
+            raise ValueError(f"{op.kind.value} of segment {op.segment} on stage {stage}, chunk {op.chunk}, never runs")
+    return Timeline([np.asarray(each) for each in starts], [np.asarray(each) for each in ends])
+
+
+def op_times(costs: PipelineCosts) -> dict[OpKind, list[list[float]]]:
+    """Time of each op by kind, virtual stage and segment."""
+    backward, weight = np.asarray(costs.backward, dtype=np.float64), costs.weight
+    return {
+        F: np.asarray(costs.forward, dtype=np.float64).tolist(),
+        B: backward.tolist(),
+        I: (backward - weight).tolist(),
+        W: weight.tolist(),
+    }
+
+
+def message_of(schedule: PipelineSchedule, stage: int, op: PipelineOp) -> Message | None:
+    """The message that an op of a stage makes; None for an op whose result stays on its rank."""
+    v = schedule.virtual_stage(stage, op.chunk)
+    if op.kind is F:
+        other = v + 1
+    elif op.kind is W:
+        return None
+    else:
+        other = v - 1
+    if not 0 <= other < schedule.num_virtual_stages or other % schedule.num_stages == stage:
+        return None
+    return Message(stage, other % schedule.num_stages, op.kind, op.segment, v)
+
+
+def rank_programs(schedule: PipelineSchedule, timeline: Timeline) -> list[list[PipelineOp | Message]]:
+    """What each rank does, ops and messages: see the top of the file. Both sides of a message have it in their lists.
+
+    A message stands where its op ends in the timeline. On the receiver it is before the op that needs it, and after
+    the ops that begin earlier than it arrives.
+    """
+    programs: list[list[PipelineOp | Message]] = [[] for _ in schedule.ops]
+    for stage, entry in _global_order(schedule, timeline):
+        programs[stage].append(entry)
+        if isinstance(entry, Message):
+            programs[entry.receiver].append(entry)
+    return programs
+
+
+def message_order(schedule: PipelineSchedule, timeline: Timeline) -> list[Message]:
+    """All messages between ranks in one order, in which every rank posts its sends and receives."""
+    return [entry for _, entry in _global_order(schedule, timeline) if isinstance(entry, Message)]
+
+
+def _global_order(schedule: PipelineSchedule, timeline: Timeline) -> list[tuple[int, PipelineOp | Message]]:
+    """Ops at their start and messages at the end of their ops, each after all that it needs; with the (sending) stage.
+
+    An op comes after the one before it on its rank and after the message that it needs, a message after its op. Other
+    needs lie on the same rank and follow.
+    """
+    order: list[tuple[int, PipelineOp | Message]] = []
+    at = [0] * schedule.num_stages
+    arrived: set[Message] = set()
+    needed = [[_needed_message(schedule, stage, op) for op in ops] for stage, ops in enumerate(schedule.ops)]
+    waiting: dict[Message, int] = {}
+    # (time, messages before ops, stage, place of the op): unique, so that nothing else is compared.
+    heap: list[tuple[float, int, int, int]] = []
+
+    def offer(stage: int) -> None:
+        """Put the stage's next op on the heap, or let it wait for its message."""
+        if at[stage] == len(schedule.ops[stage]):
+            return
+        message = needed[stage][at[stage]]
+        if message is None or message in arrived:
+            heappush(heap, (float(timeline.start[stage][at[stage]]), 1, stage, at[stage]))
+        else:
+            waiting[message] = stage
+
+    for stage in range(schedule.num_stages):
+        offer(stage)
+    while heap:
+        _, is_op, stage, place = heappop(heap)
+        op = schedule.ops[stage][place]
+        if is_op:
+            order.append((stage, op))
+            at[stage] += 1
+            if message_of(schedule, stage, op) is not None:
+                heappush(heap, (float(timeline.end[stage][place]), 0, stage, place))
+            offer(stage)
+            continue
+        message = message_of(schedule, stage, op)
+        assert message is not None
+        order.append((stage, message))
+        arrived.add(message)
+        if message in waiting:
+            offer(waiting.pop(message))
+    if any(place < len(ops) for place, ops in zip(at, schedule.ops, strict=True)):
+        raise ValueError("the schedule comes to a halt; check_schedule says where")
+    return order
+
+
+def _needed_message(schedule: PipelineSchedule, stage: int, op: PipelineOp) -> Message | None:
+    v = schedule.virtual_stage(stage, op.chunk)
+    if op.kind is W:
+        return None
+    source = v - 1 if op.kind is F else v + 1
+    if not 0 <= source < schedule.num_virtual_stages or source % schedule.num_stages == stage:
+        return None
+    return Message(source % schedule.num_stages, stage, op.kind, op.segment, source)

@@ -1,0 +1,1 @@
+"""Cuts a prefix forest into segments and orders their forward and backward passes."""

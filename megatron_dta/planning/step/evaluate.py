@@ -1,0 +1,108 @@
+"""What a step of given segments takes: the best choice of what they keep, its seconds, and whether memory suffices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget
+from megatron_dta.planning.costs.segment_counts import segment_counts
+from megatron_dta.planning.segments.plan import SegmentPlan
+from megatron_dta.planning.segments.recompute import (
+    choose_kept_by_memory,
+    choose_kept_segments,
+    least_activation_tokens,
+)
+from megatron_dta.planning.step.passes import PassPlan, PipelineShape, plan_passes, stage_peak_bytes
+from megatron_dta.tree import PrefixTree
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """What was chosen.
+
+    Attributes:
+        segments: the forest and its cut.
+        kept: bool [num_segments], segments that keep their activations.
+        memory_tokens: budget of tokens in flight that the segments were planned with; 0 for packs.
+        seconds: predicted, of forward and backward on one replica.
+        passes: training and forward-only pass where they had to be planned to choose, else None.
+        peak_bytes: most bytes that each pipeline rank holds at once; None without a limit in bytes.
+    """
+
+    segments: SegmentPlan
+    kept: np.ndarray
+    memory_tokens: int
+    seconds: float
+    passes: tuple[PassPlan, PassPlan] | None = None
+    peak_bytes: tuple[float, ...] | None = None
+
+
+def judge(
+    segments: SegmentPlan,
+    loss_masks: Sequence[np.ndarray] | None,
+    shape: PipelineShape,
+    memory_tokens: int,
+    activation_tokens: int | None = None,
+) -> tuple[StepChoice | None, float, float]:
+    """Segments on a single stage with the best choice of what they keep.
+
+    Returns:
+        (the choice, None if it does not fit; seconds of the step without floors and recomputation; bytes that are
+        missing, 0 if it fits).
+    """
+    model, budget = shape.cost_model, shape.memory
+    counts = segment_counts(segments, loss_masks)
+    forward, backward = model.segment_seconds(*counts)
+    seconds = float((forward + backward).sum())
+    work = float(sum(map(np.sum, model.linear_seconds(*counts))))
+    if budget is None:
+        kept = choose_kept_segments(segments, activation_tokens)
+    else:
+        layers, each = float(sum(shape.layers)), budget.bytes
+        slots = each.fixed + segments.peak_in_flight_tokens * each.slot(layers)
+        unit = each.kept(layers)
+        needed = np.ceil(segments.lengths + each.work(segments.lengths, segments.in_flight_tokens) / unit)
+        needed = needed.astype(np.int64)
+        left = int((budget.available(0) - slots) // unit)
+        if least_activation_tokens(needed) > left:
+            return None, work, slots + unit * least_activation_tokens(needed) - budget.available(0)
+        kept = choose_kept_by_memory(segments, left, needed, forward)
+    seconds += float(forward[~kept].sum())
+    return StepChoice(segments, kept, memory_tokens, seconds), work, 0.0
+
+
+def with_peak(choice: StepChoice, shape: PipelineShape) -> StepChoice:
+    """A choice of ``judge`` with its passes, and what they hold at once where bytes are limited."""
+    if shape.memory is None:
+        return choice
+    segments = choice.segments
+    passes = plan_passes(segments, np.zeros(segments.num_segments), choice.kept, shape)
+    peak = stage_peak_bytes(segments, passes[0], shape, 0)
+    return replace(choice, passes=passes, peak_bytes=(peak,))
+
+
+def too_little(
+    memory: MemoryBudget,
+    rank: int,
+    missing: float,
+    tree: PrefixTree,
+    segment_tokens: int,
+    memory_tokens: int | None,
+) -> InputError:
+    """The refusal of a step that lacks ``missing`` bytes on pipeline rank ``rank``, with what would do."""
+    constant, needed = memory.constant[rank] / GIB, memory.needed_gib(rank, missing)
+    enough = math.ceil(100 * needed + 1e-6) / 100
+    longest = int(tree.sequence_lengths.max(initial=0))
+    in_flight = f"with {memory_tokens} tokens in flight" if memory_tokens else f"of sequences of {longest} tokens"
+    where = f" on pipeline rank {rank}" if len(memory.constant) > 1 else ""
+    return InputError(
+        f"--tree-memory-gib {memory.gib:g}: too little by {missing / GIB:.2f} GiB{where}; weights, gradients and "
+        f"optimizer states take {constant:.2f} GiB, and a step {in_flight} in segments of {segment_tokens} takes "
+        f"{needed - constant:.2f} GiB at least, so give {enough:.2f} or more, or divide the model over "
+        "more ranks"
+    )

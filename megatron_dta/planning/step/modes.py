@@ -1,0 +1,86 @@
+"""The three training modes as three forests over one engine.
+
+    dta      the prefix forest, cut into segments: every shared token once, one root-to-leaf path in flight
+    packed   whole trees within a token capacity (Tree Training, arXiv 2511.00413): sequences go into packs of at most
+             ``--tree-segment-tokens`` unique tokens (``packs``), a pack is one segment, and a prefix that two packs
+             share is computed in both
+    dense    no sharing: every sequence is a chain of its own; chains are bundled into segments or cut by them
+
+The engine does not know which one it runs, so a comparison between modes compares trees and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.pipeline.segments import plan_pipeline_segments
+from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
+from megatron_dta.planning.step.packs import pack_sequences
+from megatron_dta.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
+from megatron_dta.tree.concatenate import concatenate_forests
+from megatron_dta.tree.known_paths import KnownPath, build_from_known_paths
+
+
+def plan_forest(
+    sequences: Sequence[np.ndarray],
+    tree_mode: str,
+    segment_tokens: int,
+    memory_tokens: int | None = None,
+    num_stages: int = 1,
+    max_in_flight_tokens: int | None = None,
+    paths: Sequence[KnownPath] | None = None,
+    floor_tokens: int = 0,
+) -> SegmentPlan:
+    """Forest and segments of ``sequences`` for a mode.
+
+    Args:
+        sequences: int32 arrays of token ids, none empty.
+        tree_mode: "dta", "packed" or "dense".
+        segment_tokens: most tokens of a segment (the capacity of a pack).
+        memory_tokens: budget of in-flight tokens, or None for the planner's default.
+        num_stages, max_in_flight_tokens: pipeline stages and what each may hold; more stages are kept busy by more and
+            smaller segments (not by smaller packs).
+        floor_tokens: below which smaller segments are not faster, see ``pipeline_segments``.
+        paths: nodes of the sequences, if known; then the forest of "dta" is not searched for.
+
+    Raises:
+        InputError: a sequence longer than a pack, or a budget that no plan can keep.
+    """
+    if tree_mode == "packed":
+        return plan_packs(sequences, segment_tokens)
+    tree = build_forest(sequences, tree_mode, paths)
+    if num_stages == 1:
+        return plan_segments(tree, segment_tokens, memory_tokens)
+    return plan_pipeline_segments(tree, segment_tokens, memory_tokens, num_stages, max_in_flight_tokens, floor_tokens)
+
+
+def build_forest(
+    sequences: Sequence[np.ndarray], tree_mode: str, paths: Sequence[KnownPath] | None = None
+) -> PrefixTree:
+    """The forest of "dta" or "dense"; arguments as for ``plan_forest``."""
+    if tree_mode == "dta":
+        return build_prefix_tree(sequences) if paths is None else build_from_known_paths(sequences, paths)
+    if tree_mode == "dense":
+        return build_forest_without_sharing(sequences)
+    raise ValueError(f"unknown tree_mode {tree_mode!r}")
+
+
+def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:
+    """Whole trees of at most ``capacity`` tokens, each one segment, with few tokens in all."""
+    if not len(sequences):
+        return plan_segments(build_prefix_tree(sequences), capacity)
+    longest = max(len(sequence) for sequence in sequences)
+    if longest > capacity:
+        raise InputError(
+            f"--tree-segment-tokens {capacity} is less than the longest sequence ({longest} tokens), which --tree-mode "
+            f"packed must hold in one pack; raise it to {longest} or more, or use --tree-mode dta"
+        )
+    packs = pack_sequences(build_prefix_tree(sequences), capacity)
+    trees = [build_prefix_tree([sequences[i] for i in pack]) for pack in packs]
+    forest = concatenate_forests(trees, np.concatenate(packs))
+    segment_start = np.concatenate([[0], np.cumsum([tree.num_tokens for tree in trees])]).astype(np.int64)
+    parents = np.full(len(trees), -1, dtype=np.int32)
+    return SegmentPlan(tree=forest, segment_start=segment_start, segment_parent=parents, segment_tokens=capacity)

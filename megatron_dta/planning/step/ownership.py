@@ -1,0 +1,31 @@
+"""Which of the sequences through a shared sampled token trains it, where only one shall.
+
+Every path counts by default: sequences that branch from one another are then trained as if each had been sampled
+alone. With ``--shared-token-ownership first`` a token is trained by the first sequence that does so, in the order of
+the samples; for the later ones it is context. What a loss is divided by counts the tokens that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.tree import build_prefix_tree
+
+
+def first_owners(samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+    """bool [T] of each sample: its trained tokens that no earlier sample trains."""
+    lengths = [sample.needed_length() for sample in samples]
+    tree = build_prefix_tree([s.token_ids[:length] for s, length in zip(samples, lengths, strict=True)])
+    taken = np.zeros(tree.num_tokens, bool)
+    owned = []
+    for number, sample in enumerate(samples):
+        trained = np.flatnonzero(sample.loss_mask)
+        stream = tree.stream_indices(number)[trained]
+        mask = np.zeros(len(sample.token_ids), bool)
+        mask[trained] = ~taken[stream]
+        taken[stream] = True
+        owned.append(mask)
+    return owned

@@ -1,0 +1,144 @@
+"""Packs for ``--tree-mode packed``: sequences whose prefix tree fits a token capacity, with few tokens in all packs.
+
+A prefix that two packs need is computed in both, so what counts is the sum of the packs' unique tokens. Two methods are
+compared, and the best result is taken:
+
+contiguous             the best cut of the leaves in depth-first order into runs that fit: a shortest path
+first fit decreasing   runs of leaves by their tokens, the largest first, each into a pack that has room for the tokens
+                       which it adds to the pack's tree: the first such pack, or the one in which it adds least. Runs of
+                       several sizes are tried, from full packs down to single leaves.
+
+Runs of neighbours share most but leave room at the ends of packs. First fit decreasing fills packs, which is worth more
+where sequences are long for a pack, as trajectories of agents are: of 14 sets of rollouts in packs of 16,384 tokens (or
+of the longest sequence), it needs 0.8 to 4.6% fewer tokens on the six sets of tau1 and tau2, and at most 0.5% fewer on
+the others. Sequences that end inside the tree go with the first leaf behind them.
+
+Legend: L leaves, in depth-first order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dta.planning.partition.range_minimum import RangeMinimum
+from megatron_dta.planning.partition.sequence_costs import shared_node
+from megatron_dta.tree import PrefixTree
+
+# For first fit, runs may also take the capacity divided by these.
+PARTS = (2, 3, 4)
+# First fit looks at every pack for every node of a run; above this many looks only the contiguous cut is made.
+MOST_LOOKS = 50_000_000
+
+
+def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:
+    """The sequences of each pack, int64 arrays that cover all; no sequence may be longer than ``capacity``."""
+    leaf = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
+    end = tree.node_position.astype(np.int64) + tree.node_lengths
+    join = shared_node(tree, leaf)
+    length, shared = end[leaf], np.where(join < 0, 0, end[join])
+    found = [contiguous_packs(length, shared, capacity)]
+    runs = [found[0], *(runs_within(length, shared, capacity // part) for part in PARTS), np.arange(len(leaf))]
+    for run in runs:
+        nodes = _nodes_of_runs(tree, leaf, run)
+        if sum(map(len, nodes)) * int(found[0][-1] + 1) <= MOST_LOOKS:
+            found += [first_fit_decreasing(nodes, tree.node_lengths, capacity, least)[run] for least in (False, True)]
+    pack = min(found, key=lambda packs: packed_tokens(length, shared, packs))
+    pack = pack[np.searchsorted(leaf, tree.sequence_node)]
+    order = np.lexsort((tree.sequence_node, pack))
+    return np.split(order, np.flatnonzero(np.diff(pack[order])) + 1)
+
+
+def packed_tokens(length: np.ndarray, shared: np.ndarray, pack: np.ndarray) -> int:
+    """Unique tokens of all packs together.
+
+    Args:
+        length: int64 [L], tokens of each leaf's path.
+        shared: int64 [L], tokens that it shares with the leaf before it.
+        pack: int64 [L], the pack of each.
+    """
+    order = np.lexsort((np.arange(len(pack)), pack))
+    same = np.flatnonzero(pack[order[1:]] == pack[order[:-1]])
+    return int(length.sum() - RangeMinimum(shared)(order[same] + 1, order[same + 1] + 1).sum())
+
+
+def contiguous_packs(length: np.ndarray, shared: np.ndarray, capacity: int) -> np.ndarray:
+    """The pack of each leaf, int64 [L]: runs of neighbours that fit and together have the fewest tokens.
+
+    A run j..i has length[j] + added[j + 1] + ... + added[i] tokens, where a leaf adds what it does not share with the
+    leaf before it. The best cut is a shortest path over the starts of runs; the starts that fit end i form a window
+    that only moves forward, so a monotone queue finds each minimum in constant time.
+    """
+    count = len(length)
+    total_added = np.cumsum(length - shared)
+    # Tokens of the run j..i = start_cost[j] + total_added[i].
+    start_cost = (length - total_added).tolist()
+    total_added = total_added.tolist()
+    best, first = [0] * (count + 1), [0] * count
+    queue: list[int] = []
+    head = 0
+    for i in range(count):
+        while len(queue) > head and best[queue[-1]] + start_cost[queue[-1]] >= best[i] + start_cost[i]:
+            queue.pop()
+        queue.append(i)
+        while start_cost[queue[head]] + total_added[i] > capacity:
+            head += 1
+        first[i] = queue[head]
+        best[i + 1] = best[first[i]] + start_cost[first[i]] + total_added[i]
+    begins = np.zeros(count, dtype=np.int64)
+    end = count
+    while end > 0:
+        end = first[end - 1]
+        begins[end] = 1
+    return np.cumsum(begins) - 1
+
+
+def runs_within(length: np.ndarray, shared: np.ndarray, limit: int) -> np.ndarray:
+    """The run of each leaf, int64 [L]: as long as its tokens stay within ``limit``; a longer leaf is its own run."""
+    total_added = np.cumsum(length - shared)
+    begins = np.zeros(len(length), dtype=np.int64)
+    begin = 0
+    while begin < len(length):
+        begins[begin] = 1
+        last = int(np.searchsorted(total_added, limit + total_added[begin] - length[begin], side="right"))
+        begin = max(begin + 1, last)
+    return np.cumsum(begins) - 1
+
+
+def _nodes_of_runs(tree: PrefixTree, leaf: np.ndarray, run: np.ndarray) -> list[np.ndarray]:
+    """Nodes on the paths of each run's leaves."""
+    parents, found = tree.node_parent.tolist(), []
+    for leaves in np.split(leaf, np.flatnonzero(np.diff(run)) + 1):
+        nodes: set[int] = set()
+        for node in leaves.tolist():
+            while node >= 0 and node not in nodes:
+                nodes.add(node)
+                node = parents[node]
+        found.append(np.fromiter(sorted(nodes), np.int64, len(nodes)))
+    return found
+
+
+def first_fit_decreasing(
+    nodes: list[np.ndarray], node_lengths: np.ndarray, capacity: int, least_added: bool
+) -> np.ndarray:
+    """The pack of each run, int64 [runs].
+
+    Args:
+        nodes: of each run; none takes more than the capacity.
+        least_added: whether a run goes to the pack in which it adds least, and not to the first that has room.
+    """
+    lengths = node_lengths.astype(np.int64)
+    tokens = np.array([lengths[own].sum() for own in nodes], dtype=np.int64)
+    pack = np.zeros(len(nodes), dtype=np.int64)
+    # Packs are rows; the one behind the last is new.
+    holds, used, count = np.zeros((8, len(lengths)), dtype=bool), np.zeros(8, dtype=np.int64), 0
+    for run in np.argsort(-tokens, kind="stable").tolist():
+        if count + 1 == len(used):
+            holds, used = (np.concatenate([array, np.zeros_like(array)]) for array in (holds, used))
+        added = ~holds[: count + 1, nodes[run]] @ lengths[nodes[run]]
+        fits = np.flatnonzero(used[: count + 1] + added <= capacity)
+        chosen = int(fits[added[fits].argmin()] if least_added else fits[0])
+        count = max(count, chosen + 1)
+        holds[chosen, nodes[run]] = True
+        used[chosen] += added[chosen]
+        pack[run] = chosen
+    return pack

@@ -1,0 +1,178 @@
+"""What the stages of a pipeline run in one pass, and what one of them needs for it.
+
+A pass is a schedule and the common order of its messages. One stage takes its ops, the slots where each of its parts
+keeps keys and values meanwhile, and its messages. A single process is the pipeline of one stage: its ops run depth
+first, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.costs.segment_bytes import MemoryBudget, peak_bytes
+from megatron_dta.planning.pipeline.costs import PipelineCosts
+from megatron_dta.planning.pipeline.planner import plan_pipeline
+from megatron_dta.planning.pipeline.schedule import (
+    PipelineOp,
+    PipelineSchedule,
+    forward_only_pipeline,
+    next_op_is_backward,
+)
+from megatron_dta.planning.pipeline.simulation import Message, Timeline, message_order, simulate
+from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_events
+from megatron_dta.planning.segments.plan import SegmentPlan
+from megatron_dta.planning.segments.recompute import kept_on_stages
+from megatron_dta.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """The pipeline that a step is planned for.
+
+    Attributes:
+        num_stages, num_chunks: pipeline ranks, and virtual stages on each.
+        layers: layers of each virtual stage.
+        cost_model: of the whole model.
+        max_in_flight_tokens: most tokens that a stage holds, None for the planner's default.
+        memory: what each rank may use, from which the planner decides what is in flight and what is kept; None: no
+            limit in bytes.
+        is_measured: whether the cost model is that of a machine, so that it may choose the size of segments.
+    """
+
+    num_stages: int = 1
+    num_chunks: int = 1
+    layers: tuple[int, ...] = (1,)
+    cost_model: CostModel = field(default_factory=CostModel)
+    max_in_flight_tokens: int | None = None
+    memory: MemoryBudget | None = None
+    is_measured: bool = False
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """One walk over the segments.
+
+    Attributes:
+        schedule: all stages' ops.
+        messages: all messages in an order in which they can be posted.
+        timeline: when ops run by the cost model; None for a single stage, where nothing depends on it.
+        kept: bool [virtual stages, segments], segments that keep their activations from forward to backward, else the
+            forward runs again before the backward; None where there are no backwards.
+    """
+
+    schedule: PipelineSchedule
+    messages: list[Message]
+    timeline: Timeline | None = None
+    kept: np.ndarray | None = None
+
+    def planned_events(self) -> list[TimelineEvent]:
+        """The timeline's events, none for a single stage."""
+        return [] if self.timeline is None else timeline_events(self.schedule, self.timeline)
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One stage's part of a pass.
+
+    Attributes:
+        ops: in order.
+        slot_start, num_slots: for each part, the first K/V slot of every segment (int64 [num_segments]) and the slots
+            in all.
+        messages: of all stages.
+    """
+
+    ops: list[PipelineOp]
+    slot_start: list[np.ndarray]
+    num_slots: list[int]
+    messages: list[Message]
+
+
+def plan_passes(
+    segments: SegmentPlan, segment_edges: Sequence[int], kept: np.ndarray, shape: PipelineShape
+) -> tuple[PassPlan, PassPlan]:
+    """The training pass and the pass for logprobs only.
+
+    Args:
+        segment_edges: trained edges of each segment.
+        kept: bool [num_segments], see ``plan_training_pass``.
+    """
+    counts = segments.lengths, attention_pairs(segments), np.asarray(segment_edges)
+    training = plan_training_pass(segments, counts, kept, shape)
+    forward_only = forward_only_pipeline(segments.num_segments, shape.num_stages, shape.num_chunks)
+    if shape.num_stages == 1:
+        return training, PassPlan(forward_only, [])
+    costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers)
+    timeline = simulate(forward_only, segments.segment_parent, costs)
+    return training, PassPlan(forward_only, message_order(forward_only, timeline), timeline)
+
+
+class SegmentTree(Protocol):
+    """What a schedule is made of: a ``SegmentPlan``, or a tree that several ranks run together."""
+
+    segment_parent: np.ndarray
+    lengths: np.ndarray
+    num_segments: int
+
+
+def plan_training_pass(
+    tree: SegmentTree, counts: tuple[np.ndarray, np.ndarray, np.ndarray], kept: np.ndarray, shape: PipelineShape
+) -> PassPlan:
+    """Forwards and backwards of all segments.
+
+    Args:
+        counts: tokens, attention pairs and trained edges of each segment.
+        kept: bool [num_segments], segments that keep their activations on all stages. Where a pipeline's stage runs a
+            segment's backward right after its forward, it keeps them too: they would be there again at once.
+    """
+    if shape.num_stages == 1:
+        ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(tree)]
+        return PassPlan(PipelineSchedule(1, 1, [ops]), [], None, np.array(kept, dtype=bool, ndmin=2))
+    parents, expected = tree.segment_parent, kept_on_stages(kept, tree.segment_parent, len(shape.layers))
+    costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~expected)
+    schedule = plan_pipeline(
+        parents, tree.lengths, costs, shape.num_stages, shape.num_chunks, shape.max_in_flight_tokens
+    )
+    found = kept | next_op_is_backward(schedule, tree.num_segments)
+    costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~found)
+    timeline = simulate(schedule, parents, costs)
+    return PassPlan(schedule, message_order(schedule, timeline), timeline, found)
+
+
+def attention_pairs(segments: SegmentPlan) -> np.ndarray:
+    """(query, key) pairs of each segment, int64."""
+    sums = np.concatenate([[0], np.cumsum(segments.tree.position.astype(np.int64) + 1)])
+    return np.diff(sums[segments.segment_start])
+
+
+def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StageProgram:
+    """The part of ``stage`` in a pass."""
+    ops = plan.schedule.ops[stage]
+    slots = [
+        allocate_slots(segments, [Op(op.kind, op.segment) for op in ops if op.chunk == chunk])
+        for chunk in range(plan.schedule.num_chunks)
+    ]
+    return StageProgram(ops, [start for start, _ in slots], [number for _, number in slots], plan.messages)
+
+
+def stage_peak_bytes(segments: SegmentPlan, plan: PassPlan, shape: PipelineShape, stage: int) -> float:
+    """Most bytes that ``stage`` holds at once in a training pass, as ``segment_bytes`` counts them.
+
+    Args:
+        shape: with a memory budget, whose bytes are used.
+    """
+    program = stage_program(segments, plan, stage)
+    return peak_bytes(
+        [(op.kind, op.segment, op.chunk) for op in program.ops],
+        segments.lengths.tolist(),
+        segments.in_flight_tokens.tolist(),
+        plan.kept[stage :: shape.num_stages].tolist(),
+        program.num_slots,
+        shape.layers[stage :: shape.num_stages],
+        [chunk > 0 or stage > 0 for chunk in range(shape.num_chunks)],
+        shape.memory.bytes,
+    )

@@ -1,0 +1,219 @@
+"""Everything one step needs to know before it starts: edges, (sequence, token) pairs and loss batches per segment.
+
+Made once from the sequences and used by every pass over them (old logprobs, reference logprobs, training). A logprob
+belongs to an *edge* parent -> child of the forest; a loss belongs to a *pair* of a sequence and one of its trained
+tokens. Several pairs use one edge when sequences share a token, and several edges leave one *row* (the parent, with
+one distribution over the vocabulary) at a branch point. Only edges that some sequence trains exist here.
+
+Orders: edges are sorted by (row, child) in the stream, so the edges, rows and pairs of a segment are contiguous runs.
+Pairs have two orders: by sequence (as the fields of the loss come) and by edge (as the gradients are summed);
+``pair_rank`` maps the first to the second.
+
+Legend: E edges, R rows, P pairs, Q sequences, N stream tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_dta.planning.pipeline.segments import tokens_of_floor
+from megatron_dta.planning.segments.ancestors import RootPaths, root_paths
+from megatron_dta.planning.segments.cut import SegmentPlan, default_memory_tokens
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, StepChoice, choose_kept_of, choose_step
+from megatron_dta.planning.step.loss_batches import LossBatch, make_loss_batches
+from megatron_dta.planning.step.modes import build_forest, plan_forest
+from megatron_dta.planning.step.passes import PassPlan, PipelineShape, plan_passes
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.tree import PrefixTree
+from megatron_dta.tree.known_paths import KnownPath
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """See the top of the file.
+
+    Attributes:
+        segments: forest and segments.
+        num_sequence_tokens: tokens of all sequences, counted separately (what is needed of them, see
+            ``TrainingSample``).
+        training, forward_only: order of execution, with and without backward passes.
+        row_stream: int64 [R], stream index of each row.
+        edge_row: int64 [E], row of each edge; ``edge_target`` int64 [E], its token id.
+        pairs_per_edge: int64 [E]; ``pairs_per_row`` int64 [R].
+        pair_edge: int64 [P], edge of each pair, pairs in sequence order.
+        pair_rank: int64 [P], position of each pair in edge order.
+        sequence_pairs: int64 [Q + 1], pairs of each sequence.
+        segment_rows, segment_edges, segment_pairs: int64 [segments + 1], runs of each segment (pairs in edge order).
+        loss_batches: per segment, the sequences whose last row is in it, grouped for the loss.
+        paths: each segment's ancestors in earlier segments.
+        memory_tokens: most tokens that may be in flight; 0 for no more than the plan itself has.
+        activation_tokens: most of them whose activations are kept, None for all.
+    """
+
+    segments: SegmentPlan
+    num_sequence_tokens: int
+    training: PassPlan
+    forward_only: PassPlan
+    row_stream: np.ndarray
+    edge_row: np.ndarray
+    edge_target: np.ndarray
+    pairs_per_edge: np.ndarray
+    pairs_per_row: np.ndarray
+    pair_edge: np.ndarray
+    pair_rank: np.ndarray
+    sequence_pairs: np.ndarray
+    segment_rows: np.ndarray
+    segment_edges: np.ndarray
+    segment_pairs: np.ndarray
+    loss_batches: list[list[LossBatch]]
+    paths: RootPaths
+    memory_tokens: int
+    activation_tokens: int | None
+
+    def digest(self, plan: PassPlan) -> str:
+        """Equal digests on two ranks mean the same ops on the same segments of the same sequences."""
+        content = hashlib.sha256(plan.schedule.digest().encode())
+        tree = self.segments.tree
+        for array in (
+            self.segments.segment_start,
+            tree.token_ids,
+            tree.subtree_end,
+            plan.kept if plan.kept is not None else np.zeros(0),
+            self.sequence_pairs,
+            self.pair_edge,
+        ):
+            content.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        return content.hexdigest()
+
+    @property
+    def num_pairs(self) -> int:
+        """Trained tokens of all sequences."""
+        return len(self.pair_edge)
+
+
+def plan_step(
+    samples: Sequence[TrainingSample],
+    tree_mode: str = "dta",
+    segment_tokens: int | None = 2048,
+    memory_tokens: int | None = None,
+    activation_tokens: int | None = None,
+    pipeline: PipelineShape | None = None,
+) -> StepPlan:
+    """Plan a step over ``samples``; each must have a trained token (see ``plan_forest`` for the other arguments).
+
+    Args:
+        segment_tokens: None: chosen where costs were measured or memory is limited, 2,048 elsewhere (``step_choice``).
+        activation_tokens: in-flight tokens whose activations are kept; None keeps all, 0 recomputes all.
+        pipeline: the stages that share the model; None if one process has it all.
+    """
+    lengths = [sample.needed_length() for sample in samples]
+    if 0 in lengths:
+        raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
+    sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
+    pipeline = pipeline or PipelineShape()
+    masks = [sample.loss_mask[:length] for sample, length in zip(samples, lengths, strict=True)]
+    choice = _choose(sequences, masks, tree_mode, segment_tokens, memory_tokens, activation_tokens, pipeline, samples)
+    return plan_segmented_step(samples, choice, pipeline, activation_tokens)
+
+
+def plan_segmented_step(
+    samples: Sequence[TrainingSample],
+    choice: StepChoice,
+    pipeline: PipelineShape,
+    activation_tokens: int | None = None,
+) -> StepPlan:
+    """The rest of ``plan_step``, once the segments and what they keep are chosen."""
+    segments, lengths = choice.segments, [sample.needed_length() for sample in samples]
+    tree = segments.tree
+
+    # Pairs in sequence order, each named by its child token in the stream.
+    stream, _ = tree.stream_indices_of(np.arange(len(samples)))
+    mask = np.concatenate([np.zeros(0, bool), *(s.loss_mask[:n] for s, n in zip(samples, lengths, strict=True))])
+    pair_child = stream[mask].astype(np.int64)
+    sequence_pairs = np.concatenate([[0], np.cumsum([sample.num_trained for sample in samples])]).astype(np.int64)
+
+    child, edge_row, row_stream, pair_edge = _edges(tree, pair_child)
+    pair_rank = np.empty(len(pair_edge), dtype=np.int64)
+    pair_rank[np.argsort(pair_edge, kind="stable")] = np.arange(len(pair_edge))
+    pairs_per_edge = np.bincount(pair_edge, minlength=len(child)).astype(np.int64)
+    pairs_per_row = np.bincount(edge_row, weights=pairs_per_edge, minlength=len(row_stream)).astype(np.int64)
+
+    # Each segment's runs.
+    segment_rows = np.searchsorted(row_stream, segments.segment_start)
+    segment_edges = np.searchsorted(edge_row, segment_rows)
+    segment_pairs = np.concatenate([[0], np.cumsum(pairs_per_edge)])[segment_edges].astype(np.int64)
+    last_row = row_stream[edge_row[pair_edge[sequence_pairs[1:] - 1]]] if len(samples) else np.zeros(0, np.int64)
+    completed_in = np.searchsorted(segments.segment_start, last_row, side="right") - 1
+
+    passes = choice.passes or plan_passes(segments, np.diff(segment_edges), choice.kept, pipeline)
+    return StepPlan(
+        segments=segments,
+        num_sequence_tokens=sum(lengths),
+        training=passes[0],
+        forward_only=passes[1],
+        row_stream=row_stream,
+        edge_row=edge_row.astype(np.int64),
+        edge_target=tree.token_ids[child].astype(np.int64),
+        pairs_per_edge=pairs_per_edge,
+        pairs_per_row=pairs_per_row,
+        pair_edge=pair_edge,
+        pair_rank=pair_rank,
+        sequence_pairs=sequence_pairs,
+        segment_rows=segment_rows.astype(np.int64),
+        segment_edges=segment_edges.astype(np.int64),
+        segment_pairs=segment_pairs,
+        loss_batches=make_loss_batches(sequence_pairs, completed_in, segments.num_segments),
+        paths=root_paths(segments),
+        memory_tokens=choice.memory_tokens,
+        activation_tokens=activation_tokens,
+    )
+
+
+def _choose(
+    sequences: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    tree_mode: str,
+    segment_tokens: int | None,
+    memory_tokens: int | None,
+    activation_tokens: int | None,
+    pipeline: PipelineShape,
+    samples: Sequence[TrainingSample],
+) -> StepChoice:
+    """Segments and what they keep: as told, or the fastest."""
+    is_free = pipeline.memory is not None or (segment_tokens is None and pipeline.is_measured)
+    if is_free and tree_mode != "packed":
+        tree = build_forest(sequences, tree_mode, _known_paths(samples))
+        return choose_step(tree, masks, pipeline, segment_tokens, memory_tokens, activation_tokens)
+    size = segment_tokens or DEFAULT_SEGMENT_TOKENS
+    stages = (pipeline.num_stages, pipeline.max_in_flight_tokens)
+    floor = tokens_of_floor(pipeline.cost_model)
+    segments = plan_forest(sequences, tree_mode, size, memory_tokens, *stages, _known_paths(samples), floor)
+    budget = 0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(segments.tree, size)
+    return replace(choose_kept_of(segments, masks, pipeline, activation_tokens), memory_tokens=budget)
+
+
+def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Edges sorted by (row, child), of pairs that are named by their child token in the stream.
+
+    Returns:
+        (child [E] and row [E] of each edge, stream index of each row [R], edge of each pair [P]): a pair finds its edge
+        by the child, which has one incoming edge.
+    """
+    child = np.flatnonzero(np.bincount(pair_child, minlength=tree.num_tokens))
+    child = child[np.argsort(tree.parent[child], kind="stable")]
+    is_row = np.zeros(tree.num_tokens, dtype=bool)
+    is_row[tree.parent[child]] = True
+    edge_row = (np.cumsum(is_row) - 1)[tree.parent[child]]
+    edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
+    edge_of_child[child] = np.arange(len(child))
+    return child, edge_row, np.flatnonzero(is_row), edge_of_child[pair_child]
+
+
+def _known_paths(samples: Sequence[TrainingSample]) -> list[KnownPath] | None:
+    """The samples' nodes, where all of them have them."""
+    paths = [sample.path for sample in samples if sample.path is not None]
+    return paths if len(paths) == len(samples) else None

@@ -1,0 +1,238 @@
+"""Decoding passes and their sampling over tensors at fixed addresses: on a GPU one CUDA graph each, captured once.
+
+A pass of a small batch is a thousand short kernels, which a CPU launches more slowly than a GPU runs them. Here a pass
+with the draw of its tokens is captured for a few sizes (``bucket``), and what differs from pass to pass (tokens,
+positions, page tables, noise, the address of the cache) is read from memory. The weights are those of the trainer,
+which changes them in place; should one of them move, everything is captured again.
+
+A *burst* is several passes of the same rows: a pass takes its tokens from the one before on the device, all else is
+known beforehand, so the host waits once for all of them. It finds ends of sequences afterwards: what a row computed
+beyond its end is dropped, and was seen by nobody.
+
+On a CPU the same passes run without a capture, for tests in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention
+from megatron_dta.model.attention.paged_cache import PagedCache
+from megatron_dta.model.attention.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles, upload
+from megatron_dta.sampling.engines.in_process.next_token import next_tokens
+from megatron_dta.sampling.engines.in_process.scheduler import Pass, Sequence
+from megatron_dta.sampling.keyed_random import keyed_uniform
+from megatron_dta.sampling.params import SamplingParams
+
+MOST_TOKENS = 1024
+"""Passes of more tokens keep a GPU busy without a graph."""
+
+_MOST_GRAPHS = 96
+
+
+def bucket(count: int) -> int:
+    """The size that is captured for ``count`` rows: powers of two and halves between, then steps of 64."""
+    if count > 256:
+        return -(-count // 64) * 64
+    power = 1 << (count - 1).bit_length()
+    return power // 4 * 3 if power >= 32 and count <= power // 4 * 3 else power
+
+
+def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
+    """Why decoding with ``model`` and ``--tree-attention-impl`` cannot be captured; None if it can."""
+    config, parameter = model.config, next(model.parameters())
+    if parameter.device.type != "cuda":
+        return "needs a CUDA GPU"
+    if isinstance(model, StagedModel):
+        return "cannot capture the messages between pipeline stages (--pipeline-model-parallel-size above 1)"
+    if config.tensor_model_parallel_size > 1:
+        return "cannot capture the sums over a tensor group (--tensor-model-parallel-size above 1)"
+    if config.num_moe_experts is not None:
+        return "cannot capture layers with experts, whose sizes the host has to know (--num-experts)"
+    if getattr(config, "fp8", None):
+        return "cannot capture products in FP8, whose scales change from pass to pass (--fp8-format)"
+    if not choose_attention(attention_impl, config.kv_channels, parameter.dtype, parameter.device):
+        return "needs attention kernels, which --tree-attention-impl or the dtype rules out"
+    return None
+
+
+def noise_of(
+    rows: Rows[Sequence], drafts: Rows[np.ndarray], params: SamplingParams, iteration: int, steps: int = 1
+) -> np.ndarray:
+    """Uniform numbers for each row's next position and those behind its draft, row by row, in passes that follow each
+    other position by position: float64 [steps, n]."""
+    widths = np.array([len(draft) + 1 for draft in drafts])
+    keys = np.repeat(np.array([sequence.request.key for sequence in rows], dtype=np.int64), widths)
+    known = np.array([sequence.known for sequence in rows], dtype=np.int64)
+    positions = np.repeat(known - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
+    positions = positions + np.arange(steps)[:, None]
+    return keyed_uniform(params.seed, params.domain, iteration, keys, positions)
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Passes of the same rows.
+
+    Attributes:
+        token_ids: int64 [n], of the first pass, row by row.
+        starts, counts: int64 [rows], positions that a row has, and tokens that a pass appends to it: 1 each if there
+            are several passes.
+        tables: page tables with room for all passes.
+        steps: int64 [rows], passes that a row takes part in, from the first on.
+        noise: float64 [passes, n], in [0, 1).
+    """
+
+    token_ids: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    tables: list[np.ndarray]
+    steps: np.ndarray
+    noise: np.ndarray
+
+
+class DecodeSteps:
+    """Runs bursts of ``model``.
+
+    Args:
+        shape: of the rank's heads.
+        page_size: of the cache.
+        max_rows: most rows of a pass.
+
+    Attributes:
+        captures: passes captured so far; each takes the time of several eager passes.
+    """
+
+    def __init__(self, model: TreeGPTModel, shape: HeadShape, page_size: int, max_rows: int) -> None:
+        self._model, self._shape, self._page_size = model, shape, page_size
+        device = next(model.parameters()).device
+        self._tables = torch.zeros(
+            max_rows * -(-model.max_sequence_length // page_size), dtype=torch.int64, device=device
+        )
+        rows = {number: row for row, number in enumerate(model.layer_numbers)}
+        self._layer_rows = rows
+        self._addresses = torch.zeros(len(rows), 2, dtype=torch.int64, device=device)
+        self._addresses_of: Tensor | None = None
+        self._passes: dict[tuple, tuple[StaticPass, Callable[[], Tensor]]] = {}
+        self._weights: tuple[int, ...] = ()
+        self._pool: object = None
+        self.captures = 0
+
+    def start(self) -> None:
+        """A phase of sampling begins: the weights are where they were, or all graphs are dropped."""
+        weights = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
+        if weights != self._weights:
+            self._passes.clear()
+            self._weights, self._pool = weights, None
+
+    def takes(self, plan: Pass, drafted: int) -> bool:
+        """Whether ``plan`` is run here: all rows decode, with so many drafted tokens in all."""
+        decodes = all(
+            count == 1 and row.known - row.computed == 1 for row, count in zip(plan.rows, plan.counts, strict=True)
+        )
+        return decodes and len(plan.rows) + drafted <= MOST_TOKENS
+
+    def run(
+        self, cache: PagedCache, burst: Burst, params: SamplingParams, meanwhile: Callable[[], None]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens drawn behind every token of every pass, and their logprobs: int64 and float64 [passes, n].
+
+        Entries of rows that have left a burst mean nothing. ``meanwhile`` is called while the device runs.
+        """
+        if self._addresses_of is not cache.addresses:
+            self._addresses.copy_(cache.addresses)
+            self._addresses_of = cache.addresses
+        num_steps, n = burst.noise.shape
+        static, replay = self._captured(burst, params)
+        words = static.empty_words(num_steps)
+        rows = pass_rows(burst.starts, burst.counts + burst.steps - 1, burst.tables, self._page_size)
+        _fill(static, words, burst, rows, self._tile_tokens(burst))
+        tokens, words_on_device, tables = upload([burst.token_ids, words, rows.tables], self._tables.device)
+        static.input_ids[0, :n].copy_(tokens)
+        self._tables[: len(tables)].copy_(tables)
+        drawn = []
+        for step_words in words_on_device.view(num_steps, -1):
+            static.words.copy_(step_words)
+            drawn.append(replay().clone())
+        drawn = torch.stack(drawn)
+        meanwhile()
+        # The only place that waits for the device; a float64 holds every token id.
+        tokens_and_logprobs = drawn.cpu().numpy()[:, :, :n]
+        return tokens_and_logprobs[:, 0].astype(np.int64), tokens_and_logprobs[:, 1]
+
+    def _tile_tokens(self, burst: Burst) -> int:
+        return self._shape.tile_tokens(self._run_of(burst))
+
+    @staticmethod
+    def _run_of(burst: Burst) -> int:
+        """Longest run that the settings are made for: of drafts the same ones for all lengths."""
+        return 1 if int(burst.counts.max()) == 1 else 16
+
+    def _captured(self, burst: Burst, params: SamplingParams) -> tuple[StaticPass, Callable[[], Tensor]]:
+        num_tokens = bucket(len(burst.token_ids))
+        run = self._run_of(burst)
+        # There are never more tiles than tokens, and empty ones cost less than a capture for each number of them.
+        key = (num_tokens, run, params.temperature, params.top_p)
+        if key not in self._passes:
+            while len(self._passes) >= _MOST_GRAPHS:
+                del self._passes[next(iter(self._passes))]
+            static = StaticPass(
+                num_tokens,
+                num_tokens,
+                run,
+                self._shape,
+                self._page_size,
+                self._tables,
+                self._addresses,
+                self._layer_rows,
+            )
+            self.captures += 1
+            self._passes[key] = static, self._capture(lambda: self._pass(static, params))
+        return self._passes[key]
+
+    def _pass(self, static: StaticPass, params: SamplingParams) -> Tensor:
+        """Tokens and logprobs, float64 [2, tokens]; the tokens are the next pass's inputs."""
+        hidden = self._model(static.input_ids, static.context)
+        tokens, logprobs = next_tokens(self._model, hidden, static.noise, params, kernels=True)
+        static.input_ids[0].copy_(tokens)
+        return torch.stack([tokens.double(), logprobs.double()])
+
+    def _capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self._tables.device.type != "cuda":
+            return run
+        # Without any token yet, so this writes nothing; it compiles kernels and fills caches.
+        run()
+        torch.cuda.synchronize()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Another thread's calls, such as a collective's watchdog, are no error.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, tile_tokens: int) -> None:
+    """Write the burst's positions, slots, noise and tiles into ``words``."""
+    num_steps, n = burst.noise.shape
+    if num_steps == 1:
+        tiles = static_tiles(burst.starts, burst.counts, rows, tile_tokens)
+        static.pack(words, rows.positions[None], rows.slots[None], burst.noise, tiles[None])
+        return
+    row = np.repeat(np.arange(n), burst.steps)
+    step = np.arange(len(row)) - np.repeat(np.cumsum(burst.steps) - burst.steps, burst.steps)
+    positions, slots = np.zeros((num_steps, n), np.int64), np.full((num_steps, n), -1)
+    tiles = np.zeros((num_steps, n, 4), np.int64)
+    positions[step, row], slots[step, row] = rows.positions, rows.slots
+    tiles[step, row] = np.stack([row, np.ones_like(row), rows.positions, rows.table_begins[row]], axis=1)
+    static.pack(words, positions, slots, burst.noise, tiles)

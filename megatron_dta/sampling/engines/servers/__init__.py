@@ -1,0 +1,1 @@
+"""Samples from vLLM and SGLang servers over HTTP."""

@@ -1,0 +1,48 @@
+"""The command that starts a rollout server as the flags of a run need it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import TrainConfig
+from megatron_dta.config.checks.rollouts import SERVERS
+from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
+
+
+def server_command(
+    config: TrainConfig, model: str | None, port: int, host: str | None, more: Sequence[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """Variables for the environment, and the words of the command.
+
+    Args:
+        model: what the server loads at first; None: ``--load-hf``, or ``--hf-checkpoint``.
+        more: further options of the server.
+
+    Raises:
+        InputError: no server's engine is asked for, or no model is known.
+    """
+    sampling = config.sampling
+    if sampling.rollout_engine not in SERVERS:
+        raise InputError(f"--rollout-engine {sampling.rollout_engine} has no servers; give vllm or sglang")
+    model = model or config.checkpoint.load_hf or config.checkpoint.hf_checkpoint
+    if model is None:
+        raise InputError("which model the server is to load is not known: give --load-hf, --hf-checkpoint or --model")
+    drafts = ServerSpeculation.of(config) if config.speculation.rollout_speculation == "das" else None
+    address = ["--port", str(port), *(() if host is None else ("--host", host))]
+    if sampling.rollout_engine == "vllm":
+        words = ["vllm", "serve", model, *address]
+        if sampling.temperature not in (0, 1) and sampling.rollout_top_p == 1:
+            words += ["--logprobs-mode", "processed_logprobs"]
+        if drafts is not None:
+            words += ["--speculative-config", json.dumps(drafts.vllm())]
+        return {"VLLM_SERVER_DEV_MODE": "1"}, [*words, *more]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", model, *address]
+    if drafts is not None:
+        words += [word for name, value in drafts.sglang().items() for word in (_flag(name), str(value))]
+    return {}, [*words, *more]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,145 @@
+"""Replies of servers as what they are: bytes of any length and JSON of any form, checked before anything uses them.
+
+A server may be broken, misconfigured or mean harm. Whatever it sends costs a bounded amount of memory, and ends as a
+checked value or as a ``TransientFailureError``, whose one line names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+from megatron_dta.common.errors import one_line
+
+# Enough for the metrics of a server with many engines, and for its settings.
+MOST_REPLY_BYTES = 16 << 20
+MOST_ERROR_BYTES = 1 << 16
+_MESSAGE_LENGTH = 300
+_KINDS: dict[Any, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "a whole number",
+    (int, float): "a number",
+    (int, str): "a string or a whole number",
+}
+
+
+class TransientFailureError(Exception):
+    """One attempt failed in a way that another may not."""
+
+
+async def read_at_most(parts: AsyncIterator[bytes], most_bytes: int, cut: bool = False) -> bytes:
+    """The body that comes in ``parts``; one that is longer is an error, or is cut."""
+    content = bytearray()
+    async for part in parts:
+        content += part
+        if len(content) > most_bytes and not cut:
+            raise TransientFailureError(f"the reply is longer than {most_bytes} bytes")
+        if len(content) > most_bytes:
+            break
+    return bytes(content[:most_bytes])
+
+
+def parse_json(content: bytes) -> Any:
+    """The value; ``ValueError`` for what is no JSON, ``TransientFailureError`` for what only Python's reader takes."""
+
+    def refuse(name: str) -> None:
+        raise TransientFailureError(f"the reply has {name}, which is no number of JSON")
+
+    try:
+        return json.loads(content, parse_constant=refuse)
+    except RecursionError as error:
+        raise TransientFailureError("the reply is nested too deeply") from error
+
+
+def field_of(reply: Any, *path: str | int, kind: Any = object, optional: bool = False) -> Any:
+    """The value at a path of keys and indices of a reply.
+
+    Args:
+        kind: one of ``_KINDS``; booleans are no numbers.
+        optional: None where a key is missing, or a value on the path is null.
+    """
+    value = reply
+    for depth, key in enumerate(path):
+        if value is None and optional:
+            return None
+        _check_kind(value, list if isinstance(key, int) else dict, path[:depth])
+        missing = key >= len(value) if isinstance(key, int) else key not in value
+        if missing and optional:
+            return None
+        if missing:
+            raise TransientFailureError(f"the reply has no {_joined(path[: depth + 1])}")
+        value = value[key]
+    if kind is not object and not (value is None and optional):
+        _check_kind(value, kind, path)
+    return value
+
+
+def list_of(values: Any, kind: Any, name: str) -> list[Any]:
+    """A list whose items are all of a kind."""
+    if not isinstance(values, list):
+        raise TransientFailureError(f"the reply's {name} must be a list, got {shown(values)}")
+    for place, value in enumerate(values):
+        if not _is(value, kind):
+            raise TransientFailureError(f"the reply's {name}.{place} must be {_KINDS[kind]}, got {shown(value)}")
+    return values
+
+
+def as_float(value: float) -> float:
+    """A number of JSON as a float, where one beyond all floats is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def shown(value: Any) -> str:
+    """A value from a reply for a message: short, printable, on one line."""
+    try:
+        text = json.dumps(value)
+    except (RecursionError, ValueError):  # the latter for a number of very many digits
+        text = f"{type(value).__name__} that is too large to show"
+    return shortened(text)
+
+
+def message_in(content: bytes) -> str:
+    """What servers say in their different forms of error replies, on one line."""
+    text = content.decode(errors="replace")
+    try:
+        found = json.loads(text)
+        for key in ("error", "message", "detail"):
+            while isinstance(found, dict) and key in found:
+                found = found[key]
+        text = found if isinstance(found, str) else json.dumps(found)
+    except (ValueError, RecursionError):
+        pass
+    return shortened(text) or "(nothing)"
+
+
+def told(error: BaseException) -> str:
+    """What an error says, or what it is."""
+    return shortened(str(error)) or type(error).__name__
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text on one line that can be printed."""
+    # What is cut before it is cleaned costs no more than what is shown.
+    line = one_line(text[: 4 * _MESSAGE_LENGTH])
+    return line if len(line) <= _MESSAGE_LENGTH else line[:_MESSAGE_LENGTH] + "..."
+
+
+def _check_kind(value: Any, kind: Any, path: tuple[str | int, ...]) -> None:
+    if not _is(value, kind):
+        name = f"the reply's {_joined(path)}" if path else "the reply"
+        raise TransientFailureError(f"{name} must be {_KINDS[kind]}, got {shown(value)}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _joined(path: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in path)

@@ -1,0 +1,177 @@
+"""SGLang's server: ``python -m sglang.launch_server``, with the forms of version 0.5.23.
+
+Tokens come from ``/generate`` with ``input_ids``, weights through ``/update_weights_from_disk``. (The endpoints that
+take tensors want pickled handles of GPU memory, or a process group with the server over NCCL; neither can be had
+everywhere, and a folder in memory such as ``/dev/shm`` is as fast on one machine.)
+
+    python -m sglang.launch_server --model-path MODEL --port 30000
+
+Everything else is set there as usual; speculative decoding by the command that ``tools/rollout_server_command.py``
+prints (``server_speculation``). Then a reply says how much was drafted for it, ``/server_info`` how the server was told
+to draft, and ``/add_external_corpus`` takes a corpus: a file of JSON strings, one a line, that the server reads.
+Seeds of requests count with ``--enable-deterministic-inference`` only.
+
+**Logprobs** are those of softmax(logits / temperature) before the nucleus: the trainer's. Where the server's
+environment has SGLANG_RETURN_ORIGINAL_LOGPROB=1 they are those of temperature 1. Which of them a server returns shows
+in how far apart the logprobs of some tokens lie at temperatures 1 and 2: halving the logits halves the distances.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
+from megatron_dta.sampling.engines.servers.protocol import (
+    Asked,
+    LogprobsError,
+    Piece,
+    ServerProtocol,
+    check_prompt_length,
+    make_piece,
+    refuse_logprobs,
+)
+from megatron_dta.sampling.engines.servers.replies import TransientFailureError, as_float, field_of, list_of, shown
+from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
+from megatron_dta.sampling.params import SamplingParams
+
+_PROBED_TOKENS = 8
+# In the newer and in the older versions.
+_DRAFTED = ("spec_num_proposed_drafts", "spec_draft_token_num")
+_ACCEPTED = ("spec_num_correct_drafts", "spec_accept_token_num")
+
+
+class SglangProtocol(ServerProtocol):
+    """Requests and replies of SGLang."""
+
+    name = "SGLang"
+    generate_path = "/generate"
+    # /health may answer without the model having run.
+    health_path = "/health_generate"
+    label_path = "/model_info"
+    takes_corpora = True
+
+    def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
+        return {
+            "input_ids": token_ids.tolist(),
+            "sampling_params": {
+                "max_new_tokens": max_tokens,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                # ignore_eos would ignore these, too; the model's own are dealt with by the engine.
+                "stop_token_ids": sorted(params.eos_ids),
+                "skip_special_tokens": False,
+                "sampling_seed": seed,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "stream": False,
+        }
+
+    def read(self, reply: Any, asked: Asked) -> Piece:
+        check_prompt_length(reply, asked, "meta_info", "prompt_tokens")
+        name = "meta_info.output_token_logprobs"
+        entries = list_of(field_of(reply, "meta_info", "output_token_logprobs"), list, name)
+        short = next((place for place, entry in enumerate(entries) if len(entry) < 2), None)
+        if short is not None:
+            raise TransientFailureError(f"the reply's {name}.{short} must be a logprob and a token id")
+        token_ids = list_of(field_of(reply, "output_ids"), int, "output_ids")
+        if list_of([entry[1] for entry in entries], int, f"{name}, its token ids") != token_ids:
+            raise TransientFailureError(
+                f"the reply's {len(token_ids)} output_ids are not those of its {len(entries)} output_token_logprobs"
+            )
+        spans = field_of(reply, "meta_info", "weight_versions", kind=list, optional=True) or []
+        labels = [field_of(reply, "meta_info", "weight_versions", place, "version") for place in range(len(spans))]
+        label = field_of(reply, "meta_info", "weight_version", optional=True)
+        piece = make_piece(
+            token_ids,
+            [entry[0] for entry in entries],
+            field_of(reply, "meta_info", "finish_reason", "type", kind=str),
+            asked,
+            ("output_ids", f"{name}, its logprobs"),
+            field_of(reply, "meta_info", "cached_tokens", kind=int, optional=True),
+            labels or ([] if label is None else [label]),
+        )
+        meta = reply["meta_info"]
+        drafted, accepted = (_count(meta, names) for names in (_DRAFTED, _ACCEPTED))
+        return replace(piece, drafted=drafted, accepted=min(accepted, drafted, len(piece.token_ids)))
+
+    async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
+        if params.temperature in (0, 1):
+            return
+        apart = [await self._distance(client, server, params, temperature) for temperature in (1.0, 2.0)]
+        if apart[0] < 1e-3:
+            raise LogprobsError(
+                f"{server}: gives all tokens the same logprob, so it cannot be told whether they are tempered; load a "
+                "trained model, or use --rollout-temperature 1"
+            )
+        if apart[1] > 0.75 * apart[0]:
+            raise refuse_logprobs(server, params, "of temperature 1", "start it without SGLANG_RETURN_ORIGINAL_LOGPROB")
+
+    async def _distance(self, client: HttpClient, server: Server, params: SamplingParams, temperature: float) -> float:
+        """Between the largest and the smallest logprob of a few tokens."""
+        body = self.body(np.array([params.eos_id]), 1, params, seed=0)
+        body["sampling_params"] |= {"temperature": temperature, "top_p": 1.0}
+        body["token_ids_logprob"] = list(range(_PROBED_TOKENS))
+        reply = await client.ask(server, "POST", self.generate_path, body)
+        path = ("meta_info", "output_token_ids_logprobs", 0)
+        try:
+            entries = field_of(reply, *path, kind=list)
+            values = [field_of(reply, *path, place, 0, kind=(int, float)) for place in range(len(entries))]
+            logprobs = [as_float(value) for value in values]
+            if not logprobs or not all(map(math.isfinite, logprobs)):
+                raise TransientFailureError(f"got {shown(values)}")
+        except TransientFailureError as error:
+            raise LogprobsError(f"{server}: gives no logprobs of named tokens ({error})") from error
+        return max(logprobs) - min(logprobs)
+
+    async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
+        await client.ask(server, "POST", "/pause_generation", {"mode": "retract"})
+        body = {
+            "model_path": str(folder),
+            # A server that was started with dummy weights would load such again.
+            "load_format": "auto",
+            "flush_cache": True,
+            "abort_all_requests": False,
+            "weight_version": label,
+        }
+        done = await client.ask(server, "POST", "/update_weights_from_disk", body)
+        if not isinstance(done, dict) or done.get("success") is not True:
+            raise ServerError(f"{server}: POST /update_weights_from_disk: {shown(done)}")
+        await client.ask(server, "POST", "/flush_cache")
+        await client.ask(server, "POST", "/continue_generation", {})
+
+    async def speculation_differs(
+        self, client: HttpClient, server: Server, speculation: ServerSpeculation
+    ) -> str | None:
+        info = await client.ask(server, "GET", "/server_info")
+        if not isinstance(info, dict):
+            raise ServerError(f"{server}: GET /server_info says nothing of its settings")
+        return speculation.sglang_differs(info)
+
+    async def load_corpus(self, client: HttpClient, server: Server, path: Path, name: str, old: str | None) -> None:
+        # The limit of tokens is one for all corpora together, so the old one goes first.
+        if old is not None:
+            with suppress(ServerError):  # a server that was started anew does not have it
+                await client.ask(server, "POST", "/remove_external_corpus", {"corpus_id": old})
+        body = {"corpus_id": name, "file_path": str(path)}
+        done = await client.ask(server, "POST", "/add_external_corpus", body)
+        if not isinstance(done, dict) or done.get("success") is not True:
+            raise ServerError(f"{server}: POST /add_external_corpus: {shown(done)}")
+
+
+def _count(meta: dict[str, Any], names: tuple[str, ...]) -> int:
+    """A count that has had several names."""
+    found = next((meta[name] for name in names if name in meta), 0)
+    return found if isinstance(found, int) and 0 <= found < 2**53 else 0

@@ -1,0 +1,175 @@
+"""vLLM's server: ``vllm serve``, with the forms of version 0.33.
+
+Tokens come from ``/v1/completions`` with a list of ids as the prompt; ``/inference/v1/generate`` would do as well but
+has to be switched on. Weights are loaded from a folder by the workers' own ``reload_weights``; vLLM's weight transfer
+endpoints move tensors between GPUs only. The endpoints for that exist in the server's development mode:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --port 8000
+
+Everything else is set there as usual, such as parallelism and memory, and speculative decoding: by the command that
+``tools/rollout_server_command.py`` prints (``server_speculation``), or with a drafter of its own weights, which keeps
+those it was started with. How much was drafted comes from the counters of ``/metrics``, and how the server was told to
+draft from ``/server_info?config_format=json`` of the development mode.
+
+**Logprobs.** By default (``--logprobs-mode raw_logprobs``) they are those of the logits before temperature and nucleus:
+the trainer's at temperature 1. With ``processed_logprobs`` they are those of what was drawn from, after temperature and
+nucleus: the trainer's at any temperature, without a nucleus. There is no mode for both at once. Which one is set shows
+when only one token is allowed: its processed logprob is 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
+from megatron_dta.sampling.engines.servers.protocol import (
+    Asked,
+    Piece,
+    ServerProtocol,
+    check_prompt_length,
+    make_piece,
+    refuse_logprobs,
+)
+from megatron_dta.sampling.engines.servers.replies import TransientFailureError, field_of
+from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
+from megatron_dta.sampling.params import SamplingParams
+
+_RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
+_DRAFT_COUNTER = re.compile(
+    r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}\n]*\})?\s+(\S+)", re.MULTILINE
+)
+_DEV_MODE = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
+
+
+class VllmProtocol(ServerProtocol):
+    """Requests and replies of vLLM."""
+
+    name = "vLLM"
+    generate_path = "/v1/completions"
+    health_path = "/health"
+    label_path = "/weight_info"
+
+    def body(self, token_ids: np.ndarray, max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
+        return {
+            "prompt": token_ids.tolist(),
+            "max_tokens": max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            # What is left out here comes from the model's generation_config.json.
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": seed,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(params.eos_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "return_weight_versions": True,
+            "add_special_tokens": False,
+        }
+
+    def read(self, reply: Any, asked: Asked) -> Piece:
+        prompt = field_of(reply, "choices", 0, "prompt_token_ids", kind=list, optional=True)
+        if prompt is not None and prompt != asked.token_ids.tolist():
+            raise TransientFailureError("the reply is to another prompt: its choices.0.prompt_token_ids were not sent")
+        check_prompt_length(reply, asked, "usage", "prompt_tokens")
+        spans = field_of(reply, "choices", 0, "weight_versions", kind=list, optional=True) or []
+        places = range(len(spans))
+        return make_piece(
+            field_of(reply, "choices", 0, "token_ids"),
+            field_of(reply, "choices", 0, "logprobs", "token_logprobs"),
+            field_of(reply, "choices", 0, "finish_reason", kind=str),
+            asked,
+            ("choices.0.token_ids", "choices.0.logprobs.token_logprobs"),
+            field_of(reply, "usage", "prompt_tokens_details", "cached_tokens", kind=int, optional=True),
+            [field_of(reply, "choices", 0, "weight_versions", place, "version") for place in places],
+        )
+
+    async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
+        if params.temperature in (0, 1) and params.top_p == 1:
+            return
+        mode = await self._logprobs_mode(client, server, params)
+        if params.top_p < 1 and params.temperature not in (0, 1):
+            fix = "add --old-logprobs recompute: vLLM has no mode for a temperature and a nucleus at once"
+        elif params.top_p < 1:
+            fix = None if mode == _RAW else f"start it with --logprobs-mode {_RAW}"
+        else:
+            fix = None if mode == _PROCESSED else f"start it with --logprobs-mode {_PROCESSED}"
+        if fix is not None:
+            raise refuse_logprobs(server, params, f"of --logprobs-mode {mode}", fix)
+
+    async def _logprobs_mode(self, client: HttpClient, server: Server, params: SamplingParams) -> str:
+        # Of two tokens at most one has a raw logprob of (nearly) 0, unlike any processed one.
+        for token in (params.eos_id, params.eos_id + 1 if params.eos_id == 0 else 0):
+            asked = Asked(np.array([token]), 1)
+            body = self.body(asked.token_ids, 1, params, seed=0) | {"allowed_token_ids": [token]}
+            piece = await client.ask(
+                server, "POST", self.generate_path, body, read=lambda reply, asked=asked: self.read(reply, asked)
+            )
+            if piece.logprobs[0] < -1e-4:
+                return _RAW
+        return _PROCESSED
+
+    async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
+        await self._control(client, server, "/pause?mode=wait")
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._control(client, server, "/collective_rpc", body)
+        reset = await self._control(client, server, "/reset_prefix_cache")
+        if isinstance(reset, dict) and reset.get("success") is False:
+            raise ServerError(f"{server}: could not forget its prefix cache, which is of the weights before")
+        # Older versions have no labels, and neither have their replies.
+        with contextlib.suppress(_MissingError):
+            await self._control(client, server, "/update_weight_version", {"new_version": label})
+        await self._control(client, server, "/resume")
+
+    async def speculation_differs(
+        self, client: HttpClient, server: Server, speculation: ServerSpeculation
+    ) -> str | None:
+        found = await client.ask(
+            server,
+            "GET",
+            "/server_info?config_format=json",
+            read=lambda reply: (
+                field_of(reply, "vllm_config", kind=dict),
+                field_of(reply, "vllm_config", "speculative_config", kind=dict, optional=True),
+            ),
+        )
+        return speculation.vllm_differs(found[1])
+
+    async def draft_counts(self, client: HttpClient, server: Server) -> DraftCounts | None:
+        text = await client.ask(server, "GET", "/metrics", attempts=1)
+        found = {"draft_tokens": 0.0, "accepted_tokens": 0.0}
+        for name, value in _DRAFT_COUNTER.findall(text if isinstance(text, str) else ""):
+            found[name] += _counter(value)
+        if not all(0 <= value < 2**53 for value in found.values()):
+            raise ServerError(f"{server}: GET /metrics counts {found} drafted tokens")
+        return DraftCounts(0, int(found["draft_tokens"]), int(found["accepted_tokens"]))
+
+    async def _control(self, client: HttpClient, server: Server, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            return await client.ask(server, "POST", path, body)
+        except ServerError as error:
+            if "refused with 404" in str(error):
+                raise _MissingError(f"{error}; {_DEV_MODE}") from error
+            raise
+
+
+def _counter(text: str) -> float:
+    """A number of Prometheus' text form; not finite where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+class _MissingError(ServerError):
+    """The server has no such endpoint."""

@@ -1,0 +1,227 @@
+"""Text as stored rollouts: conversations and responses for supervised training, preferences for DPO.
+
+A file (JSONL or Parquet) has rows of one of these forms; further fields are passed over.
+
+    messages                     a conversation; the turns of the assistant are trained (or another --input-key)
+    prompt, response             the response is trained; also question and completion (--input-key, --label-key)
+    prompt, chosen, rejected     for DPO: text, or messages that follow the prompt
+    chosen, rejected             for DPO: two conversations, their common beginning is the prompt
+    tools                        with any of them: tools of the chat template
+
+With --apply-chat-template text is a message; without, prompt and response are encoded as they stand, one behind the
+other, and the end of sequence follows. A preference becomes two rollouts of one group, with rewards 1 and 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import Rollout, cut_length
+from megatron_dta.rollouts.rows import field_names, read_rows, value_at
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.conversations import ConversationEncoder, MaskedTokens
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_PROMPTS, _RESPONSES = ("prompt", "question"), ("response", "completion")
+
+
+def holds_text(path: str | Path, input_key: str | None = None) -> bool:
+    """Whether the rows of a file are text, and not rollouts as token ids."""
+    path = Path(path)
+    if path.suffix not in (".jsonl", ".parquet"):
+        return False
+    names = field_names(path)
+    known = {"messages", "chosen", *_PROMPTS, *_RESPONSES, *((input_key or "").split(".")[:1])}
+    return "token_ids" not in names and bool(names & known)
+
+
+class TextReader:
+    """Reads files of text.
+
+    Args:
+        template: the chat template, where it is to be applied.
+        framing: one sample a conversation ("trajectory"), or one for each turn of the assistant ("turn").
+        max_length: longer samples are cut there; those left without a trained token are dropped, which is logged.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        input_key: str | None = None,
+        label_key: str | None = None,
+        framing: str = "trajectory",
+        max_length: int | None = None,
+    ) -> None:
+        self.tokenizer, self._template = tokenizer, template
+        self._encoder = None if template is None else ConversationEncoder(tokenizer, template)
+        self._input_key, self._label_key = input_key, label_key
+        self._framing, self._max_length = framing, max_length
+
+    def read(self, path: str | Path, pairs: bool) -> list[Rollout]:
+        """The rollouts of a file, all of it checked; ``InputError`` names file, row (from 1) and field of a bad row.
+
+        Args:
+            pairs: rows must be preferences; else they must not.
+        """
+        path, found, cut_away = Path(path), [], 0
+        for row, record in read_rows(path):
+            try:
+                rollouts = self._rollouts(row, record, pairs)
+            except InputError as error:
+                raise InputError(f"{path}: row {row}: {error}") from None
+            kept = rollouts
+            if self._max_length is not None:
+                kept = [cut for rollout in rollouts if (cut := cut_length(rollout, self._max_length)) is not None]
+            if pairs and len(kept) < len(rollouts):
+                kept = []
+            cut_away += len(rollouts) - len(kept)
+            found += kept
+        if cut_away:
+            logger.warning(
+                "%s: left out %d samples: no trained token in their first %d", path, cut_away, self._max_length
+            )
+        if not found:
+            reason = f"no sample has a trained token in its first {self._max_length} tokens" if cut_away else "no rows"
+            raise InputError(f"{path}: {reason}")
+        return found
+
+    def _rollouts(self, row: int, record: dict[str, Any], pairs: bool) -> list[Rollout]:
+        tools = record.get("tools")
+        if pairs != ("chosen" in record or "rejected" in record):
+            raise InputError(
+                "--objective dpo needs the fields chosen and rejected"
+                if pairs
+                else "has chosen and rejected answers, which only --objective dpo trains"
+            )
+        if pairs:
+            samples = self._pair(record, tools)
+            return [
+                Rollout(*sample, reward=reward, group_id=f"row {row}", trajectory_id=None)
+                for sample, reward in zip(samples, (1.0, 0.0), strict=True)
+            ]
+        return [
+            Rollout(*sample, group_id=f"row {row}", trajectory_id=f"row {row}" if self._framing == "turn" else None)
+            for sample in self._samples(record, tools)
+        ]
+
+    def _samples(self, record: dict[str, Any], tools: Any) -> list[MaskedTokens]:
+        """What is trained of a row for supervised training."""
+        name = self._input_key or next((n for n in ("messages", *_PROMPTS) if record.get(n) is not None), "messages")
+        value = value_at(record, name)
+        if value is None:
+            raise InputError(f"needs messages, or prompt and response; has no field '{name}'")
+        answer = self._label_key
+        if answer is None and not _is_answered(value):
+            answer = next((n for n in _RESPONSES if record.get(n) is not None), None)
+        if answer is None and isinstance(value, str):
+            raise InputError(f"{name}: is text and needs a response; --label-key names its field")
+        said = None if answer is None else value_at(record, answer)
+        if answer is not None and said is None:
+            raise InputError(f"has no field '{answer}', which --label-key names")
+        if self._encoder is None:
+            return [self._plain(name, value, answer, said)]
+        messages = _named(name, lambda: _as_messages(value, "user"))
+        first = 0
+        if answer is not None:
+            first = len(messages)
+            messages = messages + _named(answer, lambda: _as_messages(said, "assistant"))
+        if self._framing == "turn" and not first:
+            return _named(name, lambda: self._encoder.turns(messages, tools))
+        return [_named(name, lambda: self._encoder.whole(messages, tools, first))]
+
+    def _pair(self, record: dict[str, Any], tools: Any) -> list[MaskedTokens]:
+        """The chosen and the rejected sequence of a row, what follows their prompt trained."""
+        if self._framing == "turn":
+            raise InputError("--rollout-framing turn cuts what --objective dpo compares; leave it out")
+        for name in ("chosen", "rejected"):
+            if record.get(name) is None:
+                raise InputError(f"has no field '{name}'")
+        name = self._input_key or next((n for n in _PROMPTS if record.get(n) is not None), None)
+        prompt = None if name is None else value_at(record, name)
+        if name is not None and prompt is None:
+            raise InputError(f"has no field '{name}', which --input-key names")
+        if self._encoder is None:
+            if prompt is None:
+                raise InputError("needs a prompt beside chosen and rejected (conversations need --apply-chat-template)")
+            return [self._plain(name, prompt, answer, record[answer]) for answer in ("chosen", "rejected")]
+        both = [
+            _named(answer, lambda answer=answer: _as_messages(record[answer], "assistant"))
+            for answer in ("chosen", "rejected")
+        ]
+        if prompt is not None:
+            context = _named(name, lambda: _as_messages(prompt, "user"))
+            # Files may repeat the prompt in both conversations.
+            both = [own if own[: len(context)] == context else context + own for own in both]
+            first = len(context)
+        else:
+            first = _common(*both)
+        if both[0][first:] == both[1][first:]:
+            raise InputError("chosen and rejected are the same")
+        return [
+            _named(answer, lambda own=own: self._encoder.whole(own, tools, first))
+            for answer, own in zip(("chosen", "rejected"), both, strict=True)
+        ]
+
+    def _plain(self, name: str, prompt: Any, answer: str | None, response: Any) -> MaskedTokens:
+        """Prompt and response as they stand, and the end of sequence."""
+        for field, text in ((name, prompt), (answer, response)):
+            if not isinstance(text, str):
+                fix = "; messages need --apply-chat-template" if isinstance(text, list) else ""
+                raise InputError(f"{field}: must be a string, got {type(text).__name__}{fix}")
+        before = _named(name, lambda: self._tokenizer_ids(prompt))
+        if not before.size:
+            raise InputError(f"{name}: is empty; a response needs at least one token before it")
+        trained = _named(answer or "", lambda: self._tokenizer_ids(response))
+        if not trained.size or trained[-1] != self.tokenizer.eos_id:
+            trained = np.append(trained, np.int32(self.tokenizer.eos_id))
+        ids = np.concatenate([before, trained])
+        return MaskedTokens(ids, np.arange(len(ids)) >= len(before))
+
+    def _tokenizer_ids(self, text: str) -> np.ndarray:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"is no valid text: {error}") from None
+        return self.tokenizer.encode(text)
+
+
+def _as_messages(value: Any, role: str) -> list[Any]:
+    """A list of messages; text is one of ``role``."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise InputError(f"must be text or a list of messages, got {type(value).__name__}")
+    return value
+
+
+def _is_answered(value: Any) -> bool:
+    """Whether a prompt is a whole conversation, which ends with the assistant."""
+    last = value[-1] if isinstance(value, list) and value else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many messages two conversations begin with alike."""
+    count = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _named(name: str, call: Any) -> Any:
+    """What ``call`` returns; its ``InputError`` begins with the field."""
+    try:
+        return call()
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None

@@ -1,0 +1,254 @@
+"""Reward functions: built-in ones by name, and the user's own by ``--reward-function FILE.py:NAME``.
+
+A reward function is an ordinary Python function. The names of its parameters decide what it gets:
+
+    (prompt, response, response_token_ids)                         one response
+    (prompts, responses, response_token_ids)                       lists of all responses at once, which returns a list
+    (data_source, solution_str, ground_truth, extra_info)          one response, as verl calls it
+    (data_sources, solution_strs, ground_truths, extra_infos)      all at once, as verl calls it in batches
+
+    prompt               the prompt's record: the row of the prompt file with all its fields
+    response             the response as text, special tokens (the end of sequence among them) left out
+    response_token_ids   the response as it was sampled; its last token is the end-of-sequence token unless it was cut
+
+What it returns for a response is the reward, a finite number, or a dictionary with it under ``reward`` or ``score``;
+the other numbers in there are components, whose means become metrics. Anything else (an exception, NaN, a string) is a
+failure, with one line that names the prompt and the response; ``sampling.scoring`` says what becomes of it. A reward
+that is silently replaced by 0 would train the model on it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError, one_line
+from megatron_dta.config.reward import RewardConfig
+
+BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
+REMOTE_SECONDS = 60.0
+# Of components: infinities, NaN and integers that no float holds are left out of their means.
+_LARGEST = 1e300
+_REWARD_NAMES = ("reward", "score")
+RewardFunction = Callable[..., Any]
+
+
+class Response(NamedTuple):
+    """A response to score: the prompt's id and record, the text, the token ids."""
+
+    prompt_id: str
+    record: Mapping[str, Any]
+    text: str
+    token_ids: list[int]
+
+    @property
+    def where(self) -> str:
+        """Where an error is said to be."""
+        return f"reward function, prompt {self.prompt_id!r}, response {self.text[:80]!r}"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reward, and the further numbers that the function returned with it."""
+
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+def exact_match(prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
+    """1 where the response, without blanks around it, is the text of the record's ``answer``; else 0."""
+    return float(response.strip() == str(_answer(prompt)).strip())
+
+
+def load_reward_function(spec: str, settings: RewardConfig | None = None) -> RewardFunction:
+    """The function that ``spec`` names: a built-in one or ``FILE.py:NAME`` (the file is executed)."""
+    if spec == "exact_match":
+        return exact_match
+    if spec == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise InputError("--reward-function math_verify needs the package math-verify: pip install math-verify")
+    if spec in ("math_verify", "code_tests", "remote"):
+        return _with_settings(spec, settings or RewardConfig())
+    path, separator, name = spec.rpartition(":")
+    if not separator or not path.endswith(".py") or not name.isidentifier():
+        raise InputError(f"--reward-function {spec}: must be {', '.join(BUILT_IN)} or FILE.py:NAME")
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"--reward-function {spec}: no such file: {path}")
+    module_spec = importlib.util.spec_from_file_location(f"megatron_dta_user_reward_{file.stem}", file)
+    assert module_spec is not None  # the suffix is .py
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"--reward-function {spec}: the file does not run: {_describe(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"--reward-function {spec}: {path} has no function {name}")
+    if inspect.iscoroutinefunction(function):
+        raise InputError(f"--reward-function {spec}: {name} is asynchronous; give a function that returns its value")
+    return function
+
+
+def _with_settings(name: str, settings: RewardConfig) -> RewardFunction:
+    # Not on top: most runs need none of them.
+    from megatron_dta.sampling.rewards.code_reward import CodeTests
+    from megatron_dta.sampling.rewards.math_reward import MathVerify
+    from megatron_dta.sampling.rewards.server_reward import RemoteReward
+
+    if name == "math_verify":
+        return MathVerify()
+    if name == "code_tests":
+        return CodeTests(settings)
+    seconds = settings.reward_timeout_seconds or REMOTE_SECONDS
+    return RemoteReward(settings.reward_server_url or [], seconds, settings.reward_attempts)
+
+
+def compute_reward(
+    function: RewardFunction, prompt_id: str, record: Mapping[str, Any], response: str, response_token_ids: list[int]
+) -> float:
+    """The reward of one response, checked; ``InputError`` names the prompt and shows the response."""
+    return compute_score(function, Response(prompt_id, record, response, response_token_ids)).reward
+
+
+def compute_score(function: RewardFunction, response: Response) -> Score:
+    """What the function says of one response, checked; ``InputError`` names the prompt and shows the response."""
+    if is_batched(function):
+        (score,) = compute_scores(function, [response])
+        if isinstance(score, InputError):
+            raise score
+        return score
+    try:
+        arguments = _arguments(function, response)
+    except InputError as error:
+        raise InputError(f"{response.where}: {error}") from None
+    return _checked(_call(function, arguments, response.where), response.where)
+
+
+def compute_scores(function: RewardFunction, responses: Sequence[Response]) -> list[Score | InputError]:
+    """What a batched function says of all responses; an error in the place of what is no score.
+
+    Raises:
+        InputError: the call as a whole failed.
+    """
+    where = f"reward function, {len(responses)} responses"
+    try:
+        each = [_arguments(function, response) for response in responses]
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    values = _call(function, {name: [own[name] for own in each] for name in each[0]}, where)
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, list | tuple) or len(values) != len(responses):
+        found = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+        raise InputError(f"{where}: must return a list of as many values, got {found}")
+    scores: list[Score | InputError] = []
+    for response, value in zip(responses, values, strict=True):
+        try:
+            scores.append(_checked(value, response.where))
+        except InputError as error:
+            scores.append(error)
+    return scores
+
+
+def is_batched(function: RewardFunction) -> bool:
+    """Whether the function takes lists of all responses."""
+    names = _parameters(function)
+    return "solution_strs" in names or names[:2] == ["prompts", "responses"]
+
+
+def _parameters(function: RewardFunction) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # functions of other languages have none
+        return []
+
+
+def _arguments(function: RewardFunction, response: Response) -> dict[str | int, Any]:
+    """What the function gets for one response, by name (as verl gives it) or by place."""
+    names, record = _parameters(function), response.record
+    plural = next((end for end in ("", "s") if f"solution_str{end}" in names), None)
+    if plural is None:
+        # A copy, so that a function that edits its record cannot change what the next response is judged by.
+        return {0: dict(record), 1: response.text, 2: list(response.token_ids)}
+    known = {
+        f"data_source{plural}": record.get("data_source"),
+        f"solution_str{plural}": response.text,
+        f"ground_truth{plural}": _answer(record),
+        f"extra_info{plural}": record.get("extra_info"),
+    }
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    return {name: value for name, value in known.items() if takes_all or name in names}
+
+
+def _call(function: RewardFunction, arguments: Mapping[str | int, Any], where: str) -> Any:
+    try:
+        named = {name: value for name, value in arguments.items() if isinstance(name, str)}
+        return function(**named) if named else function(*arguments.values())
+    except InputError as error:
+        raise InputError(f"{where}: {one_line(str(error))}") from error
+    except KeyboardInterrupt:
+        raise
+    # Not Exception alone: a function that calls sys.exit would end the run with its status, maybe 0, and time-outs of
+    # some packages (math-verify's, for one) derive from BaseException.
+    except BaseException as error:
+        raise InputError(f"{where}: raised {_describe(error)}") from error
+
+
+def _checked(value: Any, where: str) -> Score:
+    """The score that a function's ``value`` is."""
+    if not isinstance(value, Mapping):
+        return Score(_finite(value, where, ""))
+    names = [name for name in _REWARD_NAMES if name in value]
+    if len(names) != 1:
+        raise InputError(
+            f"{where}: the dictionary must have the reward as 'reward' or 'score', got {_shown_names(value)}"
+        )
+    components = {
+        str(name): float(number)
+        for name, number in value.items()
+        if name not in names and isinstance(number, numbers.Real | np.bool_) and abs(number) < _LARGEST
+    }
+    return Score(_finite(value[names[0]], where, f"'{names[0]}': "), components)
+
+
+def _shown_names(value: Mapping[Any, Any]) -> str:
+    return one_line(", ".join(map(repr, list(value)[:8])))[:200] or "nothing"
+
+
+def _finite(value: Any, where: str, name: str) -> float:
+    if not isinstance(value, numbers.Real | np.bool_):
+        raise InputError(f"{where}: {name}must return a number, got {type(value).__name__}")
+    try:
+        reward = float(value)
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
+        raise InputError(f"{where}: {name}must return a finite number, got {reward}")
+    return reward
+
+
+def _answer(prompt: Mapping[str, Any]) -> Any:
+    if "answer" not in prompt:
+        raise InputError("the prompt's record has no field 'answer', which this reward compares against")
+    return prompt["answer"]
+
+
+def _describe(error: BaseException) -> str:
+    """Type, message and the innermost place of the error, on one line."""
+    try:
+        message = str(error)
+    except Exception:  # the user's own class may do anything
+        message = "no message"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return one_line(f"{type(error).__name__}: {message}{place}")

@@ -1,0 +1,193 @@
+"""Closes the RL loop: rollouts sampled from the current weights for training, and mean rewards on held-out prompts.
+
+Data-parallel ranks sample a share of the prompts each and then have all that was sampled: the identity of a sequence,
+which its random numbers are keyed by, does not depend on who samples it.
+
+A collection of rollouts is a function of (weights, settings, seed, collection number): the prompts come from a keyed
+shuffle and every token from a keyed random number. Nothing has to be saved for a resumed run to continue bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_dta.config import SamplingConfig
+from megatron_dta.model import current_mesh
+from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.collection_order import Evaluation, RolloutError, SampledSource
+from megatron_dta.sampling.engines.interface import (
+    GenerationRequest,
+    GenerationResult,
+    RolloutEngine,
+    generate,
+    phase,
+)
+from megatron_dta.sampling.evaluation import pass_rates
+from megatron_dta.sampling.keyed_random import Domain
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.prompts.load import Prompt, prompts_at
+from megatron_dta.sampling.rewards.registry import Response
+from megatron_dta.sampling.rewards.scoring import counted
+from megatron_dta.sampling.task import SamplingTask
+
+
+class SamplingSource(SampledSource):
+    """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` rollouts a collection, from the engine's weights."""
+
+    def __init__(self, engine: RolloutEngine, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
+        self._engine = engine
+        self._task = task
+        self._config = config
+        self._seed = seed
+        self._params = sampling_params(task, config, seed)
+        self._statistics: dict[str, float] = {}
+
+    def sample(self, collection: int, batch: int) -> list[Rollout]:
+        """See ``SampledSource``; one group a prompt, in order.
+
+        ``policy_version`` is the collection's number; with servers, whose weights are updated from outside, the
+        optimizer steps that their weights have had.
+        """
+        count, samples = self._config.rollout_batch_size, self._config.n_samples_per_prompt
+        first = batch * count
+        prompts = prompts_at(self._task.prompts, first, count, self._seed)
+        if not self._engine.needs_checkpoint:
+            self._engine.update_weights(collection)
+        before = self._task.scorer.tally
+        scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, batch)
+        self._statistics = {
+            "ended": float(np.mean([result.ended for _, result, _ in scored])),
+            **counted(before, self._task.scorer.tally, current_mesh().gather_from_replicas),
+        }
+        if all(reward is None for _, _, reward in scored):
+            why = self._task.scorer.last_failure or "see the other ranks"
+            raise RolloutError(f"every reward of a collection has failed; the last one: {why}")
+        # A small prompt file may come round again within one collection: the place in the stream names the group.
+        return [
+            to_rollout(prompt, result, reward, f"{first + index // samples}:{prompt.prompt_id}")
+            for index, (prompt, result, reward) in enumerate(scored)
+            if reward is not None
+        ]
+
+    def statistics(self) -> dict[str, float]:
+        """``ended`` (fraction of responses not cut at the cap) and what the scorer counts (``sampling.scoring``), of
+        the last collection and over all ranks.
+        """
+        return self._statistics
+
+
+class SamplingEvaluation(Evaluation):
+    """Mean reward on held-out prompts, each answered ``n_samples_per_eval_prompt`` times.
+
+    Every evaluation uses the same random numbers, from a domain that training never draws from: two evaluations differ
+    by their weights and not by luck. With ``eval_temperature`` 0 the answers are greedy.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        task: SamplingTask,
+        config: SamplingConfig,
+        seed: int,
+        max_prompts: int | None = None,
+    ) -> None:
+        self._engine = engine
+        self._task = task
+        self._prompts = task.eval_prompts[:max_prompts]
+        if not self._prompts:
+            raise ValueError("an evaluation needs at least one held-out prompt")
+        self._samples = config.n_samples_per_eval_prompt
+        temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
+        params = sampling_params(task, config, seed)
+        self._params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """``reward``, ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the cap), with
+        several samples of a prompt ``pass@k``, and what the scorer counts. Rewards that failed are left out of the
+        mean, which is NaN if all have.
+        """
+        before = self._task.scorer.tally
+        scored = _sample_and_score(self._engine, self._task, self._prompts, self._samples, self._params, 0)
+        rewards = [reward for _, _, reward in scored if reward is not None]
+        of_prompts = [
+            [reward for _, _, reward in scored[first : first + self._samples] if reward is not None]
+            for first in range(0, len(scored), self._samples)
+        ]
+        return {
+            **pass_rates(of_prompts, self._samples),
+            **counted(before, self._task.scorer.tally, current_mesh().gather_from_replicas),
+            "reward": float(np.mean(rewards)) if rewards else math.nan,
+            "response_tokens": float(np.mean([len(result.token_ids) for _, result, _ in scored])),
+            "ended": float(np.mean([result.ended for _, result, _ in scored])),
+        }
+
+
+def sampling_params(task: SamplingTask, config: SamplingConfig, seed: int) -> SamplingParams:
+    """The sampler's settings for training rollouts."""
+    return SamplingParams(
+        max_response_tokens=config.rollout_max_response_len,
+        eos_id=task.tokenizer.eos_id,
+        temperature=config.temperature,
+        top_p=config.rollout_top_p,
+        seed=seed,
+    )
+
+
+def to_rollout(prompt: Prompt, result: GenerationResult, reward: float, group_id: str) -> Rollout:
+    """One sampled response as a rollout: prompt and response tokens, the response trained."""
+    prompt_length, length = len(prompt.token_ids), len(prompt.token_ids) + len(result.token_ids)
+    logprobs = np.zeros(length, dtype=np.float32)
+    logprobs[prompt_length:] = result.logprobs
+    return Rollout(
+        token_ids=np.concatenate([prompt.token_ids, result.token_ids]),
+        loss_mask=np.arange(length) >= prompt_length,
+        reward=reward,
+        logprobs=logprobs,
+        group_id=group_id,
+        policy_version=result.policy_version,
+    )
+
+
+def _sample_and_score(
+    engine: RolloutEngine,
+    task: SamplingTask,
+    prompts: Sequence[Prompt],
+    samples: int,
+    params: SamplingParams,
+    iteration: int,
+) -> list[tuple[Prompt, GenerationResult, float | None]]:
+    """``samples`` responses to every prompt with their rewards, prompt by prompt; the same on every rank.
+
+    A reward is None where it has failed and the rollout is to be dropped.
+    """
+    mesh = current_mesh()
+    sequence_prompt = np.repeat(np.arange(len(prompts)), samples)
+    share = np.array_split(np.arange(sequence_prompt.size), mesh.data_size)[mesh.data_rank]
+    requests = [
+        # The place in the collection is the sequence's identity: whoever samples it draws the same numbers.
+        GenerationRequest(place, prompts[sequence_prompt[place]].token_ids, params.max_response_tokens, key=place)
+        for place in share.tolist()
+    ]
+    with phase(engine, params, iteration):
+        results = generate(engine, requests)
+    rewards: list[float | None] = []
+    # A user's reward may cost something, or be random: one rank of each replica asks for it.
+    if mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
+        chosen = [
+            (prompts[index], result.token_ids.tolist())
+            for index, result in zip(sequence_prompt[share], results, strict=True)
+        ]
+        rewards = task.scorer.score(
+            [Response(prompt.prompt_id, prompt.record, task.tokenizer.decode(ids), ids) for prompt, ids in chosen]
+        )
+    gathered = mesh.gather_from_replicas((results, rewards))
+    results = [result for part, _ in gathered for result in part]
+    rewards = [reward for _, part in gathered for reward in part]
+    return [
+        (prompts[index], result, reward)
+        for index, result, reward in zip(sequence_prompt, results, rewards, strict=True)
+    ]

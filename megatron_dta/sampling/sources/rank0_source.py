@@ -1,0 +1,233 @@
+"""Rollouts that only the first rank samples, in a thread, and that all ranks get: from servers, or recorded ones.
+
+The source and the evaluation inside are those of any engine; here they run as if there were one process, and what they
+return is broadcast. Waiting ranks hear from the first one every second, so a long collection is no lost rank.
+
+**Weights.** Before a collection is sampled and before an evaluation, the weights of the step are written to a folder
+(by all ranks) and the servers load it, unless they have been given that step's already.
+
+**What a checkpoint keeps.** The collections sampled ahead. What the bound on staleness has let begin is finished first
+(after a SIGTERM it is given up, and sampled again by the run that continues), so a continued run trains on what the
+unbroken one would have: with servers that repeat their samples, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.model import current_mesh
+from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.collection_order import Evaluation, RolloutError, RolloutSource
+from megatron_dta.sampling.engines.interface import RolloutEngine
+from megatron_dta.sampling.engines.replay import ReplayEngine
+from megatron_dta.sampling.sources.prefetcher import RolloutProducer
+
+_WAIT_S = 1.0
+
+Answer = TypeVar("Answer")
+
+
+class WeightsWriter(Protocol):
+    """Writes the weights for servers; ``training.rollout_weights`` has the one there is."""
+
+    def write(self, version: int) -> Path:
+        """The folder with the weights as they are; every rank calls this."""
+
+    def delete_before(self, version: int) -> None:
+        """Delete the folders of earlier versions; the first rank calls this, from any thread."""
+
+    def close(self) -> None:
+        """Delete all folders; the first rank calls this."""
+
+
+class FirstRankSource(RolloutSource):
+    """Hands out what ``inner`` collects on the first rank.
+
+    Args:
+        inner, engine: the source and what it samples with; None on the other ranks.
+        writer: where the engine's weights come from; None where it needs none. On all ranks or none.
+        current_step: optimizer steps done so far.
+        steps_per_collection, max_staleness, num_collections: see ``RolloutProducer``.
+    """
+
+    def __init__(
+        self,
+        inner: RolloutSource | None,
+        engine: RolloutEngine | None,
+        writer: WeightsWriter | None,
+        current_step: Callable[[], int],
+        steps_per_collection: int = 1,
+        max_staleness: int = 0,
+        num_collections: int = 2**62,
+    ) -> None:
+        self._mesh = current_mesh()
+        self._inner = inner
+        self._engine, self._writer, self._current_step = engine, writer, current_step
+        self._producer: RolloutProducer | None = None
+        if self._mesh.rank == 0:
+            self._producer = RolloutProducer(
+                self._collect, self._update, steps_per_collection, max_staleness, num_collections
+            )
+        self._written: int | None = None
+        self._statistics: dict[str, float] = {}
+        # What ``inner`` said of the collections that are sampled and not handed out, by number.
+        self._waiting_statistics: dict[int, dict[str, float]] = {}
+
+    def next_batch(self, step: int) -> list[Rollout]:
+        """See ``RolloutSource``."""
+        current = self._current_step()
+        self._offer_weights(current)
+        rollouts, found = self._from_first(lambda: self._take(step, current))
+        self._statistics = dict(found)
+        if self._writer is not None:
+            self._statistics["rollout_staleness"] = float(current - min(r.policy_version or 0 for r in rollouts))
+        return rollouts
+
+    def _collect(self, number: int) -> list[Rollout]:
+        """In the producer's thread: the next collection may be sampled before this one is handed out."""
+        rollouts = self._inner.next_batch(number)
+        self._waiting_statistics[number] = self._inner.statistics()
+        return rollouts
+
+    def _take(self, number: int, current: int) -> tuple[list[Rollout], dict[str, float]] | None:
+        rollouts = self._producer.take(number, current, _WAIT_S)
+        return None if rollouts is None else (rollouts, self._waiting_statistics.pop(number, {}))
+
+    def statistics(self) -> dict[str, float]:
+        """What ``inner`` says of the last collection, and ``rollout_staleness``: steps since its weights."""
+        return self._statistics
+
+    def timing(self) -> dict[str, float]:
+        """What ``inner`` says of the collection that it has sampled last, and what the engine has counted since this
+        process began; on the first rank only.
+        """
+        if self._inner is None:
+            return {}
+        names = ("servers", "retried_requests", "moved_requests", "decoded_tokens", "reused_tokens")
+        found = self._engine.statistics()
+        return self._inner.timing() | {f"rollout_{name}": found[name] for name in names if name in found}
+
+    def state_dict(self, wait: bool = True) -> dict[str, Any]:
+        """See ``RolloutSource``; the same on every rank."""
+        if wait:
+            # Training has all it needs for now; an error comes when it wants more.
+            with suppress(RolloutError):
+                self._from_first(lambda: self._producer.finish_begun(_WAIT_S) or None)
+        state: dict[str, Any] = {}
+        if self._producer is not None:
+            ready = self._producer.ready()
+            state["numbers"] = sorted(ready)
+            state["collections"] = [[pack_rollout(r) for r in ready[number]] for number in sorted(ready)]
+            state["statistics"] = [self._waiting_statistics.get(number, {}) for number in sorted(ready)]
+            if isinstance(self._engine, ReplayEngine):
+                state["replay"] = self._engine.state_dict()
+            inner = self._inner.state_dict(wait)
+            if inner:
+                state["inner"] = inner
+        return self._mesh.from_first(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``RolloutSource``."""
+        if self._producer is not None and state:
+            collections = [[unpack_rollout(packed) for packed in collection] for collection in state["collections"]]
+            self._producer.restore(dict(zip(state["numbers"], collections, strict=True)))
+            # Checkpoints of before have none.
+            self._waiting_statistics = dict(zip(state["numbers"], state.get("statistics", []), strict=False))
+            if isinstance(self._engine, ReplayEngine) and "replay" in state:
+                self._engine.load_state_dict(state["replay"])
+            self._inner.load_state_dict(state.get("inner", {}))
+
+    def close(self) -> None:
+        """See ``RolloutSource``."""
+        if self._producer is not None:
+            self._engine.interrupt()
+            self._producer.close()
+            self._inner.close()
+            self._engine.close()
+            if self._writer is not None:
+                self._writer.close()
+
+    def call(self, job: Callable[[], Answer] | None, step: int) -> Answer:
+        """What ``job`` returns on the first rank, called with the weights of ``step`` between two collections."""
+        self._offer_weights(step)
+        done: Future[Answer] | None = None if self._producer is None else self._producer.run(job)
+
+        def ask() -> Answer | None:
+            try:
+                return done.result(_WAIT_S)
+            except TimeoutError:
+                if done.done():
+                    raise
+                return None
+
+        return self._from_first(ask)
+
+    def _offer_weights(self, step: int) -> None:
+        """Let the sampler have the weights of ``step`` from its next collection on."""
+        if self._written == step:
+            return
+        folder = self._writer.write(step) if self._writer is not None else None
+        self._written = step
+        if self._producer is not None:
+            self._producer.offer(step, folder)
+
+    def _update(self, version: int, folder: Path | None) -> None:
+        self._engine.update_weights(version, folder)
+        if self._writer is not None:
+            self._writer.delete_before(version)
+
+    def _from_first(self, ask: Callable[[], Answer | None]) -> Answer:
+        """What ``ask`` returns on the first rank once it is not None; what it raises there is raised on all."""
+        while True:
+            found: tuple[str, Any] = ("wait", None)
+            error: Exception | None = None
+            if self._mesh.rank == 0:
+                try:
+                    value = ask()
+                    found = ("wait", None) if value is None else ("done", value)
+                except InputError as caught:
+                    found, error = ("refused", str(caught)), caught
+                except Exception as caught:
+                    found, error = ("failed", f"rank 0: {type(caught).__name__}: {caught}"), caught
+            kind, value = self._mesh.from_first(found)
+            if kind == "done":
+                return value
+            if kind == "refused":
+                raise RolloutError(value) from error
+            if kind == "failed":
+                raise error or RuntimeError(value)
+
+
+class FirstRankEvaluation(Evaluation):
+    """Runs ``inner`` (None on the other ranks) on the first rank, between the collections of ``source``."""
+
+    def __init__(self, inner: Evaluation | None, source: FirstRankSource) -> None:
+        self._inner, self._source = inner, source
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """See ``Evaluation``."""
+        return self._source.call(None if self._inner is None else lambda: self._inner.evaluate(step), step)
+
+
+def pack_rollout(rollout: Rollout) -> dict[str, Any]:
+    """A rollout as tensors, numbers and strings; fields that are not set are left out."""
+    values = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
+    return {
+        name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def unpack_rollout(packed: dict[str, Any]) -> Rollout:
+    """The rollout that ``pack_rollout`` packed."""
+    return Rollout(**{name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in packed.items()})

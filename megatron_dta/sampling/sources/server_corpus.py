@@ -1,0 +1,143 @@
+"""Rollouts of servers that draft: their metrics, and, for SGLang, the recent rollouts as a corpus to draft from.
+
+SGLang forgets what it has sampled whenever weights are updated (``engines.server_speculation``), so the window of
+recent rollouts (``--das-window`` collections, ``--das-max-tokens`` tokens) is kept here and handed over before every
+collection: a file of JSON strings, one rollout a line, as its --speculative-ngram-external-corpus-path takes them, too.
+The server reads the file itself, so it lies where the weights do. Siblings of the collection that is being sampled are
+in the server's own trie.
+
+Texts go over and not ids, because that is what the server takes. It cuts them into tokens again, which are mostly those
+that were sampled; where they are not, a draft is wrong and no sample changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.rollouts.collection_order import RolloutError, RolloutSource, WrappedSource
+from megatron_dta.rollouts.record import Rollout
+from megatron_dta.sampling.engines.servers.engine import HttpEngine
+from megatron_dta.sampling.engines.servers.speculation import DraftCounts
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+
+
+class RolloutCorpus:
+    """Texts of the collections in the window, the newest last.
+
+    Args:
+        folder: where the file is written; servers see it by the same name.
+        window: collections kept; the oldest texts leave earlier where they have more than ``max_tokens`` tokens.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, window: int, max_tokens: int) -> None:
+        self._folder, self._tokenizer, self._max_tokens = folder, tokenizer, max_tokens
+        self._collections: deque[list[tuple[str, int]]] = deque(maxlen=window)
+        # A checkpoint may be written while a thread samples ahead.
+        self._lock = threading.Lock()
+        self._path: Path | None = None
+
+    def add(self, rollouts: Iterable[Rollout]) -> None:
+        """A new collection: what was sampled of each rollout, from its first trained token on."""
+        texts = []
+        for rollout in rollouts:
+            sampled = rollout.token_ids[int(np.argmax(rollout.loss_mask)) :]
+            text = self._tokenizer.decode(sampled)
+            if text:
+                texts.append((text, len(sampled) + 1))  # the server separates them by one
+        with self._lock:
+            self._collections.append(texts)
+
+    def write(self, number: int) -> Path | None:
+        """The file for collection ``number``; None while there is nothing to write.
+
+        Raises:
+            RolloutError: it cannot be written.
+        """
+        with self._lock:
+            texts = [entry for collection in self._collections for entry in collection]
+        kept, tokens = [], 0
+        for text, length in reversed(texts):
+            tokens += length
+            if tokens > self._max_tokens:
+                break
+            kept.append(text)
+        if not kept:
+            return None
+        path = self._folder / f"corpus-{number}.jsonl"
+        unfinished = path.with_suffix(".unfinished")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text("".join(json.dumps(text) + "\n" for text in reversed(kept)), encoding="utf-8")
+            os.replace(unfinished, path)
+        except OSError as error:
+            raise RolloutError(f"{path}: cannot be written ({error.strerror or error})") from error
+        self.delete(keep=path)
+        self._path = path
+        return path
+
+    def delete(self, keep: Path | None = None) -> None:
+        """Delete the file of the collection before."""
+        if self._path is not None and self._path != keep:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+    def state_dict(self) -> list[list[list[Any]]]:
+        """The texts and their numbers of tokens."""
+        with self._lock:
+            return [[[text, length] for text, length in collection] for collection in self._collections]
+
+    def load_state_dict(self, state: list[list[list[Any]]]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        with self._lock:
+            self._collections.clear()
+            self._collections.extend([(text, length) for text, length in collection] for collection in state)
+
+
+class DraftingServersSource(WrappedSource):
+    """``inner``, sampled on servers that draft.
+
+    Args:
+        corpus: given to the servers before each collection; None where they keep their own.
+    """
+
+    def __init__(self, inner: RolloutSource, engine: HttpEngine, corpus: RolloutCorpus | None) -> None:
+        super().__init__(inner)
+        self._engine, self._corpus = engine, corpus
+        self._counts = DraftCounts()
+
+    def next_batch(self, step: int) -> list[Rollout]:
+        path = None if self._corpus is None else self._corpus.write(step)
+        if path is not None:
+            self._engine.load_corpus(path)
+        before = self._engine.drafts.counts
+        rollouts = self._inner.next_batch(step)
+        self._counts = self._engine.drafts.counts - before
+        if self._corpus is not None:
+            self._corpus.add(rollouts)
+        return rollouts
+
+    def state_dict(self, wait: bool = True) -> dict[str, Any]:
+        state = self._inner.state_dict(wait)
+        return state if self._corpus is None else state | {"corpus": self._corpus.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict({name: value for name, value in state.items() if name != "corpus"})
+        if self._corpus is not None and "corpus" in state:
+            self._corpus.load_state_dict(state["corpus"])
+
+    def timing(self) -> dict[str, float]:
+        """What is drafted depends on what a server has at the moment."""
+        return self._inner.timing() | self._counts.metrics()
+
+    def close(self) -> None:
+        if self._corpus is not None:
+            self._corpus.delete()
+        self._inner.close()

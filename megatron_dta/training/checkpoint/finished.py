@@ -1,0 +1,90 @@
+"""A command whose work is done: its last step is saved, and exported where it asks for that.
+
+``SAVE/save_hf.json`` names what ``--save-hf`` wrote, after which step, and its files; it is written before the folder
+gets its name. So the same command knows its own export from any other folder.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import TrainConfig
+from megatron_dta.conversion.job import check_target
+from megatron_dta.training.checkpoint.files import find_checkpoint, replace_text
+
+EXPORT = "save_hf.json"
+
+
+def finished(config: TrainConfig) -> list[str] | None:
+    """What to say if nothing is left to do, a line each; None if something is."""
+    iteration, wanted = saved_iteration(config), config.optimization.train_iters
+    if iteration is None or iteration < wanted:
+        return None
+    lines = [f"{config.checkpoint.save}: {already_at(iteration, wanted)}"]
+    if config.checkpoint.save_hf is not None:
+        if _exported_iteration(config) != iteration:
+            return None
+        lines.append(f"{config.checkpoint.save_hf}: holds the model after step {iteration}")
+    return lines
+
+
+def already_at(iteration: int, train_iters: int) -> str:
+    """That nothing is left to train."""
+    beyond = "" if iteration == train_iters else f", after step {iteration}"
+    return f"already at --train-iters {train_iters}{beyond}; nothing is left to train"
+
+
+def saved_iteration(config: TrainConfig) -> int | None:
+    """Step of the checkpoint in ``--save`` that counts; None where there is none."""
+    found = find_checkpoint(config.checkpoint.save) if config.checkpoint.save is not None else None
+    number = "" if found is None else found.name.removeprefix("iter_")
+    return int(number) if number.isdecimal() else None
+
+
+def check_export(config: TrainConfig) -> None:
+    """Refuse a ``--save-hf`` that cannot be written when the run is over, before it begins."""
+    if config.checkpoint.save_hf is None or finished(config) is not None:
+        return
+    iteration = _exported_iteration(config)
+    if iteration is not None:
+        raise InputError(
+            f"--save-hf {config.checkpoint.save_hf}: holds what this run exported after step {iteration}; give another "
+            "folder, or delete it first"
+        )
+    check_target(Path(config.checkpoint.save_hf))
+
+
+def note_export(config: TrainConfig, iteration: int, folder: Path) -> None:
+    """Note in ``--save`` that ``folder`` is about to be ``--save-hf``."""
+    if config.checkpoint.save is None or config.checkpoint.save_hf is None:
+        return
+    target = str(Path(config.checkpoint.save_hf).resolve())
+    note = {"folder": target, "iteration": iteration, "files": _files(folder)}
+    replace_text(Path(config.checkpoint.save) / EXPORT, json.dumps(note, indent=1) + "\n")
+
+
+def _exported_iteration(config: TrainConfig) -> int | None:
+    """Step after which this run wrote the folder ``--save-hf``, if it did and the files are as they were."""
+    note = Path(config.checkpoint.save or "") / EXPORT
+    target = Path(config.checkpoint.save_hf or "").resolve()
+    if config.checkpoint.save is None or not note.is_file():
+        return None
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = json.loads(note.read_text(encoding="utf-8"))
+        # Other files may have come beside them.
+        if found["folder"] == str(target) and found["files"] and _is_part(found["files"], _files(target)):
+            return int(found["iteration"])
+    return None
+
+
+def _is_part(part: dict[str, list[int]], whole: dict[str, list[int]]) -> bool:
+    return all(whole.get(name) == stamp for name, stamp in part.items())
+
+
+def _files(folder: Path) -> dict[str, list[int]]:
+    """Size and time of change of every file in a folder, by its relative name."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}

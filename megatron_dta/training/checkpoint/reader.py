@@ -1,0 +1,67 @@
+"""Reads Megatron's distributed checkpoints: refuses what is damaged or open to everybody, runs nothing, tells errors.
+
+Megatron loads the shards; the pickles among a checkpoint's files are read by ``conversion.strict_pickle``, and its
+checksums are compared before (``conversion.integrity``), each rank reading its share of the files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_dta import cpu_compat
+from megatron_dta.common.errors import InputError
+from megatron_dta.conversion.integrity import refuse_open_to_all, verify_checksums
+from megatron_dta.model import current_mesh
+from megatron_dta.training.checkpoint.files import TRACKER
+from megatron_dta.training.checkpoint.writer import reason_of, refuse_on_all
+
+# Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
+_READ_ERRORS = (Exception, CheckpointException)
+
+
+def check_files(path: Path, wanted: bool = True) -> None:
+    """Refuse a checkpoint that is not what was saved, or that everybody may change; every rank must call this.
+
+    Args:
+        wanted: False (``--skip-checkpoint-checks``) does nothing.
+    """
+    if not wanted:
+        return
+    mesh, error = current_mesh(), None
+    try:
+        refuse_open_to_all(path)
+        verify_checksums(path, (mesh.rank, mesh.world_size))
+    except InputError as caught:
+        error = caught
+    refuse_on_all(error)
+
+
+def read_common(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside shards."""
+    cpu_compat.read_checkpoints_without_running_them()
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    except _READ_ERRORS as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(common, dict):
+        raise InputError(f"{path}: its common state is a {type(common).__name__}, which no checkpoint has")
+    return common
+
+
+def read_checkpoint(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The shards that ``wanted`` describes, in its form."""
+    cpu_compat.read_checkpoints_without_running_them()
+    try:
+        return dist_checkpointing.load(wanted, str(path))
+    except _READ_ERRORS as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: BaseException) -> InputError:
+    return InputError(
+        f"{path}: the checkpoint cannot be read ({reason_of(error)}); write the number of an earlier one to {TRACKER}"
+    )

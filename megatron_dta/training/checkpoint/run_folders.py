@@ -1,0 +1,64 @@
+"""Makes and locks the folders that a run writes to, before anything else is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import TrainConfig
+from megatron_dta.model import current_mesh
+from megatron_dta.training.checkpoint.run_lock import LOCK, RunLock
+from megatron_dta.training.checkpoint.writer import refuse_on_all
+
+
+@contextmanager
+def run_folders(config: TrainConfig) -> Iterator[None]:
+    """Make what the run will write to: a wrong path is told now and not after the first steps. A command that is
+    refused for another reason leaves no empty folder behind.
+    """
+    made: list[Path] = []
+    try:
+        _make_folders(config, made)
+        yield
+    except InputError:
+        for path in reversed(made):
+            with suppress(OSError):
+                if [file.name for file in path.iterdir()] == [LOCK]:
+                    (path / LOCK).unlink()  # this command's own: it has made the folder
+                path.rmdir()
+        raise
+
+
+def _make_folders(config: TrainConfig, made: list[Path]) -> None:
+    for flag, path in (
+        ("--save", config.checkpoint.save),
+        ("--metrics-file", config.logging.metrics_file and Path(config.logging.metrics_file).parent),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--timeline-dir", config.logging.timeline_dir),
+    ):
+        if path is not None:
+            try:
+                missing = [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
+                Path(path).mkdir(parents=True, exist_ok=True)
+                made += reversed(missing)
+            except OSError as error:
+                raise InputError(f"{flag}: the folder {path} cannot be made ({error.strerror})") from error
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise InputError(f"{flag}: the folder {path} cannot be written (no permission, or mounted read-only)")
+
+
+def lock_run(config: TrainConfig, console: Console) -> RunLock | None:
+    """The first process takes the lock of --save before anything is written there; a folder in use ends all."""
+    lock, error = None, None
+    if config.checkpoint.save is not None and current_mesh().rank == 0:
+        try:
+            lock = RunLock(config.checkpoint.save, lambda line: console.print(line, soft_wrap=True, markup=False))
+        except InputError as caught:
+            error = caught
+    refuse_on_all(error)
+    return lock

@@ -1,0 +1,194 @@
+"""One job at a time writes a run's folder: ``SAVE/lock`` is held from before the first write until the job ends.
+
+    {"host": "n1", "boot": "9c1e...", "pid": 4711, "slurm_job": "123", "slurm_restart": "0", "since": "2026-..."}
+
+The first process of a job holds the file by a lock of the operating system, which ends with the process whatever ends
+it. Some network file systems keep such locks from other machines. So the file also says who holds it, and the holder
+touches it every few seconds. Who finds the file free but held by a job on another machine watches whether it is still
+touched, and takes it over if it is not. A requeued Slurm job takes over what its former start has left, at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.common.errors import InputError
+
+LOCK = "lock"
+TOUCH_S = 5.0
+# A holder on another machine that has not touched the file for so long is dead.
+WATCH_S = 6 * TOUCH_S
+_MAX_BYTES = 4096
+# File systems without locks say one of these.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class RunLock:
+    """The lock of a run's folder, held from the moment it is made until ``release``, or until the process ends.
+
+    Args:
+        report: gets a line if it has to be seen first whether the holder is alive.
+
+    Raises:
+        InputError: another job holds it.
+    """
+
+    def __init__(self, folder: str | Path, report: Callable[[str], None] = lambda line: None) -> None:
+        self._folder, self._path = folder, Path(folder) / LOCK
+        self._ended = threading.Event()
+        try:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(f"--save {folder}: cannot be written ({error.strerror})") from error
+        try:
+            self._take(report)
+        except OSError as error:
+            os.close(self._file)
+            raise InputError(f"{self._path}: cannot be written ({error.strerror})") from error
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._heart = threading.Thread(target=self._touch, name="run lock", daemon=True)
+        self._heart.start()
+        atexit.register(self.release)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let the next job have the folder."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        atexit.unregister(self.release)
+        self._heart.join()
+        with suppress(OSError):
+            # The file stays: a job that waits for it might hold one that is no longer there.
+            self._write("")
+        os.close(self._file)
+
+    def _take(self, report: Callable[[str], None]) -> None:
+        has_locks = self._lock()
+        # Read through the open file: closing another one of it would give the system's lock up.
+        holder = _parsed(os.pread(self._file, _MAX_BYTES, 0))
+        if holder is not None and not _is_surely_dead(holder, has_locks):
+            report(
+                f"--save {self._folder}: {_named(holder)} has not given this folder back; watching for {WATCH_S:g} s"
+            )
+            if self._is_touched():
+                raise _held(self._folder, holder)
+            has_locks = self._lock()
+        self._write(json.dumps(_myself()))
+        if not has_locks:
+            self._settle()
+
+    def _lock(self) -> bool:
+        """Take the system's lock; whether the file system has locks."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise _held(self._folder, _parsed(os.pread(self._file, _MAX_BYTES, 0))) from None
+            raise
+        return True
+
+    def _is_touched(self) -> bool:
+        """Watch whether the holder is alive."""
+        before, deadline = self._stamp(), time.monotonic() + WATCH_S
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, WATCH_S / 10))
+            if self._stamp() != before:
+                return True
+        return False
+
+    def _stamp(self) -> tuple[int, bytes]:
+        """When the file was touched, and what it says, as its server has it now."""
+        with open(self._path, "rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns, file.read(_MAX_BYTES)
+
+    def _settle(self) -> None:
+        """Without locks, of those that wrote at the same moment the last one has it."""
+        time.sleep(min(2.0, WATCH_S / 10))
+        holder, mine = _parsed(self._stamp()[1]), _myself()
+        if holder is None or any(holder.get(name) != mine[name] for name in ("host", "boot", "pid")):
+            raise _held(self._folder, holder)
+
+    def _write(self, text: str) -> None:
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, text.encode(), 0)
+        os.fsync(self._file)
+
+    def _touch(self) -> None:
+        while not self._ended.wait(TOUCH_S):
+            # A file server may be away for a while.
+            with suppress(OSError):
+                os.utime(self._file)
+
+
+def _is_surely_dead(holder: dict[str, Any], has_locks: bool) -> bool:
+    """Whether a holder whose lock the system does not keep need not be watched."""
+    mine = _myself()
+    if holder.get("boot") == mine["boot"] and mine["boot"]:
+        # A machine keeps its own processes' locks, whatever the file system does for others.
+        return has_locks or holder.get("pid") == mine["pid"]
+    # Slurm starts a job again only when its former start has ended.
+    is_same_job = mine["slurm_job"] is not None and holder.get("slurm_job") == mine["slurm_job"]
+    return is_same_job and holder.get("slurm_restart") != mine["slurm_restart"]
+
+
+def _myself() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "boot": _boot(),
+        "pid": os.getpid(),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "slurm_restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _boot() -> str:
+    """What tells this start of this machine from all others, in every container of it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _parsed(content: bytes) -> dict[str, Any] | None:
+    """Who the file names; None if it was given back, or does not say."""
+    try:
+        holder = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return holder if isinstance(holder, dict) else None
+
+
+def _named(holder: dict[str, Any] | None) -> str:
+    if holder is None:
+        return "another job"
+    job = f"Slurm job {holder['slurm_job']}, " if holder.get("slurm_job") else ""
+    return f"another job ({job}process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')})"
+
+
+def _held(folder: str | Path, holder: dict[str, Any] | None) -> InputError:
+    return InputError(
+        f"--save {folder}: {_named(holder)} writes to this folder now; wait until it ends, or give another --save"
+    )

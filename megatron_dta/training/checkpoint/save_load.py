@@ -1,0 +1,365 @@
+"""Checkpoints in Megatron's distributed format: everything a run needs to go on as if it had never stopped.
+
+    SAVE/latest_checkpointed_iteration.txt     number of the checkpoint that counts
+    SAVE/iter_0000200/                         Megatron's torch_dist files: weights, optimizer, schedule, step, random
+                                               states, data position, all settings
+    SAVE/best_checkpoint.json                  names the best one, with --keep-best-checkpoint
+    SAVE/reference/                            weights of the KL reference model, where one is used
+    SAVE/base/                                 frozen weights of a run with LoRA adapters, see ``frozen_base``
+
+A checkpoint is written under another name and renamed when complete, then the number file is replaced the same way.
+So a kill at any moment leaves the previous checkpoint or the new one, never half of one. What a killed save left behind
+is removed by the next run. Every rank writes its shards, and a checkpoint may be loaded on another mesh; only on the
+same one does the run go on bit for bit. Files are checked against the checksums in the checkpoint when it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
+from megatron_dta.config.model import without_lora
+from megatron_dta.config.options import flag_of
+from megatron_dta.config.train import settings_by_flag
+from megatron_dta.conversion.adapters import BASE, base_of
+from megatron_dta.conversion.megatron_files import saved_settings
+from megatron_dta.model import Model, current_mesh
+from megatron_dta.training.checkpoint.best import BestCheckpoint
+from megatron_dta.training.checkpoint.files import TRACKER, iteration_folder, prune_checkpoints, replace_text
+from megatron_dta.training.checkpoint.frozen_base import ADAPTERS_ONLY, adapter_part, base_part, load_part, trained_part
+from megatron_dta.training.checkpoint.random_state import capture_random_state, restore_random_state
+from megatron_dta.training.checkpoint.reader import check_files, read_checkpoint, read_common
+from megatron_dta.training.checkpoint.writer import CheckpointWrite, on_first_rank
+from megatron_dta.training.optimizer import TrainingOptimizer
+
+REFERENCE = "reference"
+# Another value of one of these is another mesh.
+_MESH_FLAGS = tuple(
+    flag_of(setting)
+    for setting in fields(ParallelConfig)
+    if setting.name.endswith("_parallel_size") or setting.name.startswith(("pipeline_model", "num_virtual"))
+)
+# Settings of the model that may differ between a checkpoint and the run that loads it: they change no weight's meaning.
+_FREE_MODEL_SETTINGS = {
+    "max_position_embeddings",
+    "init_method_std",
+    "attention_dropout",
+    "hidden_dropout",
+    "group_query_attention",
+    "bf16",
+    "fp16",
+    "transformer_impl",
+    "fused_layer_impl",
+    "moe_grouped_gemm",
+    "fp8_format",
+    "fp8_recipe",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+}
+
+
+class SavedPart(Protocol):
+    """What goes into a checkpoint beside the policy and its optimizer: the critic."""
+
+    def sharded_state_dict(self, is_loading: bool = False, *, fully_parallel: bool = False) -> dict[str, Any]:
+        """Its part, for Megatron's distributed checkpoint."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what a checkpoint has."""
+        ...
+
+
+class CheckpointSaver:
+    """Saves a run's checkpoints into ``--save``: now or, with ``--async-save``, while training goes on.
+
+    Every rank has one and calls the same methods at the same steps.
+
+    Args:
+        report: gets a line for each checkpoint that counts from now on.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Model,
+        optimizer: TrainingOptimizer,
+        report: Callable[[str], None] = lambda line: None,
+        critic: SavedPart | None = None,
+    ) -> None:
+        self._config, self._model, self._optimizer, self._report = config, model, optimizer, report
+        self._critic = critic
+        self._folder = Path(config.checkpoint.save or ".")
+        self._pending: tuple[int, CheckpointWrite] | None = None
+        self._best: BestCheckpoint | None = None
+        self._next_best: BestCheckpoint | None = None
+
+    def set_best(self, best: BestCheckpoint | None) -> None:
+        """The best checkpoint from now on: named in the folder, and never deleted. It must count already."""
+        if best is not None and best != self._best:
+            on_first_rank(self._folder, lambda: best.write(self._folder))
+        self._best = best
+
+    def save(self, iteration: int, progress: dict[str, Any], best: BestCheckpoint | None = None) -> None:
+        """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first.
+
+        ``best`` is the best checkpoint once this one counts; maybe it is this one.
+        """
+        self.finish()
+        state = _complete_state(self._config, self._model, self._optimizer, iteration, progress, self._critic)
+        background = self._config.checkpoint.async_save
+        parallel = bool(self._config.checkpoint.ckpt_fully_parallel_save)
+        path = self._folder / iteration_folder(iteration)
+        self._pending = iteration, CheckpointWrite(path, state, background, parallel)
+        self._next_best = best
+        if not background:
+            self.finish()
+
+    def poll(self) -> None:
+        """Let the checkpoint being written count, if all ranks have written their part; call between steps."""
+        if self._pending is not None and all(current_mesh().gather_from_all(self._pending[1].done)):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint being written, if there is one, and let it count; then delete old ones."""
+        if self._pending is None:
+            return
+        (iteration, write), self._pending = self._pending, None
+        _let_count(write, iteration)
+        self._report(f"saved {write.path}")
+        self.set_best(self._next_best)
+        if self._config.checkpoint.keep_checkpoints is not None:
+            keep, best = self._config.checkpoint.keep_checkpoints, self._best
+            number = None if best is None else best.iteration
+            on_first_rank(write.path, lambda: prune_checkpoints(self._folder, keep, number))
+
+
+def save_checkpoint(
+    folder: str | Path,
+    config: TrainConfig,
+    model: Model,
+    optimizer: TrainingOptimizer,
+    iteration: int,
+    progress: dict[str, Any],
+) -> Path:
+    """Write the checkpoint of ``iteration`` into ``folder`` and make it the one that counts.
+
+    Args:
+        progress: where the loop stands, made of numbers, strings, lists and tensors, the same on every rank.
+    """
+    state = _complete_state(config, model, optimizer, iteration, progress)
+    parallel = bool(config.checkpoint.ckpt_fully_parallel_save)
+    write = CheckpointWrite(Path(folder) / iteration_folder(iteration), state, fully_parallel=parallel)
+    _let_count(write, iteration)
+    return write.path
+
+
+def _let_count(write: CheckpointWrite, iteration: int) -> None:
+    write.finish()
+    on_first_rank(write.path, lambda: replace_text(write.path.parent / TRACKER, str(iteration)))
+
+
+def _complete_state(
+    config: TrainConfig,
+    model: Model,
+    optimizer: TrainingOptimizer,
+    iteration: int,
+    progress: dict[str, Any],
+    critic: SavedPart | None = None,
+) -> dict[str, Any]:
+    """All that a checkpoint holds: shards of this rank, and what is the same on every rank."""
+    model_state = trained_part(model.sharded_state_dict(), config.model)
+    parallel = bool(config.checkpoint.ckpt_fully_parallel_save)
+    own = {"settings": json.dumps(settings_by_flag(config)), "progress": progress}
+    if config.model.lora_rank is not None:
+        own[ADAPTERS_ONLY] = True
+    return {
+        "model": model_state,
+        **optimizer.sharded_state_dict(model_state, fully_parallel=parallel),
+        **({} if critic is None else {"critic": critic.sharded_state_dict(fully_parallel=parallel)}),
+        "iteration": iteration,
+        "rng_state": current_mesh().gather_from_all(capture_random_state()),
+        "megatron_dta": own,
+    }
+
+
+def load_checkpoint(
+    path: Path,
+    config: TrainConfig,
+    model: Model,
+    optimizer: TrainingOptimizer,
+    critic: SavedPart | None = None,
+) -> tuple[int, dict[str, Any], list[str]]:
+    """Continue a run: weights, optimizer, schedule and random states are set to the checkpoint's.
+
+    Returns:
+        the iteration, the loop's progress, and a line for every setting that differs from the checkpoint's.
+
+    Raises:
+        InputError: the checkpoint is of another model, was not written by this project, or cannot be read.
+    """
+    check = not config.checkpoint.skip_checkpoint_checks
+    check_files(path, check)
+    common = read_common(path)
+    changed = check_continues(path, common, config, critic is not None)
+    model_state = trained_part(model.sharded_state_dict(), config.model)
+    wanted = {"model": model_state}
+    if "optimizer" in common:
+        wanted |= optimizer.sharded_state_dict(model_state, is_loading=True)
+    if critic is not None:
+        wanted["critic"] = critic.sharded_state_dict(is_loading="optimizer" in common["critic"])
+    if config.model.lora_rank is not None:
+        _load_base(base_of(path), model, check)
+    state = read_checkpoint(path, wanted)
+    load_part(model, state["model"])
+    optimizer.load_state_dict(state)
+    if critic is not None:
+        critic.load_state_dict(state["critic"])
+    mesh, random_states = current_mesh(), state["rng_state"]
+    if len(random_states) == mesh.world_size and not any(line.startswith(_MESH_FLAGS) for line in changed):
+        restore_random_state(random_states[mesh.rank])
+    else:
+        before = _mesh_text(json.loads(state["megatron_dta"]["settings"]), len(random_states))
+        now = _mesh_text(settings_by_flag(config), mesh.world_size)
+        changed.append(
+            f"mesh: saved with {before}, continued with {now}; random states start from the seed, and results agree "
+            "with an unbroken run's up to rounding only"
+        )
+    return int(state["iteration"]), state["megatron_dta"]["progress"], changed
+
+
+def _mesh_text(settings: dict[str, Any], processes: int) -> str:
+    """The parallel sizes of ``processes`` with these settings by flag; those that are mostly 1 only where above."""
+
+    def size(flag: str) -> int:
+        return settings.get(flag) or 1
+
+    tensor, pipeline = size("--tensor-model-parallel-size"), size("--pipeline-model-parallel-size")
+    parts = [f"TP {tensor} PP {pipeline} DP {processes // (tensor * pipeline)}"]
+    for name, flag in (
+        ("VPP", "--num-virtual-stages-per-pipeline-rank"),
+        ("EP", "--expert-model-parallel-size"),
+        ("ETP", "--expert-tensor-parallel-size"),
+    ):
+        if size(flag) > 1:
+            parts.append(f"{name} {size(flag)}")
+    layout = settings.get("--pipeline-model-parallel-layout")
+    return " ".join(parts + ([f"layout {layout}"] if layout else []))
+
+
+def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has_critic: bool) -> list[str]:
+    """Refuse a checkpoint that the run cannot go on from; ``common`` is what ``read_common`` has read of it.
+
+    Returns:
+        a line for every setting that differs from the checkpoint's.
+    """
+    saved = saved_settings(path, common)
+    if saved is None or "progress" not in common["megatron_dta"]:
+        raise InputError(f"{path}: has no state to continue from; add --finetune to start from its weights")
+    _check_same_model(path, saved, config.model, with_dtype=True)
+    _check_same_optimizer(path, saved, config)
+    if has_critic and "critic" not in common:
+        raise InputError(f"{path}: has no critic to continue with; add --finetune to start from its weights")
+    return [
+        f"{flag}: {saved[flag]} before, {value} now"
+        for flag, value in settings_by_flag(config).items()
+        if flag in saved and saved[flag] != value
+    ]
+
+
+def load_weights(path: Path, model_config: ModelConfig, model: Model, check: bool = True) -> None:
+    """Take only the weights; they are converted to the model's dtype. Checkpoints of Megatron-LM will do.
+
+    A model with adapters keeps its own where the checkpoint has none. Files are not checked without ``check``.
+    """
+    check_files(path, check)
+    common = read_common(path)
+    check_weights(path, common, model_config)
+    if model_config.lora_rank is not None and not _has_adapters(path, common):
+        _load_base(path, model, False)
+    elif common.get("megatron_dta", {}).get(ADAPTERS_ONLY):
+        _load_base(base_of(path), model, check)
+        load_part(model, read_checkpoint(path, {"model": adapter_part(model.sharded_state_dict())})["model"])
+    else:
+        model.load_state_dict(read_checkpoint(path, {"model": model.sharded_state_dict()})["model"])
+
+
+def check_weights(path: Path, common: dict[str, Any], model_config: ModelConfig) -> None:
+    """Refuse weights of another model, where the checkpoint says of which."""
+    saved = saved_settings(path, common)
+    if saved is None:
+        return
+    if _has_adapters(path, common) and model_config.lora_rank is None:
+        raise InputError(
+            f"{path}: has LoRA adapters; give --lora-rank {saved['--lora-rank']}, or merge them with "
+            "tools/convert_megatron_to_hf.py"
+        )
+    _check_same_model(path, saved, model_config, with_dtype=False, with_adapters=_has_adapters(path, common))
+    if common["megatron_dta"].get(ADAPTERS_ONLY):
+        base_of(path)
+
+
+def _load_base(path: Path, model: Model, check: bool) -> None:
+    check_files(path, check)
+    load_part(model, read_checkpoint(path, {"model": base_part(model.sharded_state_dict())})["model"])
+
+
+def has_adapters(path: Path) -> bool:
+    """Whether a checkpoint's model has LoRA adapters."""
+    return _has_adapters(path, read_common(path))
+
+
+def _has_adapters(path: Path, common: dict[str, Any]) -> bool:
+    return (saved_settings(path, common) or {}).get("--lora-rank") is not None
+
+
+def save_weights(path: Path, config: TrainConfig, model: Model) -> None:
+    """Write only the weights as the checkpoint ``path``."""
+    settings = {"settings": json.dumps(settings_by_flag(config))}
+    state = {"model": model.sharded_state_dict(), "megatron_dta": settings}
+    CheckpointWrite(path, state, fully_parallel=bool(config.checkpoint.ckpt_fully_parallel_save)).finish()
+
+
+def save_base(config: TrainConfig, model: Model) -> None:
+    """Write the weights beside adapters into ``base`` in ``--save``, as a checkpoint of a model without any."""
+    if config.model.lora_rank is None or config.checkpoint.save is None:
+        return
+    settings = {"settings": json.dumps(settings_by_flag(replace(config, model=without_lora(config.model))))}
+    state = {"model": base_part(model.sharded_state_dict()), "megatron_dta": settings}
+    parallel = bool(config.checkpoint.ckpt_fully_parallel_save)
+    CheckpointWrite(Path(config.checkpoint.save) / BASE, state, fully_parallel=parallel).finish()
+
+
+def _check_same_model(
+    path: Path, saved: dict[str, Any], model: ModelConfig, with_dtype: bool, with_adapters: bool = True
+) -> None:
+    saved = {"--lora-rank": None} | saved
+    for setting in fields(model):
+        if setting.name in _FREE_MODEL_SETTINGS or (setting.name == "params_dtype" and not with_dtype):
+            continue
+        if setting.name.startswith("lora_") and not with_adapters:
+            continue
+        flag, value = flag_of(setting), getattr(model, setting.name)
+        value = str(value) if isinstance(value, torch.dtype) else value
+        if flag in saved and saved[flag] != value:
+            name = "the dtype (--bf16)" if setting.name == "params_dtype" else flag
+            raise InputError(f"{path}: checkpoint of another model: {name} is {saved[flag]} there and {value} here")
+
+
+def _check_same_optimizer(path: Path, saved: dict[str, Any], config: TrainConfig) -> None:
+    """A distributed optimizer's state is laid out otherwise."""
+    before = saved.get("--use-distributed-optimizer", False)
+    if before != config.parallel.use_distributed_optimizer:
+        change = "add" if before else "leave out"
+        raise InputError(
+            f"{path}: was written {'with' if before else 'without'} --use-distributed-optimizer; {change} it, or give "
+            "--load and --finetune to start from its weights alone"
+        )

@@ -1,0 +1,222 @@
+"""Writes one checkpoint from all ranks: each its shards, under another name until every one of them is done.
+
+    1. the first rank makes an empty folder with an unfinished name
+    2. every rank plans with the others and writes its shards: at once, or (``background``) by a thread, from a copy on
+       the host, while training goes on
+    3. ranks agree that all have written; the first one adds the metadata and the checksums of all files, of which each
+       rank has read its own once more, and renames the folder
+
+With ``fully_parallel`` (``--ckpt-fully-parallel-save``), data-parallel ranks divide what all of them hold between them,
+by size, with Megatron's own distribution; without it the first of them writes it. What is in a checkpoint is the same.
+
+An error on one rank ends the save on all, and the unfinished folder is deleted and never gets its proper name. Planning
+and agreeing talk to other ranks, so they run on the main thread, at moments that are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_dta import cpu_compat
+from megatron_dta.common.errors import InputError
+from megatron_dta.conversion.integrity import Checksums, checksums_of, write_checksums
+from megatron_dta.model import current_mesh
+from megatron_dta.training.checkpoint.files import unfinished_name
+
+# PyTorch's writer of archives raises RuntimeError where the system refuses to write.
+_WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
+
+
+class _AgreeingStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's writer of shards, which first hears from all ranks whether the parts before it were written.
+
+    Only then may they talk to each other of who writes what.
+    """
+
+    def __init__(self, path: Path, fully_parallel: bool) -> None:
+        super().__init__("torch_dist", 1)
+        self.path, self.fully_parallel, self.reached = path, fully_parallel, False
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        self.reached = True
+        raise_on_all(self.path, None)
+        group = current_mesh().data_group
+        if self.fully_parallel and group is not None:
+            FullyParallelSaveStrategyWrapper(self, group).apply_saving_parallelization(sharded_state_dict)
+        # Newer versions say whose writers to use, by default those of a package that need not be there.
+        own_writers = ("mcore",) if args or kwargs else ()
+        return super().async_save(sharded_state_dict, checkpoint_dir, *own_writers)
+
+
+class CheckpointWrite:
+    """A checkpoint being written. Every rank makes one, and calls ``finish`` once, at the same moment of its run."""
+
+    def __init__(
+        self, path: Path, state: dict[str, Any], background: bool = False, fully_parallel: bool = False
+    ) -> None:
+        cpu_compat.write_checkpoints_in_process()
+        # It logs what it raises, too.
+        logging.getLogger(f"{dist_checkpointing.__name__}.strategies.filesystem_async").setLevel(logging.CRITICAL)
+        self.path, self._unfinished = path, unfinished_name(path)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._checksums: Checksums = {}
+        self._request: Any = None
+        on_first_rank(path, self._make_folder)
+        if background:
+            _copy_host_tensors(state)
+        strategy = _AgreeingStrategy(path, fully_parallel)
+        try:
+            self._save(state, strategy, background)
+        except InputError:
+            self._discard()
+            raise
+        if background:
+            self._start_thread()
+
+    def _save(self, state: dict[str, Any], strategy: _AgreeingStrategy, background: bool) -> None:
+        try:
+            self._request = dist_checkpointing.save(
+                state, str(self._unfinished), strategy, async_sharded_save=background
+            )
+        except _WRITE_ERRORS as error:
+            if not strategy.reached:
+                raise_on_all(self.path, error)
+            raise _cannot_write(self.path, error) from error
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has written its shards (or failed to)."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for all ranks' shards and give the checkpoint its name."""
+        try:
+            if self._thread is None:
+                self._read_own_files()
+            else:
+                self._thread.join()
+            raise_on_all(self.path, self._error)
+            if self._thread is not None:
+                self._finalize()
+            known = {
+                name: entry for own in current_mesh().gather_from_all(self._checksums) for name, entry in own.items()
+            }
+            on_first_rank(self.path, lambda: self._publish(known))
+        except InputError:
+            self._discard()
+            raise
+
+    def _finalize(self) -> None:
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except _WRITE_ERRORS as error:
+            raise _cannot_write(self.path, error) from error
+
+    def _read_own_files(self) -> None:
+        try:
+            own = self._unfinished.glob(f"__{torch.distributed.get_rank()}_*.distcp")
+            self._checksums = checksums_of(self._unfinished, [path.name for path in own])
+        except OSError as error:
+            self._error = error
+
+    def _discard(self) -> None:
+        """Delete what was written; by now no rank writes any more."""
+        if current_mesh().rank == 0:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+
+    def _make_folder(self) -> None:
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._unfinished.mkdir(parents=True)
+
+    def _publish(self, known: Checksums) -> None:
+        others = [path.name for path in self._unfinished.iterdir() if path.name not in known]
+        write_checksums(self._unfinished, known | checksums_of(self._unfinished, others))
+        # A checkpoint of this name that no tracker names: its run was killed before it counted.
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.replace(self._unfinished, self.path)
+
+    def _start_thread(self) -> None:
+        """Copy what is on a GPU to the host, then write it while the caller goes on; ``finish`` tells of errors."""
+        arguments = list(self._request.async_fn_args)
+        if self._request.preload_fn is not None:
+            arguments[1] = self._request.preload_fn()
+
+        def write() -> None:
+            try:
+                if self._request.async_fn is not None:
+                    self._request.async_fn(*arguments, **self._request.async_fn_kwargs)
+                self._read_own_files()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name=f"write {self.path.name}", daemon=True)
+        self._thread.start()
+
+
+def raise_on_all(path: Path, error: BaseException | None) -> None:
+    """Raise on every rank if any of them brings an error; every rank must call this."""
+    reasons = current_mesh().gather_from_all(None if error is None else reason_of(error))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            where = f"rank {rank}: " if len(reasons) > 1 else ""
+            raise InputError(f"{path}: the checkpoint cannot be written ({where}{reason})") from error
+
+
+def refuse_on_all(error: InputError | None) -> None:
+    """Raise on every rank what any of them has found wrong with the input; every rank must call this."""
+    for reason in current_mesh().gather_from_all(None if error is None else str(error)):
+        if reason is not None:
+            raise InputError(reason) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """One line; of an error of several ranks, whose own message is a traceback, what one of them met."""
+    if isinstance(error, CheckpointException):
+        if not error.failures:
+            return "another rank failed and has the reason"
+        rank, failure = next(iter(error.failures.items()))
+        return (f"rank {rank}: " if current_mesh().world_size > 1 else "") + _text(failure[0])
+    return _text(error)
+
+
+def _text(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:200] or type(error).__name__
+    # PyTorch's writer of archives names its own source and positions where the system took fewer bytes.
+    return "a file could not be written whole; is the disk full?" if "inline_container" in text else text
+
+
+def on_first_rank(path: Path, act: Any) -> None:
+    """Let the first rank act on files while the others wait; its failure is everybody's."""
+    error = None
+    if current_mesh().rank == 0:
+        try:
+            act()
+        except OSError as caught:
+            error = caught
+    raise_on_all(path, error)
+
+
+def _cannot_write(path: Path, error: BaseException) -> InputError:
+    return InputError(f"{path}: the checkpoint cannot be written ({reason_of(error)})")
+
+
+def _copy_host_tensors(state: dict[str, Any]) -> None:
+    """Tensors on the host are written from where they are, and training would change them meanwhile."""
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and torch.is_tensor(part.data) and part.data.is_cpu:
+            part.data = part.data.detach().clone()

@@ -1,0 +1,1 @@
+"""Turns rollouts into the samples of a training step."""

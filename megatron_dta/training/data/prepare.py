@@ -1,0 +1,246 @@
+"""From a collection of rollouts to optimizer steps with all numbers that their losses need.
+
+    rollouts -> what is trained of them -> steps of whole groups -> one plan a step
+             -> passes on that plan: old logprobs, reference logprobs, the critic's values
+             -> advantages over the whole collection -> every step once for each epoch
+
+One plan serves all passes of a step and its training in every epoch. The passes run with the weights before the
+collection's first step, and what they find stays fixed over the epochs; it is part of what a checkpoint keeps.
+Advantages come last, since a KL penalty in the reward and a critic need passes; they are computed over whole groups,
+however the collection is cut. Every data-parallel rank has all samples and computes its part of them; the results are
+exchanged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import CriticConfig, FilterConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.engine import TreeEngine
+from megatron_dta.model import Mesh
+from megatron_dta.objectives import (
+    Objective,
+    estimate_advantages,
+    preference_pairs,
+    sequence_weights,
+    trajectory_shares,
+)
+from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
+from megatron_dta.objectives.policy import reward_kl
+from megatron_dta.planning.step.ownership import first_owners
+from megatron_dta.planning.step.routing_replay import agree_on_routing, replaced_share, shaped_routing
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.rollouts import Rollout
+from megatron_dta.training.data.rejection import select_rollouts
+from megatron_dta.training.data.step import StepSamples, known_paths, rollout_statistics, split_groups
+from megatron_dta.training.weights.reference import Reference
+
+_Arrays = list[np.ndarray]
+
+
+class SamplePreparation:
+    """Turns a collection of rollouts into steps.
+
+    Args:
+        policy: engine on the weights being trained.
+        reference: the model that a KL penalty or a preference compares with, where the objective has one.
+        num_steps: optimizer steps that a collection is divided into; each comes once for every ``--ppo-epochs``.
+        critic: engine on the critic's weights, where the objective has one.
+        trusts_logprobs: whether logprobs of rollouts are those of the sampler; some engines have others, or none.
+
+    Attributes:
+        pass_seconds: what the passes of the last collection took, without their plans.
+    """
+
+    def __init__(
+        self,
+        settings: ObjectiveConfig,
+        objective: Objective,
+        tree: TreeConfig,
+        policy: TreeEngine,
+        reference: Reference | None,
+        num_steps: int,
+        critic: TreeEngine | None = None,
+        critic_settings: CriticConfig | None = None,
+        filtering: FilterConfig | None = None,
+        trusts_logprobs: bool = True,
+    ) -> None:
+        self.trusts_logprobs, self.pass_seconds = trusts_logprobs, 0.0
+        self.settings, self.objective, self.tree = settings, objective, tree
+        self.policy, self.reference, self.num_steps, self.critic = policy, reference, num_steps, critic
+        self.critic_settings, self.filtering = critic_settings or CriticConfig(), filtering or FilterConfig()
+
+    def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
+        """The steps of one collection, in order; none if nothing of it is to be trained."""
+        self.pass_seconds = 0.0
+        statistics = rollout_statistics(rollouts)
+        num_rollouts = len(rollouts)
+        rollouts = select_rollouts(rollouts, self.filtering)
+        couples = None
+        if self.objective.couple is not None:
+            rollouts, couples = _coupled(rollouts, self.settings.dpo_pairs)
+        if not rollouts:
+            return []
+        # How many groups have something to train depends on the rollouts: whole ones are dropped where rewards fail.
+        num_steps = min(self.num_steps, len({rollout.group_id for rollout in rollouts}))
+        selected = len(rollouts) < num_rollouts
+        samples = self._samples(rollouts)
+        steps, found = [], {}
+        parts, cut = split_groups(rollouts, num_steps, self.policy.cost_model(self.tree.tree_segment_tokens))
+        for chosen in parts:
+            own = [rollouts[i] for i in chosen]
+            routed, replaced = self._with_routing([samples[i] for i in chosen], own)
+            step = StepSamples(routed, rollout_statistics(own) | replaced | cut, rollouts=own)
+            if selected:
+                step.statistics |= {"collected_rollouts": float(num_rollouts)}
+                if "reward" in statistics:
+                    step.statistics["collected_reward"] = statistics["reward"]
+            if couples is not None:
+                place = {number: i for i, number in enumerate(chosen)}
+                step.couples = np.array([[place[a], place[b]] for a, b in couples if a in place]).reshape(-1, 2)
+            for name, arrays in self._passes(step, own).items():
+                found.setdefault(name, [None] * len(rollouts))
+                for i, array in zip(chosen, arrays, strict=True):
+                    found[name][i] = array
+            steps.append((step, chosen))
+        penalties = self._penalties(rollouts, found)
+        found |= self._advantages(rollouts, found, penalties)
+        kept = {name: arrays for name, arrays in found.items() if name in self._fields_of_the_loss()}
+        for step, chosen in steps:
+            if penalties is not None:
+                taken = [penalties[i].sum() for i in chosen]
+                step.statistics["kl_penalty"] = float(np.mean(taken))
+            if "advantages" in found:
+                idle = [not np.any(found["advantages"][i]) for i in chosen]
+                step.statistics["zero_advantages"] = float(np.mean(idle))
+            step.set_fields({name: [arrays[i] for i in chosen] for name, arrays in kept.items()})
+        order = [step for _ in range(self.settings.ppo_epochs) for step, _ in steps]
+        return [replace(step, age=age) for age, step in enumerate(order)]
+
+    def _samples(self, rollouts: Sequence[Rollout]) -> list[TrainingSample]:
+        """What is known of the samples before any pass."""
+        weights = np.ones(len(rollouts))
+        if self.objective.is_policy_gradient:
+            weights = sequence_weights(rollouts, self.settings.leaf_weights)
+        samples = [
+            TrainingSample(rollout.token_ids, rollout.loss_mask, weight=float(weight), path=path)
+            for rollout, weight, path in zip(rollouts, weights, known_paths(rollouts), strict=True)
+        ]
+        recorded = self.trusts_logprobs and all(rollout.logprobs is not None for rollout in rollouts)
+        if self.objective.is_policy_gradient and recorded:
+            samples = [
+                replace(sample, rollout_logprobs=rollout.logprobs)
+                for sample, rollout in zip(samples, rollouts, strict=True)
+            ]
+        if self.settings.shared_token_ownership == "first":
+            # In the order of the collection, so before it is cut: a token is trained once in an epoch.
+            samples = [replace(s, owned=mask) for s, mask in zip(samples, first_owners(samples), strict=True)]
+        if self.settings.loss_aggregation == "trajectory-mean":
+            names = [(r.group_id, i if r.trajectory_id is None else r.trajectory_id) for i, r in enumerate(rollouts)]
+            shares = trajectory_shares([sample.num_counted for sample in samples], names)
+            samples = [replace(s, weight=s.weight * float(share)) for s, share in zip(samples, shares, strict=True)]
+        return samples
+
+    def _with_routing(
+        self, samples: list[TrainingSample], rollouts: list[Rollout]
+    ) -> tuple[list[TrainingSample], dict[str, float]]:
+        """The samples of one step with the experts that their tokens are to be routed to, where that is replayed; and
+        how often these are not the sampler's own.
+        """
+        if not self.policy.replays_routing:
+            return samples, {}
+        config = self.policy.config
+        shape = sum(config.moe_layer_freq), config.moe_router_topk, config.num_moe_experts
+        # Sources hand over rollouts with what the settings ask for: files are checked when they are read.
+        routing = [shaped_routing(rollout.routed_experts, len(rollout), *shape) for rollout in rollouts]
+        agreed = agree_on_routing([sample.token_ids for sample in samples], routing)
+        routed = [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
+        return routed, {"routing_replaced": replaced_share(routing, agreed)}
+
+    def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:
+        """Old and reference logprobs and values of all samples of a step, on its one plan."""
+        batch, mesh, own = step.batch(self.tree, self.settings, self.policy), self.policy.mesh, step.own
+        start = time.perf_counter()
+        found: dict[str, _Arrays] = {}
+        settings = self.settings
+        if self.objective.is_policy_gradient:
+            if settings.old_logprobs == "rollout":
+                # Sources hand over rollouts with what the settings ask for: files are checked when they are read.
+                found["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
+            elif self.num_steps * settings.ppo_epochs > 1 or settings.kl_coef:
+                # The weights of an only step are the old ones: the loss takes missing old logprobs to be its own.
+                found["old_logprobs"] = _of_all_ranks(mesh, own, self.policy.compute_logprobs(batch))
+        if self.reference is not None:
+            with self.reference.on_device() as reference:
+                found["ref_logprobs"] = _of_all_ranks(mesh, own, reference.compute_logprobs(batch))
+        if self.critic is not None:
+            found["old_values"] = _of_all_ranks(mesh, own, self.critic.compute_logprobs(batch))
+        self.pass_seconds += time.perf_counter() - start
+        return found
+
+    def _penalties(self, rollouts: Sequence[Rollout], found: dict[str, _Arrays]) -> _Arrays | None:
+        """What the KL divergence takes off the reward of each token, [T]; None without ``--kl-coef``."""
+        settings = self.settings
+        if not settings.kl_coef:
+            return None
+        return [
+            np.where(rollout.loss_mask, settings.kl_coef * reward_kl(old, ref, settings.kl_reward_type), 0.0)
+            for rollout, old, ref in zip(rollouts, found["old_logprobs"], found["ref_logprobs"], strict=True)
+        ]
+
+    def _advantages(
+        self, rollouts: Sequence[Rollout], found: dict[str, _Arrays], penalties: _Arrays | None
+    ) -> dict[str, _Arrays]:
+        """Advantages of the whole collection; with a critic returns too."""
+        if not self.objective.is_policy_gradient:
+            return {}
+        settings = self.settings
+        own = next((i for i, rollout in enumerate(rollouts) if rollout.advantages is not None), None)
+        if own is not None and (self.critic is not None or settings.kl_coef):
+            flag = "--objective ppo" if self.critic is not None else "--kl-coef"
+            raise InputError(f"rollout {own + 1}: has advantages, which {flag} would not use; leave one of them out")
+        if self.critic is None:
+            return {"advantages": estimate_advantages(rollouts, settings, penalties)}
+        rewards = [token_rewards(rollout) for rollout in rollouts]
+        if penalties is not None:
+            rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+        masks = [rollout.loss_mask for rollout in rollouts]
+        gamma, lam = self.critic_settings.gae_gamma, self.critic_settings.gae_lambda
+        advantages, returns = generalized_advantages(rewards, found["old_values"], masks, gamma, lam)
+        if settings.advantage_whitening != "none":
+            advantages = whiten(advantages, masks)
+        return {"advantages": advantages, "returns": returns}
+
+    def _fields_of_the_loss(self) -> set[str]:
+        """What the training pass reads: a reference that only shapes rewards is not kept."""
+        fields = {"advantages", "old_logprobs", "old_values", "returns"}
+        if self.settings.kl_loss_coef or self.objective.couple is not None:
+            fields.add("ref_logprobs")
+        return fields
+
+
+def _coupled(rollouts: Sequence[Rollout], choice: str) -> tuple[list[Rollout], np.ndarray]:
+    """The rollouts of some pair, and the pairs by their numbers among these."""
+    for i, rollout in enumerate(rollouts):
+        if rollout.reward is None:
+            raise InputError(f"rollout {i + 1}: has no reward, by which --objective dpo tells chosen from rejected")
+    whole = {(r.group_id, r.trajectory_id) for r in rollouts if r.trajectory_id is not None}
+    if len(whole) < sum(rollout.trajectory_id is not None for rollout in rollouts):
+        raise InputError(
+            "--objective dpo compares whole trajectories, but some samples are parts of one (equal trajectory_id); "
+            "give --rollout-framing trajectory"
+        )
+    pairs = preference_pairs([r.reward for r in rollouts], [r.group_id for r in rollouts], choice)
+    used = np.unique(pairs)
+    return [rollouts[i] for i in used], np.searchsorted(used, pairs)
+
+
+def _of_all_ranks(mesh: Mesh, own: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Arrays of all samples in order, from those that each rank has computed of its ``own``."""
+    found = [pair for part in mesh.gather_over_data(list(zip(own, arrays, strict=True))) for pair in part]
+    return [array for _, array in sorted(found, key=lambda pair: pair[0])]

@@ -1,0 +1,96 @@
+"""Files of what chosen steps trained: rollouts with rewards and advantages, and the text of their tokens.
+
+SAVE/rollouts/step_0000100.jsonl         the first groups of the step's rollouts, for ``megatron_dta.rollouts``
+SAVE/rollouts/step_0000100_tokens.json   {"17": " the", ...}: the text of each token id, where there is a tokenizer
+SAVE/rollouts/step_0000100_texts.json    [[[9, "What is 1+1?", false], ...], ...]: each rollout's text in runs of tokens
+                                         that are all trained or all not: their number, text, whether it is a special
+                                         token. Single tokens may be parts of a character; runs are decoded whole.
+
+They are written when the step is prepared: before that a run that continues in the middle of a collection has written
+them already, after it checkpoints do not know which rewards the step's samples had.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import replacing
+from megatron_dta.rollouts import Rollout, write_rollouts
+
+if TYPE_CHECKING:
+    # Reports read these files and need no Megatron.
+    from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+    from megatron_dta.training.data.step import StepSamples
+
+FOLDER = "rollouts"
+TOKENS_SUFFIX = "_tokens.json"
+TEXTS_SUFFIX = "_texts.json"
+
+
+class RolloutFiles:
+    """Writes the rollouts of every ``interval``-th step, and of the first; on one process.
+
+    Args:
+        save: folder of the run.
+        num_groups: how many groups are written, the first ones of the step.
+        tokenizer: gives the tokens' text; None where only ids are known.
+    """
+
+    def __init__(self, save: str | Path, interval: int, num_groups: int, tokenizer: Tokenizer | None) -> None:
+        self._folder, self._interval, self._num_groups = Path(save) / FOLDER, interval, num_groups
+        self._tokenizer = tokenizer
+
+    def write(self, first_iteration: int, steps: Sequence[StepSamples]) -> None:
+        """Write those that are due of ``steps``, which are going to be the steps from ``first_iteration`` on."""
+        for iteration, step in enumerate(steps, start=first_iteration):
+            if step.rollouts is not None and (iteration == 1 or iteration % self._interval == 0):
+                self._write(iteration, chosen_rollouts(step, self._num_groups))
+
+    def _write(self, iteration: int, rollouts: list[Rollout]) -> None:
+        path = self._folder / f"step_{iteration:07d}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{self._folder}: the folder cannot be made ({error.strerror})") from error
+        write_rollouts(path.with_suffix(".jsonl"), rollouts)
+        if self._tokenizer is None:
+            return
+        ids = np.unique(np.concatenate([rollout.token_ids for rollout in rollouts])).tolist()
+        texts = {str(token): self._tokenizer.special_text(token) or self._tokenizer.decode([token]) for token in ids}
+        runs = [text_runs(rollout, self._tokenizer) for rollout in rollouts]
+        for suffix, content in ((TOKENS_SUFFIX, texts), (TEXTS_SUFFIX, runs)):
+            with replacing(path.with_name(path.name + suffix)) as temporary:
+                temporary.write_text(json.dumps(content), encoding="utf-8")
+
+
+def text_runs(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[int, str, bool]]:
+    """(number of tokens, text, whether it is one special token) of runs that are all trained or all not."""
+    ids = rollout.token_ids.tolist()
+    special = [tokenizer.special_text(token) for token in ids]
+    runs, begin = [], 0
+    for end in range(1, len(ids) + 1):
+        goes_on = end < len(ids) and special[begin] is None and special[end] is None
+        if goes_on and rollout.loss_mask[end] == rollout.loss_mask[begin]:
+            continue
+        text = special[begin]
+        runs.append((end - begin, tokenizer.decode(ids[begin:end]) if text is None else text, text is not None))
+        begin = end
+    return runs
+
+
+def chosen_rollouts(step: StepSamples, num_groups: int) -> list[Rollout]:
+    """The rollouts of the step's first groups, with the advantages that are trained, where it has any."""
+    assert step.rollouts is not None
+    names = list(dict.fromkeys(rollout.group_id for rollout in step.rollouts))[:num_groups]
+    return [
+        rollout if sample.advantages is None else replace(rollout, advantages=sample.advantages)
+        for rollout, sample in zip(step.rollouts, step.samples, strict=True)
+        if rollout.group_id in names
+    ]

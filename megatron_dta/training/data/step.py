@@ -1,0 +1,219 @@
+"""The samples of an optimizer step: their plan, the cut of a collection into steps, what a checkpoint keeps of them.
+
+Every data-parallel rank has all samples of a step and trains its part of them, which follows from the samples and is
+the same for every pass. One plan serves all passes of a step; it follows from the samples, so no checkpoint has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ObjectiveConfig, TreeConfig
+from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.objectives.weights import count_trained
+from megatron_dta.planning import CostModel, cut_mini_batches
+from megatron_dta.planning.partition.divide import partition_samples
+from megatron_dta.planning.step.sample import FIELDS, TrainingSample
+from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
+from megatron_dta.tree.known_paths import KnownPath
+
+# Groups share a few tokens by chance: for less than this part of the work a shuffled collection stays as it is.
+LEAST_SAVING = 0.01
+_ARRAYS = ("token_ids", "loss_mask", "owned", *FIELDS, "routed_experts")
+
+# Optimizer steps between the weights that sampled a collection and those it trains.
+STALENESS = "rollout_staleness"
+
+
+@dataclass
+class StepSamples:
+    """The samples of one optimizer step, those of all ranks, and statistics of the rollouts they were made from.
+
+    Attributes:
+        couples: int64 [K, 2], samples whose losses are coupled; None for objectives of single sequences.
+        age: optimizer steps since the collection was sampled; at 0 the weights are those of its passes.
+        rollouts: what the samples were made from, in their order; None after a checkpoint, which does not keep them.
+    """
+
+    samples: list[TrainingSample]
+    statistics: dict[str, float]
+    planned: TreeBatch | None = None
+    own: list[int] | None = None
+    plan_seconds: float = 0.0
+    couples: np.ndarray | None = None
+    age: int = 0
+    rollouts: list[Rollout] | None = None
+
+    def add_statistics(self, found: dict[str, float]) -> None:
+        """Add what the source says of the collection; its weights are older for each step that is trained before."""
+        self.statistics = self.statistics | found
+        if STALENESS in found:
+            self.statistics[STALENESS] = found[STALENESS] + self.age
+
+    def batch(self, tree: TreeConfig, settings: ObjectiveConfig, engine: TreeEngine) -> TreeBatch:
+        """This rank's samples (``own``) with their plan: that of earlier passes, or a new one after a checkpoint."""
+        if self.planned is None:
+            start = time.perf_counter()
+            mesh = engine.mesh
+            self.own = list(range(len(self.samples)))
+            if mesh.data_size > 1:
+                partition = partition_samples(self.samples, mesh.data_size, engine.cost_model(tree.tree_segment_tokens))
+                self.own = partition.sequences_of(mesh.data_rank).tolist()
+            weights = [sample.weight for sample in self.samples]
+            counts = count_trained([sample.num_counted for sample in self.samples], weights)
+            self.planned = prepare_batch(
+                [self.samples[i] for i in self.own],
+                tree,
+                settings.loss_aggregation,
+                counts,
+                engine.pipeline(tree.tree_segment_tokens),
+                settings.loss_length,
+                self.own,
+                self.couples,
+            )
+            self.plan_seconds = time.perf_counter() - start
+        return self.planned
+
+    def set_fields(self, fields: Mapping[str, Sequence[np.ndarray]]) -> None:
+        """Fill in fields of the loss, one array [T] of every sample each."""
+        self.samples = [
+            replace(sample, **{name: arrays[i] for name, arrays in fields.items()})
+            for i, sample in enumerate(self.samples)
+        ]
+        if self.planned is not None:
+            own = {name: [arrays[i] for i in self.own] for name, arrays in fields.items()}
+            self.planned = self.planned.with_fields(**own)
+
+
+def known_paths(rollouts: Sequence[Rollout]) -> Sequence[KnownPath | None]:
+    """Where each rollout runs through the trees that were sampled; None for all if some were not sampled as trees."""
+    if any(rollout.branches is None for rollout in rollouts):
+        return [None] * len(rollouts)
+    found = tree_paths(rollouts)
+    return [KnownPath(path, spans[1:]) for path, spans in zip(found.paths, found.spans, strict=True)]
+
+
+def split_groups(
+    rollouts: Sequence[Rollout], num_steps: int, cost_model: CostModel | None = None
+) -> tuple[list[list[int]], dict[str, float]]:
+    """Indices of the rollouts of each step, and what is to be told of the cut (nothing of a single step).
+
+    Whole groups, as even in number as possible, cut so that steps share little (``planning.mini_batches``); in a step
+    the groups stand in order of appearance.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.group_id, []).append(index)
+    if len(groups) < num_steps:
+        raise InputError(f"{len(groups)} groups of rollouts cannot be divided into --num-steps-per-rollout {num_steps}")
+    if num_steps == 1:
+        return [[index for members in groups.values() for index in members]], {}
+    cut = cut_mini_batches(rollouts, num_steps, [rollout.group_id for rollout in rollouts], cost_model, LEAST_SAVING)
+    steps = []
+    for chosen in cut.samples:
+        names = dict.fromkeys(rollouts[index].group_id for index in chosen)
+        steps.append([index for name in names for index in groups[name]])
+    return steps, {"separated_tokens": float(cut.separated_tokens)}
+
+
+def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Means over the rollouts; a trajectory cut into several samples counts its reward once."""
+    rewards: dict[tuple[str, str | int], float] = {}
+    for index, rollout in enumerate(rollouts):
+        if rollout.reward is not None:
+            own = index if rollout.trajectory_id is None else rollout.trajectory_id
+            rewards[rollout.group_id, own] = rollout.reward
+    statistics = {"rollouts": float(len(rollouts))}
+    if rewards:
+        statistics["reward"] = float(np.mean(list(rewards.values())))
+        statistics["uniform_groups"] = _uniform_groups(rewards)
+    statistics["response_tokens"] = float(np.mean([np.count_nonzero(rollout.loss_mask) for rollout in rollouts]))
+    statistics["decoded_tokens"] = float(decoded_tokens(rollouts))
+    if any(rollout.leaf_weight is not None for rollout in rollouts):
+        statistics |= _tree_statistics(rollouts)
+    return statistics
+
+
+def _uniform_groups(rewards: Mapping[tuple[str, str | int], float]) -> float:
+    """Fraction of the groups whose rewards are all equal, so that nothing is learned from them by comparing."""
+    groups: dict[str, set[float]] = {}
+    for (group, _), reward in rewards.items():
+        groups.setdefault(group, set()).add(reward)
+    return float(np.mean([len(found) == 1 for found in groups.values()]))
+
+
+def _tree_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What the leaves of sampled trees are worth: the unbiased mean reward, and as how many even leaves they count."""
+    leaves = [rollout for rollout in rollouts if rollout.leaf_weight is not None]
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in leaves:
+        groups.setdefault(rollout.group_id, []).append(rollout)
+    statistics = {
+        "fallback_leaves": float(np.mean([bool(rollout.fallback) for rollout in leaves])),
+        "effective_leaves": float(
+            np.mean(
+                [1 / sum(r.leaf_weight**2 for r in group) for group in groups.values() if _any_weight(group)] or [0]
+            )
+        ),
+    }
+    if all(rollout.reward is not None for rollout in leaves):
+        means = [
+            sum(r.leaf_weight * r.reward for r in group) / sum(r.leaf_weight for r in group)
+            for group in groups.values()
+            if _any_weight(group)
+        ]
+        if means:
+            statistics["weighted_reward"] = float(np.mean(means))
+    return statistics
+
+
+def _any_weight(group: Sequence[Rollout]) -> bool:
+    """Whether a leaf of the group weighs anything."""
+    return any(rollout.leaf_weight for rollout in group)
+
+
+def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
+    """Steps that a checkpoint keeps for later, as tensors and numbers."""
+    packed = []
+    for step in steps:
+        state: dict[str, Any] = {"statistics": step.statistics}
+        state["lengths"] = [len(sample.token_ids) for sample in step.samples]
+        state["weights"] = [sample.weight for sample in step.samples]
+        state["age"] = step.age
+        state["couples"] = None if step.couples is None else torch.from_numpy(step.couples)
+        for name in _ARRAYS:
+            arrays = [getattr(sample, name) for sample in step.samples]
+            state[name] = None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
+        packed.append(state)
+    return packed
+
+
+def unpack_steps(packed: Sequence[dict[str, Any]]) -> list[StepSamples]:
+    """The steps that ``pack_steps`` packed."""
+    steps = []
+    for state in packed:
+        cuts = np.cumsum(state["lengths"])[:-1]
+        weights = state.get("weights", [1.0] * len(state["lengths"]))  # checkpoints of before have none
+        arrays = {name: np.split(state[name].numpy(), cuts) for name in _ARRAYS if state.get(name) is not None}
+        samples = [
+            TrainingSample(**dict(zip(arrays, values, strict=True)), weight=weight)
+            for values, weight in zip(zip(*arrays.values(), strict=True), weights, strict=True)
+        ]
+        couples = state.get("couples")
+        steps.append(
+            StepSamples(
+                samples,
+                state["statistics"],
+                couples=None if couples is None else couples.numpy(),
+                age=state.get("age", 0),
+            )
+        )
+    return steps

@@ -1,0 +1,217 @@
+"""Stored rollouts: shuffled by the seed every epoch, and cut into optimizer steps that keep related ones together.
+
+For policy gradients those of a group: their rewards are compared, and they share a prompt. For supervised training
+those of a trajectory: its turns share their history. Which rollouts step k gets follows from the seed and k alone, so a
+resumed run needs no reader state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import TrainConfig, TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.objectives import Objective
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.rollouts import Rollout, load_rollouts
+from megatron_dta.rollouts.collection_order import Evaluation, RolloutSource
+from megatron_dta.sampling.keyed_random import keyed_permutation
+from megatron_dta.sampling.prompts.text_rollouts import TextReader, holds_text
+from megatron_dta.sampling.prompts.tokenizer import Tokenizer, build_tokenizer
+from megatron_dta.sampling.task import chat_template
+
+# Rollouts with advantages of their own need no group, and then all have this name, maybe behind a file's number.
+_UNNAMED_GROUP = Rollout.__dataclass_fields__["group_id"].default
+
+
+class StoredRollouts(RolloutSource):
+    """Hands out ``rollouts`` in steps of at most ``batch_size``.
+
+    Args:
+        units: for each rollout, the name of what it must stay together with.
+    """
+
+    def __init__(self, rollouts: Sequence[Rollout], units: Sequence[str], batch_size: int, seed: int) -> None:
+        members: dict[str, list[int]] = {}
+        for index, unit in enumerate(units):
+            members.setdefault(unit, []).append(index)
+        largest = max(members, key=lambda unit: len(members[unit]))
+        if len(members[largest]) > batch_size:
+            raise InputError(
+                f"{largest} has {len(members[largest])} rollouts that stay in one step, but --global-batch-size is "
+                f"{batch_size}; raise it"
+            )
+        self._rollouts, self._units = rollouts, list(members.values())
+        self._batch_size, self._seed = batch_size, seed
+        # First step of each epoch seen so far; how many steps an epoch has depends on its order.
+        self._epoch_start = [0]
+
+    @property
+    def rollouts(self) -> Sequence[Rollout]:
+        """All of them, as they were read."""
+        return self._rollouts
+
+    def next_batch(self, step: int) -> list[Rollout]:
+        """The rollouts of optimizer step ``step``."""
+        while True:
+            epoch = int(np.searchsorted(self._epoch_start, step, side="right")) - 1
+            batches = self._epoch(epoch)
+            if epoch + 1 == len(self._epoch_start):
+                self._epoch_start.append(self._epoch_start[epoch] + len(batches))
+            if step < self._epoch_start[epoch + 1]:
+                return [self._rollouts[index] for index in batches[step - self._epoch_start[epoch]]]
+
+    def epoch_sizes(self, epoch: int) -> list[int]:
+        """Rollouts in each step of an epoch: the last one has what is left, others what whole groups fill."""
+        return [len(batch) for batch in self._epoch(epoch)]
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        """The steps of an epoch: units in shuffled order, as many as fit into each step."""
+        batches: list[list[int]] = [[]]
+        for unit in keyed_permutation(self._seed, epoch, len(self._units)):
+            members = self._units[unit]
+            if batches[-1] and len(batches[-1]) + len(members) > self._batch_size:
+                batches.append([])
+            batches[-1] += members
+        return batches
+
+
+class StoredEvaluation(Evaluation):
+    """``loss``: mean negative logprob of the trained tokens of held-out rollouts, whose batches the ranks share."""
+
+    def __init__(self, engine: TreeEngine, rollouts: Sequence[Rollout], tree: TreeConfig, batch_size: int) -> None:
+        self._engine = engine
+        samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
+        pieces = [samples[first : first + batch_size] for first in range(0, len(samples), batch_size)]
+        self._trained_tokens = sum(sample.num_trained for sample in samples)
+        mesh, pipeline = engine.mesh, engine.pipeline(tree.tree_segment_tokens)
+        own = pieces[mesh.data_rank :: mesh.data_size]
+        self._batches = [prepare_batch(piece, tree, pipeline=pipeline) for piece in own]
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The mean over all trained tokens; the forward pass is that of training, trees and all."""
+        total = sum(
+            float(np.sum(logprobs, dtype=np.float64))
+            for batch in self._batches
+            for logprobs in self._engine.compute_logprobs(batch)
+        )
+        return {"loss": -sum(self._engine.mesh.gather_over_data(total)) / self._trained_tokens}
+
+
+def load_files(
+    files: Sequence[str], config: TrainConfig, require: Sequence[str] = (), text: TextReader | None = None
+) -> list[Rollout]:
+    """The rollouts of several files, checked against the model; groups of different files stay apart.
+
+    Args:
+        text: reads files of text; None: they are refused.
+    """
+    rollouts: list[Rollout] = []
+    vocab_size = config.model.vocab_size
+    if vocab_size is None and config.data.rollouts:
+        vocab_size = stored_tokenizer(config).vocab_size  # config.checks: one of the two is given
+    for number, file in enumerate(files):
+        if holds_text(file, config.sampling.input_key):
+            found = _load_text(file, config, require, text)
+        else:
+            found = load_rollouts(
+                file,
+                framing=config.data.rollout_framing,
+                vocab_size=vocab_size,
+                max_length=_longest(config),
+                require=require,
+            )
+        if len(files) > 1:
+            found = [replace(rollout, group_id=f"{number}:{rollout.group_id}") for rollout in found]
+        rollouts += found
+    return rollouts
+
+
+def _load_text(file: str, config: TrainConfig, require: Sequence[str], text: TextReader | None) -> list[Rollout]:
+    if text is None:
+        raise InputError(
+            f"{file}: holds text; --rollouts and --eval-rollouts read it with --tokenizer-type and --tokenizer-model "
+            "(and --apply-chat-template for messages), others need token_ids"
+        )
+    name = config.objective.objective
+    if name not in ("sft", "dpo") or config.filtering.rejection_sampling is not None:
+        what = "--rejection-sampling" if name in ("sft", "dpo") else f"--objective {name}"
+        raise InputError(
+            f"{file}: holds text without rewards, which {what} needs; give --objective sft or dpo, or rollouts with "
+            "token_ids and rewards"
+        )
+    return text.read(file, pairs=name == "dpo")
+
+
+def _longest(config: TrainConfig) -> int:
+    return config.data.seq_length or config.model.max_position_embeddings
+
+
+def stored_tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """The tokenizer beside stored rollouts, if one is given: of their text, and for what is written or shown."""
+    sampling = config.sampling
+    if sampling.tokenizer_type is None:
+        return None
+    return build_tokenizer(sampling.tokenizer_type, sampling.tokenizer_model, sampling.eos_id, config.model.vocab_size)
+
+
+def text_reader(config: TrainConfig) -> TextReader | None:
+    """What reads text in stored rollouts, where some hold text and there is a tokenizer."""
+    sampling = config.sampling
+    if sampling.tokenizer_type is None or not _text_files(config):
+        return None
+    template = chat_template(sampling)
+    framing = config.data.rollout_framing
+    return TextReader(
+        stored_tokenizer(config), template, sampling.input_key, sampling.label_key, framing, _longest(config)
+    )
+
+
+def _text_files(config: TrainConfig) -> list[str]:
+    files = [*(config.data.rollouts or []), *(config.data.eval_rollouts or [])]
+    return [file for file in files if holds_text(file, config.sampling.input_key)]
+
+
+def check_text_flags(config: TrainConfig) -> None:
+    """Refuse flags of text where no file has any: whether it does is known once the files are looked at."""
+    sampling, logging = config.sampling, config.logging
+    if _text_files(config):
+        return
+    given = {
+        "--apply-chat-template": sampling.apply_chat_template,
+        "--input-key": sampling.input_key is not None,
+        "--label-key": sampling.label_key is not None,
+    }
+    # The tokenizer of --load-hf comes by itself; and what is written or shown has its text from a tokenizer.
+    if config.checkpoint.hf_checkpoint is None and not (logging.save_rollouts_interval or logging.log_rollout_samples):
+        given["--tokenizer-type"] = sampling.tokenizer_type is not None
+    for flag, present in given.items():
+        if present:
+            raise InputError(f"{flag} has no effect: the files of --rollouts hold token ids, no text; leave it out")
+
+
+def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:
+    """The source that ``--rollouts`` asks for; everything is read and checked now."""
+    require = objective.requires
+    if objective.is_policy_gradient and config.objective.needs_rollout_logprobs:
+        require = (*require, "logprobs")
+    if config.filtering.rejection_sampling is not None:
+        require = (*require, "reward")
+    if config.model.moe_routing_replay:
+        require = (*require, "routed_experts")
+    rollouts = load_files(config.data.rollouts or [], config, require, text_reader(config))
+    by_group = config.filtering.rejection_sampling == "best"
+    units = [_unit(rollout, index, objective, by_group) for index, rollout in enumerate(rollouts)]
+    return StoredRollouts(rollouts, units, config.data.global_batch_size or 1, config.optimization.seed)
+
+
+def _unit(rollout: Rollout, index: int, objective: Objective, by_group: bool) -> str:
+    """Name of what a rollout stays together with."""
+    grouped = rollout.advantages is None or rollout.group_id.rpartition(":")[2] != _UNNAMED_GROUP
+    if (objective.is_policy_gradient or objective.couple is not None or by_group) and grouped:
+        return f"group {rollout.group_id}"
+    return f"trajectory {rollout.trajectory_id or index} of group {rollout.group_id}"

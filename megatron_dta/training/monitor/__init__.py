@@ -1,0 +1,1 @@
+"""Metrics, signals, time-outs and other observers of a run."""

@@ -1,0 +1,154 @@
+"""Where a step's metrics go: a JSONL file, TensorBoard, Weights & Biases.
+
+The JSONL file holds one object per optimizer step, in order. All that depends on the clock stands under the key
+``timing``, so the rest of two runs can be compared bit for bit. A run that continues from a checkpoint cuts the file
+back to that step, and the file reads as if the run had never stopped. In TensorBoard the steps that come again hide
+the old ones. Weights & Biases gets them in the same run, which ``wandb_run.json`` beside the file names; it keeps the
+values that it has, which are the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import LoggingConfig
+from megatron_dta.training.checkpoint.files import replace_text
+
+TIMING = "timing"
+WANDB_RUN = "wandb_run.json"
+
+
+class MetricsLog:
+    """Writes every record to all places that the settings name.
+
+    Args:
+        path: the JSONL file, or None for none.
+        iteration: step that the run continues after, -1 for a new run; what the file holds beyond it is dropped.
+        config: all settings by flag, for Weights & Biases.
+    """
+
+    def __init__(
+        self, path: Path | None, settings: LoggingConfig, iteration: int, config: dict[str, Any] | None = None
+    ) -> None:
+        self.path = path
+        self._file = None
+        if path is not None:
+            cut_back(path, iteration)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._tensorboard = _open_tensorboard(settings, iteration)
+        self._wandb = _open_wandb(settings, config, path, iteration)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record: ``iteration``, numbers by name, and ``timing``."""
+        record = {name: _plain(value) for name, value in record.items()}
+        if self._file is not None:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        scalars = _scalars(record)
+        if self._tensorboard is not None:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, record["iteration"])
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=record["iteration"])
+
+    def close(self) -> None:
+        """Finish all outputs."""
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def check_loggers(settings: LoggingConfig) -> None:
+    """Refuse what needs a package that is not installed, before anything is loaded."""
+    for flag, value, package in (
+        ("--wandb-project", settings.wandb_project, "wandb"),
+        ("--tensorboard-dir", settings.tensorboard_dir, "tensorboard"),
+    ):
+        if value is not None and importlib.util.find_spec(package) is None:
+            raise InputError(f"{flag} needs the package {package}: pip install {package}, or leave the flag out")
+
+
+def cut_back(path: Path, iteration: int) -> None:
+    """Keep the records of steps up to ``iteration``; also drops a last line that a kill has cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [line for line, record in _read_lines(path) if record["iteration"] <= iteration]
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text("".join(kept), encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, in order."""
+    return [record for _, record in _read_lines(path)]
+
+
+def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("iteration"), int) or not line.endswith("\n"):
+                raise ValueError("not a record of metrics")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise InputError(f"{path}: row {number} is no record of metrics ({error}); move the file away") from None
+        records.append((line, record))
+    return records
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null; the record says by ``skipped`` why."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Numbers by name, those of ``timing`` as ``timing/...``."""
+    timing = {f"{TIMING}/{name}": value for name, value in record.get(TIMING, {}).items()}
+    values = {name: value for name, value in record.items() if name not in ("iteration", TIMING)} | timing
+    return {name: float(value) for name, value in values.items() if isinstance(value, bool | int | float)}
+
+
+def _open_tensorboard(settings: LoggingConfig, iteration: int) -> Any:
+    if settings.tensorboard_dir is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    # Events after the checkpoint are hidden: those steps come again.
+    return SummaryWriter(settings.tensorboard_dir, purge_step=iteration + 1)
+
+
+def _open_wandb(settings: LoggingConfig, config: dict[str, Any] | None, path: Path | None, iteration: int) -> Any:
+    """The run of Weights & Biases: a new one, or that of the steps before ``iteration``."""
+    if settings.wandb_project is None:
+        return None
+    import wandb
+
+    named = None if path is None else path.with_name(WANDB_RUN)
+    known = {}
+    if named is not None and named.is_file() and iteration >= 0:
+        with suppress(ValueError, TypeError):
+            known = dict(json.loads(named.read_text(encoding="utf-8")))
+    again = {"id": known.get("id"), "resume": "allow"} if known.get("project") == settings.wandb_project else {}
+    try:
+        run = wandb.init(project=settings.wandb_project, name=settings.wandb_exp_name, config=config, **again)
+    except Exception as error:
+        raise InputError(f"--wandb-project {settings.wandb_project}: {type(error).__name__}: {error}") from error
+    if named is not None:
+        replace_text(named, json.dumps({"project": settings.wandb_project, "id": run.id}) + "\n")
+    return run

@@ -1,0 +1,200 @@
+"""What a run is, in a few lines before its first step; ``--dry-run`` prints some of them without building anything.
+
+Each line is a name and a text, at most ``run_console.WIDTH`` characters but for paths.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_dta.capacity.memory import RunMesh
+from megatron_dta.capacity.shape import RunShape
+from megatron_dta.config import TrainConfig
+from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.model import Mesh
+from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.prompts.tokenizer import GUESSED, Tokenizer
+from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.training.monitor.console import LEGEND
+
+Line = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class BuiltRun:
+    """What was built for a run, as far as its description needs it.
+
+    Attributes:
+        parameters, trained: parameters of the whole model, and those of them that are trained.
+        constant_bytes: weights, gradients and optimizer states of all models on this rank.
+        task: what is sampled; None where ``rollouts`` are stored ones.
+        metrics: the metrics file, or None.
+    """
+
+    config: TrainConfig
+    mesh: Mesh
+    device: torch.device
+    parameters: int
+    trained: int
+    constant_bytes: float
+    task: SamplingTask | None
+    rollouts: Sequence[Rollout]
+    metrics: Path | None
+
+
+def describe_run(run: BuiltRun) -> Iterator[Line]:
+    """The lines."""
+    config = run.config
+    yield "model", _model_text(run)
+    yield "devices", _devices_text(run)
+    yield "mesh", mesh_text(run_mesh(config, run.mesh.world_size))
+    yield "steps", steps_text(config)
+    yield "trees", _trees_text(config)
+    if run.task is not None:
+        sampling = config.sampling
+        yield "prompts", f"{len(run.task.prompts):,}, and {len(run.task.eval_prompts):,} held out"
+        yield (
+            "rollouts",
+            f"{sampling.rollout_batch_size} prompts x {sampling.n_samples_per_prompt} at a time, responses of at most "
+            f"{sampling.rollout_max_response_len:,} tokens, temperature {sampling.temperature:g}; "
+            f"{sampling.rollout_engine}",
+        )
+        yield from tokenizer_lines(run.task.tokenizer)
+    else:
+        longest = max(len(rollout) for rollout in run.rollouts)
+        yield "rollouts", f"{len(run.rollouts):,} stored ones of at most {longest:,} tokens"
+    yield "memory", _memory_text(run)
+    yield "output", _output_text(run)
+    yield "figures", LEGEND
+
+
+def run_mesh(config: TrainConfig, world_size: int) -> RunMesh:
+    """The mesh of so many processes; that it can be made was checked with the flags."""
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    return RunMesh(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=world_size // (tensor * pipeline),
+        layers=tuple(stage_layers(config.model, parallel)),
+        chunks=parallel.num_virtual_stages_per_pipeline_rank,
+        experts=parallel.expert_model_parallel_size,
+        expert_tensor=parallel.expert_tensor_size if config.model.num_experts else 1,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def mesh_text(mesh: RunMesh) -> str:
+    """Sizes of the mesh and layers of its stages."""
+    parts = [f"tensor {mesh.tensor}", f"pipeline {mesh.pipeline}"]
+    if mesh.chunks > 1:
+        parts.append(f"{mesh.chunks} virtual stages a rank")
+    if mesh.experts > 1:
+        parts.append(f"experts {mesh.experts}")
+    processes = "1 process" if mesh.world_size == 1 else f"{mesh.world_size} processes"
+    return f"{processes}: {', '.join(parts)}, data {mesh.data}; layers of stages {list(mesh.layers)}"
+
+
+def steps_text(config: TrainConfig) -> str:
+    """Steps, checkpoints and evaluations."""
+    optimization, parts = config.optimization, []
+    parts.append(f"{optimization.train_iters:,} of {config.objective.objective}, learning rate {optimization.lr:g}")
+    interval = config.checkpoint.save_interval
+    if config.checkpoint.save is None:
+        parts.append("nothing is saved (no --save)")
+    else:
+        parts.append(f"checkpoints every {interval} steps" if interval else "one checkpoint, at the end")
+    if config.logging.eval_interval:
+        parts.append(f"evaluation every {config.logging.eval_interval} steps")
+    return "; ".join(parts)
+
+
+def tokenizer_lines(tokenizer: Tokenizer) -> Iterator[Line]:
+    """The tokenizer, and what ends a response: where that was guessed, what to do if the guess is wrong."""
+    eos, name = tokenizer.eos_id, type(tokenizer).__name__
+    text = tokenizer.special_text(eos) or tokenizer.decode([eos])
+    shown = f"{eos} {text!r}" if text else str(eos)
+    yield (
+        "tokenizer",
+        f"{name}, {tokenizer.vocab_size:,} tokens; responses end with {shown} ({tokenizer.eos_origin})",
+    )
+    if tokenizer.eos_origin == GUESSED:
+        yield "", "no tokenizer_config.json names it: give --eos-id if another token ends a response"
+
+
+def _model_text(run: BuiltRun) -> str:
+    model = run.config.model
+    dtype = str(model.params_dtype).removeprefix("torch.")
+    trained = f", {run.trained:,} trained" if run.trained < run.parameters else ""
+    return (
+        f"{run.parameters:,} parameters{trained}, {dtype}; {model.num_layers} layers of {model.hidden_size:,}, "
+        f"vocabulary of {model.padded_vocab_size:,}"
+    )
+
+
+def _devices_text(run: BuiltRun) -> str:
+    count = run.mesh.world_size
+    processes = "1 process" if count == 1 else f"{count} processes"
+    if run.device.type == "cuda":
+        found = torch.cuda.get_device_properties(run.device)
+        return f"{count} x {found.name}, {found.total_memory / GIB:.1f} GiB each"
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
+    return f"CPU: {processes}, threads each {threads}, cores on this machine {cores}; no CUDA GPU is used"
+
+
+def _trees_text(config: TrainConfig) -> str:
+    tree = config.tree
+    if tree.tree_mode == "dense":
+        return "none (--tree-mode dense): every rollout is computed by itself"
+    size = f"at most {tree.tree_segment_tokens or DEFAULT_SEGMENT_TOKENS:,} tokens"
+    if tree.tree_segment_tokens is None and (tree.cost_model is not None or tree.tree_memory_gib is not None):
+        size = "the size that is fastest"
+    costs = f"measured costs ({tree.cost_model})" if tree.cost_model is not None else "costs by counting"
+    return f"--tree-mode {tree.tree_mode}, segments of {size}, {costs}"
+
+
+def _memory_text(run: BuiltRun) -> str:
+    where = "GPU" if run.device.type == "cuda" else "process"
+    size, unit = (run.constant_bytes / GIB, "GiB") if run.constant_bytes >= GIB else (run.constant_bytes / 2**20, "MiB")
+    text = f"{size:.1f} {unit} of weights, gradients and optimizer states on the first {where}"
+    limit = run.config.tree.tree_memory_gib
+    return text + (f"; at most {limit:g} GiB with a step (--tree-memory-gib)" if limit is not None else "")
+
+
+def _output_text(run: BuiltRun) -> str:
+    config = run.config
+    logging, save = config.logging, config.checkpoint.save
+    inside = [Path(save) / "rollouts"] if save and logging.save_rollouts_interval else []
+    inside += [Path(place) for place in (run.metrics, logging.timeline_dir, logging.tensorboard_dir) if place]
+    named = [] if save is None else [f"{save}: checkpoints"]
+    named += [str(p.relative_to(save)) if save and p.is_relative_to(save) else str(p) for p in inside]
+    named += [f"Weights & Biases {logging.wandb_project}"] if logging.wandb_project else []
+    named += [f"Hugging Face {config.checkpoint.save_hf}"] if config.checkpoint.save_hf else []
+    return ", ".join(named) if named else "none: give --save to keep checkpoints and metrics"
+
+
+def parameter_counts(parts: Sequence[torch.nn.Module], mesh: Mesh, config: TrainConfig) -> tuple[int, int]:
+    """Parameters of the whole model, and those that are trained; all ranks of a replica call this."""
+    own = [0, 0]
+    for part in parts:
+        for parameter in part.parameters():
+            is_copy = getattr(parameter, "shared", False)
+            is_split = getattr(parameter, "tensor_model_parallel", False)
+            if is_copy or (mesh.tensor_rank > 0 and not is_split):
+                continue
+            own[0] += parameter.numel()
+            own[1] += parameter.numel() * parameter.requires_grad
+    total, trained = map(sum, zip(*mesh.gather_over_replica(own), strict=True))
+    if config.model.num_experts is not None and mesh.world_size > 1:
+        # Which ranks hold the same experts is not the replica's matter: the whole model is counted.
+        whole = RunShape.of(config.model).num_parameters
+        return whole, whole if total == trained else trained
+    return total, trained

@@ -1,0 +1,51 @@
+"""Files of a step's timeline: what each pipeline stage was planned to do when, and when it did.
+
+DIR/step_4.json            measured, an event a line
+DIR/step_4_planned.json    by the cost model, on several stages
+DIR/step_4_trace.json      both as a Chrome trace, for chrome://tracing or Perfetto
+DIR/step_4.png             both below each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_dta.planning.pipeline.timeline import WORK_KINDS, TimelineEvent, write_chrome_trace, write_timeline
+
+
+def write_step_timeline(
+    folder: str | Path, iteration: int, measured: Sequence[TimelineEvent], planned: Sequence[TimelineEvent]
+) -> None:
+    """Write a step's files; the picture and the trace scale the planned times to the measured work."""
+    # Half a second to import, and only needed here.
+    from megatron_dta.plots.timeline import plot_timelines
+
+    path = Path(folder) / f"step_{iteration}"
+    write_timeline_files(path, measured, planned)
+    named = [("measured", measured)]
+    if planned:
+        named.insert(0, ("planned", _scaled(planned, measured)))
+    num_stages = 1 + max(event.stage for event in measured)
+    plot_timelines(named, path.with_suffix(".png"), num_stages, f"step {iteration}")
+
+
+def write_timeline_files(path: Path, measured: Sequence[TimelineEvent], planned: Sequence[TimelineEvent]) -> None:
+    """Write the files of a timeline but for the picture; ``path`` is what their names begin with."""
+    write_timeline(path.with_name(f"{path.name}.json"), measured)
+    if planned:
+        write_timeline(path.with_name(f"{path.name}_planned.json"), planned)
+    num_stages = 1 + max(event.stage for event in measured)
+    # In one trace the planned stages come after the measured ones.
+    shifted = [replace(event, stage=event.stage + num_stages) for event in _scaled(planned, measured)]
+    write_chrome_trace(path.with_name(f"{path.name}_trace.json"), [*measured, *shifted])
+
+
+def _scaled(planned: Sequence[TimelineEvent], measured: Sequence[TimelineEvent]) -> list[TimelineEvent]:
+    """``planned`` with as much work as ``measured``: the cost model's unit need not be seconds of this machine."""
+    work, measured_work = (
+        sum(event.end - event.start for event in events if event.kind in WORK_KINDS) for events in (planned, measured)
+    )
+    factor = measured_work / work if work else 1.0
+    return [replace(event, start=event.start * factor, end=event.end * factor) for event in planned]

@@ -1,0 +1,1 @@
+"""Weights that leave or enter the trainer outside of checkpoints."""

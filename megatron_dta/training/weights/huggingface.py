@@ -1,0 +1,165 @@
+"""``--load-hf`` and ``--save-hf``: training starts from a Hugging Face checkpoint and leaves one, on any mesh.
+
+Each rank reads its own parts of the weights. For saving, one parameter after the other is gathered on the first rank,
+which writes under another name and renames the folder when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import TrainConfig
+from megatron_dta.conversion.hf.config import architecture, read_hf_config
+from megatron_dta.conversion.hf.config_output import config_from_settings, write_template
+from megatron_dta.conversion.job import check_target
+from megatron_dta.conversion.mappings import ModelShape
+from megatron_dta.conversion.model_weights import HfWeights
+from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOutput
+from megatron_dta.conversion.to_huggingface import lay_out_like, write_surroundings
+from megatron_dta.model import current_mesh
+from megatron_dta.training.checkpoint.finished import check_export, note_export
+from megatron_dta.training.checkpoint.writer import refuse_on_all
+
+_UNFINISHED = ".unfinished"
+
+
+def hf_weights(config: TrainConfig, model: torch.nn.Module) -> HfWeights:
+    """The weights of the run's model under Hugging Face's names."""
+    family = architecture(_hf_config(config))
+    chunks = list(getattr(model, "parts", [model]))
+    return HfWeights(chunks, family.architecture, ModelShape.of(config.model), current_mesh().host_group)
+
+
+def load_hf(config: TrainConfig, model: torch.nn.Module) -> None:
+    """Start from the weights of ``--load-hf``; what is wrong on one rank is raised on all."""
+    error = None
+    try:
+        hf_weights(config, model).load(config.checkpoint.load_hf)
+    except InputError as caught:
+        error = caught
+    refuse_on_all(error)
+
+
+def check_save_hf(config: TrainConfig) -> None:
+    """Refuse a ``--save-hf`` that cannot be written when the run is over, before it begins."""
+    if config.checkpoint.save_hf is not None:
+        check_export(config)
+        try:
+            _hf_config(config)
+        except InputError as error:
+            raise InputError(f"--save-hf: {error}") from error
+
+
+def save_hf(config: TrainConfig, model: torch.nn.Module, iteration: int) -> Path:
+    """Write the folder ``--save-hf``; every rank calls this."""
+    target = Path(config.checkpoint.save_hf)
+    write_hf(config, model, target, "--save-hf", lambda folder: note_export(config, iteration, folder))
+    return target
+
+
+def write_hf(
+    config: TrainConfig,
+    model: torch.nn.Module,
+    target: Path,
+    flag: str,
+    before_naming: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write the folder ``target``, all of it or nothing; every rank calls this. Errors name ``flag``.
+
+    ``before_naming`` gets the folder once it is whole, while it still has another name.
+    """
+    with _template(config) as template:
+        _write_like(template, hf_weights(config, model), target, flag, before_naming)
+
+
+def _write_like(
+    template: Path, weights: HfWeights, target: Path, flag: str, before_naming: Callable[[Path], None]
+) -> None:
+    layouts = lay_out_like(template, weights.shapes(), None)
+    writer = _FolderWriter(target, layouts, flag) if current_mesh().rank == 0 else None
+    error: InputError | None = None
+    with ExitStack() as files:
+        # After a failure the others still send, so that they come to the end too.
+        for name, values in weights.iterate(to_all=False):
+            error = error or writer.attempt(lambda name=name, values=values: writer.write(name, values, files))
+        if writer is not None:
+            error = error or writer.attempt(lambda: writer.finish(template, before_naming))
+    refuse_on_all(error)
+
+
+class _FolderWriter:
+    """The first rank's side: the files of one folder, all of them or none."""
+
+    def __init__(self, target: Path, layouts: list[FileLayout], flag: str) -> None:
+        self._target, self._layouts, self._flag = target, layouts, flag
+        self._folder = target.with_name(target.name + _UNFINISHED)
+        self._layout_of = {tensor: layout for layout in layouts for tensor in layout.shapes}
+        self._outputs: dict[str, SafetensorsOutput] = {}
+
+    def attempt(self, act: Callable[[], None]) -> InputError | None:
+        """Act; a failure deletes what was written."""
+        try:
+            act()
+        except (OSError, InputError) as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if isinstance(error, InputError):
+                return error
+            return InputError(f"{self._flag} {self._target}: cannot be written ({error.strerror or error})")
+        return None
+
+    def write(self, name: str, values: Tensor, files: ExitStack) -> None:
+        """Write one tensor; ``files`` closes what is opened."""
+        if not self._outputs:
+            check_target(self._target)
+            # What a killed run has left.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+        layout = self._layout_of[name]
+        if layout.name not in self._outputs:
+            self._outputs[layout.name] = files.enter_context(SafetensorsOutput(self._folder, layout))
+        self._outputs[layout.name].write(name, 0, values.cpu())
+
+    def finish(self, template: Path, before_naming: Callable[[Path], None]) -> None:
+        """Add what lies beside the weights and let the folder have its name."""
+        for output in self._outputs.values():
+            output.finish()
+        write_surroundings(template, self._folder, self._layouts)
+        before_naming(self._folder)
+        os.replace(self._folder, self._target)
+
+
+def _given(config: TrainConfig) -> str | None:
+    return config.checkpoint.load_hf or config.checkpoint.hf_checkpoint
+
+
+def _hf_config(config: TrainConfig) -> dict[str, Any]:
+    """The config.json of the run's model: the one that was given, or by its settings."""
+    folder = _given(config)
+    if folder is not None:
+        return read_hf_config(folder)
+    # Before the tokenizer is read its size may be unknown, and any is possible.
+    size = config.model.vocab_size or 1
+    return config_from_settings(replace(config.model, vocab_size=size))
+
+
+@contextmanager
+def _template(config: TrainConfig) -> Iterator[Path]:
+    """A folder with what lies beside the weights."""
+    folder = _given(config)
+    if folder is not None:
+        yield Path(folder)
+        return
+    with TemporaryDirectory() as made:
+        write_template(Path(made) / "template", _hf_config(config), config.sampling.tokenizer_model)
+        yield Path(made) / "template"

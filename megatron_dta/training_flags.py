@@ -1,0 +1,85 @@
+"""Flags of training on the command line of a tool: each tool declares the settings that it reads, others are refused.
+
+An argument file (``@FILE``) describes a whole run, so what a tool does not read of it is passed over, and named. A flag
+that is given to the tool itself and that it does not read is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+from megatron_dta.arguments import build_parser, settings_from
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import TrainConfig
+from megatron_dta.config.options import flag_of
+
+# What decides the model and the processes that hold it.
+MESH = (
+    "tensor_model_parallel_size pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank "
+    "pipeline_model_parallel_layout expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
+    "distributed_timeout_minutes"
+)
+# Weights to sample from, and what encodes prompts and judges responses.
+TASK = (
+    "load load_hf hf_checkpoint skip_checkpoint_checks prompt_data task arithmetic_max_operand arithmetic_operators "
+    "reward_function "
+    "tokenizer_type tokenizer_model apply_chat_template apply_chat_template_kwargs eos_id input_key label_key "
+    "filter_overlong_prompts"
+)
+# How the engine in this process samples.
+ENGINE = (
+    "rollout_top_p rollout_max_response_len temperature inference_max_requests inference_dynamic_batching_block_size "
+    "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_tokens rollout_cuda_graphs "
+    "tree_attention_impl seed"
+)
+
+
+@dataclass(frozen=True)
+class ToolFlags:
+    """The settings that a tool reads: all of some topics of ``TrainConfig``, and others by their fields' names."""
+
+    tool: str
+    topics: tuple[str, ...]
+    names: str
+
+    @property
+    def settings(self) -> set[str]:
+        """The names of all of them."""
+        return set(self.names.split()) | {name for topic in self.topics for name in _settings()[topic]}
+
+    def parse(self, argv: Sequence[str], **fixed: Any) -> tuple[TrainConfig, list[str]]:
+        """The settings of ``argv`` (not checked), and the flags of its argument files that the tool does not read.
+
+        Args:
+            fixed: settings that the tool decides itself, by field.
+
+        Raises:
+            InputError: a flag is given that the tool does not read.
+        """
+        given = vars(build_parser().parse_args(argv))
+        typed = vars(build_parser().parse_args([word for word in argv if not word.startswith("@")]))
+        flags = {
+            setting.name: flag_of(setting)
+            for topic in get_type_hints(TrainConfig).values()
+            for setting in fields(topic)
+        }
+        known = self.settings
+        for name in typed:
+            if name not in known:
+                raise InputError(f"{flags[name]} has no effect on {self.tool}, which does not read it; leave it out")
+        read = {name: value for name, value in given.items() if name in known}
+        if "load" in read and "load_hf" in read:
+            # The run began with these weights; its checkpoint has those to take now, and the same shape.
+            read.setdefault("hf_checkpoint", read.pop("load_hf"))
+        return settings_from({**read, **fixed}), sorted(flags[name] for name in given if name not in known)
+
+
+def passed_over(flags: Sequence[str]) -> str:
+    """The line that names what was not read of an argument file."""
+    return f"not read here, of the argument file: {', '.join(flags)}"
+
+
+def _settings() -> dict[str, list[str]]:
+    return {name: [setting.name for setting in fields(topic)] for name, topic in get_type_hints(TrainConfig).items()}

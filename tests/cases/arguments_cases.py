@@ -1,0 +1,18 @@
+"""Cases and helpers that tests of arguments share."""
+
+from __future__ import annotations
+
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.config import TrainConfig
+
+MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
+
+
+STORED = f"{MODEL} --vocab-size 100 --rollouts a.jsonl --global-batch-size 8"
+
+
+SAMPLED = f"{MODEL} --task arithmetic"
+
+
+def parse(line: str) -> TrainConfig:
+    return parse_arguments(line.split())

@@ -1,0 +1,21 @@
+"""Cases and helpers that tests of in process engine share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dta.config import TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.planning.step.sample import TrainingSample
+from rollout_forest import PARAMS
+
+
+def trainers_logprobs(model, found: dict, tree: TreeConfig) -> list[np.ndarray]:
+    """What training computes for the tokens that each request has sampled."""
+    samples = []
+    for request, result in found.values():
+        token_ids = np.concatenate([request.token_ids, result.token_ids])
+        samples.append(TrainingSample(token_ids, np.arange(len(token_ids)) >= len(request.token_ids)))
+    engine = TreeEngine(model, temperature=PARAMS.temperature, logprob_chunk_tokens=50)
+    logprobs = engine.compute_logprobs(prepare_batch(samples, tree))
+    return [row[sample.loss_mask] for sample, row in zip(samples, logprobs, strict=True)]

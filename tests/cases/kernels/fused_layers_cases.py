@@ -1,0 +1,43 @@
+"""Cases and helpers that tests of fused layers share."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel
+from megatron_dta.planning.costs.segment_bytes import SegmentBytes
+
+
+def segment_context(model: TreeGPTModel, tokens: int, device: torch.device) -> SegmentContext:
+    """The context of a lone segment of one sequence, on the plain attention."""
+    config, positions = model.config, torch.arange(tokens, device=device)
+    pool = KVPool(
+        config.num_layers, tokens, config.num_query_groups, config.kv_channels, config.params_dtype, device, True
+    )
+    pool.open(slice(0, tokens))
+    return SegmentContext(
+        position_ids=positions,
+        pool=pool,
+        slots=slice(0, tokens),
+        ancestor_slots=positions[:0],
+        query_index=positions,
+        key_index=positions,
+        key_end=torch.full((tokens,), tokens, device=device),
+    )
+
+
+def layer_bytes(config: ModelConfig, parallel: ParallelConfig | None = None) -> float:
+    """Bytes of a token that a fused layer keeps by the formula that plans use."""
+    parallel = parallel or ParallelConfig()
+    return SegmentBytes.of_shape(
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        vocab_size=config.vocab_size,
+        element_bytes=config.params_dtype.itemsize,
+        tensor_size=parallel.tensor_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+    ).kept_per_token_and_layer

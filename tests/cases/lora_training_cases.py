@@ -1,0 +1,20 @@
+"""Cases and helpers that tests of lora training share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from conftest import seed_all
+from megatron_dta.rollouts import Rollout, write_rollouts
+
+
+def hf_rollouts(path: Path, seed: int) -> None:
+    rng, found = seed_all(seed), []
+    for group in range(4):
+        prompt = rng.integers(0, 37, 4)
+        for _ in range(3):
+            tokens = np.concatenate([prompt, rng.integers(0, 37, rng.integers(2, 9))]).astype(np.int32)
+            found.append(Rollout(tokens, np.arange(len(tokens)) >= 4, reward=float(rng.normal()), group_id=str(group)))
+    write_rollouts(path, found)

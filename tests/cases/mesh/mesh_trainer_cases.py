@@ -1,0 +1,128 @@
+"""Cases and helpers that tests of mesh trainer share."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.rollouts import write_rollouts
+from megatron_dta.training.monitor.metrics import TIMING, read_metrics
+from mesh_worker import run_on_ranks
+from trainer_cases import MODEL, make_rollouts
+
+# Heads that two ranks can share.
+SHAPE = MODEL.replace("--num-attention-heads 3", "--num-attention-heads 4 --group-query-attention --num-query-groups 2")
+
+
+STORED = f"{SHAPE} --global-batch-size 8 --train-iters 4 --tree-segment-tokens 7 --untie-embeddings-and-output-weights"
+
+
+GRPO = "--kl-loss-coef 0.05 --old-logprobs recompute --entropy-coef 0.01 --eval-interval 2"
+
+
+SAMPLED = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
+    "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 5 --rollout-max-response-len 6 "
+    "--train-iters 4 --num-steps-per-rollout 3 --old-logprobs recompute --eval-interval 4 --eval-iters 5 --lr 1e-3"
+)
+
+
+TP = "--tensor-model-parallel-size 2"
+
+
+SP = f"{TP} --sequence-parallel"
+
+
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 900"
+
+
+def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[str, Any]]:
+    """Run commands one after another; a job's second part names a rank that gets a SIGTERM after its second step."""
+    from rich.console import Console
+
+    from megatron_dta.arguments import parse_arguments
+    from megatron_dta.model import destroy_parallel
+    from megatron_dta.training.loop import Trainer
+    from megatron_dta.training.setup import build_trainer
+
+    os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
+    found = []
+    for arguments, terminated in jobs:
+        destroy_parallel()
+        output = io.StringIO()
+        trainer: Trainer = build_trainer(parse_arguments(arguments.split()), Console(file=output, width=300))
+        if terminated == str(rank):
+            report = trainer._report
+
+            def report_and_stop(record: dict, report: Any = report) -> None:
+                report(record)
+                if record["iteration"] == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            trainer._report = report_and_stop
+        trainer.run()
+        trainer.metrics.close()
+        found.append({"iteration": trainer.progress.iteration, "output": output.getvalue()})
+    return found
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in record.items() if name != TIMING}
+        for record in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Holds what runs on one, two and four processes have left behind."""
+    path = tmp_path_factory.mktemp("runs")
+    rollouts = make_rollouts(seed_all(3), 12, 4)
+    write_rollouts(path / "train.jsonl", rollouts)
+    write_rollouts(path / "held_out.jsonl", rollouts[:10])
+    stored = f"{STORED} {GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl"
+
+    def job(name: str, base: str, flags: str = "", terminated: str | None = None) -> tuple[str, str | None]:
+        return f"{base} {flags} --save {path}/{name}", terminated
+
+    # Two ranks pad the vocabulary to an even size. One rank draws the same random weights if it does, too.
+    even = f"{stored} --make-vocab-size-divisible-by 2"
+    half = stored.replace("--train-iters 4", "--train-iters 2")
+    ones = [job("stored-1", even), job("sampled-1", SAMPLED)]
+    twos = [
+        job("stored-tp2", stored, TP),
+        job("stored-sp2", stored, SP),
+        job("stored-dp2", even),
+        job("sampled-tp2", SAMPLED, SP),
+        job("sampled-dp2", SAMPLED),
+        job("sampled-dp2-cut", SAMPLED, "--save-interval 1", "1"),
+        job("sampled-dp2-cut", SAMPLED, "--save-interval 1"),
+        job("sharded-dp2", SAMPLED, SHARDED),
+        job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1", "0"),
+        job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1"),
+        job("moved", half, SP),
+        job("moved", stored),
+    ]
+    fours = [job("stored-tp2-dp2", stored, SP), job("sampled-tp2-dp2", SAMPLED, TP)]
+    for jobs, world_size in ((ones, 1), (twos, 2), (fours, 4)):
+        for rank in run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}"):
+            expected = [2 if cut or (name.endswith("moved") and SP in name) else 4 for name, cut in jobs]
+            assert [run["iteration"] for run in rank] == expected
+    return path
+
+
+def _compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(rows) == len(expected) == 5
+    # Replicas compute what they share twice, and their segments are cut differently.
+    counts = {"unique_tokens", "token_reuse", "segments", "peak_in_flight_tokens", "recomputed_tokens"}
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row.keys() == wanted.keys()
+        for name in row.keys() - counts:
+            assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=2e-5), (row["iteration"], name)

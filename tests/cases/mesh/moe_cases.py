@@ -1,0 +1,78 @@
+"""Cases and helpers that tests of moe share."""
+
+from __future__ import annotations
+
+import torch
+
+from conftest import seed_all
+from megatron_dta.config import ModelConfig
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.parity import random_training_samples, run_stock
+from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config
+
+QWEN3_MOE = QWEN3 | {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_router_pre_softmax": False}
+
+
+MIXTRAL = {"num_experts": 4, "moe_router_topk": 2, "untie_embeddings_and_output_weights": True}
+
+
+DEEPSEEK = {
+    "num_layers": 3,
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_layer_freq": "[0]*1+[1]*2",
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_enable_expert_bias": True,
+}
+
+
+QWEN2_MOE = {
+    "add_qkv_bias": True,
+    "num_experts": 3,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_layer_freq": "2",
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+}
+
+
+GPT_MOE = {"normalization": "LayerNorm", "swiglu": False, "num_experts": 3, "moe_router_topk": 3}
+
+
+BALANCE = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.02}
+
+
+QWEN3_BALANCED = QWEN3_MOE | BALANCE
+
+
+DEEPSEEK_BALANCED = DEEPSEEK | BALANCE
+
+
+MODELS = {"qwen3": QWEN3_MOE, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen2": QWEN2_MOE, "gpt": GPT_MOE}
+
+
+CUTS = [("dense", 9, None), ("dense", 64, 0), ("packed", 45, None), ("packed", 45, 0), ("dta", 6, 12), ("dta", 9, 0)]
+
+
+def moe_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Parameters, and biases of experts that differ."""
+    built = build_model(model, initialize_parallel(seed))
+    found = {name: p.detach() for name, p in built.named_parameters()}
+    for name, bias in built.named_buffers():
+        if name.endswith("expert_bias"):
+            found[name] = torch.randn_like(bias, dtype=torch.float32) / 8
+    return found
+
+
+def make_reference(name: str) -> tuple:
+    """Model, weights, samples and the outcome of training each of them alone."""
+    samples = random_training_samples(branching_sequences(seed_all(11)), seed=11)
+    model = model_config(**MODELS[name])
+    weights = moe_weights(model, seed=5)
+    return model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)

@@ -1,0 +1,87 @@
+"""Cases and helpers that tests of pipeline share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from conftest import seed_all
+from megatron_dta.config import ParallelConfig
+from megatron_dta.parity import random_training_samples
+from moe_cases import QWEN3_MOE
+from tree_engine_cases import (
+    QWEN2,
+    QWEN3,
+    VOCABULARY,
+    branching_sequences,
+)
+
+GRPO = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
+
+
+UNTIED = QWEN3 | {"untie_embeddings_and_output_weights": True}
+
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+ARCHITECTURES = {
+    "tied": QWEN2 | {"num_layers": 4},
+    "untied": UNTIED | {"num_layers": 4},
+    "recompute": QWEN3 | FULL_RECOMPUTE | {"num_layers": 4},
+    "experts": QWEN3_MOE | {"num_layers": 4, "moe_layer_freq": "[0]*1+[1]*3", "moe_aux_loss_coeff": 0.3},
+}
+
+
+MESHES = {
+    "pp2": ParallelConfig(pipeline_model_parallel_size=2),
+    "pp2-vpp2": ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+    "pp2-uneven": ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettt|tL"),
+    "pp2-embedding-alone": ParallelConfig(
+        pipeline_model_parallel_size=2,
+        num_virtual_stages_per_pipeline_rank=2,
+        pipeline_model_parallel_layout="E|tt|tt|L",
+    ),
+    "pp4": ParallelConfig(pipeline_model_parallel_size=4),
+    "pp2-tp2": ParallelConfig(pipeline_model_parallel_size=2, tensor_model_parallel_size=2),
+    "pp2-tp2-sp-vpp2": ParallelConfig(
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        num_virtual_stages_per_pipeline_rank=2,
+    ),
+    "pp2-dp2": ParallelConfig(pipeline_model_parallel_size=2),
+    "pp2-ep2": ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+    "pp2-vpp2-ep2-idle": ParallelConfig(
+        pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2, expert_model_parallel_size=2
+    ),
+    "pp2-dp2-idle-overlap": ParallelConfig(
+        pipeline_model_parallel_size=2, overlap_grad_reduce=True, ddp_bucket_size=900
+    ),
+}
+
+
+# (mode, tokens of a segment, in-flight tokens kept); "one" is fewer segments than stages.
+CUTS = {
+    "dense": ("dense", 9, None),
+    "packed": ("packed", 45, 0),
+    "dta": ("dta", 6, None),
+    "dta-mixed": ("dta", 7, 12),
+    "dta-recomputed": ("dta", 9, 0),
+    "one": ("dta", 1000, None),
+}
+
+
+SEED = 23
+
+
+def _samples(forest: str) -> list:
+    generator = seed_all(SEED)
+    if forest == "bushy":
+        sequences = branching_sequences(generator, count=12, longest=30)
+    elif forest == "deep":
+        trunk = generator.integers(0, VOCABULARY, size=63)
+        sequences = [np.append(trunk[:n], generator.integers(0, VOCABULARY, size=3)) for n in (60, 41, 22, 3)]
+    else:
+        trunk = generator.integers(0, VOCABULARY, size=5)
+        sequences = [np.append(trunk, generator.integers(0, VOCABULARY, size=n)) for n in range(2, 14)]
+    return random_training_samples([sequence.astype(np.int32) for sequence in sequences], seed=SEED)

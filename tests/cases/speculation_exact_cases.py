@@ -1,0 +1,62 @@
+"""Cases and helpers that tests of speculation exact share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dta.sampling.engines.in_process.drafting import Drafting, SuffixDrafting
+from megatron_dta.speculation.budgets import BudgetParams
+from megatron_dta.speculation.drafter import DrafterParams
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.speculator import Speculator
+from megatron_dta.speculation.suffix_forest import DraftParams
+from sampling_cases import VOCAB
+
+
+class Adversary(Drafting):
+    """Drafts that are right, wrong or random: what a request will sample is known by (its context, its key)."""
+
+    def __init__(self, kind: str, answers: dict, seed: int = 0) -> None:
+        self.kind, self.answers, self.rng = kind, answers, np.random.default_rng(seed)
+        self.drafted = self.accepted = 0
+
+    def submitted(self, sequence) -> None: ...
+
+    def propose(self, rows, most) -> list[np.ndarray]:
+        return [self._draft(row, limit) for row, limit in zip(rows, most.tolist(), strict=True)]
+
+    def _draft(self, row, most: int) -> np.ndarray:
+        answer = self.answers[(row.request.token_ids.tobytes(), row.request.key)]
+        done = row.known - row.context_length
+        # Beyond the end too, where an engine must not look: whatever stands there is noise.
+        rest = np.concatenate([answer[done:], self.rng.integers(0, VOCAB, 5)])[: max(most, 0)]
+        kind = self.rng.choice(["right", "wrong", "random"]) if self.kind == "mixed" else self.kind
+        if kind == "wrong":
+            rest = (rest + 1) % VOCAB
+        elif kind == "random":
+            rest = rest[: self.rng.integers(0, len(rest) + 1)].copy()
+            if len(rest):
+                rest[self.rng.integers(0, len(rest)) :] = self.rng.integers(0, VOCAB)
+        return rest.astype(np.int32)
+
+    def verified(self, drafted, appended, seconds, tokens) -> None:
+        self.drafted += int(drafted.sum())
+        self.accepted += sum(len(tokens) - 1 for tokens in appended)
+
+    def finished(self, sequence) -> None: ...
+
+    def released(self, sequence) -> None: ...
+
+    def abandoned(self) -> None: ...
+
+    def weights_changed(self, policy_version) -> None: ...
+
+
+def answers_of(found: dict) -> dict:
+    return {(request.token_ids.tobytes(), request.key): result.token_ids for request, result in found.values()}
+
+
+def suffix_drafting(**changes) -> SuffixDrafting:
+    """Cheap tokens, so that much is drafted."""
+    drafter = DrafterParams(depth=8, early_depth=2, draft=DraftParams(min_probability=0.05, width=6))
+    return SuffixDrafting(Speculator(drafter, BudgetParams(**changes), ForwardCost(1.0, 1e-3, 0.0, 0.0)))

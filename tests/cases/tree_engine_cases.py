@@ -1,0 +1,72 @@
+"""Cases and helpers that tests of tree engine share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.objectives import make_objective
+
+VOCABULARY = 7
+
+
+TEMPERATURE = 0.7
+
+
+GRPO = make_objective(ObjectiveConfig(objective="grpo", kl_loss_coef=0.05, entropy_coef=0.02, dual_clip=3.0))
+
+
+QWEN3 = {"qk_layernorm": True}
+
+
+QWEN2 = {"add_qkv_bias": True, "untie_embeddings_and_output_weights": True}
+
+
+LLAMA = {"make_vocab_size_divisible_by": 1, "norm_epsilon": 1e-6}
+
+
+def model_config(dtype: torch.dtype = torch.float64, **settings: object) -> ModelConfig:
+    shape = dict(
+        num_layers=2,
+        hidden_size=24,
+        ffn_hidden_size=40,
+        num_attention_heads=4,
+        group_query_attention=True,
+        num_query_groups=2,
+        kv_channels=8,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=160,
+        swiglu=True,
+        disable_bias_linear=True,
+        init_method_std=0.15,
+        params_dtype=dtype,
+    )
+    return ModelConfig(**{**shape, **settings})
+
+
+def weights_of(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    device = initialize_parallel(seed)
+    return {name: p.detach() for name, p in build_model(model, device).named_parameters()}
+
+
+def branching_sequences(generator: np.random.Generator, count: int = 18, longest: int = 45) -> list[np.ndarray]:
+    """Sequences that share prefixes, with a duplicate, a prefix of another and one that is a lone token pair."""
+    sequences = [generator.integers(0, VOCABULARY, size=generator.integers(2, longest))]
+    while len(sequences) < count:
+        base = sequences[generator.integers(len(sequences))]
+        kept = base[: generator.integers(0 if generator.random() < 0.1 else 1, len(base) + 1)]
+        sequences.append(np.append(kept, generator.integers(0, VOCABULARY, size=generator.integers(1, 20)))[:longest])
+    sequences += [sequences[3].copy(), sequences[5][: max(2, len(sequences[5]) // 2)], sequences[0][:2]]
+    return [sequence.astype(np.int32) for sequence in sequences]
+
+
+def tree_config(mode: str, segment_tokens: int, activation_tokens: int | None = None, **settings: object) -> TreeConfig:
+    return TreeConfig(
+        tree_mode=mode,
+        tree_segment_tokens=segment_tokens,
+        tree_activation_tokens=activation_tokens,
+        logprob_chunk_tokens=5,
+        **settings,
+    )

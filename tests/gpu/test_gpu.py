@@ -1,0 +1,92 @@
+"""What only a GPU can show: the same gradients there, in bfloat16 too, run to run, without waiting inside a step.
+
+python -m pytest -m gpu tests/gpu/test_gpu.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from precision import tree_over_dense
+from tree_engine_cases import (
+    GRPO,
+    QWEN2,
+    QWEN3,
+    TEMPERATURE,
+    VOCABULARY,
+    branching_sequences,
+    model_config,
+    tree_config,
+    weights_of,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
+]
+
+
+@pytest.mark.parametrize("settings", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize("activation_tokens", [None, 0], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(("mode", "segment_tokens"), [("dense", 16), ("packed", 50), ("dta", 7)])
+def test_equals_stock_megatron_in_float64(settings, mode, segment_tokens, activation_tokens):
+    samples = random_training_samples(branching_sequences(seed_all(61)), seed=61)
+    model = model_config(**settings)
+    weights = weights_of(model, seed=5)
+    expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
+    tree = tree_config(mode, segment_tokens, activation_tokens)
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 1e-12, errors
+
+
+def test_bfloat16_tree_is_as_near_to_float32_as_bfloat16_dense():
+    """The mean over batches is not above 1 but by chance (two standard errors)."""
+    ratios = tree_over_dense(range(70, 90))
+    error = np.std(ratios, ddof=1) / len(ratios) ** 0.5
+    print(f"distance of the tree over dense: mean {np.mean(ratios):.4f}, standard error {error:.4f}, {ratios}")
+    assert np.mean(ratios) <= 1 + 2 * error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_is_the_same_bit_for_bit_and_never_waits(dtype):
+    samples = random_training_samples(branching_sequences(seed_all(81), count=40, longest=90), seed=81)
+    model = build_model(model_config(dtype, **QWEN3), initialize_parallel(3))
+    engine = TreeEngine(model, TEMPERATURE)
+    batch = prepare_batch(samples, tree_config("dta", 16, 48))
+    gradients = []
+    for attempt in range(3):
+        model.zero_grad()
+        # The first run may load kernels, which waits; from then on any wait inside the ops is an error.
+        engine.forward_backward(batch, GRPO, forbid_synchronization=attempt > 0)
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for again in gradients[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(gradients[0], again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
+    generator = seed_all(91)
+    trunk = generator.integers(0, VOCABULARY, size=21)
+    tails = [generator.integers(0, VOCABULARY, size=length) for length in (12, 9, 30)]
+    for first, tail in enumerate(tails):
+        tail[0] = first
+    changed = [tails[0], tails[1].copy(), tails[2]]
+    changed[1][1:] = (changed[1][1:] + 1) % VOCABULARY
+    model = model_config(dtype, **QWEN3)
+    weights = weights_of(model, seed=8)
+    for segment_tokens in (4, 16, 200):
+        runs = []
+        for branches in (tails, changed):
+            sequences = [torch.cat([torch.from_numpy(trunk), torch.from_numpy(b)]).int().numpy() for b in branches]
+            samples = random_training_samples(sequences, seed=1)
+            runs.append(run_tree(model, weights, samples, GRPO, tree_config("dta", segment_tokens))[0].logprobs)
+        before, after = runs
+        assert (before[1] != after[1]).any()
+        assert all((before[i] == after[i]).all() for i in (0, 2))

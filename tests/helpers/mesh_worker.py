@@ -1,0 +1,244 @@
+"""Runs cases on several processes over gloo and returns what every rank has found; the tests compare it.
+
+Processes are forked off a server that has imported everything once and runs no other thread, which is safe and takes a
+second instead of the ten of a fresh import each.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
+from megatron_dta.planning.step.sample import TrainingSample
+
+TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class MeshCase:
+    """One step on a mesh.
+
+    Attributes:
+        partition: indices of the samples of each data-parallel rank.
+        weights: of the whole model.
+        sabotage: name of something to leave out, for tests that must fail.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    tree: TreeConfig
+    samples: Sequence[TrainingSample]
+    partition: Sequence[Sequence[int]]
+    weights: dict[str, torch.Tensor]
+    objective: dict[str, Any]
+    temperature: float = 1.0
+    aggregation: str = "token-mean"
+    sabotage: str = ""
+
+
+@dataclass
+class RankResult:
+    """What one rank found; tensors are the rank's parts."""
+
+    tensor_rank: int
+    data_rank: int
+    stage: int = 0
+    expert_tensor_rank: int = 0
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    logprobs: list[Any] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    expert_biases: dict[str, torch.Tensor] = field(default_factory=dict)
+    grad_norm: float = 0.0
+
+
+def run_on_ranks(function: Callable[[int, Any], Any], argument: Any, world_size: int, folder: Path) -> list[Any]:
+    """``function(rank, argument)`` in ``world_size`` processes of one gloo group; the results in order of rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mesh_worker", "megatron_dta.engine", "megatron_dta.training.setup"])
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(argument, folder / "argument.pt")
+    processes = [
+        context.Process(target=_process, args=(function, rank, world_size, str(folder))) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.join(2)
+                process.kill()
+            process.join()
+    failures = [path.read_text() for path in sorted(folder.glob("failed_*.txt"))]
+    missing = [rank for rank in range(world_size) if not (folder / f"result_{rank}.pt").exists()]
+    if failures or missing:
+        raise RuntimeError(f"ranks {missing} gave no result:\n" + "\n".join(failures))
+    return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _process(function: Callable[[int, Any], Any], rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    path = Path(folder)
+    try:
+        store = torch.distributed.FileStore(str(path / "store"), world_size)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        argument = torch.load(path / "argument.pt", weights_only=False)
+        torch.save(function(rank, argument), path / f"result_{rank}.tmp")
+        (path / f"result_{rank}.tmp").rename(path / f"result_{rank}.pt")
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        (path / f"failed_{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise SystemExit(1) from None
+
+
+def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
+    """Every case in turn; the mesh is made anew where its sizes change."""
+    from megatron_dta.model import destroy_parallel
+
+    results, sizes = {}, None
+    for name, case in cases.items():
+        parallel = case.parallel
+        wanted = (
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.num_virtual_stages_per_pipeline_rank,
+            parallel.expert_model_parallel_size,
+            parallel.expert_tensor_size,
+        )
+        if sizes not in (None, wanted):
+            destroy_parallel()
+        sizes = wanted
+        results[name] = _run_case(case)
+    return results
+
+
+def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The rank's parameters by their names in the whole model; a tied output weight is not there twice."""
+    from megatron.core import parallel_state
+
+    found, expert_rank = {}, parallel_state.get_expert_model_parallel_rank()
+    for part in model.parts:
+        for name, parameter in part.named_parameters():
+            if name.startswith("decoder.layers."):
+                head, layer, rest = name.removeprefix("decoder.").split(".", 2)
+                if ".local_experts." in rest:
+                    before, after = rest.split(".local_experts.")
+                    number, after = after.split(".", 1)
+                    own = part.config.num_moe_experts // part.config.expert_model_parallel_size
+                    rest = f"{before}.local_experts.{int(number) + expert_rank * own}.{after}"
+                name = f"decoder.{head}.{int(layer) + part.first_layer}.{rest}"
+            if name == "output_layer.weight" and part.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            found[name] = parameter
+    return found
+
+
+def _run_case(case: MeshCase) -> RankResult:
+    from megatron.core import parallel_state
+
+    from megatron_dta.config import ObjectiveConfig, OptimizationConfig
+    from megatron_dta.engine import TreeEngine, prepare_batch
+    from megatron_dta.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.objectives import make_objective
+    from megatron_dta.objectives.weights import count_trained
+    from megatron_dta.parity.shards import shard_weights
+    from megatron_dta.training.optimizer import TrainingOptimizer
+
+    device = initialize_parallel(5, case.parallel)
+    mesh = current_mesh()
+    expert_tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
+    result = RankResult(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, expert_tensor_rank)
+    model = build_model(case.model, device, case.parallel)
+    parameters = named_parameters(model)
+    result.initial = {name: p.detach().clone() for name, p in parameters.items()}
+    experts = {name: weight for name, weight in case.weights.items() if ".local_experts." in name}
+    shard = shard_weights(case.weights, case.model, mesh.tensor_rank, mesh.tensor_size)
+    shard |= shard_weights(experts, case.model, expert_tensor_rank, case.parallel.expert_tensor_size)
+    biases = {name: b for part in model.parts for name, b in part.named_buffers() if name.endswith("expert_bias")}
+    with torch.no_grad():
+        for name, parameter in (parameters | biases).items():
+            parameter.copy_(shard[name])
+    optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3), case.parallel)
+    engine = TreeEngine(optimizer.chunks, case.temperature, case.tree.logprob_chunk_tokens)
+    own = [case.samples[i] for i in case.partition[mesh.data_rank]]
+    counts = count_trained([sample.num_trained for sample in case.samples])
+    batch = prepare_batch(own, case.tree, case.aggregation, counts, engine.pipeline(case.tree.tree_segment_tokens))
+    result.logprobs = engine.compute_logprobs(batch)
+    if case.parallel.overlap_grad_reduce:
+        # In its first step Megatron only learns which gradients to expect; from the second on it overlaps.
+        optimizer.zero_grad()
+        engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
+        optimizer.reduce_gradients()
+    optimizer.zero_grad()
+    with _sabotaged(case.sabotage):
+        step = engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
+    result.loss = float(step.loss)
+    result.metrics = {name: float(value) for name, value in step.metrics.items()}
+    if case.sabotage != "reduction":
+        optimizer.reduce_gradients()
+    result.gradients = {name: p.main_grad.clone() for name, p in parameters.items() if p.requires_grad}
+    result.expert_biases = {name: bias.clone() for name, bias in biases.items()}
+    optimizer.optimizer.prepare_grads()
+    result.grad_norm = float(optimizer.optimizer.get_grad_norm())
+    return result
+
+
+def count_collectives(rank: int, case: MeshCase) -> tuple[int, int, dict[str, int]]:
+    """Segments of a training step, those of them with logprobs, and how often each collective ran in it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron_dta.config import ObjectiveConfig
+    from megatron_dta.engine import TreeEngine, prepare_batch
+    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.objectives import make_objective
+    from megatron_dta.training.optimizer import data_parallel_chunks
+
+    counts: dict[str, int] = {}
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            namespace, _, name = str(function).partition(".")
+            if namespace == "c10d":
+                counts[name] = counts.get(name, 0) + 1
+            return function(*args, **(kwargs or {}))
+
+    device = initialize_parallel(5, case.parallel)
+    chunks = data_parallel_chunks(build_model(case.model, device, case.parallel), case.parallel)
+    engine = TreeEngine(chunks, case.temperature, 5)
+    batch = prepare_batch(case.samples, case.tree)
+    with Counting():
+        engine.forward_backward(batch, make_objective(ObjectiveConfig(**case.objective)))
+    with_logprobs = int((batch.plan.segment_rows[1:] > batch.plan.segment_rows[:-1]).sum())
+    return batch.plan.segments.num_segments, with_logprobs, counts
+
+
+def _sabotaged(name: str) -> Any:
+    """Leave a part of the communication out, or of the gradients."""
+    from unittest import mock
+
+    from megatron.core import tensor_parallel
+
+    from megatron_dta.model import main_grad
+
+    if name == "weight gradients":
+        return mock.patch.object(main_grad, "add_weight_gradient")
+    function = {"hidden": "copy_to_tensor_model_parallel_region"}.get(name, "")
+    if not function:
+        return mock.patch.dict({}, {})
+    return mock.patch.object(tensor_parallel, function, lambda hidden: hidden)

@@ -1,0 +1,47 @@
+"""How far bfloat16 gradients are from float32 ones, trained as trees and dense, on whatever device there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from conftest import seed_all
+from megatron_dta.config import ModelConfig, OptimizationConfig, TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.parity import random_training_samples
+from megatron_dta.training.optimizer import TrainingOptimizer
+from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
+
+
+def gradients_in_buffers(model: ModelConfig, weights: dict[str, torch.Tensor], samples: list, tree: TreeConfig) -> dict:
+    """Gradients as training has them: accumulated over segments in Megatron's float32 buffers."""
+    tree_model = build_model(model, initialize_parallel(0))
+    tree_model.load_state_dict(weights)
+    optimizer = TrainingOptimizer(tree_model, OptimizationConfig(train_iters=1, lr=1e-3))
+    optimizer.zero_grad()
+    TreeEngine(optimizer.chunks, TEMPERATURE).forward_backward(prepare_batch(samples, tree), GRPO)
+    return {name: p.main_grad.clone() for name, p in tree_model.named_parameters()}
+
+
+def tree_over_dense(seeds: Iterable[int]) -> np.ndarray:
+    """Distance of the whole bfloat16 gradient from the float32 one, as a tree over dense, one ratio a batch."""
+    ratios = []
+    for seed in seeds:
+        samples = random_training_samples(branching_sequences(seed_all(seed), count=60, longest=120), seed=seed)
+        single = model_config(torch.float32, hidden_size=128, ffn_hidden_size=256, kv_channels=32, **QWEN3)
+        half = replace(single, params_dtype=torch.bfloat16)
+        rounded = {name: weight.bfloat16() for name, weight in weights_of(single, seed).items()}
+        exact = gradients_in_buffers(
+            single, {name: weight.float() for name, weight in rounded.items()}, samples, tree_config("dense", 128)
+        )
+        distance = {}
+        for mode in ("dense", "dta"):
+            found = gradients_in_buffers(half, rounded, samples, tree_config(mode, 128))
+            squares = [(found[name] - gradient).square().sum() for name, gradient in exact.items()]
+            distance[mode] = float(torch.stack(squares).sum().sqrt())
+        ratios.append(distance["dta"] / distance["dense"])
+    return np.asarray(ratios)

@@ -1,0 +1,155 @@
+"""Random forests of requests for rollout engines: forks, continuations, cuts, in any order of calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.model.attention.paged_cache import PagedCache
+from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
+from megatron_dta.sampling.params import SamplingParams
+from sampling_cases import EOS, random_prompts
+
+PARAMS = SamplingParams(max_response_tokens=1, eos_id=EOS, temperature=0.9, top_p=0.95, seed=31, other_eos_ids=(3,))
+NEVER = SamplingParams(max_response_tokens=1, eos_id=10**6, seed=8)
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A random forest of requests: what is asked, and in which order calls are made.
+
+    The forest follows from ``seed`` and the results alone, so two engines that sample alike get the same requests,
+    whatever ``order`` is.
+    """
+
+    seed: int
+    order: int = 0
+    prompts: int = 6
+    hints: bool = True
+    depth: int = 3
+
+
+def run_forest(engine: Any, drive: Drive) -> dict[int, tuple[GenerationRequest, GenerationResult]]:
+    """All requests and results by id; children are submitted now or later, held ones released now or at the end."""
+    order = np.random.default_rng((drive.order, 77))
+    done: dict[int, tuple[GenerationRequest, GenerationResult]] = {}
+    asked, depth_of = {}, {}
+    ready = roots_of(drive)
+    depth_of.update((request.request_id, 0) for request in ready)
+    finished = running = 0
+    held: list[int] = []
+    while ready or running:
+        ready = [ready[i] for i in order.permutation(len(ready))]
+        if ready and (not running or order.random() < 0.6):
+            count = int(order.integers(1, len(ready) + 1))
+            engine.submit(ready[:count])
+            asked.update((request.request_id, request) for request in ready[:count])
+            ready, running = ready[count:], running + count
+            continue
+        results = engine.poll()
+        assert results
+        for result in results:
+            request = asked[result.request_id]
+            done[request.request_id] = (request, result)
+            running, finished = running - 1, finished + 1
+            if request.hold:
+                held.append(request.request_id)
+            if depth_of[request.request_id] < drive.depth:
+                children = children_of(drive, request, result)
+                depth_of.update((child.request_id, depth_of[request.request_id] + 1) for child in children)
+                ready += children
+        waiting_for = {request.parent for request in ready}
+        free = [request_id for request_id in held if request_id not in waiting_for]
+        if free and order.random() < 0.5:
+            engine.release(free[:1])
+            held.remove(free[0])
+    assert engine.poll() == []
+    engine.release(held)
+    return done
+
+
+def roots_of(drive: Drive) -> list[GenerationRequest]:
+    rng = np.random.default_rng((drive.seed, 1))
+    prompts = random_prompts(rng, rng.integers(1, 16, drive.prompts))
+    prompts[-1] = np.concatenate([prompts[0], prompts[-1]])
+    return [
+        GenerationRequest(1000 * (3 * i + j), prompt, int(rng.integers(1, 30)), int(rng.integers(0, 2**63)), hold=True)
+        for i, prompt in enumerate(prompts)
+        for j in range(3)
+    ]
+
+
+def children_of(drive: Drive, request: GenerationRequest, result: GenerationResult) -> list[GenerationRequest]:
+    """Continuations of all, of a part, or of all with an answer of the environment behind it."""
+    rng = np.random.default_rng((drive.seed, 2, request.request_id))
+    whole = np.concatenate([request.token_ids, result.token_ids]).astype(np.int32)
+    children = []
+    for i in range(int(rng.choice([0, 1, 1, 2, 3]))):
+        kind = rng.random()
+        context = whole
+        if kind < 0.2:
+            context = whole[: int(rng.integers(1, len(whole) + 1))]
+        elif kind < 0.4:
+            context = np.concatenate([whole, random_prompts(rng, [4])[0]])
+        is_named = rng.random() < 0.8
+        parent = request.request_id if drive.hints and is_named else None
+        key = request.key if rng.random() < 0.3 else int(rng.integers(0, 2**63))
+        child_id = request.request_id * 5 + i + 1
+        children.append(
+            GenerationRequest(child_id, context, int(rng.integers(1, 8)), key, parent, bool(rng.random() < 0.9))
+        )
+    # Only a held parent may be named.
+    return children if request.hold else [replace(child, parent=None) for child in children]
+
+
+def pool_gb(model: Any, block_size: int, pages: int) -> float:
+    """A budget of so many pages and a half."""
+    parameter, config = next(model.parameters()), model.config
+    heads = config.num_query_groups // config.tensor_model_parallel_size
+    size = PagedCache.page_bytes(len(model.layer_numbers), block_size, heads, config.kv_channels, parameter.dtype)
+    return (pages + 0.5) * size / 2**30
+
+
+def started(model: Any, params: SamplingParams = PARAMS, iteration: int = 4, **settings: Any) -> InProcessEngine:
+    pages = settings.pop("pages", None)
+    if pages is not None:
+        settings["buffer_size_gb"] = pool_gb(model, settings["block_size"], pages)
+    engine = InProcessEngine(model, **settings)
+    engine.start(params, iteration)
+    return engine
+
+
+def assert_same(found: dict, expected: dict, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for request_id, (request, result) in expected.items():
+        other_request, other = found[request_id]
+        assert np.array_equal(other_request.token_ids, request.token_ids)
+        assert other.token_ids.tolist() == result.token_ids.tolist()
+        assert other.finish_reason is result.finish_reason
+        assert np.abs(other.logprobs - result.logprobs).max() <= tolerance
+
+
+# (page size, pages or no bound, rows, tokens of a pass). A sequence here has at most 92 positions.
+SETTINGS = {
+    "default": dict(),
+    "small pages": dict(block_size=3, max_requests=7, max_tokens=11),
+    "small pool": dict(block_size=1, pages=93, max_requests=9, max_tokens=16),
+    "pool of one sequence": dict(block_size=2, pages=46, max_requests=20, max_tokens=50),
+    "one row": dict(block_size=4, pages=23, max_requests=1, max_tokens=3),
+}
+
+
+def long_requests() -> list[GenerationRequest]:
+    """Responses that are much longer than their prompts: they run out of pages after they have started."""
+    prompts = random_prompts(np.random.default_rng(15), [3, 5, 9])
+    return [GenerationRequest(i, prompts[i % 3], 20 + 3 * i, 7 * i, hold=i % 2 == 0) for i in range(12)]
+
+
+def run_long(engine: Any) -> dict[int, tuple[GenerationRequest, GenerationResult]]:
+    requests = long_requests()
+    results = generate(engine, requests)
+    engine.release([request.request_id for request in requests if request.hold])
+    return {request.request_id: (request, result) for request, result in zip(requests, results, strict=True)}

@@ -1,0 +1,155 @@
+"""Checkpoints of several ranks: loaded on any mesh, all or nothing when one fails, written while training goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_mesh_cases import ONE, TP2, assert_same_tensors, tensors_of
+from checkpoint_worker import (
+    MODEL,
+    Stretch,
+    fail_on_a_rank,
+    poison_one_rank,
+    run_stretches,
+    save_in_background,
+    step_while_writing,
+)
+from megatron_dta.config import ParallelConfig
+from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkpoints
+from mesh_worker import run_on_ranks
+
+BF16 = replace(MODEL, bf16=True, params_dtype=torch.bfloat16)
+
+
+CASES = {"fp32": (MODEL, False), "bf16": (BF16, False), "fp32 sharded": (MODEL, True), "bf16 sharded": (BF16, True)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """For every case: two steps in one process, then four more in pairs, on this mesh or on another one each time."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def stretches(*legs: tuple[ParallelConfig, str, str | None]) -> list[Stretch]:
+        return [
+            Stretch(
+                replace(parallel, use_distributed_optimizer=sharded),
+                2,
+                folder / case / save,
+                folder / case / load if load is not None else None,
+                seed=17 if load is None else 18,
+                model=model,
+            )
+            for case, (model, sharded) in CASES.items()
+            for parallel, save, load in legs
+        ]
+
+    # One process first: the other meshes start from its weights, as their vocabularies are padded differently.
+    run_on_ranks(run_stretches, stretches((ONE, "one", None)), 1, folder / "a")
+    pairs = stretches(
+        (TP2, "tp2-4", "one"),
+        (ONE, "dp2-4", "one"),
+        (TP2, "tp2-6", "tp2-4"),
+        (ONE, "dp2-6", "dp2-4"),
+        (ONE, "tp2-dp2", "tp2-4"),
+        (TP2, "dp2-tp2", "dp2-4"),
+    )
+    alone = stretches(
+        (ONE, "one-4", "one"), (ONE, "one-6", "one-4"), (ONE, "tp2-one", "tp2-4"), (ONE, "dp2-one", "dp2-4")
+    )
+    found = {"two": run_on_ranks(run_stretches, pairs, 2, folder / "b")}
+    found["one"] = run_on_ranks(run_stretches, alone, 1, folder / "c")
+    return folder, found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["tp2-4", "dp2-4"])
+def test_one_process_continues_on_two(runs: tuple[Path, dict], case: str, name: str) -> None:
+    assert_same_tensors(runs[0] / case / name, runs[0] / case / "one-4")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["tp2-6", "dp2-6", "tp2-dp2", "dp2-tp2", "tp2-one", "dp2-one"])
+def test_every_mesh_continues_every_other(runs: tuple[Path, dict], case: str, name: str) -> None:
+    assert_same_tensors(runs[0] / case / name, runs[0] / case / "one-6")
+
+
+def test_another_mesh_is_told(runs: tuple[Path, dict]) -> None:
+    for results in runs[1]["two"]:
+        notes = [[line for line in result["changed"] if line.startswith("mesh: ")] for result in results]
+        assert [len(lines) for lines in notes] == [1, 1, 0, 0, 1, 1] * len(CASES)
+        one, tensor, data = "TP 1 PP 1 DP 1", "TP 2 PP 1 DP 1", "TP 1 PP 1 DP 2"
+        # The last one has as many processes as before.
+        for lines, before, now in ((notes[0], one, tensor), (notes[1], one, data), (notes[4], tensor, data)):
+            assert lines[0].startswith(f"mesh: saved with {before}, continued with {now}; random states start from")
+    assert [len(result["changed"]) for result in runs[1]["one"][0]] == [0, 0, 2, 1] * len(CASES)
+
+
+def test_random_states_of_ranks(tmp_path: Path) -> None:
+    """Each rank's own continue; the same seed alone does not give them."""
+    first = Stretch(ONE, 1, tmp_path / "first", seed=3)
+    again = Stretch(ONE, 1, tmp_path / "again", load=tmp_path / "first", seed=99)
+    results = run_on_ranks(run_stretches, [first, again], 2, tmp_path / "run")
+    for before, after in results:
+        assert before["drawn"] == after["drawn"]
+    assert results[0][0]["drawn"][1:] != results[1][0]["drawn"][1:]
+
+
+def test_a_failed_write_fails_on_all_ranks(tmp_path: Path) -> None:
+    results = run_on_ranks(fail_on_a_rank, Stretch(TP2, 1, tmp_path / "save"), 2, tmp_path / "run")
+    for messages in results:
+        assert len(messages) == 12
+        for message, tracker, exists in zip(*[iter(messages)] * 3, strict=True):
+            assert "iter_0000002: the checkpoint cannot be written" in message
+            assert "\n" not in message
+            assert (tracker, exists) == ("1", "False")
+    assert find_checkpoint(tmp_path / "save").name == "iter_0000003"
+
+
+def test_background_writing(tmp_path: Path) -> None:
+    stretch = Stretch(ONE, 1, tmp_path / "save")
+    (tmp_path / "save").mkdir()
+    results = run_on_ranks(save_in_background, stretch, 2, tmp_path / "run")
+    for rank, seen in enumerate(results):
+        first = f"saved {tmp_path}/save/iter_0000001"
+        assert seen["held"] == (False, ["iter_0000001.tmp"], []), rank
+        assert seen["one rank done"] == (False, []), rank
+        assert seen["finished"] == ("1", [first]), rank
+        assert seen["all"] == ("4", ["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"]), rank
+
+
+def test_background_writing_keeps_the_weights_of_its_step(tmp_path: Path) -> None:
+    run_on_ranks(step_while_writing, tmp_path, 1, tmp_path / "run")
+    assert_same_tensors(tmp_path / "background", tmp_path / "now")
+
+
+@pytest.mark.parametrize("parallel", [ONE, TP2], ids=["dp2", "tp2"])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
+    tmp_path: Path, parallel: ParallelConfig
+) -> None:
+    stretch = Stretch(parallel, 1, tmp_path / "save")
+    for applied in run_on_ranks(poison_one_rank, stretch, 2, tmp_path / "run"):
+        assert applied == [True, False, True, False, True]
+    assert all(values.isfinite().all() for values in tensors_of(tmp_path / "save").values())
+
+
+@pytest.mark.parametrize(
+    ("keep", "tracker", "left"),
+    [(1, 40, [40]), (2, 40, [30, 40]), (9, 40, [10, 20, 30, 40]), (1, 20, [20, 30, 40]), (2, 30, [20, 30, 40])],
+)
+def test_pruning(tmp_path: Path, keep: int, tracker: int, left: list[int]) -> None:
+    for number in (10, 20, 30, 40):
+        path = tmp_path / f"iter_{number:07d}"
+        path.mkdir()
+        (path / "metadata.json").write_text("{}")
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "iter_notes").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(tracker))
+    prune_checkpoints(tmp_path, keep)
+    assert sorted(path.name for path in tmp_path.glob("iter_0*")) == [f"iter_{number:07d}" for number in left]
+    assert (tmp_path / "reference").exists()
+    assert (tmp_path / "iter_notes").exists()
+    assert not list(tmp_path.glob("*.tmp"))

@@ -1,0 +1,145 @@
+"""Checkpoints that all data-parallel ranks write: the same tensors as from the first alone, in about equal shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from checkpoint_worker import MODEL, Stretch, fail_on_a_rank, run_stretches, save_every_way
+from conftest import seed_all
+from megatron_dta.config import ParallelConfig
+from megatron_dta.model import initialize_parallel
+from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.optimizer_state import WholeParameters, placements
+from mesh_worker import run_on_ranks
+
+DP2 = ParallelConfig()
+SHARDED = ParallelConfig(use_distributed_optimizer=True)
+TP2 = ParallelConfig(tensor_model_parallel_size=2)
+TP2_SHARDED = replace(TP2, use_distributed_optimizer=True)
+BF16 = replace(MODEL, bf16=True, params_dtype=torch.bfloat16)
+EXPERTS = replace(MODEL, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
+EP2 = ParallelConfig(expert_model_parallel_size=2, use_distributed_optimizer=True)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    initialize_parallel(0)
+    state = dist_checkpointing.serialization.load_plain_tensors(str(find_checkpoint(folder)))
+    return {key: values for key, values in state.items() if isinstance(values, torch.Tensor)}
+
+
+def assert_same_tensors(left: Path, right: Path) -> None:
+    found, expected = tensors_of(left), tensors_of(right)
+    assert found.keys() == expected.keys()
+    assert any(key.startswith("optimizer.") and "exp_avg_sq" in key for key in found)
+    for key, values in found.items():
+        assert torch.equal(values, expected[key]), key
+
+
+def written_by(folder: Path, num_ranks: int) -> np.ndarray:
+    """Bytes of the files of each rank."""
+    files = find_checkpoint(folder)
+    return np.array([sum(f.stat().st_size for f in files.glob(f"__{rank}_*.distcp")) for rank in range(num_ranks)])
+
+
+def test_two_ranks_write_the_same_as_one(tmp_path: Path) -> None:
+    cases = {
+        "replicated": (DP2, MODEL),
+        "sharded": (SHARDED, MODEL),
+        "bf16": (replace(SHARDED, ddp_bucket_size=300), BF16),
+        "experts": (EP2, EXPERTS),
+    }
+    stretches = [Stretch(parallel, 3, tmp_path / name, model=model) for name, (parallel, model) in cases.items()]
+    run_on_ranks(save_every_way, stretches, 2, tmp_path / "run")
+    for name in cases:
+        for way in ("all", "later"):
+            assert_same_tensors(tmp_path / name / way, tmp_path / name / "first")
+        shares = written_by(tmp_path / name / "all", 2) / written_by(tmp_path / name / "all", 2).sum()
+        assert shares.min() > 0.3, (name, shares)
+        # Of experts each rank has its own.
+        assert written_by(tmp_path / name / "first", 2)[1] == 0 or name == "experts"
+
+
+def test_four_ranks_of_two_tensor_groups(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks, twice; then on from either way on this mesh and another, bit for bit the same."""
+    cases = {"replicated": TP2, "sharded": TP2_SHARDED}
+    stretches = [Stretch(parallel, 2, tmp_path / name) for name, parallel in cases.items()]
+    run_on_ranks(save_every_way, stretches, 4, tmp_path / "run")
+    for name in cases:
+        assert_same_tensors(tmp_path / name / "all", tmp_path / name / "first")
+        assert_same_tensors(tmp_path / name / "later", tmp_path / name / "first")
+        written = written_by(tmp_path / name / "all", 4)
+        assert (written / written.sum()).min() > 0.15, (name, written)
+        first = written_by(tmp_path / name / "first", 4)
+        assert (first[2:] == 0).all(), (name, first)
+        assert (first[:2] > 0).all(), (name, first)
+    on = [
+        Stretch(parallel, 2, tmp_path / f"{name}-{way}", load=tmp_path / name / way, seed=5)
+        for name, parallel in cases.items()
+        for way in ("all", "first")
+    ]
+    run_on_ranks(run_stretches, on, 4, tmp_path / "on")
+    alone = [
+        Stretch(
+            replace(parallel, tensor_model_parallel_size=1), 2, tmp_path / f"{name}-1", load=tmp_path / name / "all"
+        )
+        for name, parallel in cases.items()
+    ]
+    run_on_ranks(run_stretches, alone, 2, tmp_path / "alone")
+    for name in cases:
+        assert_same_tensors(tmp_path / f"{name}-all", tmp_path / f"{name}-first")
+        found, expected = tensors_of(tmp_path / f"{name}-1"), tensors_of(tmp_path / f"{name}-all")
+        for key, values in found.items():
+            rows = slice(MODEL.vocab_size) if "word_embeddings" in key else slice(None)
+            assert torch.equal(values[rows], expected[key][rows]), key
+
+
+def test_a_failed_write_fails_on_all_ranks(tmp_path: Path) -> None:
+    results = run_on_ranks(fail_on_a_rank, Stretch(SHARDED, 1, tmp_path / "save"), 2, tmp_path / "run")
+    for messages in results:
+        assert len(messages) == 12
+        for message, tracker, exists in zip(*[iter(messages)] * 3, strict=True):
+            assert "iter_0000002: the checkpoint cannot be written" in message
+            assert (tracker, exists) == ("1", "False")
+    assert find_checkpoint(tmp_path / "save").name == "iter_0000003"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_placements_cover_every_element_once(seed: int) -> None:
+    rng = seed_all(seed)
+    num_ranks, begin, buckets, index = int(rng.integers(1, 7)), 0, [], {}
+    for bucket in range(3):
+        first = begin
+        for number in range(int(rng.integers(1, 6))):
+            length = int(rng.integers(1, 40))
+            index[f"{bucket}.{number}"] = (begin, begin + length, bucket)
+            begin += length + int(rng.integers(0, 3))  # some padding
+        begin = first + -(-(begin - first) // num_ranks) * num_ranks
+        buckets.append(SimpleNamespace(offset=first, grad_data=torch.zeros(begin - first)))
+    buffer = SimpleNamespace(param_index_map=index, buckets=buckets)
+    found = list(placements(buffer, num_ranks))
+    assert [placement.parameter for placement in found] == list(index)
+    for placement in found:
+        length = placement.end - placement.begin
+        covered = np.concatenate([np.arange(piece.start, piece.stop) for piece in placement.pieces.values()])
+        np.testing.assert_array_equal(np.sort(covered), np.arange(length))
+        share = buckets[placement.bucket].grad_data.numel() // num_ranks
+        for rank, piece in placement.pieces.items():
+            lowest = placement.begin - buckets[placement.bucket].offset + piece.start
+            assert rank * share <= lowest < lowest + piece.stop - piece.start <= (rank + 1) * share
+        largest = max(piece.stop - piece.start for piece in placement.pieces.values())
+        assert placement.pieces[placement.owner].stop - placement.pieces[placement.owner].start == largest
+
+
+def test_parameters_of_others_take_no_memory() -> None:
+    own = torch.arange(3.0)
+    parts = WholeParameters({(4, 7): own})
+    assert parts[4:7] is own
+    assert parts[7:10].is_meta
+    assert parts[7:10].shape == (3,)

@@ -1,0 +1,291 @@
+"""Hugging Face weights on a mesh: every rank reads its parts, all ranks export the whole, training saves it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from conversion_cases import (
+    architecture_in,
+    save_huggingface,
+    settings_of,
+    shape_of,
+    stock_model,
+    tensors_in,
+    to_huggingface,
+    to_megatron,
+)
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig, ParallelConfig, TrainConfig
+from megatron_dta.conversion.model_weights import HfWeights
+from megatron_dta.rollouts import write_rollouts
+from mesh_worker import run_on_ranks
+from trainer_cases import make_rollouts
+
+ONE = ParallelConfig()
+TP2 = ParallelConfig(tensor_model_parallel_size=2)
+PP2 = ParallelConfig(pipeline_model_parallel_size=2)
+FOUR = {
+    "tp2-dp2": TP2,
+    "tp2-pp2": replace(TP2, pipeline_model_parallel_size=2),
+    "pp2-dp2": PP2,
+    "tp2-sp-pp2": replace(TP2, pipeline_model_parallel_size=2, sequence_parallel=True),
+}
+MODELS = ("llama", "qwen2-tied", "qwen3-tied")
+EP2 = ParallelConfig(expert_model_parallel_size=2)
+SP2 = replace(EP2, tensor_model_parallel_size=2, sequence_parallel=True)
+EXPERTS = {
+    "ep2-pp2": replace(EP2, pipeline_model_parallel_size=2),
+    "ep2-etp2": SP2,
+    "ep2-tp2": replace(SP2, expert_tensor_parallel_size=1),
+    "ep4-tp2": replace(SP2, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
+}
+
+
+def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str, Any]]:
+    """Load each folder ``hf``, and its conversion ``megatron``, on the mesh; then export."""
+    from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+    from megatron_dta.training.checkpoint.save_load import load_weights, save_weights
+
+    found = []
+    for folder, parallel in jobs:
+        destroy_parallel()
+        device = initialize_parallel(3, parallel)
+        config = ModelConfig(**settings_of(folder / "hf"))
+        model = build_model(config, device, parallel)
+        weights = HfWeights(
+            list(getattr(model, "parts", [model])),
+            architecture_in(folder / "hf"),
+            shape_of(folder / "hf"),
+            current_mesh().host_group,
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        weights.load(folder / "hf")
+        loaded = [parameter.detach().clone() for parameter in model.parameters()]
+        shards = [(s.name, s.shape, s.offsets, s.values.clone()) for s in weights.iterate_shards()]
+        first = {name: values.clone() for name, values in weights.iterate(to_all=False)}
+        everywhere = {name: values.clone() for name, values in weights.iterate()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        load_weights(folder / "megatron" / "release", config, model)
+        same = all(torch.equal(a, b) for a, b in zip(loaded, model.parameters(), strict=True))
+        saved = folder / f"saved-{len(found)}"
+        save_weights(saved, TrainConfig(model=config, parallel=parallel), model)
+        found.append({"same": same, "shards": shards, "first": first, "all": everywhere, "saved": saved})
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for index, case in enumerate(MODELS):
+        made[case] = tmp_path_factory.mktemp(case)
+        save_huggingface(made[case] / "hf", case, 20 + index)
+        to_megatron(made[case] / "hf", made[case] / "megatron", tensor_size=1 + index % 2)
+    return made
+
+
+def check_mesh(
+    folders: dict[str, Path], parallels: list[ParallelConfig], world: int, folder: Path, models: tuple = MODELS
+) -> None:
+    jobs = [(folders[case], parallel) for parallel in parallels for case in models]
+    results = run_on_ranks(on_mesh, jobs, world, folder)
+    for index, (source, _) in enumerate(jobs):
+        ranks, expected = [result[index] for result in results], tensors_in(source / "hf")
+        covered = {name: torch.zeros_like(values) for name, values in expected.items()}
+        for rank, found in enumerate(ranks):
+            assert found["same"]
+            assert_same(found["all"], expected)
+            assert_same(found["first"], expected if rank == 0 else {})
+            for name, shape, offsets, values in found["shards"]:
+                assert shape == tuple(expected[name].shape)
+                where = tuple(slice(start, start + size) for start, size in zip(offsets, values.shape, strict=True))
+                assert torch.equal(expected[name][where], values), name
+                covered[name][where] += 1
+        assert all((counts >= 1).all() for counts in covered.values())
+        back = to_huggingface(ranks[0]["saved"], source / "hf", folder / f"back{index}")
+        assert_same(tensors_in(back), expected)
+
+
+def test_two_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+    check_mesh(folders, [TP2, PP2, ONE], 2, tmp_path)
+
+
+@pytest.mark.parametrize("mesh", ["tp2-pp2"])
+def test_four_ranks(folders: dict[str, Path], tmp_path: Path, mesh: str) -> None:
+    check_mesh(folders, [FOUR[mesh]], 4, tmp_path)
+
+
+def test_experts_on_four_ranks(tmp_path: Path) -> None:
+    """Divided among data-parallel ranks, tensor ranks and stages, in the model that is trained."""
+    folders = {}
+    for index, case in enumerate(("mixtral", "qwen3-moe-some")):
+        folders[case] = tmp_path / case
+        save_huggingface(folders[case] / "hf", case, 40 + index)
+        to_megatron(folders[case] / "hf", folders[case] / "megatron", tensor_size=1)
+    check_mesh(folders, list(EXPERTS.values()), 4, tmp_path / "run", tuple(folders))
+
+
+def experts_on_mesh(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    """Stock Megatron with experts divided among the ranks: load, then export."""
+    from megatron.core import parallel_state
+
+    from megatron_dta.model import initialize_parallel
+
+    initialize_parallel(0)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    model = stock_model(folder, expert_model_parallel_size=2)
+    weights = HfWeights([model], architecture_in(folder), shape_of(folder))
+    weights.load(folder)
+    held = sum(".experts." in shard.name for shard in weights.iterate_shards())
+    assert held == sum(".experts." in name for name in tensors_in(folder)) // 2
+    return dict(weights.iterate())
+
+
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    save_huggingface(tmp_path / "hf", "qwen3-moe-some", 30)
+    for found in run_on_ranks(experts_on_mesh, tmp_path / "hf", 2, tmp_path / "run"):
+        assert_same(found, tensors_in(tmp_path / "hf"))
+
+
+FLAGS = "--rollouts {0}/rollouts.jsonl --global-batch-size 8 --train-iters 2 --lr 1e-3 --tree-segment-tokens 9"
+
+
+def train(rank: int, commands: list[str]) -> list[tuple[dict[str, torch.Tensor], str]]:
+    """Run commands one after another; the trained weights under Hugging Face's names, and what was printed."""
+    import os
+
+    from rich.console import Console
+
+    from megatron_dta.model import destroy_parallel
+    from megatron_dta.training.setup import build_trainer
+    from megatron_dta.training.weights.huggingface import hf_weights
+
+    os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else "1"
+    found = []
+    for command in commands:
+        if torch.distributed.is_initialized():
+            destroy_parallel()
+        output = io.StringIO()
+        trainer = build_trainer(parse_arguments(command.split()), Console(file=output, width=300))
+        trainer.run()
+        trainer.metrics.close()
+        weights = hf_weights(trainer.config, trainer.model).iterate()
+        found.append(({name: values.detach().clone() for name, values in weights}, output.getvalue()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("training")
+    save_huggingface(folder / "hf", "qwen3", 40)
+    write_rollouts(folder / "rollouts.jsonl", make_rollouts(seed_all(41), 2, 4))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh"), [(2, "--tensor-model-parallel-size 2"), (2, "--pipeline-model-parallel-size 2")]
+)
+def test_training_starts_from_and_leaves_a_checkpoint(run_folder: Path, tmp_path: Path, world: int, mesh: str) -> None:
+    """On a mesh and on one process; what is saved loads in transformers and computes what was trained."""
+    import transformers
+
+    command = f"{FLAGS.format(run_folder)} --load-hf {run_folder}/hf --save-hf"
+    together = run_on_ranks(train, [f"{command} {tmp_path}/mesh {mesh}"], world, tmp_path / "run")
+    (trained, printed), *_ = run_on_ranks(train, [f"{command} {tmp_path}/one"], 1, tmp_path / "run1")[0]
+    start = tensors_in(run_folder / "hf")
+    for (weights, text), *_ in together:
+        assert_same(weights, tensors_in(tmp_path / "mesh"))
+        for name, values in trained.items():
+            assert torch.allclose(weights[name], values, atol=1e-5), name
+        assert f"saved {tmp_path}/mesh" in text
+    assert f"starting from the weights of {run_folder}/hf" in printed
+    assert_same(trained, tensors_in(tmp_path / "one"))
+    assert sum(not torch.equal(values, start[name]) for name, values in trained.items()) > 20
+    assert (tmp_path / "mesh" / "tokenizer.model").read_bytes() == (run_folder / "hf" / "tokenizer.model").read_bytes()
+    assert not list(tmp_path.glob("*.unfinished"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mesh", dtype="auto")
+    assert_same({name: model.state_dict()[name] for name in trained}, tensors_in(tmp_path / "mesh"))
+
+
+def fail_to_save(rank: int, command: str) -> str:
+    """The first rank's disk is full after a few tensors; what every rank says."""
+    import itertools
+    import os
+    from unittest import mock
+
+    from rich.console import Console
+
+    from megatron_dta.training.setup import build_trainer
+
+    os.environ["WORLD_SIZE"] = "2"
+    trainer = build_trainer(parse_arguments(command.split()), Console(file=io.StringIO()))
+    write, calls = os.pwrite, itertools.count()
+
+    def pwrite(*arguments: Any) -> int:
+        if rank == 0 and next(calls) > 9:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    with mock.patch.object(os, "pwrite", pwrite), pytest.raises(InputError) as caught:
+        trainer.run()
+    return str(caught.value)
+
+
+def test_a_full_disk_on_the_first_rank_fails_on_all(run_folder: Path, tmp_path: Path) -> None:
+    command = f"{FLAGS.format(run_folder)} --load-hf {run_folder}/hf --save-hf {tmp_path}/out"
+    command += " --tensor-model-parallel-size 2"
+    for message in run_on_ranks(fail_to_save, command, 2, tmp_path / "run"):
+        assert message == f"--save-hf {tmp_path}/out: cannot be written (No space left on device)"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--load-hf {hf} --load {hf}", "--load-hf conflicts with --load"),
+        ("--load-hf {hf} --hf-checkpoint {hf}/other", "contradicts --load-hf"),
+    ],
+)
+def test_flags_that_conflict(run_folder: Path, flags: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_arguments(f"{FLAGS.format(run_folder)} {flags.format(hf=run_folder / 'hf')}".split())
+
+
+def test_an_existing_folder_is_refused_before_training(run_folder: Path, tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from megatron_dta.training.setup import build_trainer
+
+    (tmp_path / "note").write_text("")
+    command = f"{FLAGS.format(run_folder)} --load-hf {run_folder}/hf --save-hf {tmp_path}"
+    with pytest.raises(InputError, match="exists already"):
+        build_trainer(parse_arguments(command.split()), Console(quiet=True))
+
+
+def test_a_parameter_without_a_place_is_named(run_folder: Path) -> None:
+    model = stock_model(run_folder / "hf")
+    with pytest.raises(InputError, match=r"decoder.layers.0.self_attention.q_layernorm.weight has no place"):
+        HfWeights([model], "LlamaForCausalLM", shape_of(run_folder / "hf"))
+    wider = replace(shape_of(run_folder / "hf"), ffn_hidden_size=44)
+    with pytest.raises(InputError, match=r"linear_fc1.weight has the shape \[80, 24\], not \[88, 24\]"):
+        HfWeights([model], "Qwen3ForCausalLM", wider)
+    assert np.isfinite(sum(float(parameter.sum()) for parameter in model.parameters()))

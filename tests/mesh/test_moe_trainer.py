@@ -1,0 +1,90 @@
+"""The trainer with divided experts: same samples, metrics and weights as one process; checkpoints over another mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import seed_all
+from megatron_dta.rollouts import load_rollouts, write_rollouts
+from mesh_trainer_cases import GRPO, SAMPLED, SP, STORED, _compare, _rows, train_on_rank
+from mesh_worker import run_on_ranks
+from moe_trainer_cases import EXPERTS
+from trainer_cases import make_rollouts
+
+EP = "--expert-model-parallel-size 2"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 900"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    rollouts = make_rollouts(seed_all(3), 12, 4)
+    write_rollouts(path / "train.jsonl", rollouts)
+    write_rollouts(path / "held_out.jsonl", rollouts[:10])
+    stored = f"{STORED} {GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl {EXPERTS}"
+    # Two tensor ranks pad the vocabulary to an even size: the others draw the same weights if they do, too.
+    odd, stored = stored, f"{stored} --make-vocab-size-divisible-by 2"
+    half = stored.replace("--train-iters 4", "--train-iters 2")
+    sampled = f"{SAMPLED} {EXPERTS}"
+
+    def job(name: str, base: str, flags: str = "", terminated: str | None = None) -> tuple[str, str | None]:
+        return f"{base} {flags} --save {path}/{name}", terminated
+
+    jobs = {
+        1: [job("stored-1", stored), job("sampled-1", sampled), job("moved", half)],
+        2: [
+            job("stored-ep2", stored, EP),
+            job("sampled-ep2", sampled, EP),
+            job("sampled-ep2-cut", sampled, f"{EP} --save-interval 1", "1"),
+            job("sampled-ep2-cut", sampled, f"{EP} --save-interval 1"),
+            job("sharded-ep2", sampled, f"{EP} {SHARDED}"),
+            job("moved", stored, EP),
+        ],
+        4: [job("stored-ep2-tp2", odd, f"{EP} {SP} --expert-tensor-parallel-size 1")],
+    }
+    for world_size, of_size in jobs.items():
+        run_on_ranks(train_on_rank, of_size, world_size, path / f"ranks-{world_size}")
+    return path
+
+
+@pytest.mark.parametrize("run", ["stored-ep2", "moved", "stored-ep2-tp2"])
+def test_metrics_are_those_of_one_process(folder: Path, run: str) -> None:
+    rows = _rows(folder / run)
+    assert {"seq_load_balancing_loss", "z_loss"} <= rows[1].keys()
+    _compare(rows, _rows(folder / "stored-1"))
+
+
+@pytest.mark.parametrize("run", ["sampled-ep2", "sharded-ep2"])
+def test_samples_are_those_of_one_process(folder: Path, run: str) -> None:
+    rows, expected = _rows(folder / run), _rows(folder / "sampled-1")
+    _compare(rows, expected)
+    assert [row.get("reward") for row in rows] == [row.get("reward") for row in expected]
+
+
+def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> None:
+    """A run that replays its sampler's choices differs from one that does not, on two processes as on one."""
+    generator, rollouts = seed_all(4), load_rollouts(folder / "train.jsonl")
+    routed = [
+        replace(rollout, routed_experts=generator.random((len(rollout), 2, 4)).argsort(-1)[..., :2])
+        for rollout in rollouts
+    ]
+    write_rollouts(tmp_path / "routed.jsonl", routed)
+    flags = f"{EXPERTS} --moe-routing-replay --make-vocab-size-divisible-by 2 --old-logprobs recompute"
+    command = f"{STORED} {flags} --rollouts {tmp_path}/routed.jsonl"
+    run_on_ranks(train_on_rank, [(f"{command} --save {tmp_path}/one", None)], 1, tmp_path / "ranks-1")
+    run_on_ranks(train_on_rank, [(f"{command} {EP} --save {tmp_path}/two", None)], 2, tmp_path / "ranks-2")
+    one, two = (_rows(tmp_path / run) for run in ("one", "two"))
+    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-3, abs=2e-5)
+    assert all(0 < row["routing_replaced"] < 1 for row in one)
+    assert [row["routing_replaced"] for row in one] == [row["routing_replaced"] for row in two]
+    unrouted = command.replace("routed.jsonl", "plain.jsonl")
+    write_rollouts(tmp_path / "plain.jsonl", rollouts)
+    with pytest.raises(RuntimeError, match="field 'routed_experts': missing"):
+        run_on_ranks(train_on_rank, [(f"{unrouted} --save {tmp_path}/none", None)], 1, tmp_path / "ranks-0")
+
+
+def test_a_run_goes_on_bit_for_bit(folder: Path) -> None:
+    assert _rows(folder / "sampled-ep2-cut") == _rows(folder / "sampled-ep2")

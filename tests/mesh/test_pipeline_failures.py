@@ -1,0 +1,149 @@
+"""A pipeline stage that fails or is lost ends all of them, with the op, the segment and the stage named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mesh_worker import MeshCase, run_cases, run_on_ranks
+from pipeline_shared import ARCHITECTURES, CUTS, GRPO, MESHES, _samples
+from tree_engine_cases import TEMPERATURE, model_config, tree_config, weights_of
+
+
+@pytest.fixture(scope="module")
+def case() -> MeshCase:
+    model, samples = model_config(**ARCHITECTURES["tied"]), _samples("bushy")
+    tree, weights = tree_config(*CUTS["dta"]), weights_of(model, seed=5)
+    return MeshCase(model, MESHES["pp2"], tree, samples, [list(range(len(samples)))], weights, GRPO, TEMPERATURE)
+
+
+def fail_in_the_model(rank: int, case: MeshCase) -> None:
+    """The last stage's model fails in its third forward of training."""
+    from megatron_dta.engine.stage_run import StageRun
+
+    run_model = StageRun._run_model
+
+    def failing(self: Any, op: Any, *arguments: Any) -> Any:
+        if rank == 1 and self.training and op.segment == 3:
+            raise ArithmeticError("a broken kernel")
+        return run_model(self, op, *arguments)
+
+    with mock.patch.object(StageRun, "_run_model", failing):
+        run_cases(rank, {"": case})
+
+
+def send_a_wrong_shape(rank: int, case: MeshCase) -> None:
+    """The first stage's model returns a token too few for segment 2."""
+    from megatron_dta.engine.stage_run import StageRun
+
+    run_model = StageRun._run_model
+
+    def shorter(self: Any, op: Any, *arguments: Any) -> list[torch.Tensor]:
+        outputs = run_model(self, op, *arguments)
+        return [outputs[0][1:]] if rank == 0 and op.segment == 2 else outputs
+
+    with mock.patch.object(StageRun, "_run_model", shorter):
+        run_cases(rank, {"": case})
+
+
+def fail_in_a_backward(rank: int, case: MeshCase) -> None:
+    """The first stage runs out of memory in a backward, while the last one is ahead."""
+    from megatron_dta.engine.stage_run import StageRun
+
+    backward = StageRun._backward
+
+    def failing(self: Any, op: Any, is_last: bool) -> None:
+        if rank == 0 and op.segment == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        backward(self, op, is_last)
+
+    with mock.patch.object(StageRun, "_backward", failing):
+        run_cases(rank, {"": case})
+
+
+def die_in_the_model(rank: int, case: MeshCase) -> None:
+    """The last stage's process is killed in the middle of a step."""
+    from megatron_dta.engine.stage_run import StageRun
+
+    run_model = StageRun._run_model
+
+    def dying(self: Any, op: Any, *arguments: Any) -> Any:
+        if rank == 1 and self.training and op.segment == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run_model(self, op, *arguments)
+
+    with mock.patch.object(StageRun, "_run_model", dying):
+        run_cases(rank, {"": case})
+
+
+def have_another_shape(rank: int, case: MeshCase) -> None:
+    """The second rank's hidden states are wider."""
+    from megatron_dta.model import TreeGPTModel
+
+    stage_shape = TreeGPTModel.stage_shape
+
+    def wider(self: Any, length: int) -> tuple[int, ...]:
+        *rows, hidden = stage_shape(self, length)
+        return (*rows, hidden + rank)
+
+    with mock.patch.object(TreeGPTModel, "stage_shape", wider):
+        run_cases(rank, {"": case})
+
+
+def plan_different_steps(rank: int, case: MeshCase) -> None:
+    """The second rank sees one sample less."""
+    run_cases(rank, {"": replace(case, partition=[case.partition[0][: len(case.samples) - rank]])})
+
+
+def test_a_failing_stage_is_named_and_ends_the_others(case, tmp_path):
+    with pytest.raises(RuntimeError) as raised:
+        run_on_ranks(fail_in_the_model, case, 2, tmp_path)
+    text = str(raised.value)
+    assert "a broken kernel\nin F(3) of pipeline stage 1, rank 1" in text
+    assert "of pipeline stage 0, rank 0" in text
+
+
+def test_a_failing_backward_is_named_and_ends_the_others(case, tmp_path):
+    with pytest.raises(RuntimeError) as raised:
+        run_on_ranks(fail_in_a_backward, case, 2, tmp_path)
+    text = str(raised.value)
+    assert "CUDA out of memory\nin B(4) of pipeline stage 0, rank 0" in text
+    # The last stage waits for the next forward, or is done with its ops and waits for the others.
+    assert "rank 1: Traceback" in text
+
+
+def test_a_killed_stage_ends_the_others_at_once(case, tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        run_on_ranks(die_in_the_model, case, 2, tmp_path)
+    text = str(raised.value)
+    assert "ranks [0, 1] gave no result" in text
+    assert not (tmp_path / "failed_1.txt").exists()
+    # Not killed by the test while it waited: it says where it was.
+    assert "of pipeline stage 0, rank 0" in (tmp_path / "failed_0.txt").read_text()
+    assert time.monotonic() - begin < 60
+
+
+def test_ranks_with_messages_of_different_shapes_do_not_start(case, tmp_path):
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 of one pipeline have messages of different shapes") as raised:
+        run_on_ranks(have_another_shape, case, 2, tmp_path)
+    assert "in F(" not in str(raised.value)
+
+
+def test_a_message_of_a_wrong_shape_is_not_sent(case, tmp_path):
+    with pytest.raises(RuntimeError) as raised:
+        run_on_ranks(send_a_wrong_shape, case, 2, tmp_path)
+    assert "the message has shape [" in str(raised.value)
+    assert "in F(2) of pipeline stage 0, rank 0" in str(raised.value)
+
+
+def test_ranks_with_different_plans_do_not_start(case, tmp_path):
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 of one pipeline have planned different steps"):
+        run_on_ranks(plan_different_steps, case, 2, tmp_path)

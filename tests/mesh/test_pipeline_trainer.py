@@ -1,0 +1,107 @@
+"""The trainer on pipeline stages: same rollouts, metrics and checkpoints as in one process."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from conftest import seed_all
+from megatron_dta.planning.pipeline.timeline import WORK_KINDS, read_timeline
+from megatron_dta.rollouts import write_rollouts
+from mesh_trainer_cases import GRPO, SHAPE, SHARDED, _compare, _rows, train_on_rank
+from mesh_worker import run_on_ranks
+from trainer_cases import make_rollouts
+
+LAYERS = SHAPE.replace("--num-layers 2", "--num-layers 4")
+STORED = f"{LAYERS} --global-batch-size 8 --train-iters 4 --tree-segment-tokens 7"
+SAMPLED = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
+    "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 5 --rollout-max-response-len 6 "
+    "--train-iters 4 --num-steps-per-rollout 3 --old-logprobs recompute --eval-interval 4 --eval-iters 5 --lr 1e-3 "
+    "--make-vocab-size-divisible-by 2"
+)
+PP = "--pipeline-model-parallel-size 2"
+VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+TP = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Holds what runs on one, two and four processes have left behind; all start from the same weights."""
+    path = tmp_path_factory.mktemp("runs")
+    rollouts = make_rollouts(seed_all(3), 12, 4)
+    write_rollouts(path / "train.jsonl", rollouts)
+    write_rollouts(path / "held_out.jsonl", rollouts[:10])
+    stored = f"{STORED} {GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl"
+    stored += " --make-vocab-size-divisible-by 2"
+
+    def start(name: str, base: str) -> tuple[str, str | None]:
+        return f"{base.replace('--train-iters 4', '--train-iters 1')} --save {path}/{name}-start", None
+
+    def job(name: str, base: str, flags: str = "", terminated: str | None = None) -> tuple[str, str | None]:
+        weights = f"{path}/{name.split('-')[0]}-start --finetune"
+        return f"{base} {flags} --load {weights} --save {path}/{name}", terminated
+
+    ones = [start("stored", stored), start("sampled", SAMPLED), job("stored-1", stored), job("sampled-1", SAMPLED)]
+    twos = [
+        job("stored-pp2", stored, f"{PP} --pipeline-model-parallel-layout Ettt|tL"),
+        job("stored-vpp2", stored, f"{VPP} --timeline-dir {path}/timelines --timeline-interval 3"),
+        job("sampled-pp2", SAMPLED, PP),
+        job("sampled-vpp2", SAMPLED, VPP),
+        job("sampled-pp2-cut", SAMPLED, f"{PP} --save-interval 1", "1"),
+        job("sampled-pp2-cut", SAMPLED, f"{PP} --save-interval 1"),
+    ]
+    half = stored.replace("--train-iters 4", "--train-iters 2")
+    moved = [job("stored-moved", half, VPP), (f"{stored} --save {path}/stored-moved", None)]
+    fours = [job("stored-pp2-tp2", stored, f"{PP} {TP}"), job("sampled-pp2-dp2", SAMPLED, f"{PP} {SHARDED}")]
+    for name, jobs, world_size in (
+        ("one", ones, 1),
+        ("two", twos, 2),
+        ("leave", moved[:1], 2),
+        ("arrive", moved[1:], 1),
+        ("four", fours, 4),
+    ):
+        run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{name}")
+    return path
+
+
+@pytest.mark.parametrize("run", ["stored-pp2", "stored-vpp2", "stored-pp2-tp2"])
+def test_metrics_are_those_of_one_process(folder, run):
+    _compare(_rows(folder / run), _rows(folder / "stored-1"))
+
+
+def test_a_checkpoint_of_virtual_stages_goes_on_in_one_process(folder):
+    _compare(_rows(folder / "stored-moved"), _rows(folder / "stored-1"))
+
+
+@pytest.mark.parametrize("run", ["sampled-pp2", "sampled-vpp2", "sampled-pp2-dp2"])
+def test_samples_are_those_of_one_process(folder, run):
+    rows, expected = _rows(folder / run), _rows(folder / "sampled-1")
+    _compare(rows, expected)
+    assert [row.get("reward") for row in rows[:4]] == [row.get("reward") for row in expected[:4]]
+
+
+def test_a_run_goes_on_bit_for_bit_on_the_same_stages(folder):
+    assert _rows(folder / "sampled-pp2-cut") == _rows(folder / "sampled-pp2")
+
+
+def test_a_steps_timeline_is_written_beside_its_plan(folder):
+    """The same ops on the same stages, in the same order on each; a stage does one thing at a time."""
+    found = sorted(path.name for path in (folder / "timelines").iterdir())
+    names = ("step_{}.json", "step_{}.png", "step_{}_planned.json", "step_{}_trace.json")
+    assert found == sorted(name.format(step) for step in (2, 3) for name in names)
+    for step in (2, 3):
+        measured = read_timeline(folder / "timelines" / f"step_{step}.json")
+        planned = read_timeline(folder / "timelines" / f"step_{step}_planned.json")
+        assert {event.kind for event in measured} == {"F", "B", "wait"}
+        waited = {(event.stage, event.segment, event.chunk) for event in measured if event.kind == "wait"}
+        assert waited == {(event.stage, event.segment, event.chunk) for event in planned}
+        for stage in (0, 1):
+            everything = [event for event in measured if event.stage == stage]
+            assert all(before.end <= after.start for before, after in pairwise(everything))
+            own = [event for event in everything if event.kind in WORK_KINDS]
+            ops = [(event.kind, event.segment, event.chunk) for event in own]
+            assert ops == [(event.kind, event.segment, event.chunk) for event in planned if event.stage == stage]
+            assert all(event.start < event.end for event in own)

@@ -1,0 +1,273 @@
+"""A training run with speculation is the run without it: rollouts, weights, metrics; on meshes, resumed, with trees."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.config.speculation import SpeculationConfig
+from megatron_dta.parity.shards import shard_weights
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.speculation.degenerate import degenerate_length
+from mesh_worker import named_parameters, run_on_ranks
+from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
+from rollout_runs import Runs, weights_of
+from rollout_runs import assert_same as assert_same_weights
+from sampling_cases import SHAPES, make_model, sampling_config
+from speculation_exact_cases import suffix_drafting
+from speculation_training_cases import DATA_PARALLEL, TREES
+
+GROUPED = SHAPES["grouped queries, QK-norm, untied"]
+
+
+def records(path: Path) -> tuple[list[dict], list[dict]]:
+    """(what does not depend on the clock, the rest) of each step; without what compares the sampler's logprobs with the
+    trainer's, which is rounding and may be another one beside more tokens of a sequence."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [{k: v for k, v in row.items() if k != "timing" and not k.startswith("sampler_")} for row in rows]
+    assert all(abs(v) < 1e-5 for row in rows for k, v in row.items() if k.startswith("sampler_logprob_gap"))
+    return kept, [row["timing"] for row in rows]
+
+
+@pytest.mark.parametrize("method", ["", TREES], ids=["independent", "treepo"])
+def test_the_same_run(method: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, seed_all(4))
+        results = {}
+        for speculation in ("none", "das"):
+            metrics = tmp_path / f"{speculation}.jsonl"
+            flags = f"--train-iters 4 --metrics-file {metrics} --rollout-speculation {speculation} {method} "
+            # A sampled logprob may round otherwise beside more tokens of its sequence.
+            flags += "--old-logprobs recompute"
+            trainer, _ = runs.run(flags, "in-process")
+            results[speculation] = (weights_of(trainer), *records(metrics))
+    plain, das = results["none"], results["das"]
+    assert_same_weights(plain[0], das[0])
+    assert len(plain[1]) == len(das[1]) == 4
+    for without, with_it in zip(plain[1], das[1], strict=True):
+        assert without.keys() == with_it.keys()
+        for name, value in without.items():
+            # How far the sampler's logprobs are from the trainer's is rounding, see above; all else is the same.
+            assert with_it[name] == (pytest.approx(value, abs=1e-5) if name.startswith("sampler_") else value), name
+    for without, with_it in zip(plain[2], das[2], strict=True):
+        assert not any(name.startswith("speculation_") for name in without)
+        assert with_it["speculation_tokens_per_forward"] >= 1
+        assert with_it["speculation_drafter_tokens"] > 0
+
+
+def test_trees_are_in_the_checkpoint(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, seed_all(5))
+        base = "--rollout-speculation das --save-interval 2 --old-logprobs recompute"
+        whole, _ = runs.run(f"{base} --train-iters 4 --save {tmp_path / 'whole'}", "in-process")
+        first, _ = runs.run(f"{base} --train-iters 2 --save {tmp_path / 'parts'}", "in-process")
+        stored = first.source.timing()["speculation_drafter_tokens"]
+        trainer, _ = runs.trainer(f"{base} --train-iters 4 --save {tmp_path / 'parts'}", "in-process")
+        try:
+            assert trainer.source.timing()["speculation_drafter_tokens"] == stored > 0
+            trainer.run()
+        finally:
+            trainer.metrics.close()
+        assert_same_weights(weights_of(whole), weights_of(trainer))
+        tokens = [t.source.timing()["speculation_drafter_tokens"] for t in (whole, trainer)]
+        assert tokens[0] == tokens[1] > stored
+    assert records(tmp_path / "whole" / "metrics.jsonl")[0] == records(tmp_path / "parts" / "metrics.jsonl")[0]
+
+
+@dataclass(frozen=True)
+class MeshJob:
+    model: ModelConfig
+    parallel: ParallelConfig
+    weights: dict[str, torch.Tensor]
+    drive: Drive
+
+
+def forest_on_rank(rank: int, jobs: dict[str, MeshJob]) -> dict[str, Any]:
+    from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
+
+    found = {}
+    for name, job in jobs.items():
+        destroy_parallel()
+        model = build_model(job.model, initialize_parallel(5, job.parallel), job.parallel)
+        mesh = current_mesh()
+        shard = shard_weights(job.weights, job.model, mesh.tensor_rank, mesh.tensor_size)
+        with torch.no_grad():
+            for parameter_name, parameter in named_parameters(model).items():
+                parameter.copy_(shard[parameter_name])
+        engine = started(model, **SETTINGS["small pages"], drafting=suffix_drafting())
+        forest = run_forest(engine, job.drive)
+        engine.start(NEVER, 4)
+        engine.update_weights(1)
+        found[name] = (forest, run_long(engine), engine.statistics())
+    return found
+
+
+def test_meshes(tmp_path: Path) -> None:
+    """Tensor- and pipeline-parallel ranks draft alike, after each has measured its own passes too."""
+    whole = make_model(9, **GROUPED, num_layers=4)
+    weights = {name: p.detach().clone() for name, p in named_parameters(whole).items()}
+    drive = Drive(seed=12, prompts=3, depth=2)
+    expected, expected_long = run_forest(started(whole), drive), run_long(started(whole, NEVER))
+    meshes = {"tp2": dict(tensor_model_parallel_size=2), "pp2": dict(pipeline_model_parallel_size=2)}
+    config = sampling_config(**GROUPED, num_layers=4)
+    jobs = {name: MeshJob(config, ParallelConfig(**sizes), weights, drive) for name, sizes in meshes.items()}
+    ranks = run_on_ranks(forest_on_rank, jobs, 2, tmp_path / "mesh")
+    for name in meshes:
+        for rank in ranks:
+            found, found_long, statistics = rank[name]
+            assert_same(found, expected, 1e-12)
+            assert_same(found_long, expected_long, 1e-12)
+            assert statistics["accepted_drafts"] > 0
+        counts = [{k: v for k, v in rank[name][2].items() if k != "seconds"} for rank in ranks]
+        assert counts[0] == counts[1]
+
+
+def test_stop_of_degenerate_responses() -> None:
+    """A greedy model falls into a loop; it is stopped where a scan of the whole response would, drafts or not."""
+    from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+
+    seed_all(1)
+    model = make_model(11, torch.float32, num_layers=2, max_position_embeddings=700)
+    params = SamplingParams(1, 10**6, temperature=0.0)
+    requests = [GenerationRequest(i, np.array([i, 2 * i], np.int32), 600, i) for i in range(4)]
+    plain = generate(started(model, params), requests)
+    ends = [degenerate_length(result.token_ids) for result in plain]
+    assert any(end is not None for end in ends)
+    for drafting in (None, suffix_drafting()):
+        engine = started(model, params, drafting=drafting, stop_degenerate=True)
+        found = generate(engine, requests)
+        for result, whole, end in zip(found, plain, ends, strict=True):
+            assert result.token_ids.tolist() == whole.token_ids[:end].tolist()
+            assert not result.ended
+        assert engine.statistics()["stopped_degenerate"] == sum(end is not None for end in ends)
+
+
+STOPPING = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 400 --task arithmetic "
+    "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 3 --rollout-max-response-len 330 "
+    "--lr 1e-3 --rollout-temperature 0.05 --old-logprobs recompute --seed 3 --train-iters 2 --rollout-stop-degenerate "
+    "--save-rollouts-interval 1"
+)
+
+
+def stopping_run(rank: int, flags: str) -> None:
+    from rich.console import Console
+
+    from megatron_dta.arguments import parse_arguments
+    from megatron_dta.training.setup import build_trainer
+
+    trainer = build_trainer(parse_arguments(flags.split()), Console(quiet=True))
+    try:
+        trainer.run()
+    finally:
+        trainer.metrics.close()
+
+
+def test_stopped_responses_are_counted(tmp_path: Path) -> None:
+    """In every step, of all replicas, with drafts and without: those that end where a scan would stop them."""
+    counts = {}
+    for name, ranks, more in (("plain", 1, ""), ("das", 2, "--rollout-speculation das")):
+        run_on_ranks(stopping_run, f"{STOPPING} {more} --save {tmp_path / name}", ranks, tmp_path / f"{name}-ranks")
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        counts[name] = [row["degenerate_responses"] for row in rows]
+        for row in rows:
+            rollouts = load_rollouts(tmp_path / name / "rollouts" / f"step_{row['iteration']:07d}.jsonl")
+            responses = [rollout.token_ids[rollout.loss_mask] for rollout in rollouts]
+            assert row["degenerate_responses"] == sum(degenerate_length(r) == len(r) for r in responses)
+    assert counts["plain"] == counts["das"]
+    assert 0 < sum(counts["plain"]) < 2 * 9
+
+
+def test_flags_reach_the_drafter(tmp_path: Path) -> None:
+    """Also the window: what is in the trees is of that many collections, besides the last one."""
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, np.random.default_rng(0))
+        flags = "--rollout-speculation das --das-window 2 --das-max-tokens 5000 --das-depth 19 --das-draft-tokens 11"
+        trainer, _ = runs.run(f"{flags} --das-budget class --train-iters 4 --seed 77", "in-process")
+        speculator = trainer.source._drafting.speculator
+        params = speculator.drafter.params
+        assert (params.window, params.max_tokens, params.depth, params.draft.width) == (2, 5000, 19, 11)
+        assert (speculator.budget.budget, speculator.budget.seed) == ("class", 77)
+        assert set(speculator.drafter.state_dict()["steps"].tolist()) == {1, 2, 3}
+        trainer, _ = runs.run("--rollout-speculation das --das-max-tokens 100 --train-iters 4", "in-process")
+        # Most were evicted before the last collection, whose twelve samples came to them.
+        assert trainer.source._drafting.speculator.drafter.num_samples < 24
+        trainer, _ = runs.trainer("--rollout-speculation das --train-iters 1", "in-process")
+        given = SpeculationConfig()
+        params = trainer.source._drafting.speculator.drafter.params
+        found = params.window, params.max_tokens, params.depth, params.draft.width
+        assert found == (given.das_window, given.das_max_tokens, given.das_depth, given.das_draft_tokens)
+
+
+def test_flags_without_effect(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, np.random.default_rng(0))
+        for flags, words in (
+            ("--das-window 3", "--rollout-speculation das"),
+            (f"--rollout-stop-degenerate {TREES}", "--rollout-stop-degenerate"),
+            ("--rollout-speculation das --das-depth 1", "--das-depth"),
+            ("--rollout-speculation das --das-depth 256", "--das-depth"),
+            ("--rollout-speculation das --das-draft-tokens 0", "--das-draft-tokens"),
+            (
+                "--rollout-speculation das --das-draft-tokens 9 --das-depth 9",
+                "--das-draft-tokens 9 is not below --das-d",
+            ),
+            ("--rollout-speculation das --das-window 0", "--das-window"),
+            ("--rollout-speculation das --das-max-tokens -1", "--das-max-tokens"),
+            ("--rollout-speculation das --das-budget best", "--das-budget"),
+            ("--rollout-speculation dass", "--rollout-speculation"),
+        ):
+            with pytest.raises(InputError, match=words):
+                runs.trainer(f"--train-iters 1 {flags}", "in-process")
+
+
+def trained_samples(rank: int, job: tuple[str, bool]) -> list[tuple[str, list[int]]]:
+    """What a rank's trees hold, after a run or as soon as it has loaded its checkpoint: (problem, text)."""
+    from rich.console import Console
+
+    from megatron_dta.arguments import parse_arguments
+    from megatron_dta.model import current_mesh
+    from megatron_dta.training.setup import build_trainer
+
+    flags, runs = job
+    trainer = build_trainer(parse_arguments(flags.split()), Console(quiet=True))
+    try:
+        if runs:
+            trainer.run()
+    finally:
+        trainer.metrics.close()
+    kept = trainer.source.state_dict()["speculation"]
+    for other in current_mesh().gather_from_all(kept):
+        # Megatron compares what is common to all ranks, and prints every number that differs.
+        assert other.keys() == kept.keys()
+        assert all(np.array_equal(other[name], value) for name, value in kept.items())
+    state = trainer.source._drafting.speculator.drafter.state_dict()
+    texts = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])
+    return sorted((str(state["problems"][p]), t.tolist()) for p, t in zip(state["problem"], texts, strict=True))
+
+
+@pytest.mark.parametrize("method", ["", TREES], ids=["independent", "treepo"])
+def test_replicas_share_what_they_have_sampled(method: str, tmp_path: Path) -> None:
+    """The trees of each of two replicas are those of one process, and those that a checkpoint gives to others."""
+
+    def ranks(flags: str, count: int, runs: bool, name: str) -> list[list]:
+        return run_on_ranks(trained_samples, (f"{DATA_PARALLEL} {method} {flags}", runs), count, tmp_path / name)
+
+    (alone,) = ranks("--train-iters 2", 1, True, "alone")
+    found = ranks(f"--train-iters 2 --save {tmp_path / 'run'}", 2, True, "two")
+    assert found == [alone, alone]
+    assert len(alone) > 10
+    for count in () if method else (1, 3):
+        again = ranks(f"--train-iters 3 --save {tmp_path / 'run'}", count, False, f"again{count}")
+        assert again == [alone] * count

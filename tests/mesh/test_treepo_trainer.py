@@ -1,0 +1,148 @@
+"""Training on sampled trees: the loop on one and several processes, resuming, and every engine that samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.rollouts import Rollout
+from megatron_dta.rollouts.collection_order import SampledSource
+from megatron_dta.rollouts.paths import decoded_tokens
+from megatron_dta.sampling.build import build_sampling_source
+from megatron_dta.sampling.engines.build import build_engine
+from megatron_dta.sampling.sources.over_sampling import DynamicSamplingSource
+from megatron_dta.sampling.task import build_task
+from mesh_trainer_cases import _rows, train_on_rank
+from mesh_worker import run_on_ranks
+
+ENVIRONMENT = """
+class Twice:
+    '''Asks again once, with the first digit of the answer, then judges.'''
+    def reset(self, record):
+        self.answer, self.turn = str(record["answer"]), 0
+    def step(self, action):
+        self.turn += 1
+        return self.answer[0] + "=", float(action == self.answer), self.turn == 2
+"""
+SAMPLED = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
+    "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 5 --rollout-max-response-len 9 "
+    "--train-iters 4 --num-steps-per-rollout 3 --eval-interval 4 --eval-iters 5 --lr 1e-3 --rollout-method treepo "
+    "--treepo-segment-length 2 --advantage-estimator treepo_segment --leaf-weights both "
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Runs of one and of two processes, with and without an environment."""
+    path = tmp_path_factory.mktemp("trees")
+    (path / "twice.py").write_text(ENVIRONMENT)
+    turns = f"{SAMPLED} --environment {path}/twice.py:Twice"
+    single = [
+        (f"{SAMPLED} --save {path}/one", None),
+        (f"{turns} --save {path}/turns", None),
+        # The first step of the second collection and no more, then on from there.
+        (f"{SAMPLED} --save {path}/broken --train-iters 2", None),
+        (f"{SAMPLED} --save {path}/broken", None),
+    ]
+    single.append((f"{SAMPLED} --over-sampling-batch-size 8 --save {path}/dynamic", None))
+    run_on_ranks(train_on_rank, single, 1, path / "single")
+    for name, flags in (
+        ("dp", ""),
+        ("tp", "--tensor-model-parallel-size 2"),
+        ("pp", "--pipeline-model-parallel-size 2"),
+    ):
+        jobs = [(f"{SAMPLED} {flags} --save {path}/{name}", None)]
+        if name != "pp":
+            jobs.append((f"{turns} {flags} --save {path}/{name}_turns", None))
+        run_on_ranks(train_on_rank, jobs, 2, path / f"ranks-{name}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"), [("dp", "one"), ("tp", "one"), ("pp", "one"), ("dp_turns", "turns"), ("tp_turns", "turns")]
+)
+def test_several_processes_sample_the_same_trees(folder: Path, name: str, reference: str):
+    """Counts are equal and sums agree to rounding: each rank's part of the trees is the one process's."""
+    rows, expected = _rows(folder / name), _rows(folder / reference)
+    assert len(rows) == len(expected) == 5
+    for row, other in zip(rows, expected, strict=True):
+        for key in ("rollouts", "decoded_tokens", "reward", "fallback_leaves", "weighted_reward", "tokens"):
+            assert row.get(key) == pytest.approx(other.get(key), abs=1e-6), key
+        for key in ("loss", "grad_norm", "ratio", "eval_reward", "environment_steps"):
+            if other.get(key) is not None:
+                assert row[key] == pytest.approx(other[key], abs=2e-5), key
+
+
+def test_ratios_are_one_at_the_samplers_weights(folder: Path):
+    for name in ("one", "turns"):
+        rows = _rows(folder / name)
+        assert abs(rows[1]["ratio"] - 1) < 1e-5
+        assert rows[1]["decoded_tokens"] < rows[1]["rollouts"] * rows[1]["response_tokens"]
+        assert rows[1]["effective_leaves"] <= 5
+
+
+def test_a_continued_run_is_the_unbroken_one(folder: Path):
+    """The checkpoint falls between steps of a collection: prepared samples keep their weights."""
+    broken, whole = _rows(folder / "broken"), _rows(folder / "one")
+    assert [row["iteration"] for row in broken] == [row["iteration"] for row in whole]
+    for row, other in zip(broken, whole, strict=True):
+        for key in ("loss", "grad_norm", "reward", "decoded_tokens"):
+            assert row.get(key) == other.get(key), (row["iteration"], key)
+
+
+def test_turns_are_counted(folder: Path):
+    rows = _rows(folder / "turns")
+    assert all(row["environment_steps"] > 0 for row in rows[1:])
+    assert all(row["environment_failures"] == 0 for row in rows[1:])
+    assert np.isfinite([row["loss"] for row in rows[1:]]).all()
+
+
+def test_dynamic_sampling(folder: Path):
+    """Eight prompts are sampled, three are trained."""
+    for row in _rows(folder / "dynamic")[1:]:
+        assert row["rejected_groups"] + row["useful_groups"] == 8
+        assert row["left_out_decoded_tokens"] > 0
+        assert row["rollouts"] == 5  # a third of a collection's 15
+
+
+def test_what_dynamic_sampling_keeps():
+    def group(name: str, *rewards: float) -> list[Rollout]:
+        return [Rollout([1, 2], [False, True], reward, group_id=name) for reward in rewards]
+
+    class Fixed(SampledSource):
+        def sample(self, collection: int, batch: int) -> list[Rollout]:
+            return group("a", 1, 1) + group("b", 0, 1) + group("c", 0, 0) + group("d", 1, 0) + group("e", 0, 1)
+
+    for groups, kept in ((1, "b"), (2, "bd"), (3, "bde"), (4, "abde"), (5, "abcde")):
+        source = DynamicSamplingSource(Fixed(), groups)
+        assert "".join(dict.fromkeys(rollout.group_id for rollout in source.next_batch(0))) == kept
+        assert source.statistics() == {
+            "rejected_groups": 2, "useful_groups": 3, "left_out_decoded_tokens": 2 * (5 - groups),
+        }  # fmt: skip
+
+
+def test_the_engine_computes_no_prefix_twice_and_waits_for_nothing():
+    """Children share their parent's K and V: besides prompts, one token a request; passes are as many as tokens of the
+    longest response, since paths fork in the pass that ends their segment.
+    """
+    settings = f"{SAMPLED} --rollout-batch-size 6 --n-samples-per-prompt 8 --treepo-segment-length 3"
+    config = parse_arguments(settings.replace("--rollout-max-response-len 9", "--rollout-max-response-len 24").split())
+    task = build_task(config.sampling, 48)
+    model_config = replace(config.model, vocab_size=task.tokenizer.vocab_size)
+    engine = build_engine(config.sampling, build_model(model_config, initialize_parallel(3)))
+    rollouts = build_sampling_source(engine, task, config).next_batch(0)
+    statistics = engine.statistics()
+    prompts = {rollout.group_id: int(rollout.segment_ends[0]) for rollout in rollouts}
+    assert statistics["decoded_tokens"] == decoded_tokens(rollouts)
+    assert statistics["prefilled_tokens"] <= sum(prompts.values()) + statistics["requests"]
+    assert statistics["reused_tokens"] > 3 * statistics["prefilled_tokens"]
+    assert not any(rollout.fallback for rollout in rollouts)
+    longest = max(np.count_nonzero(rollout.loss_mask) for rollout in rollouts)
+    assert statistics["forwards"] <= longest + 1
+    assert engine.pages_in_use == 0

@@ -1,0 +1,60 @@
+"""A disk that fills up while a run writes: one line, status 2, the last good checkpoint, and nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY
+from megatron_dta.training.checkpoint.files import find_checkpoint
+
+COMMAND = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --task arithmetic "
+    "--arithmetic-max-operand 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 3"
+)
+
+
+def train(folder: Path, *flags: str, largest_file: int | None = None) -> subprocess.CompletedProcess:
+    """A run that may write no file beyond some bytes: the system refuses, as it does on a full disk."""
+
+    def limit() -> None:
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_dta.train", *COMMAND.split(), "--save", str(folder), *flags],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])},
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def ends_well(result: subprocess.CompletedProcess, message: str) -> None:
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("save", [[], ["--async-save"]], ids=["at once", "async"])
+def test_no_room_for_a_checkpoint(tmp_path: Path, save: list[str]) -> None:
+    assert train(tmp_path, "--save-interval", "1", "--train-iters", "1").returncode == 0
+    sizes = {path.name: path.stat().st_size for path in find_checkpoint(tmp_path).iterdir()}
+    # The list of the tensors' places, the shards, and the state that is the same on all ranks.
+    for name in (".metadata", "__0_0.distcp", "common.pt") if save else ("__0_0.distcp",):
+        flags = ("--save-interval", "1", "--train-iters", "4", *save)
+        ends_well(train(tmp_path, *flags, largest_file=sizes[name] - 100), "iter_0000002: the checkpoint cannot be")
+        assert not list(tmp_path.glob("*.tmp"))
+        assert find_checkpoint(tmp_path).name == "iter_0000001"
+
+
+def test_no_room_for_metrics(tmp_path: Path) -> None:
+    result = train(tmp_path, "--train-iters", "60", largest_file=12_000)
+    ends_well(result, "cannot be written (File too large)")

@@ -1,0 +1,205 @@
+"""``--dry-run``: says what a run would be, writes nothing, and ends with training's own line where something is bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import REPOSITORY, seed_all
+from conversion_cases import save_huggingface
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import write_rollouts
+from megatron_dta.training.dry_run import dry_run
+from trainer_cases import MODEL, make_rollouts, make_trainer, run
+
+SAMPLED = (
+    "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 3 "
+    "--rollout-max-response-len 4"
+)
+
+
+def check(arguments: str, model: str = MODEL) -> list[str]:
+    lines: list[str] = []
+    dry_run(parse_arguments(f"{model} {arguments} --dry-run".split()), lines.append)
+    assert lines[-1] == "dry run: nothing is wrong; nothing was trained or written"
+    return lines
+
+
+def line_of(lines: list[str], name: str) -> str:
+    return next(line for line in lines if line.split()[0] == name)
+
+
+def files_below(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+def stored(folder: Path) -> str:
+    write_rollouts(folder / "r.jsonl", make_rollouts(seed_all(1), 6, 4))
+    return f"--rollouts {folder}/r.jsonl --global-batch-size 8 --train-iters 3"
+
+
+def test_batches_that_the_data_do_not_fill_are_told(tmp_path: Path) -> None:
+    flags = stored(tmp_path)
+    found = line_of(check(f"{flags} --global-batch-size 20"), "epochs").split(maxsplit=1)[1]
+    assert found == (
+        "1.50; the first has 2 steps, 1 of them with fewer than --global-batch-size 20 rollouts (at least 4)"
+    )
+    sampled = f"{SAMPLED} --train-iters 6 --num-steps-per-rollout 2"
+    found = line_of(check(sampled), "epochs").split(maxsplit=1)[1]
+    assert re.fullmatch(r"[\d.]+ in 3 collections of 4 prompts", found)
+    count = int(line_of(check(sampled), "prompts").split()[1])
+    found = line_of(check(f"{sampled} --rollout-batch-size {2 * count + 2}"), "epochs")
+    assert f"warning: there are only {count}, so each is in a collection 2 to 3 times" in found
+
+
+def test_stored_rollouts(tmp_path: Path) -> None:
+    flags = stored(tmp_path)
+    before = files_below(tmp_path)
+    lines = check(f"{flags} --save {tmp_path}/run/deep --tensorboard-dir {tmp_path}/events --timeline-dir {tmp_path}/t")
+    assert files_below(tmp_path) == before
+    assert "24 of " in line_of(lines, "rollouts")
+    assert line_of(lines, "epochs").split(maxsplit=1)[1] == "1.00; the first has 3 steps"
+    trainer, _ = make_trainer(flags)
+    batch = trainer.source.next_batch(0)
+    count = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert f" {count:,} parameters" in line_of(lines, "model")
+    trainer._next_step(trainer._stopwatch(1))
+    reuse = float(re.search(r"reuse ([\d.]+)", " ".join(lines))[1])
+    lengths = [int(np.flatnonzero(rollout.loss_mask)[-1]) + 1 for rollout in batch]
+    assert f"8 rollouts, {sum(lengths):,} tokens" in " ".join(lines)
+    assert reuse > 1
+    assert "from random weights, seed 1234" in line_of(lines, "start")
+
+
+def test_a_started_run(tmp_path: Path) -> None:
+    flags = f"{stored(tmp_path)} --save {tmp_path}/run"
+    run(flags)
+    before = files_below(tmp_path)
+    lines = check(f"{flags.replace('--train-iters 3', '--train-iters 5')} --clip-grad 2")
+    assert files_below(tmp_path) == before
+    text = "\n".join(lines)
+    assert f"continues {tmp_path}/run/iter_0000003 after step 3\n" in text
+    assert "--clip-grad: 1.0 before, 2.0 now" in text
+    assert "--dry-run" not in text
+    assert "nothing is left to train" in "\n".join(check(flags))
+    # A part is cut, then gone.
+    part = max((tmp_path / "run" / "iter_0000003").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = part.read_bytes()
+    part.write_bytes(content[:-100])
+    with pytest.raises(InputError, match=f"{part.name}: has .* the checkpoint is cut"):
+        check(flags)
+    part.unlink()
+    with pytest.raises(InputError, match=f"{part.name}: is missing"):
+        check(flags)
+    part.write_bytes(content)
+    with pytest.raises(InputError, match="checkpoint of another model: --num-layers is 2 there and 3 here"):
+        check(flags, MODEL.replace("--num-layers 2", "--num-layers 3"))
+    with pytest.raises(InputError, match=r"--load .* holds no checkpoint"):
+        check(f"{stored(tmp_path)} --load {tmp_path}/nothing")
+    (tmp_path / "run" / "iter_0000003" / ".metadata").write_bytes(b"\x80nonsense")
+    with pytest.raises(InputError, match="cannot be read"):
+        check(flags)
+
+
+def test_sampled_rollouts_and_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = check(f"{SAMPLED} --objective ppo --kl-loss-coef 0.1 --save {tmp_path}/run")
+    assert "of 4 to 4 tokens" in line_of(lines, "prompts")
+    assert "further models" in line_of(lines, "memory")
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    lines = check(f"{SAMPLED} --ffn-hidden-size 66 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 3")
+    assert line_of(lines, "mesh").endswith("12 processes: tensor 3, pipeline 2, data 2; layers of stages [1, 1]")
+    with pytest.raises(InputError, match="--tensor-model-parallel-size 2 does not divide"):
+        check(f"{SAMPLED} --tensor-model-parallel-size 2")
+
+
+def test_memory_of_a_large_model_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights 2, gradients 4, optimizer 12 bytes a parameter; divided by tensor and pipeline ranks."""
+    model = (
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --swiglu --disable-bias-linear --bf16 "
+        "--max-position-embeddings 4096 --vocab-size 16384 --untie-embeddings-and-output-weights"
+    )
+    flags = "--task arithmetic --rollout-max-response-len 8"
+    lines = check(flags, model)
+    count = int(line_of(lines, "model").split()[1].replace(",", ""))
+    parts = {
+        name: float(value)
+        for name, value in re.findall(r"([a-z]+) ([\d.]+)(?:,|$)", line_of(lines, "memory").split(":")[1])
+    }
+    for name, each in (("weights", 2), ("gradients", 4), ("optimizer", 12)):
+        assert abs(parts[name] - each * count / 2**30) < 0.006, name
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    divided = check(f"{flags} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", model)
+    weights = float(re.search(r"weights ([\d.]+)", line_of(divided, "memory"))[1])
+    assert weights < parts["weights"] / 3
+
+
+def test_hugging_face_weights(tmp_path: Path) -> None:
+    save_huggingface(tmp_path / "hf", "llama", 3)
+    vocabulary = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
+    write_rollouts(tmp_path / "r.jsonl", make_rollouts(seed_all(1), 6, 4))
+    flags = f"--rollouts {tmp_path}/r.jsonl --global-batch-size 8 --load-hf {tmp_path}/hf"
+    lines = check(flags, "--lr 1")
+    assert line_of(lines, "start").endswith(f"from the weights of {tmp_path}/hf")
+    assert f"vocabulary of {vocabulary}" in line_of(lines, "model")
+    part = max((tmp_path / "hf").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = part.read_bytes()
+    part.write_bytes(content[:-8])
+    with pytest.raises(InputError, match=part.name):
+        check(flags, "--lr 1")
+    part.unlink()
+    with pytest.raises(InputError, match=part.name):
+        check(flags, "--lr 1")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--rollouts nothing.jsonl", "nothing.jsonl: "),
+        ("--tree-memory-tokens 3 --tree-segment-tokens 3", "--tree-memory-tokens 3: a rollout has"),
+        ("--timeline-dir {0}/r.jsonl/x", "--timeline-dir: the folder .* cannot be made"),
+        ("--eval-rollouts {0}/bad.jsonl --eval-interval 1", "bad.jsonl: row 1: "),
+        ("--cost-model {0}/none.json", "none.json"),
+    ],
+)
+def test_what_is_wrong_is_told(tmp_path: Path, change: str, message: str) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"token_ids": [1]}\n')
+    with pytest.raises(InputError, match=message) as caught:
+        check(f"{stored(tmp_path)} {change.format(tmp_path)}")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Status 0 and a summary; status 2 and one line; under a launcher only the first process speaks."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "megatron_dta.train",
+        *MODEL.split(),
+        *SAMPLED.split(),
+        "--dry-run",
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    good = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.count("\n") >= 7
+    bad = [*command, "--load", "nowhere"]
+    bad_run = subprocess.run(bad, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert bad_run.returncode == 2
+    assert "error: --load nowhere: holds no checkpoint\n" in bad_run.stderr
+    assert "Traceback" not in bad_run.stderr
+    second = environment | {"RANK": "1", "WORLD_SIZE": "2"}
+    assert subprocess.run(command, capture_output=True, text=True, env=second, cwd=tmp_path).stdout == ""
+    assert list(tmp_path.iterdir()) == []

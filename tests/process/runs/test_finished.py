@@ -1,0 +1,100 @@
+"""A command whose last step is saved: it says so and ends well, and knows the folder that it has exported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import TrainConfig
+from megatron_dta.training.checkpoint.files import TRACKER
+from megatron_dta.training.checkpoint.finished import check_export, finished, note_export
+
+MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 16 --vocab-size 16"
+TASK = "--task arithmetic --arithmetic-max-operand 9 --rollout-max-response-len 3 --rollout-batch-size 2"
+COMMAND = f"{MODEL} {TASK} --n-samples-per-prompt 2"
+
+
+def settings(folder: Path, train_iters: int, export: bool = False) -> TrainConfig:
+    config = parse_arguments(f"{COMMAND} --train-iters {train_iters} --save {folder}/run".split())
+    if export:
+        config.checkpoint.save_hf = str(folder / "hf")
+    return config
+
+
+def saved(folder: Path, iteration: int) -> None:
+    """What of a checkpoint is looked at."""
+    path = folder / "run" / f"iter_{iteration:07d}"
+    path.mkdir(parents=True)
+    (path / "metadata.json").write_text("{}")
+    (folder / "run" / TRACKER).write_text(str(iteration))
+
+
+def exported(folder: Path, config: TrainConfig, iteration: int) -> None:
+    """Write a folder as the run does."""
+    unfinished = folder / "hf.unfinished"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_bytes(b"weights")
+    note_export(config, iteration, unfinished)
+    unfinished.rename(folder / "hf")
+
+
+def test_a_run_at_its_last_step_is_finished(tmp_path: Path) -> None:
+    assert finished(settings(tmp_path, 5)) is None
+    saved(tmp_path, 5)
+    assert finished(settings(tmp_path, 6)) is None
+    assert finished(settings(tmp_path, 5)) == [f"{tmp_path}/run: already at --train-iters 5; nothing is left to train"]
+    (line,) = finished(settings(tmp_path, 3)) or []
+    assert line == f"{tmp_path}/run: already at --train-iters 3, after step 5; nothing is left to train"
+
+
+def test_an_export_is_recognised(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    config = settings(tmp_path, 5, export=True)
+    assert finished(config) is None  # the export is missing: the run goes on with it
+    check_export(config)
+    exported(tmp_path, config, 5)
+    (tmp_path / "hf" / "README.md").write_text("written by hand")
+    assert (finished(config) or [])[1:] == [f"{tmp_path}/hf: holds the model after step 5"]
+    check_export(config)
+    # More steps would be exported into the same folder.
+    with pytest.raises(InputError, match="hf: holds what this run exported after step 5; give another folder"):
+        check_export(settings(tmp_path, 6, export=True))
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"others")
+    assert finished(config) is None
+    with pytest.raises(InputError, match="hf: exists already"):
+        check_export(config)
+
+
+@pytest.mark.parametrize("note", ["", "[]", "{}", '{"folder": 3, "files": 4}', '{"folder": "x", "files": {"a": 1}}'])
+def test_a_damaged_note_recognises_nothing(tmp_path: Path, note: str) -> None:
+    saved(tmp_path, 5)
+    config = settings(tmp_path, 5, export=True)
+    exported(tmp_path, config, 5)
+    (tmp_path / "run" / "save_hf.json").write_text(note.replace('"x"', f'"{tmp_path}/hf"'))
+    assert finished(config) is None
+
+
+def train(*flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "megatron_dta.train", *COMMAND.split(), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_commands_end_well_or_leave_nothing(tmp_path: Path) -> None:
+    """A finished command started again changes nothing; a refused one leaves no folder behind."""
+    run = ["--train-iters", "1", "--save", str(tmp_path / "run")]
+    done = train(*run)
+    assert done.returncode == 0, done.stderr
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    done = train(*run)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "already at --train-iters 1; nothing is left to train" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    done = train("--train-iters", "1", "--save", str(tmp_path / "new" / "run"), "--load", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert done.stderr == f"error: --load {tmp_path}/none: holds no checkpoint\n"
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,113 @@
+"""Folders that cannot be written, and clocks that are set back while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY, seed_all
+from rollout_runs import Runs, assert_same, metrics_of, weights_of
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --task arithmetic "
+    "--arithmetic-max-operand 3 --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 4 "
+    "--lr 1e-3 --train-iters 4 "
+)
+# A process that is root may write everywhere, until it gives that up.
+WITHOUT_PRIVILEGES = """
+import ctypes, io, json, os, sys
+from pathlib import Path
+from rich.console import Console
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.training.setup import build_trainer
+
+if os.getuid() == 0:
+    empty = (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), empty) == 0
+told = {}
+for name, flags, late in json.loads(sys.argv[1]):
+    try:
+        trainer = build_trainer(parse_arguments(flags.split()), Console(file=io.StringIO()))
+        report = trainer._report
+        def shut(record):
+            report(record)
+            if late and record["iteration"] == 3:
+                os.chmod(late, 0o555)
+        trainer._report = shut
+        trainer.run()
+        told[name] = ""
+    except InputError as error:
+        told[name] = str(error)
+print(json.dumps(told))
+"""
+
+
+def test_folders_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+    """At the start, before anything is sampled; or when it happens, with what was saved before kept."""
+    cases = []
+    for name, flags in {
+        "--save": "--save {}",
+        "--metrics-file": "--metrics-file {}/metrics.jsonl",
+        "--tensorboard-dir": "--tensorboard-dir {}",
+        "--timeline-dir": "--timeline-dir {} --timeline-interval 1",
+    }.items():
+        folder = tmp_path / name.strip("-")
+        folder.mkdir()
+        folder.chmod(0o555)
+        cases.append((name, FLAGS + flags.format(folder), None))
+    for name, flags, late in (
+        ("checkpoint", "", ""),
+        ("background checkpoint", "--async-save", ""),
+        ("rollouts", "--save-rollouts-interval 1", "rollouts"),
+    ):
+        folder = tmp_path / name.replace(" ", "-")
+        cases.append((name, f"{FLAGS} --save {folder} --save-interval 1 {flags}", str(folder / late)))
+    command = [sys.executable, "-c", WITHOUT_PRIVILEGES, json.dumps(cases)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    for name in list(told)[:4]:
+        assert told[name].startswith(f"{name}: the folder {tmp_path / name.strip('-')} cannot be written")
+    for name in list(told)[4:]:
+        folder = tmp_path / name.replace(" ", "-")
+        assert str(folder) in told[name], told
+        assert "cannot be written" in told[name]
+        assert (folder / "iter_0000001" / "metadata.json").is_file()
+    assert all(message.isprintable() for message in told.values())
+
+
+def test_a_clock_that_is_set_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts sampled ahead on a server, saves in the background, events for TensorBoard; the clock jumps at will."""
+    rows, weights, rng, wall = {}, {}, random.Random(3), time.time
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, seed_all(6))
+        runs.add_servers("vllm", 1)
+        for name in ("steady", "jumping"):
+            if name == "jumping":
+                monkeypatch.setattr(time, "time", lambda: wall() + rng.choice((-1e7, -3600.0, 0.0, 5.0, 1e7)))
+            folder = tmp_path / name
+            flags = f"--train-iters 4 --rollout-max-staleness 1 --save {folder} --save-interval 1 --async-save"
+            trainer, _ = runs.run(f"{flags} --tensorboard-dir {folder}/events")
+            rows[name], weights[name] = metrics_of(folder), weights_of(trainer)
+    timing = [row.pop("timing") for name in rows for row in rows[name]]
+    assert rows["steady"] == rows["jumping"]
+    assert_same(weights["steady"], weights["jumping"])
+    seconds = [(key, value) for row in timing for key, value in row.items() if isinstance(value, int | float)]
+    assert all(value >= 0 for _, value in seconds), seconds
+
+
+@pytest.mark.parametrize("folder", ["megatron_dta", "kernels", "tools"])
+def test_durations_are_of_clocks_that_are_never_set(folder: str) -> None:
+    for path in (REPOSITORY / folder).rglob("*.py"):
+        text = path.read_text()
+        assert not any(
+            word in text for word in ("time.time()", "datetime.now", "import time as", "from time import")
+        ), path

@@ -1,0 +1,267 @@
+"""Replies that no rollout server should give: each is told with its server and field, and costs bounded memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+import hostile_replies
+from conftest import REPOSITORY, seed_all
+from hostile_edits import MEMBER
+from hostile_replies import Faults, RawReply
+from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup
+from http_weights_cases import write_checkpoint
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.engines.servers.http_client import ServerError
+from rollout_runs import Runs
+from rollout_server_base import RolloutServer
+
+
+@pytest.fixture
+def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
+    with ExitStack() as stack:
+        yield Setup(stack, kind, seed_all(len(request.node.name)))
+
+
+def answer_with(server: RolloutServer, change: Callable[[bytes], web.StreamResponse | bytes]) -> None:
+    """Let a server change all its replies to generation requests."""
+    answer = server.answer
+
+    async def changed(path: str, request: web.Request, body: Any) -> web.StreamResponse:
+        good = await answer(path, request, body)
+        if path != server.generate_path:
+            return good
+        found = change(good.body)
+        return web.Response(body=found, content_type="application/json") if isinstance(found, bytes) else found
+
+    server.answer = changed
+
+
+def put(reply: bytes, path: tuple[Any, ...], literal: str) -> bytes:
+    """The reply with a literal of JSON at a path."""
+    value = holder = json.loads(reply)
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = "@"
+    return json.dumps(value).replace('"@"', literal).encode()
+
+
+TOKENS, LOGPROBS = ("choices", 0, "token_ids"), ("choices", 0, "logprobs", "token_logprobs")
+DEEP = "[" * 3000 + "]" * 3000
+FORMS = [
+    # kind, path, literal, what is told
+    ("vllm", (*TOKENS, 0), "23", "choices.0.token_ids have 23, outside of the vocabulary of 23"),
+    ("vllm", (*TOKENS, 0), "-1", "choices.0.token_ids have -1, outside"),
+    ("vllm", (*TOKENS, 0), "true", "choices.0.token_ids.0 must be a whole number, got true"),
+    ("vllm", (*TOKENS, 0), "9" * 400, "choices.0.token_ids have 999"),
+    ("vllm", (*TOKENS, 0), "9" * 5000, "is not JSON"),
+    ("vllm", TOKENS, "null", "choices.0.token_ids must be a list, got null"),
+    ("vllm", TOKENS, '"\\u001b[2J"', "choices.0.token_ids must be a list, got "),
+    ("vllm", ("choices", 0, "prompt_token_ids"), "[1, 2, 4]", "another prompt: its choices.0.prompt_token_ids"),
+    ("vllm", ("choices", 0, "prompt_token_ids"), "3", "prompt_token_ids must be a list, got 3"),
+    ("vllm", ("usage", "prompt_tokens"), "4", "another prompt: its usage.prompt_tokens are 4, sent were 3"),
+    ("vllm", (*LOGPROBS, 0), "-1" + "0" * 400, "token_logprobs have -1000"),
+    ("vllm", (*LOGPROBS, 0), "-1e38", "token_logprobs have -1e+38"),
+    ("vllm", (*LOGPROBS, 0), "-1e999", "no logprob"),
+    ("vllm", (*LOGPROBS, 0), "NaN", "the reply has NaN, which is no number of JSON"),
+    ("vllm", (*LOGPROBS, 0), '"-1"', 'token_logprobs.0 must be a number, got "-1"'),
+    ("vllm", ("choices", 0, "weight_versions"), "7", "choices.0.weight_versions must be a list, got 7"),
+    ("vllm", ("choices", 0, "weight_versions"), "[7]", "choices.0.weight_versions.0 must be an object, got 7"),
+    ("vllm", ("choices", 0, "weight_versions"), '[{"version": []}]', "weight_versions.0 must be a string or a whole"),
+    ("vllm", ("choices", 0, "finish_reason"), "{}", "choices.0.finish_reason must be a string, got {}"),
+    ("vllm", ("choices",), "[]", "the reply has no choices.0"),
+    ("vllm", ("choices",), "{}", "choices must be a list, got {}"),
+    ("vllm", ("usage",), "7", "usage must be an object, got 7"),
+    ("vllm", ("usage", "prompt_tokens_details"), "[]", "usage.prompt_tokens_details must be an object"),
+    ("vllm", ("usage", "more"), DEEP, "the reply is nested too deeply"),
+    ("vllm", ("usage", "more"), '"' + "a" * (2 << 20) + '"', "the reply is longer than"),
+    ("sglang", ("output_ids", 0), "23", "output_ids are not those of its"),
+    ("sglang", ("output_ids", 0), "[]", "output_ids.0 must be a whole number"),
+    ("sglang", ("meta_info", "prompt_tokens"), "1", "meta_info.prompt_tokens are 1, sent were 3"),
+    ("sglang", ("meta_info", "output_token_logprobs"), "[[-1.0]]", "output_token_logprobs.0 must be a logprob and a"),
+    ("sglang", ("meta_info", "output_token_logprobs"), "[7]", "output_token_logprobs.0 must be a list, got 7"),
+    ("sglang", ("meta_info", "output_token_logprobs", 0, 0), "1e3", "its logprobs have 1000.0, which is no logprob"),
+    ("sglang", ("meta_info", "weight_versions"), "7", "meta_info.weight_versions must be a list, got 7"),
+    ("sglang", ("meta_info", "weight_version"), "{}", "weight_versions.0 must be a string or a whole number"),
+    ("sglang", ("meta_info", "finish_reason"), "null", "meta_info.finish_reason must be an object, got null"),
+    ("sglang", ("meta_info", "cached_tokens"), '"a"', "meta_info.cached_tokens must be a whole number"),
+    ("sglang", ("meta_info",), "[" * 200_000, "the reply is nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("kind", "path", "literal", "told"), FORMS)
+def test_malformed_replies_name_server_and_field(setup: Setup, path: tuple[Any, ...], literal: str, told: str) -> None:
+    setup.add_servers(1)
+    answer_with(setup.servers[0], lambda reply: put(reply, path, literal))
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    with pytest.raises(ServerError) as caught:
+        generate(engine, [GenerationRequest(1, np.array([1, 2, 3], np.int32), 5, key=0)])
+    message = str(caught.value)
+    assert told in message
+    assert f"failed 4 times, the last time on {setup.servers[0].url}: " in message
+    assert message.isprintable()
+    assert len(message) < 700
+
+
+@KINDS
+def test_malformed_replies_are_asked_for_again(setup: Setup) -> None:
+    """One server gives tokens of another model, the other one is good."""
+    setup.add_servers(2)
+    ids = ("choices", 0, "token_ids") if setup.kind == "vllm" else ("output_ids",)
+    answer_with(setup.servers[0], lambda reply: put(reply, (*ids, 0), "23"))
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    results = generate(engine, setup.requests(20, prompts=6))
+    assert max(result.token_ids.max() for result in results) < VOCABULARY
+    assert engine.statistics()["retried_requests"] > 0
+
+
+@KINDS
+def test_compressed_and_endless_replies_take_no_memory(setup: Setup) -> None:
+    """1.5 GB in 1.5 MB; and a reply without an end."""
+    setup.add_servers(1)
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % (15 * len(MEMBER))
+    replies = [RawReply([head, MEMBER * 15]), RawReply([b"HTTP/1.1 200 OK\r\n\r\n", *[b"[" * (1 << 20)] * 1500])]
+    before = hostile_replies.resident_bytes()
+    for reply, told in zip(replies, ("compressed, which was not asked for", "is longer than"), strict=True):
+        setup.servers[0].answer = answer_once(setup.servers[0], reply)
+        engine = setup.engine(replace(QUICK, attempts=1))
+        engine.start(PARAMS, 0)
+        with pytest.raises(ServerError, match=told):
+            generate(engine, setup.requests(1))
+    assert hostile_replies.resident_bytes() - before < 64 << 20
+
+
+def answer_once(server: RolloutServer, reply: RawReply) -> Callable[..., Any]:
+    answer = type(server).answer
+
+    async def changed(path: str, request: web.Request, body: Any) -> web.StreamResponse:
+        return reply if path == server.generate_path else await answer(server, path, request, body)
+
+    return changed
+
+
+@KINDS
+def test_requests_go_nowhere_else(setup: Setup) -> None:
+    """A redirect would take the prompt and the key of the API to an address that was not given."""
+    setup.add_servers(2)
+    elsewhere = setup.servers.pop()
+    where = f"{elsewhere.url}{elsewhere.generate_path}".encode()
+    reply = RawReply([b"HTTP/1.1 307 Moved\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % where])
+    setup.servers[0].answer = answer_once(setup.servers[0], reply)
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    with pytest.raises(ServerError, match="is refused with 307"):
+        generate(engine, setup.requests(1))
+    assert elsewhere.calls == []
+
+
+@KINDS
+def test_replies_to_questions_are_checked_too(setup: Setup) -> None:
+    """Those before the first request are asked for again, and then the server is left out."""
+    setup.add_servers(1, temperature_scaled=True)
+    path = ("choices", 0, "token_ids") if setup.kind == "vllm" else ("meta_info", "output_token_ids_logprobs", 0, 0, 0)
+    answer_with(setup.servers[0], lambda reply: put(reply, path, "7" if setup.kind == "vllm" else "1e999"))
+    engine = setup.engine()
+    params = replace(PARAMS, temperature=0.7)
+    if setup.kind == "sglang":
+        with pytest.raises(ServerError, match="gives no logprobs of named tokens") as caught:
+            engine.start(params, 0)
+        assert setup.servers[0].url in str(caught.value)
+        return
+    engine.start(params, 0)
+    assert "choices.0.token_ids must be a list, got 7" in setup.lines[0]
+    assert setup.servers[0].url in setup.lines[0]
+
+
+@KINDS
+@pytest.mark.parametrize("servers", [1, 2])
+def test_servers_that_lie_about_their_weights_give_no_tokens(setup: Setup, servers: int, tmp_path: Path) -> None:
+    """They say that they have the weights that they were sent, and sample with others."""
+    setup.add_servers(servers)
+    path = ("choices", 0, "weight_versions", 0, "version") if setup.kind == "vllm" else ("meta_info", "weight_version")
+    for server in setup.servers:
+        answer_with(server, lambda reply: put(reply, path, '"of yesterday\\u0007"'))
+    engine = setup.engine()
+    setup.table = write_checkpoint(tmp_path / "v1", 1)
+    engine.update_weights(1, tmp_path / "v1")
+    engine.start(PARAMS, 0)
+    with pytest.raises(ServerError, match="samples with the weights of yesterday") as caught:
+        generate(engine, setup.requests(4))
+    assert str(caught.value).isprintable()
+    assert engine.statistics()["servers_lost"] >= servers
+
+
+@KINDS
+def test_a_server_that_stops_at_strings_of_its_own_is_asked_to_go_on(setup: Setup) -> None:
+    """Stop strings of its generation config end a reply behind any token: only the trainer's ends end a response."""
+    setup.add_servers(1)
+    cuts = random.Random(3)
+
+    def stop_early(reply: bytes) -> bytes:
+        found = json.loads(reply)
+        length = cuts.randrange(1, 4)
+        if setup.kind == "vllm":
+            choice = found["choices"][0]
+            if len(choice["token_ids"]) > length:
+                choice |= {"finish_reason": "stop", "stop_reason": "\n\n", "token_ids": choice["token_ids"][:length]}
+                choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:length]
+        elif len(found["output_ids"]) > length:
+            found["output_ids"] = found["output_ids"][:length]
+            meta = found["meta_info"]
+            meta["output_token_logprobs"] = meta["output_token_logprobs"][:length]
+            meta["finish_reason"] = {"type": "stop", "matched": "\n\n"}
+        return json.dumps(found).encode()
+
+    answer_with(setup.servers[0], stop_early)
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    requests = setup.requests(30)
+    for request, result in zip(requests, generate(engine, requests), strict=True):
+        assert len(result.token_ids) == request.max_tokens or result.token_ids[-1] == PARAMS.eos_id
+    assert len(setup.servers[0].bodies) > 60
+
+
+@pytest.mark.parametrize("kind", hostile_replies.KINDS)
+def test_seeded_mutations_are_used_or_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    seed = int(seed_all(20261122).integers(1 << 30))
+    rng, faults = random.Random(seed), Faults()
+    edits = ["values", "bytes", "http"]
+    before = hostile_replies.resident_bytes()
+    if kind == "reward":
+        sent, outcomes = hostile_replies.attack_rewards(150, rng, faults, edits)
+    else:
+        sent, outcomes = hostile_replies.attack(kind, 150, rng, faults, edits)
+    assert sent >= 150
+    assert outcomes["used"] > 0
+    assert outcomes["refused"] > 0
+    assert faults.count == 0
+    assert hostile_replies.resident_bytes() - before < hostile_replies.MOST_GROWTH
+    assert "never retrieved" not in caplog.text
+
+
+def test_a_run_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, seed_all(5))
+        (server,) = runs.add_servers("vllm", 1)
+        answer_with(server, lambda reply: put(reply, ("choices", 0, "weight_versions"), "7"))
+        command = [sys.executable, "-m", "megatron_dta.train"]
+        flags = runs.command(f"--train-iters 2 --rollout-weights-dir {tmp_path / 'w'} --rollout-attempts 2").split()
+        done = subprocess.run([*command, *flags], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "choices.0.weight_versions must be a list, got 7" in line
+    assert server.url in line

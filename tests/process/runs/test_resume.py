@@ -1,0 +1,124 @@
+"""Kill training at any moment and start the same command again: metrics and weights are those of an unbroken run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import REPOSITORY, seed_all
+from megatron_dta.rollouts import Rollout, write_rollouts
+from resume_cases import final_tensors, prompts_and_reward, rows_without_timing
+
+MODEL = (
+    "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --swiglu --disable-bias-linear "
+    "--max-position-embeddings 32 --tree-segment-tokens 16 --lr 3e-3 --lr-decay-style cosine --train-iters 8"
+)
+# Two steps a collection, and checkpoints after every third: some hold a step that is prepared but not trained.
+SAMPLED = (
+    "--tokenizer-type CharacterTokenizer --rollout-max-response-len 5 --rollout-batch-size 4 "
+    "--n-samples-per-prompt 3 --num-steps-per-rollout 2 --old-logprobs recompute --kl-loss-coef 0.1 "
+    "--entropy-coef 0.01 --eval-interval 2 --eval-iters 5 --save-interval 3"
+)
+STORED = "--objective sft --global-batch-size 5 --vocab-size 17 --save-interval 2 --eval-interval 4 --bf16"
+
+
+def stored_rollouts(path: Path, rng: np.random.Generator, count: int) -> str:
+    rollouts = []
+    for number in range(count):
+        length = int(rng.integers(3, 12))
+        mask = np.arange(length) >= rng.integers(1, length)
+        tokens = rng.integers(0, 3, length).astype(np.int32)
+        rollouts.append(Rollout(tokens, mask, trajectory_id=str(number)))
+    write_rollouts(path, rollouts)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """All runs, by one worker: for each of two commands an unbroken run and a run with kills; then their statuses."""
+    rng = seed_all(20251120)
+    folder = tmp_path_factory.mktemp("runs")
+    files = stored_rollouts(folder / "train.jsonl", rng, 23), stored_rollouts(folder / "held_out.parquet", rng, 7)
+    commands = {
+        "sampled": f"{MODEL} {SAMPLED} {prompts_and_reward(folder, rng)}",
+        "stored": f"{MODEL} {STORED} --rollouts {files[0]} --eval-rollouts {files[1]}",
+    }
+    kills = {
+        "sampled": ["row:3", "half:1", "renamed:1", "saved:1", "row:3", "term:7", f"after:{rng.uniform(0.1, 1)}"],
+        "stored": ["saved:2", "half:1", f"after:{rng.uniform(0.1, 1)}", "renamed:1"],
+    }
+    print(kills)
+    scenarios = {}
+    for name, command in commands.items():
+        for kind in ("straight", "killed"):
+            argv = [*command.split(), "--save", str(folder / f"{name}-{kind}")]
+            scenarios[f"{name}-{kind}"] = {"argv": argv, "kills": kills[name] if kind == "killed" else []}
+    (folder / "scenarios.json").write_text(json.dumps(list(scenarios.values())))
+    worker = REPOSITORY / "tests" / "helpers" / "resume_worker.py"
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, str(worker), str(folder / "scenarios.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    statuses = json.loads(done.stdout.splitlines()[-1])
+    return folder, dict(zip(scenarios, statuses, strict=True))
+
+
+@pytest.mark.parametrize("name", ["sampled", "stored"])
+def test_metrics_and_weights_are_those_of_an_unbroken_run(runs: tuple[Path, dict[str, list[int]]], name: str) -> None:
+    folder, statuses = runs
+    assert statuses[f"{name}-straight"] == [0]
+    killed = statuses[f"{name}-killed"]
+    assert killed[-1] == 0
+    assert killed.count(-9) >= 2, killed
+    expected, found = (rows_without_timing(folder / f"{name}-{kind}") for kind in ("straight", "killed"))
+    assert [row["iteration"] for row in expected] == list(range(9))
+    assert found == expected
+    losses = [row["loss"] for row in expected[1:]]
+    assert len(set(losses)) > 6, "a run that learns nothing would pass"
+    left, right = (final_tensors(folder / f"{name}-{kind}") for kind in ("straight", "killed"))
+    assert left.keys() == right.keys()
+    assert any(key.startswith("optimizer.state.exp_avg") for key in left)
+    for key, values in left.items():
+        assert torch.equal(values, right[key]), key
+
+
+def test_nothing_is_left_behind(runs: tuple[Path, dict[str, list[int]]]) -> None:
+    folder, _ = runs
+    assert not list(folder.rglob("*.tmp"))
+    assert (folder / "sampled-killed" / "reward.png").stat().st_size > 1000
+
+
+def test_sigterm_saves_and_ends_with_status_0(runs: tuple[Path, dict[str, list[int]]]) -> None:
+    _, statuses = runs
+    assert statuses["sampled-killed"][5] == 0
+
+
+def test_torchrun_gives_the_same_run(runs: tuple[Path, dict[str, list[int]]], tmp_path: Path) -> None:
+    folder, _ = runs
+    scenario = json.loads((folder / "scenarios.json").read_text())[0]["argv"]
+    argv = [*scenario[: scenario.index("--save")], "--save", str(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
+    subprocess.run(
+        [*command, "megatron_dta.train", *argv],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+    )
+    assert rows_without_timing(tmp_path) == rows_without_timing(folder / "sampled-straight")

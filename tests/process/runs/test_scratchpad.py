@@ -1,0 +1,127 @@
+"""The scratchpad example: its problems and careless teacher, its script in miniature, and what its report compares."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from conftest import REPOSITORY, seed_all
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
+from megatron_dta.sampling.rewards.registry import compute_reward, load_reward_function
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+scratchpad, report = load("scratchpad"), load("scratchpad_report")
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=variables, check=False)
+
+
+@pytest.mark.parametrize("base", [2, 4, 10])
+@pytest.mark.parametrize("digits", [1, 7])
+def test_solutions_are_sums(base: int, digits: int) -> None:
+    rng = seed_all(base + digits)
+    for _ in range(20):
+        left, right = rng.integers(base, size=(2, digits))
+        columns = scratchpad.solution_text(left, right, base).split(" ")
+        total = sum(int(column[2]) * base**place for place, column in enumerate(columns))
+        total += int(columns[-1][1]) * base**digits
+        assert total == sum(int(a + b) * base**place for place, (a, b) in enumerate(zip(left, right, strict=True)))
+        assert [int(column[0]) for column in columns] == [0, *(int(column[1]) for column in columns[:-1])]
+
+
+def test_a_forgotten_carry_is_worked_on_with() -> None:
+    left, right = np.array([7, 4, 9]), np.array([5, 5, 9])
+    assert scratchpad.problem_text(left, right) == "7+5 4+5 9+9="
+    assert scratchpad.solution_text(left, right, 10) == "012 110 119"
+    assert scratchpad.solution_text(left, right, 10, np.array([False, True, False])) == "012 009 018"
+
+
+def test_files_of_the_task(tmp_path: Path) -> None:
+    flags = "--base 3 --digits 6 --examples 2 --carelessness 0.5 --count 40 --prompts 50 --held-out 20 --seed 4"
+    done = run(sys.executable, "examples/scratchpad.py", "--output", str(tmp_path), *flags.split())
+    assert done.returncode == 0, done.stderr
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("prompts", "held_out")
+    }
+    assert [len(found) for found in rows.values()] == [50, 20]
+    held_out = {row["prompt"][-24:] for row in rows["held_out"]}
+    assert not any(problem in row["prompt"] for problem in held_out for row in rows["prompts"])
+    reward = load_reward_function("examples/scratchpad.py:reward")
+    row = rows["prompts"][0]
+    assert compute_reward(reward, "p", row, row["answer"], []) == 1
+    assert compute_reward(reward, "p", row, row["answer"][:-1], []) == 0
+    tokenizer, mistakes = CharacterTokenizer(), 0
+    for rollout in load_rollouts(tmp_path / "warmup.jsonl", vocab_size=16):
+        text = tokenizer.decode(rollout.token_ids)
+        assert not any(problem in text for problem in held_out)
+        assert len(text) == 3 * 48 - 1
+        trained = "".join(np.where(rollout.loss_mask[:-1], list(text), "-"))
+        assert trained == "-".join(["-" * 24 + text[48 * i + 24 : 48 * i + 47] for i in range(3)])
+        assert rollout.loss_mask[-1]
+        assert rollout.token_ids[-1] == tokenizer.eos_id
+        for i in range(3):
+            problem, found = text[48 * i : 48 * i + 23], text[48 * i + 24 : 48 * i + 47]
+            pairs = np.array([pair.split("+") for pair in problem.split(" ")], dtype=int)
+            mistakes += found != scratchpad.solution_text(*pairs.T, 3)
+    assert 20 < mistakes < 115
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [("--digits 5", "--digits 5"), ("--base 11", "--base 11"), ("--carelessness 2", "0 to 1")]
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, flags: str, message: str) -> None:
+    done = run(sys.executable, "examples/scratchpad.py", "--output", str(tmp_path), *flags.split())
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_the_script_in_miniature(tmp_path: Path) -> None:
+    done = run("bash", "examples/scratchpad.sh", SIZE="tiny", OUT=str(tmp_path), STEPS="6", DENSE_STEPS="4")
+    # A model this small learns nothing in six steps, and the report says so.
+    assert "FAILED: the held-out reward rose by" in done.stdout, done.stdout + done.stderr
+    (found,) = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    dense, trees = found["rows"]
+    assert (dense["mode"], trees["mode"], dense["steps"], trees["steps"]) == ("dense", "dta", 2, 2)
+    assert dense["token_reuse"] == 1 < trees["token_reuse"]
+    assert {"sampling", "logprobs", "training"} == {
+        name.removesuffix("_tokens_per_second") for name in trees if name.endswith("_tokens_per_second")
+    }
+    assert [step for step, _ in found["held_out_reward"]] == list(range(7))
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
+    assert "<html" in (tmp_path / "report.html").read_text()
+
+
+def test_compared_steps_are_common_and_leave_the_first_collection_out() -> None:
+    def records(count: int) -> list[dict]:
+        return [{"iteration": 0}] + [
+            {"iteration": i, "tokens": 1, "collection_step": (i - 1) % 2} for i in range(1, count)
+        ]
+
+    chosen = report.compared_steps({"dense": records(6), "dta": records(9)})
+    assert [[record["iteration"] for record in found] for found in chosen.values()] == [[3, 4, 5], [3, 4, 5]]
+    assert report.compared_steps({"dense": records(2), "dta": records(2)}) == {"dense": [], "dta": []}
+
+
+def test_the_report_needs_a_run(tmp_path: Path) -> None:
+    done = run(sys.executable, "examples/scratchpad_report.py", str(tmp_path))
+    assert done.returncode == 2
+    assert "no metrics of a finished run" in done.stderr

@@ -1,0 +1,111 @@
+"""Signals that schedulers and people send: the run ends after its step, saved, and goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY
+from megatron_dta.training.monitor.stop_signals import STOP_SIGNALS, StopSignals
+from trainer_cases import MODEL, make_trainer, rows_of, run
+
+FLAGS = "--task arithmetic --arithmetic-max-operand 9 --rollout-batch-size 2 --n-samples-per-prompt 2 --lr 1e-3 "
+FLAGS += "--rollout-max-response-len 6 --train-iters 4"
+
+
+def rows_without_timing(folder: Path) -> list[dict]:
+    return [
+        {name: value for name, value in row.items() if name != "timing"} for row in rows_of(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_in_a_step_ends_the_run_after_it(tmp_path: Path, name: str, capfd: pytest.CaptureFixture) -> None:
+    run(f"{FLAGS} --save {tmp_path}/straight")
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    trainer, output = make_trainer(f"{FLAGS} --save {tmp_path}/stopped")
+    train = trainer.engine.forward_backward
+
+    def interrupted(*arguments, **settings):
+        if trainer.progress.iteration == 1:
+            os.kill(os.getpid(), signal.Signals[name])
+        return train(*arguments, **settings)
+
+    trainer.engine.forward_backward = interrupted
+    trainer.run()
+    trainer.metrics.close()
+    assert trainer.progress.iteration == 2
+    assert f"stopped by {name} after step 2" in output.getvalue()
+    assert ("Ctrl-C" in capfd.readouterr().err) == (name == "SIGINT")
+    assert (tmp_path / "stopped" / "iter_0000002").is_dir()
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    run(f"{FLAGS} --save {tmp_path}/stopped")
+    assert rows_without_timing(tmp_path / "stopped") == rows_without_timing(tmp_path / "straight")
+
+
+def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("megatron_dta.training.monitor.stop_signals.time.monotonic", lambda: now[0])
+    signals = StopSignals()
+    with signals.watching():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGINT)
+        now[0] += 0.5  # what torchrun passes on beside the terminal
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.name == "SIGUSR1"
+        now[0] += 1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_scripts_learn_of_ctrl_c(tmp_path: Path, times: int) -> None:
+    """Status 130, and no traceback; after one Ctrl-C with a checkpoint, after two without."""
+    flags = f"{FLAGS} --train-iters 100000 --rollout-batch-size {2 if times == 1 else 4000} --save {tmp_path}"
+    program = [sys.executable, "-m", "megatron_dta.train", *MODEL.split(), *flags.split()]
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    settings = tmp_path / ("metrics.jsonl" if times == 1 else "settings.json")
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (settings.exists() and settings.stat().st_size):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    heard = ""
+    if times == 2:
+        # Python may hear of the first one late; it is the second once that has been said, and a second has gone by.
+        while "once more" not in heard and (line := process.stderr.readline()):
+            heard += line
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+    errors = heard + process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert ("interrupted" in errors) == (times == 2)
+    assert bool(list(tmp_path.glob("iter_*"))) == (times == 1)
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_job_scripts_pass_slurms_warning_on(tmp_path: Path, name: str) -> None:
+    """Either signal of ``--signal B:...`` reaches the step as a SIGTERM, and the script waits until it has ended."""
+    script = tmp_path / "job.sh"
+    script.write_text(
+        f"""source {REPOSITORY}/slurm/common.sh
+say() {{ echo "$*"; }}
+scancel() {{ kill -TERM "$step_process"; }}
+SLURM_JOB_ID=1
+( trap 'sleep 0.5; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.1; done ) &
+step_process=$!
+( sleep 1; kill -{name} $$ ) &
+wait_for_step
+echo "status $step_status warned $warned"
+"""
+    )
+    found = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
+    expected = ["ready", f"got SIG{name}: the processes save and end", "saved", "status 0 warned 1"]
+    assert found.stdout.splitlines() == expected, found.stderr

@@ -1,0 +1,370 @@
+"""Data as people have it: prompts in Parquet, conversations and preferences as text, from files to losses."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from chat_folder import CHATML, THINKING, make_chat_folder
+from conftest import REPOSITORY
+from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.load import PromptReader
+from megatron_dta.sampling.prompts.text_rollouts import TextReader, holds_text
+from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
+
+transformers = pytest.importorskip("transformers")
+
+MODEL = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --swiglu --disable-bias-linear --lr 1e-2 "
+    "--max-position-embeddings 160"
+)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """``rows`` as JSONL or Parquet, by the suffix."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def reader(folder: Path, **settings: Any) -> TextReader:
+    return TextReader(HuggingFaceTokenizer(folder), ChatTemplate(folder), **settings)
+
+
+def trained_text(folder: Path, rollout: Rollout) -> str:
+    """The text of the trained tokens, special ones too."""
+    library = transformers.AutoTokenizer.from_pretrained(folder)
+    return library.decode(rollout.token_ids[rollout.loss_mask], skip_special_tokens=False)
+
+
+def train(*arguments: object) -> list[dict[str, Any]]:
+    """Run the training command; the records of its metrics and its output."""
+    command = [sys.executable, "-m", "megatron_dta.train", *MODEL.split(), *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    folder = Path(arguments[arguments.index("--save") + 1])
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records[0]["output"] = done.stdout
+    return records
+
+
+def refused(*arguments: object) -> str:
+    command = [sys.executable, "-m", "megatron_dta.train", *MODEL.split(), *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr
+
+
+# --- masks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_masks_are_those_of_the_library(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+
+    def words() -> str:
+        return "".join(
+            draw.choice(["a", "b", "the ", "\n", " ", "ä", "<|im_start|>"]) for _ in range(draw.randint(1, 9))
+        )
+
+    talks = []
+    for _ in range(12):
+        talk = [user(words())]
+        for _ in range(draw.randint(1, 4)):
+            talk += [{"role": "tool", "content": words()}] * draw.randint(0, 1) + [assistant("x" + words())]
+            talk += [user(words())] * draw.randint(0, 1)
+        talks.append(talk)
+    folder = make_chat_folder(tmp_path / "model", texts=["the theme of\n\nthe b\n"] * 9 if seed % 2 else None)
+    library = transformers.AutoTokenizer.from_pretrained(folder)
+    file = write(tmp_path / ("talks.parquet" if seed % 2 else "talks.jsonl"), [{"messages": talk} for talk in talks])
+    for talk, rollout in zip(talks, reader(folder).read(file, pairs=False), strict=True):
+        expected = library.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+        mask = np.array(expected["assistant_masks"], bool)
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        assert rollout.token_ids.tolist() == expected["input_ids"][:end]
+        assert rollout.loss_mask.tolist() == mask[:end].tolist()
+        assert rollout.reward is None
+
+
+def test_a_token_does_not_reach_over_the_beginning_of_a_turn(tmp_path: Path) -> None:
+    # Line breaks are merged into one token; the generation prompt ends with one, and the answer begins with one.
+    folder = make_chat_folder(tmp_path / "model", texts=["\n\n\n\n"] * 50)
+    library = transformers.AutoTokenizer.from_pretrained(folder)
+    talk = [user("hi"), assistant("\n\nwell")]
+    (rollout,) = reader(folder).read(write(tmp_path / "t.jsonl", [{"messages": talk}]), pairs=False)
+    whole = library.apply_chat_template(talk, return_dict=False)
+    prompt = library.apply_chat_template(talk[:1], add_generation_prompt=True, return_dict=False)
+    assert whole[: len(prompt)] != prompt  # or this would test nothing
+    assert rollout.token_ids[: len(prompt)].tolist() == prompt
+    assert trained_text(folder, rollout) == "\n\nwell<|im_end|>"
+    assert rollout.loss_mask.tolist() == [False] * len(prompt) + [True] * (len(rollout) - len(prompt))
+
+
+def test_turns_that_are_written_differently_later(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model", THINKING)
+    file = write(tmp_path / "t.jsonl", [{"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}])
+    with pytest.raises(InputError, match=r"row 1: messages: message 2: .*--rollout-framing turn"):
+        reader(folder).read(file, pairs=False)
+    first, second = reader(folder, framing="turn").read(file, pairs=False)
+    assert trained_text(folder, first) == "<think></think>b<|im_end|>"
+    assert trained_text(folder, second) == "<think></think>d<|im_end|>"
+    assert first.trajectory_id == second.trajectory_id is not None
+    library = transformers.AutoTokenizer.from_pretrained(folder)
+    assert "<think>" not in library.decode(second.token_ids[~second.loss_mask])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n!{% endif %}"),
+            "begins the assist",
+        ),
+        (CHATML.replace("<|im_end|>", "#"), r"does not end the assistant's turn with the end of sequence \(257\)"),
+    ],
+)
+def test_templates_that_cannot_be_trained(tmp_path: Path, template: str, message: str) -> None:
+    folder = make_chat_folder(tmp_path / "model", template)
+    with pytest.raises(InputError, match=message):
+        reader(folder).read(write(tmp_path / "t.jsonl", [{"messages": [user("a"), assistant("b")]}]), pairs=False)
+
+
+def test_responses_and_other_names(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model")
+    talk = [user("a"), assistant("b")]
+    (expected,) = reader(folder).read(write(tmp_path / "0.jsonl", [{"messages": talk}]), pairs=False)
+    forms = [
+        ({"prompt": "a", "response": "b", "source": 3}, {}),
+        ({"question": talk[:1], "completion": [talk[1]]}, {}),
+        ({"talk": {"said": talk}}, {"input_key": "talk.said"}),
+        ({"q": "a", "a": "b"}, {"input_key": "q", "label_key": "a"}),
+    ]
+    for number, (row, settings) in enumerate(forms, start=1):
+        for suffix in ("jsonl", "parquet"):
+            file = write(tmp_path / f"{number}.{suffix}", [row])
+            assert holds_text(file, settings.get("input_key"))
+            (found,) = reader(folder, **settings).read(file, pairs=False)
+            assert found.token_ids.tolist() == expected.token_ids.tolist()
+            assert found.loss_mask.tolist() == expected.loss_mask.tolist()
+    plain = TextReader(CharacterTokenizer())
+    (rollout,) = plain.read(write(tmp_path / "p.jsonl", [{"prompt": "1+1=", "response": "2"}]), pairs=False)
+    assert CharacterTokenizer().decode(rollout.token_ids) == "1+1=2"
+    assert rollout.loss_mask.tolist() == [False] * 4 + [True] * 2  # the end of sequence, too
+
+
+@pytest.mark.parametrize(
+    ("row", "pairs", "message"),
+    [
+        ({"messages": [user("a")]}, False, "row 2: messages: has no message of the assistant"),
+        ({"messages": [assistant("a")]}, False, "row 2: messages: message 1: is the assistant's"),
+        ({"messages": [{"role": "user"}]}, False, "row 2: messages: message 1: must be an object"),
+        ({"messages": 3}, False, "row 2: messages: must be text or a list of messages, got int"),
+        ({"prompt": "a"}, False, "row 2: prompt: is text and needs a response"),
+        ({"text": "a"}, False, "row 2: needs messages, or prompt and response"),
+        ({"messages": [user("a"), assistant("\ud800")]}, False, "is no valid text"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, False, "only --objective dpo trains"),
+        ({"messages": [user("a"), assistant("b")]}, True, "--objective dpo needs the fields chosen and rejected"),
+        ({"prompt": "a", "chosen": "b"}, True, "row 2: has no field 'rejected'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, True, "row 2: chosen and rejected are the same"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, row: dict[str, Any], pairs: bool, message: str) -> None:
+    folder = make_chat_folder(tmp_path / "model")
+    good = {"messages": [user("a"), assistant("b")]} if not pairs else {"prompt": "a", "chosen": "b", "rejected": "c"}
+    file = write(tmp_path / "t.jsonl", [good, row])
+    with pytest.raises(InputError, match=message) as caught:
+        reader(folder).read(file, pairs)
+    assert str(file) in str(caught.value)
+
+
+def test_preferences_of_all_forms(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model")
+    talk = [user("a"), assistant("b"), user("c")]
+    rows = [
+        {"prompt": talk, "chosen": [assistant("good")], "rejected": [assistant("bad")]},
+        {"prompt": talk, "chosen": "good", "rejected": "bad"},
+        {"chosen": [*talk, assistant("good")], "rejected": [*talk, assistant("bad")]},
+        {"prompt": talk, "chosen": [*talk, assistant("good")], "rejected": [*talk, assistant("bad")]},
+    ]
+    found = []
+    for number, row in enumerate(rows):
+        chosen, rejected = reader(folder).read(write(tmp_path / f"{number}.jsonl", [row]), pairs=True)
+        assert (chosen.reward, rejected.reward) == (1.0, 0.0)
+        assert chosen.group_id == rejected.group_id
+        assert trained_text(folder, chosen) == "good<|im_end|>"  # not the turn of the prompt
+        assert trained_text(folder, rejected) == "bad<|im_end|>"
+        found.append((chosen.token_ids.tolist(), rejected.token_ids.tolist()))
+    assert all(pair == found[0] for pair in found)
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+def verl_rows(count: int) -> list[dict[str, Any]]:
+    """Rows as verl's preprocessing of GSM8K writes them."""
+    return [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [user(f"{i} + {i}?")],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * i)},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(count)
+    ]
+
+
+def test_prompts_in_parquet(tmp_path: Path) -> None:
+    tokenizer, rows = CharacterTokenizer(), [{"question": "1+1=", "answer": "2"}, {"question": "2+2=", "answer": "4"}]
+    found = [
+        [(p.prompt_id, p.token_ids.tolist(), dict(p.record)) for p in PromptReader(tokenizer).read(write(file, rows))]
+        for file in (tmp_path / "p.jsonl", tmp_path / "p.parquet")
+    ]
+    assert found[0] == found[1]
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "p.parquet").read_bytes()[:-20])
+    with pytest.raises(InputError, match="cannot be read as Parquet"):
+        PromptReader(tokenizer).read(tmp_path / "cut.parquet")
+
+
+def test_prompts_of_verl_and_other_names(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model")
+    tokenizer, template = HuggingFaceTokenizer(folder), ChatTemplate(folder)
+    # Arrow gives all messages the fields of any, so a null tool_calls stands where there is none.
+    rows = verl_rows(3)
+    rows[1]["prompt"][0]["tool_calls"] = "x"
+    prompts = PromptReader(tokenizer, template=template).read(write(tmp_path / "v.parquet", rows))
+    assert [prompt.record["answer"] for prompt in prompts] == ["0", "2", "4"]
+    assert prompts[2].record["extra_info"] == {"split": "train", "index": 2}
+    assert "tool_calls" not in prompts[0].record["prompt"][0]
+    library = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = library.apply_chat_template(rows[2]["prompt"], add_generation_prompt=True, return_dict=False)
+    assert prompts[2].token_ids.tolist() == expected
+    named = [{"q": {"text": "1+1="}, "a": {"b": 2}, "prompt": 5}]
+    (prompt,) = PromptReader(CharacterTokenizer(), None, None, "q.text", "a.b").read(write(tmp_path / "n.jsonl", named))
+    assert prompt.record["answer"] == 2
+    assert CharacterTokenizer().decode(prompt.token_ids) == "1+1="
+    for keys, message in (
+        (("x", None), "no field 'x', which --input-key"),
+        (("q.text", "y"), "no field 'y', which --label"),
+    ):
+        with pytest.raises(InputError, match=f"row 1: has {message}"):
+            PromptReader(CharacterTokenizer(), None, None, *keys).read(tmp_path / "n.jsonl")
+
+
+def test_overlong_prompts_are_counted(tmp_path: Path) -> None:
+    file = write(tmp_path / "p.jsonl", [{"question": "1" * n} for n in (3, 9, 4, 8)])
+    with pytest.raises(InputError, match=r"row 2: .*--filter-overlong-prompts"):
+        PromptReader(CharacterTokenizer(), 5).read(file)
+    found = PromptReader(CharacterTokenizer(), 5, filter_overlong=True)
+    assert [len(prompt.token_ids) for prompt in found.read(file)] == [3, 4]
+    assert found.overlong == 2
+    with pytest.raises(InputError, match="all 4 prompts have more than 2 tokens"):
+        PromptReader(CharacterTokenizer(), 2, filter_overlong=True).read(file)
+
+
+# --- from the command line -----------------------------------------------------------------------------------------
+
+
+def test_verls_parquet_trains(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model")
+    rows = verl_rows(6)
+    rows[3]["prompt"][0]["content"] = "x" * 200
+    file = write(tmp_path / "train.parquet", rows)
+    (tmp_path / "r.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert data_source == 'openai/gsm8k' and ground_truth == str(2 * extra_info['index'])\n"
+        "    return {'score': len(solution_str) % 2, 'length': len(solution_str), 'pred': solution_str}\n"
+    )
+    flags = ["--prompt-data", file, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    flags += ["--apply-chat-template", "--reward-function", f"{tmp_path}/r.py:compute_score", "--rollout-batch-size", 4]
+    flags += [
+        "--n-samples-per-prompt",
+        4,
+        "--rollout-max-response-len",
+        6,
+        "--train-iters",
+        2,
+        "--filter-overlong-prompts",
+    ]
+    records = train(*flags, "--log-rollout-samples", 2, "--save", tmp_path / "run")
+    assert len(records) == 2
+    for record in records:
+        assert 0 <= record["reward/length"] <= 24
+        assert "reward/pred" not in record
+    output = records[0]["output"]
+    assert f"{file}: left out 1 of 6 prompts: more than 154 tokens" in output
+    assert output.count("  prompt    user") + output.count("  prompt    ") >= 4  # two of each collection
+    assert "step 2, group " in output
+    assert "row 4: prompt: " in refused(*flags[:-1], "--save", tmp_path / "other")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_conversations_train(tmp_path: Path, suffix: str) -> None:
+    folder = make_chat_folder(tmp_path / "model")
+    talk = [user("hi"), assistant("ho"), user("again"), assistant("ho ho")]
+    file = write(tmp_path / f"sft.{suffix}", [{"messages": talk}, {"messages": talk[:2]}] * 2)
+    flags = ["--objective", "sft", "--rollouts", file, "--global-batch-size", 4, "--train-iters", 30]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder, "--apply-chat-template"]
+    records = train(*flags, "--log-rollout-samples", 1, "--save", tmp_path / "run")
+    assert records[0]["response_tokens"] == (9 + 3) / 2  # ho, ho ho and their ends
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+    assert "ho ho" in records[0]["output"]
+
+
+def test_preferences_train(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model")
+    rows = [{"prompt": f"say {i}", "chosen": "yes", "rejected": "no!"} for i in range(4)]
+    file = write(tmp_path / "dpo.parquet", rows)
+    flags = ["--objective", "dpo", "--rollouts", file, "--global-batch-size", 8, "--train-iters", 20]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder, "--apply-chat-template"]
+    records = train(*flags, "--save", tmp_path / "run")
+    assert records[0]["dpo_margin"] == pytest.approx(0, abs=1e-5)
+    assert records[-1]["dpo_accuracy"] == 1
+    assert records[-1]["dpo_margin"] > 0.1
+
+
+def test_what_text_needs_is_told(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path / "model")
+    file = write(tmp_path / "sft.jsonl", [{"messages": [user("hi"), assistant("ho")]}])
+    base = ["--rollouts", file, "--global-batch-size", 1, "--train-iters", 1]
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    cases = [
+        (
+            ["--objective", "sft", "--vocab-size", 300],
+            "holds text; --rollouts and --eval-rollouts read it with --token",
+        ),
+        (["--objective", "sft", *tokenizer], "messages need --apply-chat-template"),
+        ([*tokenizer], "holds text without rewards, which --objective grpo needs"),
+        (["--objective", "dpo", *tokenizer, "--apply-chat-template"], "needs the fields chosen and rejected"),
+    ]
+    for flags, message in cases:
+        assert message in refused(*base, *flags)
+    ids = write(tmp_path / "ids.jsonl", [{"token_ids": [1, 2], "loss_mask": [False, True]}])
+    stored = ["--objective", "sft", "--rollouts", ids, "--global-batch-size", 1]
+    for flags, flag in (
+        (tokenizer, "--tokenizer-type"),
+        ([*tokenizer, "--apply-chat-template"], "--apply-chat-template"),
+        (["--vocab-size", 300, "--input-key", "x"], "--input-key"),
+    ):
+        assert f"{flag} has no effect: the files of --rollouts hold token ids" in refused(*stored, *flags)

@@ -1,0 +1,102 @@
+"""The parity tool on real rollouts, in all modes, against both references; and what it does when it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from conftest import REPOSITORY, rollout_file, seed_all
+from megatron_dta.common.errors import InputError
+
+TOOL = REPOSITORY / "tools" / "check_parity.py"
+KEYS = ("max_loss_error", "max_logprob_error", "max_gradient_error")
+pytest.importorskip("transformers", reason="the Hugging Face reference needs transformers (extra 'test')")
+
+
+@pytest.fixture(scope="module")
+def tool():
+    from megatron_dta.commands import check_parity
+
+    return check_parity
+
+
+def run(tool, monkeypatch, capsys, *arguments: str) -> tuple[int, dict]:
+    monkeypatch.setattr(sys, "argv", ["check_parity.py", *arguments, "--json"])
+    status = tool.main()
+    return status, json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "framing"),
+    [
+        ("tau1_airline_qwen25_3x50.npz", "turn"),
+        ("mint_math_thinkstrip_perturn.npz", "trajectory"),
+        ("tot_game24_bfs.npz", "trajectory"),
+        ("math_qwen25_8x100.npz", "trajectory"),
+        ("humaneval_codegen16b_100x40.npz", "trajectory"),
+    ],
+)
+def test_real_rollouts_agree_with_both_references(tool, monkeypatch, capsys, name, framing):
+    path = str(rollout_file(name))
+    cut = ["--max-sequences", "12", "--max-length", "160", "--framing", framing, "--hidden-size", "32"]
+    status, summary = run(tool, monkeypatch, capsys, path, *cut)
+    assert status == 0
+    assert summary["passed"] is True
+    assert len(summary["cases"]) == 6
+    for key in KEYS:
+        assert 0 <= summary[key] < 1e-12
+        assert 0 <= summary[f"hf_{key}"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_the_shape_and_positions_of_a_checkpoint(tool, monkeypatch, capsys, tmp_path, kind):
+    rope = {"rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 9}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_size": 36,
+        "intermediate_size": 50,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 10,
+        "vocab_size": 99,
+        "rope_theta": 400.5,
+        "rope_scaling": rope,
+        "initializer_range": 0.1,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    generator, path, rows = seed_all(4), tmp_path / "rollouts.jsonl", []
+    for length in (60, 33, 71):
+        token_ids = [5, 7, *generator.integers(0, 40, size=length).tolist()]
+        rows.append(
+            json.dumps({"token_ids": token_ids, "loss_mask": [0] + [1] * (length + 1), "reward": 1.0, "group_id": "a"})
+        )
+    path.write_text("\n".join(rows))
+    status, summary = run(tool, monkeypatch, capsys, str(path), "--hf-checkpoint", str(tmp_path), "--tree-mode", "dta")
+    assert status == 0
+    assert summary["hf_max_gradient_error"] < 1e-5
+    with pytest.raises(InputError, match="--hidden-size has no effect with --hf-checkpoint"):
+        run(tool, monkeypatch, capsys, str(path), "--hf-checkpoint", str(tmp_path), "--hidden-size", "32")
+
+
+def test_status_is_1_above_the_tolerance(tool, monkeypatch, capsys):
+    path = str(REPOSITORY / "examples" / "rollouts.example.jsonl")
+    for flag in ("--tolerance", "--hf-tolerance"):
+        status, summary = run(tool, monkeypatch, capsys, path, flag, "1e-30", "--tree-mode", "dta")
+        assert status == 1
+        assert summary["passed"] is False
+
+
+def test_bad_input_is_one_line(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"token_ids": [1, 2, 3], "loss_mask": [0, 1')
+    result = subprocess.run([sys.executable, str(TOOL), str(broken)], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.strip().splitlines()[-1].startswith(f"error: {broken}: row 1")
+    assert "Traceback" not in result.stderr

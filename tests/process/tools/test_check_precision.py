@@ -1,0 +1,131 @@
+"""Distances between a step in some numbers and the same step in others, and the tool that tells them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import REPOSITORY, rollout_file, seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.parity import Outcome
+from megatron_dta.parity.precision import report_precision
+from megatron_dta.rollouts import Rollout, write_rollouts
+
+TOOL = REPOSITORY / "tools" / "check_precision.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    from megatron_dta.commands import check_precision
+
+    return check_precision
+
+
+def outcome(generator: np.random.Generator, scale: float = 1.0) -> Outcome:
+    draw = lambda *shape: torch.from_numpy(generator.normal(size=shape)) * scale  # noqa: E731
+    logprobs = [generator.normal(size=length).astype(np.float32) for length in (5, 1, 13)]
+    return Outcome(float(generator.normal()), logprobs, {"a": draw(7, 3), "b": draw(11), "c": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_distances_are_those_of_the_definitions(seed: int) -> None:
+    generator = seed_all(seed)
+    new, old = outcome(generator, 3.0), outcome(generator)
+    masks = [generator.random(len(values)) < 0.6 for values in old.logprobs]
+    masks[0][0] = True
+    found = report_precision(new, old, masks)
+    pairs = [
+        (float(a), float(b))
+        for x, y, m in zip(new.logprobs, old.logprobs, masks, strict=True)
+        for a, b, kept in zip(x, y, m, strict=True)
+        if kept
+    ]
+    d = np.array([a - b for a, b in pairs])
+    assert found.logprobs.tokens == len(pairs)
+    assert found.logprobs.kl_k1 == pytest.approx(-d.mean()) == pytest.approx(-found.logprobs.mean)
+    assert found.logprobs.kl_k3 == pytest.approx(np.mean(np.exp(d) - 1 - d))
+    assert (found.logprobs.mean_absolute, found.logprobs.largest) == pytest.approx((abs(d).mean(), abs(d).max()))
+    assert found.logprobs.percentile_99 == pytest.approx(np.percentile(abs(d), 99))
+    for name, gradient in old.gradients.items():
+        a, b = new.gradients[name].flatten(), gradient.flatten()
+        each = found.parameters[name]
+        if name == "c":
+            assert (each.cosine, each.distance, each.norm_ratio) == (1.0, 0.0, 1.0)
+            continue
+        assert each.cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(a, b, 0)))
+        assert each.distance == pytest.approx(float((a - b).norm() / b.norm()))
+        assert each.norm_ratio == pytest.approx(float(a.norm() / b.norm()))
+    a, b = (torch.cat([x.flatten() for x in side.gradients.values()]) for side in (new, old))
+    assert found.gradient.distance == pytest.approx(float((a - b).norm() / b.norm()))
+    assert found.lowest_cosines(1)[0][0] == min(found.parameters, key=lambda name: found.parameters[name].cosine)
+
+
+def test_what_is_the_same_is_at_no_distance() -> None:
+    one = outcome(seed_all(3))
+    found = report_precision(one, one, [np.ones(len(values), bool) for values in one.logprobs])
+    assert (found.logprobs.largest, found.logprobs.kl_k3, found.gradient.distance) == (0.0, 0.0, 0.0)
+    assert found.gradient.cosine == pytest.approx(1.0)
+
+
+def test_a_nan_a_lost_gradient_and_a_missing_one_show() -> None:
+    old = outcome(seed_all(4))
+    masks = [np.ones(len(values), bool) for values in old.logprobs]
+    broken = {name: values.clone() for name, values in old.gradients.items()}
+    broken["b"][3] = float("nan")
+    found = report_precision(Outcome(0.0, old.logprobs, broken), old, masks)
+    assert found.lowest_cosines(1)[0][0] == "b"
+    assert np.isnan(found.gradient.cosine)
+    lost = old.gradients | {"b": torch.zeros(11)}
+    assert report_precision(Outcome(0.0, old.logprobs, lost), old, masks).parameters["b"].cosine == 0.0
+    del lost["a"]
+    with pytest.raises(ValueError, match="only one side has a gradient of a"):
+        report_precision(Outcome(0.0, old.logprobs, lost), old, masks)
+
+
+def run(tool, monkeypatch: pytest.MonkeyPatch, capsys, *arguments: object) -> dict:
+    monkeypatch.setattr(sys, "argv", ["check_precision.py", *map(str, arguments), "--json"])
+    assert tool.main() == 0
+    told = capsys.readouterr()
+    assert "next: bf16 local" in told.err
+    return json.loads(told.out.strip().splitlines()[-1])
+
+
+def test_bfloat16_beside_float32(tool, monkeypatch, capsys, tmp_path: Path) -> None:
+    file = rollout_file("math_qwen25_8x100.npz")
+    small = ("--max-sequences", 3, "--max-length", 180, "--tree-segment-tokens", 64)
+    found = run(tool, monkeypatch, capsys, file, *small, "--reference", "fp32", "--output", tmp_path / "all.json")
+    (row,) = found["candidates"]
+    assert (found["reference"], row["candidate"]) == ("fp32 local", "bf16 local")
+    assert 1e-5 < row["logprobs"]["mean_absolute"] < 1e-2
+    assert 0 < row["logprobs"]["kl_k3"] < 1e-4
+    assert 0.999 < row["gradient"]["cosine"] < 1.0
+    assert "parameters" not in row
+    assert len(row["lowest_cosines"]) == 5
+    written = json.loads((tmp_path / "all.json").read_text())
+    (whole,) = written["candidates"]
+    assert whole["gradient"] == row["gradient"]
+    assert row["lowest_cosines"][0]["parameter"] in whole["parameters"]
+    assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "nothing to compare; give --fp8-format"),
+        ("--fp8-recipe blockwise", "--fp8-recipe has no effect without --fp8-format"),
+        ("--hf-checkpoint there --model tiny --reference fp32", "--hf-checkpoint has its own shape"),
+        ("--reference fp32 --max-length 0", "--max-length must be at least 1, not 0"),
+        ("--reference fp32 --max-length 1", "no token is trained in its first sequences"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tool, monkeypatch, tmp_path: Path, flags: str, message: str) -> None:
+    file, mask = tmp_path / "two.jsonl", np.array([False, True, True])
+    write_rollouts(file, [Rollout(np.array([1, 2, token], np.int32), mask) for token in (3, 4)])
+    monkeypatch.setattr(sys, "argv", ["check_precision.py", str(file), "--max-sequences", "2", *flags.split()])
+    with pytest.raises(InputError, match=message):
+        tool.main()

@@ -1,0 +1,38 @@
+"""Memory of a conversion does not grow with the model: twelve times the layers, the same resident memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from conftest import REPOSITORY
+
+
+def load_benchmark() -> ModuleType:
+    path = REPOSITORY / "benchmarks" / "conversion.py"
+    spec = importlib.util.spec_from_file_location("benchmark_conversion", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_memory_does_not_grow_with_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'kernels'}")
+    benchmark = load_benchmark()
+    resident = {}
+    for layers in (2, 24):
+        flags = f"--folder {tmp_path} --divide-widths 16 --processes 1 --repeats 1 --tensor-model-parallel-size 2"
+        monkeypatch.setattr(sys, "argv", ["benchmark", *flags.split()])
+        resident[layers] = benchmark.benchmark(benchmark.parse_arguments(), tmp_path / str(layers), layers)
+    few, many = resident[2], resident[24]
+    assert few["byte_for_byte"]
+    assert many["byte_for_byte"]
+    more = many["bytes"] - few["bytes"]
+    assert more > 140e6
+    for direction in ("to_megatron", "to_hf"):
+        assert many[direction]["resident_bytes"] - few[direction]["resident_bytes"] < more / 4
+        assert many[direction]["resident_bytes"] > 50e6

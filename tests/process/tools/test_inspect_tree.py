@@ -1,0 +1,260 @@
+"""``tools/inspect_tree.py`` as a user runs it: its figures against brute force, its pictures, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from conftest import REPOSITORY, rollout_file, seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.segments.cut import plan_segments
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
+from megatron_dta.plots import leaf_spans, node_pieces, plot_tree
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.tree import build_prefix_tree
+
+TOOL = REPOSITORY / "tools" / "inspect_tree.py"
+JSON_KEYS = {
+    "sequences",
+    "tokens",
+    "unique_tokens",
+    "token_reuse",
+    "attention_reuse",
+    "nodes",
+    "leaves",
+    "segments",
+    "fill",
+    "segment_depth",
+    "peak_in_flight_tokens",
+    "longest_sequence",
+    "build_seconds",
+}
+
+
+def inspect(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+
+
+def inspect_json(*arguments: object) -> dict[str, float]:
+    done = inspect(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def random_rows(rng: np.random.Generator) -> list[dict]:
+    rows = []
+    for group in range(3):
+        stem = rng.integers(0, 9, 20).tolist()
+        for _ in range(5):
+            tokens = stem[: int(rng.integers(5, 21))] + rng.integers(0, 2, int(rng.integers(5, 40))).tolist()
+            mask = rng.integers(0, 2, len(tokens)).tolist()
+            mask[0], mask[-1] = 0, 1
+            rows.append({"token_ids": tokens, "loss_mask": mask, "reward": 1.0, "group_id": str(group)})
+    return rows + rows[:2]
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def turns_of(rows: list[dict]) -> list[tuple[int, ...]]:
+    """Each row's tokens up to the end of each run of trained ones."""
+    turns = []
+    for row in rows:
+        mask = [*map(int, row["loss_mask"]), 0]
+        ends = [end for end in range(1, len(mask)) if mask[end - 1] and not mask[end]]
+        turns += [tuple(row["token_ids"][:end]) for end in ends]
+    return turns
+
+
+def expected(sequences: list[tuple[int, ...]]) -> dict[str, float]:
+    """The figures of the tree by sets of prefixes."""
+    prefixes = {sequence[:end] for sequence in sequences for end in range(1, len(sequence) + 1)}
+    children: dict[tuple[int, ...], int] = {}
+    for prefix in prefixes:
+        children[prefix[:-1]] = children.get(prefix[:-1], 0) + 1
+    node_ends = [prefix for prefix in prefixes if children.get(prefix, 0) != 1 or prefix in set(sequences)]
+    tokens = sum(map(len, sequences))
+    return {
+        "sequences": len(sequences),
+        "tokens": tokens,
+        "unique_tokens": len(prefixes),
+        "token_reuse": tokens / len(prefixes),
+        "attention_reuse": sum(len(s) * (len(s) + 1) // 2 for s in sequences) / sum(map(len, prefixes)),
+        "nodes": len(node_ends),
+        "leaves": sum(prefix not in children for prefix in prefixes),
+        "longest_sequence": max(map(len, sequences)),
+    }
+
+
+@pytest.mark.parametrize(("seed", "framing"), [(0, "trajectory"), (1, "turn")])
+def test_figures_against_sets_of_prefixes(tmp_path: Path, seed: int, framing: str) -> None:
+    rng = seed_all(seed)
+    rows = random_rows(rng)
+    path = write_rows(tmp_path / "rollouts.jsonl", rows)
+    sequences = [tuple(row["token_ids"]) for row in rows] if framing == "trajectory" else turns_of(rows)
+    segment_tokens = 23
+    figures = inspect_json(path, "--framing", framing, "--tree-segment-tokens", segment_tokens)
+    assert figures.keys() >= JSON_KEYS
+    for key, value in expected(sequences).items():
+        assert figures[key] == pytest.approx(value, rel=1e-12), key
+    assert figures["build_seconds"] > 0
+    assert figures["fill"] == pytest.approx(figures["unique_tokens"] / (figures["segments"] * segment_tokens))
+
+    # In-flight tokens and depth, by walking up from each segment of the same plan.
+    tree = build_prefix_tree([np.array(sequence, np.int32) for sequence in sequences])
+    plan = plan_segments(tree, segment_tokens)
+    starts = plan.segment_start.tolist()
+    paths = []
+    for segment in range(len(starts) - 1):
+        path_to_root = [segment]
+        while (token := plan.tree.parent[starts[path_to_root[-1]]]) >= 0:
+            path_to_root.append(max(s for s in range(len(starts) - 1) if starts[s] <= token))
+        paths.append(path_to_root)
+    assert figures["segments"] == len(paths)
+    assert figures["segment_depth"] == max(map(len, paths))
+    assert figures["peak_in_flight_tokens"] == max(sum(starts[s + 1] - starts[s] for s in way) for way in paths)
+
+
+def test_limits_and_the_memory_budget_are_used(tmp_path: Path) -> None:
+    rng = seed_all(2)
+    rows = random_rows(rng)
+    path = write_rows(tmp_path / "rollouts.jsonl", rows)
+    kept = [row for row in rows if any(row["loss_mask"][:15])][:4]
+    figures = inspect_json(path, "--max-sequences", 4, "--max-length", 15)
+    for key, value in expected([tuple(row["token_ids"][:15]) for row in kept]).items():
+        assert figures[key] == pytest.approx(value, rel=1e-12), key
+    tight = inspect_json(path, "--tree-segment-tokens", 16, "--tree-memory-tokens", figures_limit(path, 16))
+    assert tight["peak_in_flight_tokens"] <= figures_limit(path, 16)
+    refused = inspect(path, "--tree-segment-tokens", 16, "--tree-memory-tokens", 3)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert_one_line(refused.stderr, "--tree-memory-tokens")
+
+
+def figures_limit(path: Path, segment_tokens: int) -> int:
+    """Tokens in flight that every planner can keep to: the longest sequence and a segment beside each of its own."""
+    return max(len(rollout) for rollout in load_rollouts(path)) + segment_tokens
+
+
+def assert_one_line(text: str, *parts: str) -> None:
+    assert text.startswith("error: ")
+    assert text.count("\n") == 1, text
+    for part in parts:
+        assert part in text
+
+
+def test_the_table_names_every_figure_and_json_is_only_on_demand(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(3)))
+    done = inspect(path)
+    assert done.returncode == 0, done.stderr
+    for label in ("unique tokens", "token reuse", "attention reuse", "nodes", "branching", "segments", "fill", "peak"):
+        assert label in done.stdout
+    assert "{" not in done.stdout
+
+
+def test_the_default_segment_is_that_of_training(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(7)))
+    figures = inspect_json(path)
+    assert figures["fill"] == figures["unique_tokens"] / (figures["segments"] * DEFAULT_SEGMENT_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "parts"),
+    [
+        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n{"token_ids": [1, 2', (), ("rollouts.jsonl", "2")),
+        ('{"token_ids": [1, 2], "loss_mask": [0, 0]}\n', (), ("rollouts.jsonl", "loss_mask")),
+        ("", (), ("rollouts.jsonl",)),
+        (None, (), ("rollouts.jsonl", "no such file")),
+        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--tree-segment-tokens", "0"), ("--tree-segment-tokens",)),
+        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--max-length", "x"), ("--max-length",)),
+        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--framing", "row"), ("--framing", "trajectory")),
+        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--plot", "tree.gif"), ("tree.gif", ".png")),
+        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--plot", "no/such/tree.png"), ("no/such/tree.png",)),
+    ],
+)
+def test_bad_input_gets_one_line(tmp_path: Path, content: str | None, arguments: tuple, parts: tuple) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    if content is not None:
+        path.write_text(content)
+    done = inspect(path, *arguments)
+    assert done.returncode == 2
+    assert_one_line(done.stderr, *parts)
+
+
+def test_no_torch_is_loaded(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rollouts.jsonl", random_rows(seed_all(4)))
+    program = (
+        "import runpy, sys\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as stop:\n    assert not stop.code\n"
+        "print([name for name in ('torch', 'megatron', 'matplotlib') if name in sys.modules])\n"
+    )
+    command = [sys.executable, "-c", f"import sys; sys.argv = {[str(TOOL), str(path)]!r}\n{program}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_picture_of_a_real_set(tmp_path: Path) -> None:
+    source, picture = rollout_file("math_qwen25_8x100.npz"), tmp_path / "tree.png"
+    figures = inspect_json(source, "--max-sequences", 80, "--plot", picture)
+    pixels = imread(picture)[..., :3]
+    assert list(tmp_path.iterdir()) == [picture]
+    shown = {tuple(color) for color in np.round(pixels.reshape(-1, 3)[::7], 3).tolist()}
+    assert len(shown) > figures["segments"]
+
+
+def test_boxes_of_the_picture() -> None:
+    """Each box is one node's tokens in one segment; together they are the stream; leaves stand side by side."""
+    rng = seed_all(5)
+    sequences = [rng.integers(0, 3, int(rng.integers(1, 30))).astype(np.int32) for _ in range(25)]
+    plan = plan_segments(build_prefix_tree(sequences), 7)
+    tree = plan.tree
+    node, segment, top, bottom = node_pieces(tree, plan.segment_start)
+    token = 0
+    for box in range(len(node)):
+        for position in range(top[box], bottom[box]):
+            assert tree.position[token] == position
+            assert tree.node_start[node[box]] <= token < tree.node_start[node[box] + 1]
+            assert plan.segment_start[segment[box]] <= token < plan.segment_start[segment[box] + 1]
+            token += 1
+    assert token == tree.num_tokens
+    left, right = leaf_spans(tree)
+    leaves = [m for m in range(tree.num_nodes) if m not in set(tree.node_parent.tolist())]
+    for m in range(tree.num_nodes):
+        below = [place for place, leaf in enumerate(leaves) if m <= leaf < tree.node_subtree_end[m]]
+        assert (left[m], right[m]) == (below[0], below[-1] + 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_the_colour_bar_has_every_segments_colour(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr("megatron_dta.plots.tree.write_figure", lambda figure, path: drawn.append(figure))
+    plan = plan_segments(build_prefix_tree([np.arange(8 * count, dtype=np.int32)]), 8)
+    assert plan.num_segments == count
+    plot_tree(plan, tmp_path / "tree.png")
+    above, _, bar = drawn[0].axes
+    boxes = above.collections[0].get_facecolor()
+    scale = bar._colorbar.mappable
+    np.testing.assert_allclose(scale.to_rgba(np.arange(1, count + 1)), boxes)
+    assert scale.norm.vmin < 1 <= count < scale.norm.vmax
+
+
+def test_tiny_and_wide_trees_are_drawn(tmp_path: Path) -> None:
+    rng = seed_all(6)
+    one = [np.array([3], np.int32)]
+    wide = list(np.stack([np.zeros(20_000), np.arange(20_000)], axis=1).astype(np.int32))
+    deep = [rng.integers(0, 5, 30_000).astype(np.int32)]
+    for name, sequences in (("one.png", one), ("wide.png", wide), ("deep.svg", deep)):
+        plot_tree(plan_segments(build_prefix_tree(sequences), 256), tmp_path / name, name)
+        assert (tmp_path / name).stat().st_size > 10_000
+    with pytest.raises(InputError, match=r"one\.txt.*\.png"):
+        plot_tree(plan_segments(build_prefix_tree(one), 256), tmp_path / "one.txt")

@@ -1,0 +1,273 @@
+"""``tools/plan_run.py`` as a user runs it, and the argument files of large models through the real parser."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import REPOSITORY, rollout_file
+from megatron_dta.arguments import parse_arguments, parse_settings
+from megatron_dta.capacity.shape import HUB_NAMES, SHAPES, RunShape
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig
+from megatron_dta.conversion.hf.config import model_settings
+
+NUMBERS = ["--sequences", "64", "--unique-tokens", "120000", "--longest-path", "6000", "--samples-per-prompt", "8"]
+EXAMPLES = {
+    "llama3_70b": ("llama-3.1-70b", "llama3-70b", 32),
+    "qwen2.5_72b": ("qwen2.5-72b", "qwen2.5-72b", 32),
+    "qwen3_235b_a22b": ("qwen3-235b-a22b", "qwen3-235b-a22b", 128),
+}
+# What a run decides itself, whatever config.json says.
+OWN = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype", "moe_grouped_gemm")
+SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+HF_CONFIGS = {
+    "qwen3-1.7b": ("qwen3-1.7b", ()),
+    "qwen3-8b": ("qwen3-1.7b", (36, 4096, 12288, 32)),
+    "qwen3-14b": ("qwen3-1.7b", (40, 5120, 17408, 40)),
+    "qwen3-32b": ("qwen3-1.7b", (64, 5120, 25600, 64)),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", ()),
+    "qwen3-235b-a22b": ("qwen3-235b-a22b", ()),
+    "qwen2.5-7b": ("qwen2.5-7b", ()),
+    "qwen2.5-32b": ("qwen2.5-72b", (64, 5120, 27648, 40)),
+    "qwen2.5-72b": ("qwen2.5-72b", ()),
+    "llama3-8b": ("llama-3.1-70b", (32, 4096, 14336, 32)),
+    "llama3-70b": ("llama-3.1-70b", ()),
+}
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "tools/plan_run.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=REPOSITORY)
+
+
+def planned(*arguments: object, status: int = 0) -> dict:
+    done = run(*arguments, "--json")
+    assert done.returncode == status, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def hf_config(name: str) -> dict:
+    """The config.json of a named model: a published one, or that of another size of its family with its own sizes."""
+    of, sizes = HF_CONFIGS[name]
+    values = json.loads((REPOSITORY / "tests" / "helpers" / "hf_configs" / f"{of}.json").read_text())
+    changed = dict(zip(SIZE_KEYS, sizes, strict=True)) if sizes else {}
+    if name.startswith("qwen3-") and sizes:
+        changed["tie_word_embeddings"] = False
+    return values | changed
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_the_command_for_a_named_model_trains_the_published_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    output = importlib.import_module("plan_run_output")
+    planner = SimpleNamespace(shape=SHAPES[name], step=SimpleNamespace(longest=6000))
+    arguments = SimpleNamespace(
+        model=name, hf_config=None, args_file=None, file="r.jsonl", gpu="h100", cost_model="c.json"
+    )
+    flags = output._model_flags(planner, arguments)
+    published = ModelConfig(**model_settings(hf_config(name)))
+    model = parse_settings([*flags, "--rollouts", "r.jsonl"]).model
+    for setting in fields(ModelConfig):
+        if setting.name not in OWN:
+            assert getattr(model, setting.name) == getattr(published, setting.name), setting.name
+    assert model.bf16
+    assert output.own_flags(planner, arguments) == [
+        "--load-hf",
+        HUB_NAMES[name].split("/")[1],
+        "--save",
+        "runs/planned",
+    ]
+    planner.cluster = SimpleNamespace(gemm_tflops=700.0)
+    source = output.cost_source(planner, arguments)
+    assert all(word in source for word in (name, "h100", "c.json", "700 TFLOP/s"))
+    # A model of the user's own has no checkpoint to start from, and that is said.
+    own = SimpleNamespace(shape=replace(SHAPES[name], num_layers=2, moe_layers=()), step=planner.step)
+    assert output.own_flags(own, arguments) == ["--save", "runs/planned"]
+    assert any("random weights" in note for note in output.placeholders(own, arguments))
+
+
+def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    values = planned(*NUMBERS, "--model", "qwen3-8b", "--num-gpus", 16, "--top", 2, "--gpu", "h100")
+    assert len(values["best"]) == 2
+    for row in values["best"]:
+        assert row["simulated"]
+        assert sum(row["seconds"].values()) == pytest.approx(row["step_seconds"])
+        assert sum(row["memory_gib"].values()) == pytest.approx(row["memory_total_gib"])
+        assert row["memory_total_gib"] < 79
+    torchrun, slurm = values["commands"]
+    words = shlex.split(torchrun)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    words = words[words.index("megatron_dta.train") + 1 :]
+    assert words[words.index("--load-hf") + 1] == "Qwen3-8B"
+    folder = tmp_path / "Qwen3-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config("qwen3-8b")))
+    words[words.index("--load-hf") + 1] = str(folder)
+    config = parse_arguments(words)
+    assert RunShape.of(config.model) == SHAPES["qwen3-8b"]
+    assert config.checkpoint.save == "runs/planned"
+    mesh = values["best"][0]["mesh"]
+    assert config.parallel.tensor_model_parallel_size == mesh["tensor"]
+    assert config.parallel.pipeline_model_parallel_size == mesh["pipeline"]
+    assert config.tree.tree_segment_tokens == values["best"][0]["tree_segment_tokens"]
+    assert slurm.startswith("slurm/submit.sh train --nodes 2 --gpus-per-node 8 ")
+    job = subprocess.run(
+        ["bash", "slurm/submit.sh", "--dry-run", *shlex.split(slurm)[1:]],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert job.returncode == 0, job.stderr
+    assert "train.sbatch --num-layers 36" in job.stdout
+
+
+def test_what_does_not_fit_is_refused_with_the_part_that_is_largest() -> None:
+    done = run(*NUMBERS, "--model", "llama3-70b", "--num-gpus", 8, "--gpu", "a100", "--json")
+    assert done.returncode == 1
+    assert "nothing fits 79 GiB a GPU" in done.stdout
+    assert "optimizer" in done.stdout
+    values = json.loads(done.stdout.splitlines()[-1])
+    assert values["best"] == values["commands"] == []
+    nearest = values["misses"][0]
+    assert nearest["missing_gib"] == pytest.approx(nearest["memory_total_gib"] - 0.94 * 79)
+    # With its states on the hosts it does fit.
+    states = [
+        "--optimizer-offload-fraction",
+        "1",
+        "--main-grads-dtype",
+        "bf16",
+        "--tensor-model-parallel-size",
+        "8",
+        "--top",
+        "1",
+    ]
+    offloaded = planned(*NUMBERS, "--model", "llama3-70b", "--num-gpus", 8, "--gpu", "a100", *states, "--top", 1)
+    assert offloaded["best"][0]["host_gib"] > 50
+    assert "--optimizer-cpu-offload" in offloaded["commands"][0]
+
+
+def test_a_rollout_file_and_a_configuration() -> None:
+    path = rollout_file("gsm8k_openai_4x400.npz")
+    config = REPOSITORY / "tests" / "helpers" / "hf_configs" / "qwen3-1.7b.json"
+    values = planned(path, "--max-sequences", 200, "--hf-config", config, "--num-gpus", 2, "--top", 1)
+    assert values["parameters"] == 1_720_574_976
+    assert values["sequences"] == 200
+    assert values["unique_tokens"] < values["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-gpus", "8", "--model", "llama3-8b"], "give FILE, or numbers in its place: --sequences"),
+        ([*NUMBERS, "--num-gpus", "8"], "give --model, --hf-config or --args-file"),
+        ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--max-length", "5"], "--max-length has no effect"),
+        ([*NUMBERS, "--num-gpus", "12", "--model", "llama3-8b"], "--num-gpus 12 is not a multiple"),
+        ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--tensor-model-parallel-size", "3"], "does not divide"),
+        ([*NUMBERS, "--num-gpus", "8", "--args-file", "nowhere.args"], "there is no such file"),
+        ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--cost-model", "no.json"], "no.json: cannot be read"),
+        ([*NUMBERS, "--num-gpus", "8", "--model", "gpt5"], "--model"),
+        (
+            [*NUMBERS, "--num-gpus", "128", "--args-file", "examples/qwen3_235b_a22b.args", "--moe-grouped-gemm"],
+            "--moe-grouped-gemm has no effect beside --args-file",
+        ),
+        ([*NUMBERS, "--num-gpus", "8", "--model", "llama3-8b", "--moe-grouped-gemm"], "without --num-experts"),
+        ([*NUMBERS, "--num-gpus", "16", "--args-file", "examples/qwen3_235b_a22b.args"], "does not divide the 16"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_the_published_model_and_passes_all_checks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_name, shape_name, num_gpus = EXAMPLES[name]
+    monkeypatch.setenv("WORLD_SIZE", str(num_gpus))
+    path = REPOSITORY / "examples" / f"{name}.args"
+    config = parse_arguments([f"@{path}", "--rollouts", "r.jsonl", "--global-batch-size", "512", "--save", "s"])
+    values = json.loads((REPOSITORY / "tests" / "helpers" / "hf_configs" / f"{hf_name}.json").read_text())
+    published = ModelConfig(**model_settings(values))
+    for setting in fields(ModelConfig):
+        if setting.name not in OWN:
+            assert getattr(config.model, setting.name) == getattr(published, setting.name), setting.name
+    assert config.model.moe_grouped_gemm == (config.model.num_experts is not None)
+    assert replace(RunShape.of(config.model), moe_grouped_gemm=False) == SHAPES[shape_name]
+    assert config.model.bf16
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_fits_its_gpus(name: str) -> None:
+    numbers = [
+        "--sequences",
+        "128",
+        "--unique-tokens",
+        "600000",
+        "--longest-path",
+        "16384",
+        "--samples-per-prompt",
+        "8",
+    ]
+    values = planned(*numbers, "--args-file", f"examples/{name}.args", "--num-gpus", EXAMPLES[name][2])
+    assert len(values["best"]) == 1
+    assert values["best"][0]["memory_total_gib"] < 0.94 * 139
+    assert f"@examples/{name}.args" in values["commands"][0]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_submitted_with_its_nodes(name: str) -> None:
+    script = [
+        "bash",
+        "examples/submit_large.sh",
+        name,
+        "/models/x",
+        "r.jsonl",
+        "runs/x",
+        "--dry-run",
+        "--",
+        "--lr",
+        "1e-6",
+    ]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert f"--nodes {EXAMPLES[name][2] // 8} " in done.stdout
+    words = shlex.split(done.stdout)
+    given = words[words.index(next(word for word in words if word.startswith("@"))) :]
+    settings = parse_settings([word for word in given if word not in ("--load-hf", "/models/x")])
+    assert settings.checkpoint.save == "runs/x"
+    assert settings.optimization.lr == 1e-6
+
+
+def test_unknown_examples_are_refused() -> None:
+    done = subprocess.run(
+        ["bash", "examples/submit_large.sh", "gpt5", "a", "b", "c"], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.returncode == 2
+    assert "there is no model 'gpt5'" in done.stderr
+
+
+def test_argument_files_are_read_as_a_shell_would(tmp_path: Path) -> None:
+    base = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 # a comment\n\n# another --lr 5\n"
+    inner, outer = tmp_path / "inner.args", tmp_path / "outer.args"
+    inner.write_text(base + "--save 'with space' --lr 1e-3\n")
+    outer.write_text(f"@{inner}\n--lr 1e-4\n")
+    config = parse_settings([f"@{outer}", "--train-iters", "7"])
+    assert (config.model.num_layers, config.checkpoint.save, config.optimization.lr) == (2, "with space", 1e-4)
+    assert config.optimization.train_iters == 7
+    assert parse_settings([f"@{outer}", "--lr", "1e-5"]).optimization.lr == 1e-5
+    inner.write_text("--save 'open\n")
+    with pytest.raises(InputError, match="a line that cannot be read"):
+        parse_settings([f"@{outer}"])
+    with pytest.raises(InputError, match=r"missing\.args"):
+        parse_settings([f"@{tmp_path}/missing.args"])

@@ -1,0 +1,38 @@
+"""Tools tell what a user can act on: nothing on stderr of what Megatron misses, whichever module imports it first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from conftest import REPOSITORY
+
+TOOLS = sorted(
+    path
+    for folder in ("tools", "benchmarks")
+    for path in (REPOSITORY / folder).glob("*.py")
+    if "__main__" in path.read_text()
+)
+# Each tool in a process of its own, which has PyTorch already.
+IMPORT_ALL = """
+import os, runpy, sys
+import torch
+for path in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        sys.path.insert(0, os.path.dirname(path))
+        runpy.run_path(path, run_name="imported")
+        if "megatron.core" in sys.modules:
+            print(os.path.basename(path), flush=True)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, path
+"""
+
+
+def test_imports_say_nothing() -> None:
+    command = [sys.executable, "-c", IMPORT_ALL, *map(str, TOOLS)]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    # Those that import Megatron at once; the others do so when their flags are checked, or never.
+    assert {"rollout.py", "train.py", "check_parity.py"} <= set(result.stdout.split())

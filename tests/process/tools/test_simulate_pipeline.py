@@ -1,0 +1,213 @@
+"""``tools/simulate_pipeline.py`` as a user runs it: its figures, its files, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import REPOSITORY, rollout_file, seed_all
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.partition.divide import trained_parts
+from megatron_dta.planning.step.passes import PipelineShape
+from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.rollouts import load_rollouts
+
+TOOL = REPOSITORY / "tools" / "simulate_pipeline.py"
+KEYS = {"segments", "utilisation", "ideal_utilisation", "peak_in_flight_tokens", "bound_utilisation", "digest"}
+P = "--pipeline-model-parallel-size"
+
+
+def run_tool(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+
+
+def run_json(*arguments: object) -> dict:
+    done = run_tool(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 sequences of up to 400 tokens in 4 groups that share a beginning."""
+    rng = seed_all(0)
+    rows = []
+    for _ in range(4):
+        trunk = rng.integers(0, 999, 150).tolist()
+        for _ in range(6):
+            own = rng.integers(0, 999, rng.integers(20, 250)).tolist()
+            mask = [0] * len(trunk) + [1] * len(own)
+            rows.append({"token_ids": trunk + own, "loss_mask": mask})
+    path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_figures(rollouts: Path) -> None:
+    one = run_json(rollouts, P, 1, "--tree-segment-tokens", 64)
+    assert (one["utilisation"], one["ideal_utilisation"]) == (pytest.approx(1), 1)
+    assert one["peak_in_flight_tokens"] == [one["one_stage_in_flight_tokens"]]
+    values = run_json(rollouts, P, 4, "--tree-segment-tokens", 64)
+    assert values.keys() >= KEYS
+    assert values["ideal_utilisation"] == values["segments"] / (values["segments"] + 3)
+    assert 0.95 * values["ideal_utilisation"] <= values["utilisation"] <= values["bound_utilisation"]
+    assert values["one_stage_in_flight_tokens"] <= one["one_stage_in_flight_tokens"]
+    assert len(values["peak_in_flight_tokens"]) == 4
+    assert max(values["peak_in_flight_tokens"]) <= 1.5 * values["one_stage_in_flight_tokens"]
+    busy = np.asarray(values["busy_per_stage"])
+    assert values["utilisation"] == pytest.approx(busy.sum() / (4 * values["makespan"]))
+    np.testing.assert_allclose(busy, busy[0], rtol=1e-5)  # Parts of layers even out what the last one has beside them.
+    assert values["makespan"] < one["makespan"]
+    assert values["digest"] == run_json(rollouts, P, 4, "--tree-segment-tokens", 64)["digest"]
+
+
+def test_the_plan_of_training_is_reported(rollouts: Path) -> None:
+    """What a run with these settings would plan, on whole layers."""
+    loaded = load_rollouts(rollouts)
+    samples = [TrainingSample(*each) for each in zip(*trained_parts(loaded), strict=True)]
+    costs = CostModel.from_shape(64, 5120, 25600, 64, 8, 128, 151936)
+    for more, settings in ((), {}), (("--tree-activation-tokens", 0), {"activation_tokens": 0}):
+        values = run_json(rollouts, P, 4, *more)["training"]
+        shape = PipelineShape(4, 1, (16.0,) * 4, costs)
+        step = plan_step(samples, "dta", None, pipeline=shape, **settings)
+        assert values["layers_per_stage"] == [16.0] * 4
+        assert (values["segments"], values["segment_tokens"]) == (
+            step.segments.num_segments,
+            step.segments.segment_tokens,
+        )
+        assert values["makespan"] == pytest.approx(step.training.timeline.makespan)
+        assert values["utilisation"] == pytest.approx(step.training.timeline.utilisation)
+        assert values["busiest_over_mean"] > 1  # The last stage has the logits beside as many layers.
+        assert 0.5 < values["share_of_ideal"] == values["utilisation"] / values["ideal_utilisation"] < 1.1
+    told = run_json(rollouts, P, 4, "--layers-per-stage", "17,17,16,14")["training"]
+    assert told["layers_per_stage"] == [17, 17, 16, 14]
+
+
+def test_options_are_used(rollouts: Path, tmp_path: Path) -> None:
+    plain = run_json(rollouts, P, 2, "--pipeline-segment-tokens", 50)
+    assert plain["segment_tokens"] == 50
+    chunks = run_json(rollouts, P, 2, "--num-virtual-stages-per-pipeline-rank", 2, "--pipeline-segment-tokens", 50)
+    split = run_json(rollouts, P, 2, "--split-backward", "--pipeline-segment-tokens", 50)
+    again = run_json(rollouts, P, 2, "--tree-activation-tokens", 0, "--pipeline-segment-tokens", 50)
+    slow = run_json(rollouts, P, 2, "--send-seconds", 0.01, "--pipeline-segment-tokens", 50)
+    dense = run_json(rollouts, P, 2, "--tree-mode", "dense", "--pipeline-segment-tokens", 50)
+    assert (chunks["num_chunks"], len(chunks["layers_per_stage"])) == (2, 4)
+    assert max(chunks["makespan"], split["makespan"]) < plain["makespan"]
+    assert sum(again["busy_per_stage"]) > 1.3 * sum(plain["busy_per_stage"])
+    assert slow["makespan"] > plain["makespan"]
+    assert dense["unique_tokens"] > plain["unique_tokens"]
+    few = run_json(rollouts, P, 2, "--pipeline-in-flight-tokens", 450)
+    assert max(few["peak_in_flight_tokens"]) <= 450
+    assert few["in_flight_limit"] == 450
+    model = tmp_path / "model.json"
+    model.write_text('{"seconds_per_token": 1, "seconds_per_pair": 0, "seconds_per_edge": 0, "floor_seconds": 0}')
+    counted = run_json(rollouts, P, 2, "--cost-model", model, "--max-sequences", 3, "--max-length", 200)
+    assert sum(counted["busy_per_stage"]) == pytest.approx(counted["unique_tokens"])
+    assert counted["unique_tokens"] <= 300
+
+
+def test_layers(rollouts: Path) -> None:
+    wide = ("--num-layers", 10, "--hidden-size", 64, "--ffn-hidden-size", 64, "--vocab-size", 2000)
+    # So few tokens wait for the host everywhere: logits hide in that, unless they are many.
+    np.testing.assert_allclose(run_json(rollouts, P, 4, *wide)["layers_per_stage"], 0.25, rtol=1e-4)
+    shares = run_json(rollouts, P, 4, *wide, "--vocab-size", 10**9)["layers_per_stage"]
+    assert sum(shares) == pytest.approx(1)
+    assert shares[3] < 0.9 * shares[0]
+    auto = run_json(rollouts, P, 4, *wide, "--layers-per-stage", "auto")["layers_per_stage"]
+    assert sum(auto) == 10
+    assert min(auto) >= 1
+    given = run_json(rollouts, P, 4, *wide, "--layers-per-stage", "4,3,2,1")
+    assert given["layers_per_stage"] == [4, 3, 2, 1]
+    busy = given["busy_per_stage"]
+    np.testing.assert_allclose(np.asarray(busy[:3]) / busy[0], [1, 3 / 4, 2 / 4])
+
+
+def test_sizes_are_chosen_and_models_scaled(rollouts: Path) -> None:
+    near = run_json(rollouts, P, 4, "--tree-segment-tokens", 64)
+    fastest = run_json(rollouts, P, 4, "--tree-segment-tokens", 64, "--least-share-of-ideal", 0)
+    assert max(near["segment_tokens"], fastest["segment_tokens"]) <= 64
+    assert fastest["makespan"] == fastest["fastest"]["makespan"] <= near["makespan"]
+    assert fastest["makespan"] == pytest.approx(near["fastest"]["makespan"], rel=1e-9)
+    assert near["utilisation"] >= 0.95 * near["ideal_utilisation"]
+    assert near["depth_first_in_flight_tokens"] <= near["in_flight_limit"]
+    measured = REPOSITORY / "benchmarks" / "results" / "cost_model_qwen3-1.7b_h200.json"
+    cut = ("--pipeline-segment-tokens", 200, "--cost-model", measured)
+    small, same, large = (
+        run_json(rollouts, P, 2, *cut, *more)
+        for more in ((), ("--model", "qwen3-1.7b"), ("--model", "qwen3-32b", "--layers-per-stage", "auto"))
+    )
+    assert same["makespan"] == pytest.approx(small["makespan"], rel=0.02)
+    assert sum(large["layers_per_stage"]) == 64
+    assert sum(large["busy_per_stage"]) > 2 * sum(same["busy_per_stage"])
+
+
+def test_files_and_table(rollouts: Path, tmp_path: Path) -> None:
+    plot, trace = tmp_path / "t.png", tmp_path / "t.json"
+    done = run_tool(rollouts, P, 2, "--plot", plot, "--trace", trace)
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1}
+    for label in ("utilisation", "ideal N / (N + P - 1)", "no schedule has more", "static 1F1B", "in-flight", "stages"):
+        assert label in done.stdout
+    assert "seconds: Qwen3-32B on an H200, operations at assumed rates" in done.stdout
+    assert "what training runs" in " ".join(done.stdout.split())
+    assert "{" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((), (P,)),
+        ((P, "0"), (P, "at least 1")),
+        ((P, "2", "--tree-segment-tokens", "0"), ("--tree-segment-tokens", "at least 1")),
+        ((P, "2", "--send-seconds", "-1"), ("--send-seconds", "-1")),
+        ((P, "2", "--tree-activation-tokens", "-1"), ("--tree-activation-tokens", "-1")),
+        ((P, "2", "--pipeline-in-flight-tokens", "100"), ("--pipeline-in-flight-tokens 100", "longest sequence")),
+        ((P, "2", "--tree-memory-tokens", "100"), ("--tree-memory-tokens 100", "longest sequence")),
+        ((P, "2", "--layers-per-stage", "3,x"), ("--layers-per-stage 3,x", "'auto'")),
+        ((P, "2", "--layers-per-stage", "30,30"), ("--layers-per-stage 30,30", "60", "64")),
+        ((P, "2", "--layers-per-stage", "1,2,3"), ("--layers-per-stage 1,2,3", "3 entries")),
+        ((P, "2", "--layers-per-stage", "auto", "--num-layers", "1"), ("--num-layers 1", "2")),
+        ((P, "2", "--cost-model", "no.json"), ("no.json", "cannot be read")),
+        ((P, "2", "--cost-model", "no.json", "--hidden-size", "8"), ("--hidden-size", "--cost-model")),
+        ((P, "2", "--plot", "t.gif"), ("t.gif", ".png")),
+        ((P, "2", "--least-share-of-ideal", "95"), ("--least-share-of-ideal", "95")),
+        ((P, "2", "--model", "qwen3-8b", "--hidden-size", "8"), ("--hidden-size", "--model")),
+        ((P, "2", "--model", "qwen3"), ("--model", "qwen3-8b")),
+    ],
+)
+def test_bad_input_gets_one_line(rollouts: Path, arguments: tuple, parts: tuple) -> None:
+    done = run_tool(rollouts, *arguments)
+    assert done.returncode == 2
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    for part in parts:
+        assert part in line
+
+
+def test_no_torch_is_loaded(rollouts: Path) -> None:
+    program = (
+        f"import runpy, sys\nsys.path.insert(0, {str(TOOL.parent)!r})\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as stop:\n    assert not stop.code\n"
+        "print([name for name in ('torch', 'megatron', 'matplotlib') if name in sys.modules])\n"
+    )
+    command = [sys.executable, "-c", f"import sys; sys.argv = {[str(TOOL), str(rollouts), P, '2']!r}\n{program}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("framing", ["trajectory", "turn"])
+def test_a_real_set(framing: str) -> None:
+    values = run_json(rollout_file("tau1_airline_qwen25_3x50.npz"), P, 8, "--framing", framing)
+    assert values["utilisation"] >= 0.95 * values["ideal_utilisation"]
+    assert max(values["peak_in_flight_tokens"]) <= 1.5 * values["one_stage_in_flight_tokens"]

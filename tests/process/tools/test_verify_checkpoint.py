@@ -1,0 +1,205 @@
+"""The tool that compares converted checkpoints: equal models pass, one changed number is found and named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import REPOSITORY, seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.parity.one_step import Difference, OneStep, differences
+from megatron_dta.rollouts import Rollout, write_rollouts
+from verify_checkpoint_cases import tool, verify
+
+transformers = pytest.importorskip("transformers", reason="the other side needs transformers (extra 'test')")
+
+BASE = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 200,
+    "rope_theta": 700.5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 25,
+}
+FAMILIES = {
+    "llama": ("Llama", {"rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    "qwen3": (
+        "Qwen3",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 3.5, "original_max_position_embeddings": 30}},
+    ),
+    "mistral": ("Mistral", {"sliding_window": 64}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            # One layer without experts.
+            "mlp_only_layers": [0],
+            "tie_word_embeddings": True,
+            "pad_token_id": 7,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "llama with padding": ("Llama", {"pad_token_id": 11}),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """(Hugging Face folder, Megatron folder) of every family, random weights everywhere, a padded vocabulary."""
+    folder, convert = tmp_path_factory.mktemp("checkpoints"), tool("convert_hf_to_megatron")
+    made = {}
+    for seed, (name, (family, settings)) in enumerate(FAMILIES.items()):
+        seed_all(seed)
+        config = transformers.CONFIG_MAPPING[name.split()[0]].from_dict({**BASE, **settings})
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+        hf, megatron = folder / name, folder / f"{name}-megatron"
+        model.save_pretrained(hf)
+        flags = ["--hf-checkpoint", str(hf), "--save", str(megatron), "--make-vocab-size-divisible-by", "32"]
+        flags += ["--max-position-embeddings", "64"] if name == "mistral" else []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["convert", *flags])
+            convert.main()
+        made[name] = hf, megatron
+    return made
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_converted_checkpoints_agree(name, checkpoints, monkeypatch, capsys):
+    status, summary, out = verify(monkeypatch, capsys, *checkpoints[name], "--seq-length", "61", "--seed", "5")
+    assert status == 0, out
+    assert ("pad_token_id" in out) == ("pad_token_id" in FAMILIES[name][1])
+    assert summary["passed"] is True
+    assert summary["tokens"] == 4 * 61
+    found = {row["name"] for row in summary["tensors"] if row["kind"] == "gradient"}
+    reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[name][0])
+    assert found == {parameter for parameter, _ in reference.named_parameters()}
+    for kind in ("logits", "logprobs", "loss", "gradient", "weight"):
+        assert 0 <= summary[f"max_{kind}_difference"] < 1e-5
+
+
+def test_a_changed_weight_is_found(checkpoints, monkeypatch, capsys, tmp_path):
+    hf, megatron = checkpoints["qwen3"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(hf)
+    changed = "model.layers.1.self_attn.k_norm.weight"
+    with torch.no_grad():
+        model.get_parameter(changed)[3] += 0.01
+    model.save_pretrained(tmp_path / "changed")
+    flags = ("--lr", "0", "--num-sequences", "2", "--seq-length", "40")
+    status, summary, out = verify(monkeypatch, capsys, tmp_path / "changed", megatron, *flags)
+    assert status == 1
+    assert summary["passed"] is False
+    different = {row["name"] for row in summary["tensors"] if row["kind"] == "weight" and row["relative"] > 0}
+    assert different == {changed}
+    assert f"weight {changed} differs by" in out
+    assert "logits  differs by" in out
+    # A wide tolerance lets it pass, so the status is that of the tolerance.
+    assert verify(monkeypatch, capsys, tmp_path / "changed", megatron, *flags, "--tolerance", "1")[0] == 0
+
+
+def test_an_experts_weight_and_the_row_beside_the_padding(checkpoints, monkeypatch, capsys, tmp_path):
+    """What is left out of the comparison is one row; what is stacked is compared whole."""
+    hf, megatron = checkpoints["qwen3_moe"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(hf)
+    with torch.no_grad():
+        # An expert's matrices are stacked in memory and apart in the file, or apart in both.
+        expert = next(values for name, values in model.named_parameters() if "layers.1.mlp.experts" in name)
+        expert.view(-1)[5] += 0.01
+        model.get_input_embeddings().weight[8, 3] += 0.01
+    model.save_pretrained(tmp_path / "changed")
+    flags = ("--lr", "0", "--num-sequences", "2", "--seq-length", "40")
+    status, summary, _ = verify(monkeypatch, capsys, tmp_path / "changed", megatron, *flags)
+    assert status == 1
+    different = {row["name"] for row in summary["tensors"] if row["kind"] == "weight" and row["relative"] > 0}
+    assert len(different) == 2
+    assert "model.embed_tokens.weight" in different
+
+
+def test_another_scaling_of_positions_is_another_model(checkpoints, monkeypatch, capsys, tmp_path):
+    hf, megatron = checkpoints["llama"]
+    config = json.loads((hf / "config.json").read_text())
+    holder = config.get("rope_scaling") or config["rope_parameters"]
+    holder["factor"] = 4.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes())
+    with pytest.raises(InputError, match=r"--rope-scaling-factor is 8.0 there and 4.0 here"):
+        verify(monkeypatch, capsys, tmp_path, megatron)
+
+
+def test_tokens_of_a_file(checkpoints, monkeypatch, capsys, tmp_path):
+    generator = seed_all(9)
+    lengths = (70, 1, 5, 30)
+    rollouts = []
+    for length in lengths:
+        mask = np.ones(length, bool)
+        mask[0] = False
+        if length > 1:
+            token_ids = generator.integers(0, 53, size=length).astype(np.int32)
+            rollouts.append(Rollout(token_ids=token_ids, loss_mask=mask, reward=0.0))
+    write_rollouts(tmp_path / "tokens.jsonl", rollouts)
+    flags = ("--tokens", str(tmp_path / "tokens.jsonl"), "--seq-length", "50", "--num-sequences", "2")
+    status, summary, _ = verify(monkeypatch, capsys, *checkpoints["qwen2"], *flags)
+    assert status == 0
+    assert summary["tokens"] == 50 + 5
+    rollouts[0].token_ids[7] = 53
+    write_rollouts(tmp_path / "tokens.jsonl", rollouts)
+    with pytest.raises(InputError, match="53"):
+        verify(monkeypatch, capsys, *checkpoints["qwen2"], *flags)
+
+
+def test_what_only_one_side_has_or_is_no_number_is_infinitely_far():
+    seed_all(2)
+
+    def step(gradients: dict[str, torch.Tensor]) -> OneStep:
+        return OneStep([torch.ones(2, 3)], [np.zeros(2)], 1.0, gradients, {})
+
+    zero, one, broken = torch.zeros(2), torch.ones(2), torch.tensor([0.0, float("nan")])
+    rows = differences(
+        step({"a": zero, "b": one, "c": zero, "d": broken, "f": 2 * one, "g": torch.ones(3)}),
+        step({"a": zero, "b": one + 0.5, "c": one * 1e-20, "d": one, "e": one, "g": one}),
+    )
+    found = {row.name: row.relative for row in rows if row.kind == "gradient"}
+    inf = float("inf")
+    assert found == {"a": 0, "b": pytest.approx(1 / 3), "c": 1, "d": inf, "e": inf, "f": inf, "g": inf}
+    assert rows[0] == Difference("logits", "", 0.0, 0.0)
+    backwards = differences(step({"c": one * 1e-20}), step({"c": zero}))
+    assert backwards[-1].relative == inf
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hf-checkpoint none --load none", "error: none: no such folder"),
+        ("--hf-checkpoint HF --load none", "error: --load none: holds no checkpoint"),
+        ("--hf-checkpoint HF --load HF --seq-length 1", "error: --seq-length is 1"),
+        ("--hf-checkpoint HF --load HF --tolerance nan", "error: --tolerance is nan"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, checkpoints):
+    command = [sys.executable, str(REPOSITORY / "tools" / "verify_checkpoint.py")]
+    arguments = flags.replace("HF", str(checkpoints["llama"][0])).split()
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.strip().splitlines()[-1].startswith(message)
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,151 @@
+"""Programs that try to get a reward, to hang, to end the run or to leave something behind; none solves anything.
+
+    python tests/stress/hostile_programs.py --count 500 [--seed 0] [--workers 4] [--isolation namespaces]
+
+runs them through ``code_tests`` and prints what went wrong: a reward above 0, an exception, a program that was judged
+for longer than its limits allow, a process that survived, or a file outside the program's folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_dta.config.reward import RewardConfig
+from megatron_dta.sampling.rewards.code_reward import ISOLATIONS, CodeTests
+
+SETTINGS = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=8)
+MARK = "97531"
+# fmt: off
+RECORDS: list[dict[str, Any]] = [
+    {"tests": "assert add(2, 3) == 5\nassert add(-1, 1) == 0"},
+    {"tests": "import math\nassert abs(add(0.5, 1.5) - 2.0) < 1e-6\nassert math.isclose(add(1, 2), 3)"},
+    {"tests": "def check(candidate):\n    if candidate(20, 22) != 42:\n        raise ValueError\ncheck(add)"},
+    {"tests": "assert sorted([add(1, 1), add(5, 5)]) == [2, 10]\nassert isinstance(add(1, 1), int)\n{add(4, 4): 1}[8]"},
+    {"tests": "from unittest import TestCase\nTestCase().assertEqual(add(2, 2), 4)\nassert add(3, 4) in (7,)"},
+    {"tests": [{"input": "2 3\n", "output": "5\n"}, {"input": "20 22\n", "output": "42\n"}]},
+    {"tests": [{"input": "add 7 8", "output": "15"}]},
+]
+# fmt: on
+
+
+def read_programs(name: str) -> dict[str, str]:
+    """The programs of a file beside this one, by the titles in front of them."""
+    parts = Path(__file__).with_name(name).read_text().split("### ")[1:]
+    return {title: code.strip("\n") + "\n" for title, _, code in (part.partition("\n") for part in parts)}
+
+
+# Each is Python that a program runs; @OUT@ is a file outside its folder, @MARK@ a number that shows a survivor.
+ATTACKS = read_programs("hostile_programs.txt")
+
+
+class Hostile(NamedTuple):
+    """A program, and the record that it is judged by."""
+
+    name: str
+    code: str
+    record: dict[str, Any]
+
+
+def programs(count: int, seed: int, outside: str) -> Iterator[Hostile]:
+    """``count`` programs: every attack in turn, dressed and judged in ways that ``seed`` draws."""
+    draws, names = random.Random(seed), list(ATTACKS)
+    draws.shuffle(names)
+    for index in range(count):
+        name = names[index % len(names)]
+        attack = ATTACKS[name].replace("@OUT@", outside).replace("@MARK@", MARK)
+        attack = attack.replace("@GIVE@", draws.choice(["5", "True", "None", "{}", "['yours', 0]", "['node', 7]"]))
+        attack = attack.replace("@TAG@", draws.choice(["mine", "yours", "builtin", "numpy", "namedtuple", "view", "x"]))
+        yield Hostile(name, _dressed(attack, draws), draws.choice(RECORDS))
+
+
+def _dressed(attack: str, draws: random.Random) -> str:
+    """The attack as it is, or hidden: as text, in a thread, in a child, in a function, after a wrong answer."""
+    dress = draws.randrange(6)
+    wrong = "def add(*a):\n    return None\n"
+    if dress == 1:
+        return f"exec({attack!r}, globals())\n"
+    if dress == 2:
+        return f"{wrong}import threading\nthreading.Thread(target=exec, args=({attack!r}, globals())).start()\n"
+    if dress == 3:
+        return f"{wrong}import os\nif os.fork() == 0:\n    exec({attack!r}, globals())\n"
+    if dress == 4:
+        return f"def add(*a):\n    exec({attack!r}, globals())\n"
+    if dress == 5:
+        return f"try:\n    exec({attack!r}, globals())\nexcept BaseException:\n    pass\nprint(0)\n"
+    return attack
+
+
+def survivors(parent: int) -> list[str]:
+    """Command lines of processes that programs of ``parent`` have left."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if ("sleep" in line and line.split()[-1:] == [MARK]) or f'"parent": {parent}' in line:
+            found.append(line)
+    return found
+
+
+def judge(function: CodeTests, hostile: Hostile) -> list[str]:
+    """What went wrong."""
+    began = time.monotonic()
+    try:
+        reward = function(hostile.record, f"```python\n{hostile.code}\n```", [])
+    except BaseException as error:
+        return [f"{hostile.name}: raised {error!r}\n{hostile.code}"]
+    wrong = [f"{hostile.name}: reward {reward}\n{hostile.code}\n{hostile.record}"] if reward != 0 else []
+    seconds = time.monotonic() - began
+    return wrong + ([f"{hostile.name}: took {seconds:.0f} s\n{hostile.code}"] if seconds > 60 else [])
+
+
+def attack(count: int, seed: int, folder: Path, workers: int, isolations: tuple[str, ...]) -> tuple[list[str], dict]:
+    """Run ``count`` programs while a checkpoint lies in ``folder``; what went wrong, and what was counted."""
+    function = CodeTests(SETTINGS, isolations)
+    (folder / "run").mkdir()
+    checkpoint = folder / "run" / "checkpoint"
+    checkpoint.write_text("weights")
+    before = _listing(folder)
+    with ThreadPoolExecutor(workers) as pool:
+        found = pool.map(lambda each: judge(function, each), programs(count, seed, str(checkpoint)))
+        wrong = [line for lines in found for line in lines]
+    wrong += [f"a process survived: {line}" for line in survivors(os.getpid())]
+    if _listing(folder) != before or checkpoint.read_text() != "weights":
+        wrong.append(f"files outside: {_listing(folder)}")
+    wrong += [f"a file outside: {path}" for path in (f"/dev/shm/{MARK}", f"/var/tmp/{MARK}") if os.path.lexists(path)]
+    return wrong, function.counts
+
+
+def _listing(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--isolation", choices=ISOLATIONS)
+    parser.add_argument("--outside", type=Path, help="A folder to make a checkpoint in (default: the working folder).")
+    arguments = parser.parse_args()
+    isolations = ISOLATIONS if arguments.isolation is None else (arguments.isolation,)
+    with tempfile.TemporaryDirectory(dir=arguments.outside or Path.cwd()) as folder:
+        began = time.monotonic()
+        wrong, counts = attack(arguments.count, arguments.seed, Path(folder), arguments.workers, isolations)
+    print(*wrong, sep="\n")
+    print(f"{arguments.count} programs, {len(wrong)} wrong, {time.monotonic() - began:.0f} s, {counts}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""Kills training runs again and again, at random moments, and compares what they end with to unbroken runs.
+
+    python tests/stress/kill_run.py [--runs plain async-save ...] [--kills 20] [--processes 1 2] [--seed 0] [--folder FOLDER]
+                             [training flags]
+
+Every kind of run (``RUNS``; all of them unless some are named) is killed ``--kills`` times on every number of
+processes. A run saves after every step. A third of the kills (SIGKILL) come while a checkpoint is being written, a
+third in the steps, a third while the run starts and loads. With several processes one of them is killed, and the rest
+as torchrun would. Between kills the folder must hold a complete checkpoint that is never older than before; the metrics
+at the end must be those of the unbroken run, bit for bit. Further training flags are added to the commands. Status 0 if
+so.
+
+Training processes are forked off this one, which has imported everything, so a start takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from megatron_dta import train
+from megatron_dta.training.checkpoint.files import find_checkpoint
+from rollout_runs import Runs
+
+SAVES = "--lr 1e-2 --save-interval 1 --keep-checkpoints 2 "
+COMMAND = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --tree-segment-tokens 16 "
+    "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 3 "
+    "--rollout-max-response-len 4 --num-steps-per-rollout 2 --old-logprobs recompute --eval-interval 10 --eval-iters 4 "
+    + SAVES
+)
+# What a kind of run adds to the command; asynchronous rollouts have a command of their own.
+RUNS = {
+    "plain": "--entropy-coef 0.05",
+    "async-save": "--entropy-coef 0.05 --async-save",
+    "treepo-das": "--rollout-method treepo --treepo-segment-length 2 --advantage-estimator treepo "
+    "--rollout-speculation das",
+    "critic": "--objective ppo --critic-lr 5e-3 --kl-coef 0.1 --ppo-epochs 2",
+    "async-rollouts": None,
+}
+MOMENTS = ("starting", "stepping", "saving")
+# A run that shows no sign of life for so long has hung.
+PATIENCE_S = 120.0
+
+
+class Run:
+    """The processes of one start of the command, forked off this one."""
+
+    def __init__(self, argv: list[str], processes: int, log: Path) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        mesh = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+        self.children = [
+            _fork(argv, mesh | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}, log)
+            for rank in range(processes)
+        ]
+        self.statuses: dict[int, int] = {}
+
+    def ended(self) -> bool:
+        """Whether any process has ended."""
+        for child in self.children:
+            if child not in self.statuses:
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    self.statuses[child] = os.waitstatus_to_exitcode(status)
+        return bool(self.statuses)
+
+    def wait(self) -> list[int]:
+        """Exit statuses of all processes."""
+        for child in self.children:
+            if child not in self.statuses:
+                self.statuses[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return [self.statuses[child] for child in self.children]
+
+    def kill(self, first: int) -> list[int]:
+        """Kill one process and, a moment later, the others."""
+        for child in [self.children[first], *self.children]:
+            if child not in self.statuses:
+                os.kill(child, signal.SIGKILL)
+            if child == self.children[first] and len(self.children) > 1:
+                time.sleep(random.choice((0.0, 0.3)))
+            self.ended()
+        return self.wait()
+
+    def until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for a condition; False if a process ends before it holds."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if self.ended():
+                return False
+            if time.monotonic() > deadline:
+                self.kill(0)
+                raise SystemExit(f"the run has hung: nothing happened for {PATIENCE_S:.0f} s")
+            time.sleep(0.001)
+        return True
+
+
+def _fork(argv: list[str], mesh: dict[str, str], log: Path) -> int:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(mesh)
+            sys.argv = ["train", *argv]
+            train.main()
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return child
+
+
+def server_command(folder: Path) -> str:
+    """The command that samples ahead on a server of a process of its own, which ends with this one."""
+    reader, writer = os.pipe()
+    parent = os.getpid()
+    if os.fork() == 0:
+        try:
+            with ExitStack() as stack:
+                runs = Runs(stack, folder, np.random.default_rng(0))
+                (server,) = runs.add_servers("vllm", 1)
+                os.write(writer, server.url.encode())
+                os.close(writer)
+                while os.getppid() == parent:
+                    time.sleep(0.5)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        url = told.read()
+    if not url:
+        raise SystemExit("the rollout server does not start")
+    # Nothing but what the command is made of: the rest is the server's, in its process.
+    made = SimpleNamespace(folder=folder, servers=[SimpleNamespace(url=url, kind="vllm")])
+    # With one step a collection and a bound of one step every collection has the weights of the step before it.
+    return Runs.command(
+        made,
+        f"{SAVES} --rollout-max-staleness 1 --eval-interval 10 --eval-iters 3 "
+        f"--eval-prompt-data {folder / 'prompts.jsonl'}",
+    )
+
+
+def kill_at(run: Run, folder: Path, moment: str, start_s: float, step_s: float, save_s: float) -> None:
+    """Wait for a random one of such moments."""
+    delays = {"starting": start_s, "stepping": 2 * step_s, "saving": save_s}
+    if moment == "stepping":
+        before = saved_iteration(folder)
+        run.until(lambda: saved_iteration(folder) > before)
+    elif moment == "saving":
+        run.until(lambda: any(folder.glob("iter_*.tmp")))
+    deadline = time.monotonic() + random.uniform(0, delays[moment])
+    run.until(lambda: time.monotonic() > deadline)
+
+
+def rows_written(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def rows_without_timing(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "timing"} for row in rows]
+
+
+def saved_iteration(folder: Path) -> int:
+    """The step of the checkpoint that counts, 0 if there is none yet; an error if the folder holds half of one."""
+    for path in folder.glob("iter_*"):
+        # One that is being deleted has lost its name by the time that its metadata are looked for.
+        if path.suffix != ".tmp" and not (path / "metadata.json").is_file() and path.is_dir():
+            raise SystemExit(f"{path} is no complete checkpoint")
+    found = find_checkpoint(folder)
+    return int(found.name.removeprefix("iter_")) if found is not None else 0
+
+
+def unbroken_run(argv: list[str], processes: int, folder: Path, log: Path) -> tuple[float, float, float]:
+    """Run to the end; seconds until the first step, for a step with its save, and for a save."""
+    began = time.monotonic()
+    run = Run([*argv, "--save", str(folder)], processes, log)
+    run.until(lambda: rows_written(folder) > 1)
+    started = time.monotonic()
+    if any(run.wait()):
+        raise SystemExit(f"the unbroken run failed; see {log}")
+    step_s = (time.monotonic() - started) / (rows_written(folder) - 1)
+    return started - began, step_s, step_s
+
+
+def kill_repeatedly(argv: list[str], processes: int, kills: int, folder: Path) -> bool:
+    """The whole experiment with one command; prints and returns its outcome."""
+    straight, killed, log = folder / "unbroken", folder / "killed", folder / "output.txt"
+    times = unbroken_run(argv, processes, straight, log)
+    print(f"    start {times[0]:.2f} s, step and save {times[1]:.3f} s", flush=True)
+    killed.mkdir()
+    counts, latest, began = dict.fromkeys(MOMENTS, 0), 0, time.monotonic()
+    while sum(counts.values()) < kills:
+        moment = random.choice(MOMENTS)
+        run = Run([*argv, "--save", str(killed)], processes, log)
+        kill_at(run, killed, moment, *times)
+        statuses = run.kill(random.randrange(processes))
+        if -signal.SIGKILL not in statuses:
+            # It had come to its end, or it has failed.
+            if any(statuses):
+                raise SystemExit(f"a start after {counts} failed with {statuses}; see {log}")
+            break
+        counts[moment] += 1
+        iteration = saved_iteration(killed)
+        if iteration < latest:
+            raise SystemExit(f"the checkpoint of step {latest} is lost: that of {iteration} counts")
+        latest = iteration
+    if any(Run([*argv, "--save", str(killed)], processes, log).wait()):
+        raise SystemExit(f"the last start failed; see {log}")
+    same = rows_without_timing(killed) == rows_without_timing(straight)
+    left = {path.relative_to(killed) for path in killed.rglob("*")} ^ {
+        path.relative_to(straight) for path in straight.rglob("*")
+    }
+    number = sum(counts.values())
+    print(
+        f"    {number} kills {counts} in {time.monotonic() - began:.0f} s, the last at checkpoint {latest}", flush=True
+    )
+    print("    metrics " + ("bit for bit the same" if same else "DIFFERENT"), flush=True)
+    if left:
+        print(f"    files DIFFERENT: {sorted(map(str, left))[:10]}", flush=True)
+    if number < kills:
+        print(f"    the run ended before {kills} kills; give more --train-iters", flush=True)
+    return same and not left and number == kills
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="kinds of runs (default: all)")
+    parser.add_argument("--kills", type=int, default=20, help="of each kind on each number of processes")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where runs are kept (default: a temporary folder)")
+    options, flags = parser.parse_known_args()
+    random.seed(options.seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.folder or Path(temporary)).resolve()
+        good, begun = 0, 0
+        for name in options.runs:
+            for processes in options.processes:
+                print(f"{name}, {processes} process{'es' if processes > 1 else ''}", flush=True)
+                own = folder / f"{name}-{processes}"
+                own.mkdir(parents=True)
+                more = RUNS[name]
+                command = server_command(own) if more is None else f"{COMMAND} {more}"
+                argv = [*command.split(), "--train-iters", str(3 * options.kills + 10), *flags]
+                good += kill_repeatedly(argv, processes, options.kills, own)
+                begun += 1
+    print(f"{begun * options.kills} kills of {begun} runs, {good} of which ended as if unbroken", flush=True)
+    return 0 if good == begun else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""Planning a run: parameters and states are those of the real model, times add up, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.capacity.cluster import PRESETS, Cluster
+from megatron_dta.capacity.memory import InFlight, RunMesh, StateSettings, rank_parameters, stage_memory
+from megatron_dta.capacity.meshes import Choice, make_mesh, possible_choices
+from megatron_dta.capacity.search import USABLE, Planner
+from megatron_dta.capacity.sequences import made_up_sequences
+from megatron_dta.capacity.shape import SHAPES, RankParameters, RunShape
+from megatron_dta.capacity.step_time import calibrated, mesh_costs, send_seconds, stage_time, training_costs
+from megatron_dta.capacity.work import ReplicaWork, StepWork
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.planning.costs.file import CostFile, CostShape, PassSeconds
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.costs.segment_bytes import GIB
+from megatron_dta.planning.pipeline.costs import PipelineCosts
+from megatron_dta.planning.pipeline.simulation import simulate
+from megatron_dta.planning.step.passes import PipelineShape
+from megatron_dta.planning.step.plan import StepPlan, plan_step
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.tree import build_prefix_tree
+
+SMALL = RunShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
+EXPERTS = replace(SMALL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_layers=(False, True) * 6)
+
+
+def config_of(shape: RunShape, **more: object) -> ModelConfig:
+    return ModelConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        group_query_attention=True,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
+        vocab_size=shape.vocab_size,
+        swiglu=shape.swiglu,
+        qk_layernorm=shape.qk_layernorm,
+        add_qkv_bias=shape.add_qkv_bias,
+        untie_embeddings_and_output_weights=shape.untie_embeddings_and_output_weights,
+        disable_bias_linear=True,
+        num_experts=shape.num_experts,
+        moe_router_topk=shape.moe_router_topk,
+        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=shape.moe_shared_expert_intermediate_size,
+        **more,
+    )
+
+
+def small_step(seed: int = 5, num: int = 24) -> StepWork:
+    rng = seed_all(seed)
+    prompts = [rng.integers(0, 50, rng.integers(40, 90)) for _ in range(4)]
+    sequences = [
+        np.concatenate([prompts[i % 4], rng.integers(0, 50, rng.integers(30, 300))]).astype(np.int32)
+        for i in range(num)
+    ]
+    masks = [np.arange(len(s)) >= len(prompts[i % 4]) for i, s in enumerate(sequences)]
+    whole = RunMesh(1, 1, 1, (SMALL.num_layers,))
+    return StepWork(sequences, masks, mesh_costs(SMALL, whole, Cluster(8)))
+
+
+def planner(num_gpus: int = 8, shape: RunShape = SMALL, **more: object) -> Planner:
+    return Planner(shape, Cluster(num_gpus, **more), small_step())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen3-1.7b", 1_720_574_976),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+    ],
+)
+def test_named_models_have_their_published_parameters(name: str, parameters: int) -> None:
+    assert SHAPES[name].num_parameters == parameters
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parameters_are_those_of_the_real_model(seed: int) -> None:
+    rng = seed_all(seed)
+    groups = int(rng.integers(1, 4))
+    shape = RunShape(
+        num_layers=int(rng.integers(1, 4)),
+        hidden_size=8 * int(rng.integers(1, 5)),
+        ffn_hidden_size=int(rng.integers(3, 40)),
+        num_attention_heads=groups * int(rng.integers(1, 3)),
+        num_query_groups=groups,
+        kv_channels=2 * int(rng.integers(1, 6)),
+        vocab_size=int(rng.integers(11, 60)),
+        swiglu=bool(seed % 2),
+        qk_layernorm=bool(rng.integers(2)),
+        add_qkv_bias=bool(rng.integers(2)),
+        untie_embeddings_and_output_weights=bool(rng.integers(2)),
+        num_experts=4 if seed >= 3 else None,
+        moe_ffn_hidden_size=12 if seed >= 3 else None,
+        moe_shared_expert_intermediate_size=7 if seed == 5 else None,
+    )
+    config = config_of(shape)
+    assert RunShape.of(config) == shape
+    model = build_model(config, initialize_parallel(seed))
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    layer = model.decoder.layers[0]
+    matrices = [p for n, p in layer.named_parameters() if p.dim() == 2 and "experts.local_experts" not in n]
+    if seed < 3:
+        assert shape.token_weights(0) == sum(p.numel() for p in matrices)
+
+
+@pytest.mark.parametrize("shape", [SMALL, EXPERTS], ids=["dense", "experts"])
+def test_ranks_together_hold_the_model(shape: RunShape) -> None:
+    mesh = make_mesh(shape, 16, tensor=2, pipeline=4, experts=2 if shape.num_experts else 1, expert_tensor=1)
+    whole = RankParameters(0)
+    for stage in range(4):
+        whole += rank_parameters(shape, mesh, stage)
+    # What a tensor group holds twice: norms, and routers.
+    twice = shape.num_layers * (2 * shape.hidden_size + 2 * shape.kv_channels) + shape.hidden_size
+    twice += sum(shape.moe_layers) * (shape.num_experts or 0) * shape.hidden_size
+    groups = 2 if shape.num_experts else 1
+    assert 2 * whole.dense - twice + groups * whole.experts == shape.num_parameters
+
+
+def test_states_are_those_of_the_real_optimizer() -> None:
+    config = config_of(replace(SMALL, num_layers=2, vocab_size=61, hidden_size=32, moe_layers=()), bf16=True)
+    shape = RunShape.of(config)
+    model = build_model(config, initialize_parallel(3))
+    optimizer = TrainingOptimizer(model, OptimizationConfig(), ParallelConfig())
+    optimizer.zero_grad()
+    sum(p.float().pow(2).sum() for p in model.parameters()).backward()
+    optimizer.step(1.0)
+    memory = stage_memory(shape, RunMesh(1, 1, 1, (2,)), StateSettings(), 0, InFlight(0, 0, 0))
+    assert memory.weights == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert memory.gradients == sum(p.main_grad.numel() * p.main_grad.element_size() for p in model.parameters())
+    inner = optimizer.optimizer.chained_optimizers[0].optimizer
+    masters = [p for group in inner.param_groups for p in group["params"]]
+    states = sum(p.numel() * p.element_size() for p in masters)
+    states += sum(t.numel() * t.element_size() for s in inner.state.values() for n, t in s.items() if n != "step")
+    assert memory.optimizer == states
+
+
+def test_states_are_divided_offloaded_and_smaller() -> None:
+    mesh, nothing = make_mesh(SMALL, 8, tensor=2), InFlight(0, 0, 0)
+
+    def optimizer(**more: object) -> float:
+        return stage_memory(SMALL, mesh, StateSettings(**more), 0, nothing).optimizer
+
+    whole = optimizer(distributed_optimizer=False)
+    assert optimizer() == whole / 4
+    assert optimizer(offload_fraction=0.75) == whole / 16
+    assert optimizer(exp_avg="bf16", exp_avg_sq="bf16") == pytest.approx(whole / 4 * 8 / 12)
+    assert optimizer(optimizer=False) == 0
+    host = stage_memory(SMALL, mesh, StateSettings(offload_fraction=1.0), 0, nothing).host
+    assert host == pytest.approx(whole / 4 * 16 / 12)
+    experts = stage_memory(EXPERTS, make_mesh(EXPERTS, 8, experts=4), StateSettings(), 0, nothing)
+    held = rank_parameters(EXPERTS, make_mesh(EXPERTS, 8, experts=4), 0)
+    assert experts.optimizer == pytest.approx(12 * (held.dense / 8 + held.experts / 2))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_measured_cost_model_is_reproduced(tensor: int) -> None:
+    rng = seed_all(tensor)
+    names = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
+    shape = replace(SMALL, qk_layernorm=False)
+    of = CostShape(
+        **{name: getattr(shape, name) for name in names},
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1,
+    )
+    forward, backward = (PassSeconds(*(rng.random(6) * [1e-6, 1e-9, 1e-6, 1e-6, 1e-4, 0])) for _ in range(2))
+    measured = CostFile("x", of, shape.num_layers, forward, backward)
+    cluster = calibrated(Cluster(8), measured)
+    mesh = RunMesh(tensor, 1, 1, (shape.num_layers,), sequence_parallel=tensor > 1)
+    found, expected = mesh_costs(shape, mesh, cluster, measured.model()), measured.model()
+    for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge", "floor_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9), name
+    # Training knows it of this model and tensor parallelism alone.
+    model = measured.model(shape.num_layers, 700)
+    assert training_costs(shape, mesh, measured, 700) == model
+    for other in (replace(shape, ffn_hidden_size=1024), replace(shape, num_experts=4)):
+        assert training_costs(other, mesh, measured, 700) == training_costs(other, mesh, None, 700) != model
+    assert training_costs(shape, replace(mesh, tensor=4), measured) == training_costs(shape, mesh, None) != model
+
+
+def step_of_training(plan: Planner, mesh: RunMesh, segment_tokens: int) -> StepPlan:
+    """What training would plan for the slowest replica, as its engine says."""
+    partition = plan.step.partition(mesh.data)
+    own = partition.sequences_of(int(partition.cost_per_rank.argmax()))
+    samples = [TrainingSample(plan.step.sequences[i], plan.step.masks[i]) for i in own]
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+    model = CostModel.from_shape(**{name: getattr(SMALL, name) for name in (*names, "vocab_size", "swiglu")})
+    shape = PipelineShape(mesh.pipeline, mesh.chunks, mesh.layers, model)
+    return plan_step(samples, "dta", segment_tokens, pipeline=shape)
+
+
+@pytest.mark.parametrize(("pipeline", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_a_plan_is_that_of_training_and_its_parts_add_up(pipeline: int, chunks: int) -> None:
+    plan = planner()
+    mesh = make_mesh(SMALL, 8, pipeline=pipeline, chunks=chunks)
+    found = plan.simulate(Choice(mesh, 256))
+    assert sum(found.time.parts().values()) == found.time.total
+    assert sum(found.memory.parts().values()) == found.memory.total
+    segments, counts = found.work.planned
+    own = plan.step.partition(mesh.data).tokens_per_rank
+    assert found.work.tokens in own
+    if pipeline > 1:
+        # Segments and schedule are training's, the seconds are the cluster's.
+        step = step_of_training(plan, mesh, segment_tokens=256)
+        schedule = step.training.schedule
+        np.testing.assert_array_equal(step.segments.segment_start, segments.segment_start)
+        expected = PipelineCosts.of_segments(
+            mesh_costs(SMALL, mesh, plan.cluster, None, segments.segment_tokens), *counts, mesh.layers
+        )
+        send = send_seconds(SMALL, mesh, plan.cluster, segments.segment_tokens)
+        timeline = simulate(schedule, segments.segment_parent, expected, send)
+        assert found.utilisation == timeline.utilisation
+        # What a stage computes by its parts is what the simulation has it busy for.
+        ends = [stage_time(SMALL, mesh, plan.cluster, found.work, s).computing for s in range(pipeline)]
+        gathered = found.work.path_tokens > 0
+        assert ends == pytest.approx(timeline.busy, rel=0.05 if gathered else 1e-9)
+        assert found.time.computing + found.time.bubble == pytest.approx(timeline.makespan, rel=0.05)
+
+
+def test_recomputation_takes_time_and_less_memory() -> None:
+    plan = planner()
+    mesh = make_mesh(SMALL, 8)
+    everything = plan.simulate(Choice(mesh, 128))
+    nothing = plan.simulate(Choice(mesh, 128, activation_tokens=0))
+    full = plan.simulate(Choice(mesh, 128, full_recompute=True))
+    some = plan.simulate(Choice(mesh, 128, activation_tokens=200))
+    assert everything.recomputed == 0
+    assert full.recomputed == 1
+    # Leaves of the segment tree keep their activations for nothing.
+    inner = np.isin(np.arange(nothing.work.segments), nothing.work.planned[0].segment_parent)
+    lengths = nothing.work.planned[0].lengths
+    assert nothing.recomputed == pytest.approx(lengths[inner].sum() / lengths.sum())
+    assert 0 < some.recomputed < nothing.recomputed < 1
+    assert everything.time.gemm < some.time.gemm < nothing.time.gemm < full.time.gemm
+    assert everything.memory.activations > full.memory.activations
+    assert everything.memory.activations >= some.memory.activations >= nothing.memory.activations
+
+
+def test_the_search_finds_what_trying_all_would() -> None:
+    plan = planner(4)
+    choices = list(possible_choices(SMALL, plan.cluster, (128, 512), recompute=("tree",)))
+    best, misses = plan.search(choices, top=len(choices))
+    assert not misses
+    tried = {}
+    for choice in choices:
+        found = plan.simulate(choice)
+        key = choice.mesh.tensor, choice.mesh.pipeline
+        tried[key] = min(tried.get(key, np.inf), found.time.total)
+    found = {(p.choice.mesh.tensor, p.choice.mesh.pipeline): p.time.total for p in best}
+    assert found.keys() == tried.keys()
+    assert best[0].time.total <= 1.1 * min(tried.values())
+    assert [p.time.total for p in best] == sorted(p.time.total for p in best)
+
+
+def test_what_does_not_fit_is_said_with_what_is_missing() -> None:
+    plan = planner(2, gpu_memory_gib=2.1)
+    best, misses = plan.search(possible_choices(SMALL, plan.cluster), top=3)
+    assert not best
+    assert misses
+    for found in misses:
+        assert found.misses(2.1) == pytest.approx(found.memory.total / GIB - USABLE * 2.1)
+        assert found.misses(2.1) > 0
+    assert [p.misses(2.1) for p in misses] == sorted(p.misses(2.1) for p in misses)
+
+
+def test_activations_are_kept_as_far_as_they_fit() -> None:
+    step = small_step(num=16)
+    shape = replace(SMALL, num_layers=48, moe_layers=())
+    mesh = make_mesh(shape, 1)
+    whole = Planner(shape, Cluster(1), step).estimate(Choice(mesh, 1024))
+    less = Planner(shape, Cluster(1), step).estimate(Choice(mesh, 1024, activation_tokens=0))
+    between = (0.5 * whole.memory.total + 0.5 * less.memory.total) / GIB / USABLE
+    plan = Planner(shape, Cluster(1, gpu_memory_gib=between), step)
+    found = plan.fitted(Choice(mesh, 1024))
+    assert found.misses(between) <= 0
+    assert 0 < found.choice.activation_tokens < whole.work.in_flight_tokens
+    more = plan.estimate(replace(found.choice, activation_tokens=found.choice.activation_tokens + 256))
+    assert more.misses(between) > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_made_up_sequences_have_the_numbers_asked_for(seed: int) -> None:
+    rng = seed_all(seed)
+    samples = int(rng.integers(1, 5))
+    num = samples * int(rng.integers(1, 6)) - int(rng.integers(0, samples))
+    longest = int(rng.integers(50, 200))
+    groups = -(-num // samples)
+    prompt = int(rng.integers(1, 30))
+    unique = longest if num == 1 else groups * prompt + (longest - prompt) + (num - 1) * int(rng.integers(1, 20))
+    sequences, masks = made_up_sequences(num, unique, longest, samples)
+    tree = build_prefix_tree(sequences)
+    assert (len(sequences), tree.num_tokens, int(tree.sequence_lengths.max())) == (num, unique, longest)
+    assert all(not mask[0] and mask[-1] for mask in masks)
+    pairs = int(tree.position.astype(np.int64).sum()) + tree.num_tokens
+    again, _ = made_up_sequences(num, unique, longest, samples, pairs)
+    other = build_prefix_tree(again)
+    assert int(other.position.astype(np.int64).sum()) + unique == pytest.approx(pairs, rel=0.05)
+    assert other.num_tokens == unique
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((4, 4, 100), "do not fit"),
+        ((1, 50, 60), "do not fit"),
+        ((4, 1000, 100), "do not fit"),
+        ((0, 50, 60), "--sequences must be at least 1"),
+        ((8, 1000, 300, 4, 10**9), "--attention-pairs"),
+    ],
+)
+def test_impossible_numbers_are_refused(numbers: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        made_up_sequences(*numbers)
+    assert "\n" not in str(error.value)
+
+
+def test_meshes_and_clusters_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InputError, match="--tensor-model-parallel-size 3"):
+        make_mesh(SMALL, 9, tensor=3)
+    with pytest.raises(InputError, match="does not divide --num-gpus 6"):
+        make_mesh(SMALL, 6, tensor=4)
+    with pytest.raises(InputError, match="fewer than"):
+        make_mesh(SMALL, 64, pipeline=8, chunks=4)
+    with pytest.raises(InputError, match="--expert-model-parallel-size 2"):
+        make_mesh(SMALL, 8, experts=2)
+    with pytest.raises(InputError, match="--num-gpus 12 is not a multiple"):
+        Cluster(12)
+    with pytest.raises(InputError, match="offloaded states are float32"):
+        StateSettings(offload_fraction=0.5, exp_avg="bf16")
+    with pytest.raises(InputError, match="--gemm-tflops"):
+        Cluster(8, gemm_tflops=0.0)
+    assert all(Cluster(8, **values).gemm_rate > 0 for values in PRESETS.values())
+
+
+def test_short_segments_wait_for_their_launches() -> None:
+    plan = planner(8, floor_seconds_per_layer=1.0)
+    found = plan.simulate(Choice(make_mesh(SMALL, 8), 128))
+    assert found.time.computing == pytest.approx(12.0 * found.work.segments)
+    free = planner(8, floor_seconds_per_layer=0.0).simulate(Choice(make_mesh(SMALL, 8), 128))
+    assert free.time.launches == 0
+    assert free.time.gemm == found.time.gemm
+    # Each of a rank's experts is launched.
+    few, many = (
+        stage_time(EXPERTS, make_mesh(EXPERTS, 8, experts=e), plan.cluster, found.work, 0).launches for e in (8, 2)
+    )
+    assert few < many
+    together = replace(EXPERTS, moe_grouped_gemm=True)
+    grouped = [stage_time(together, make_mesh(EXPERTS, 8, experts=e), plan.cluster, found.work, 0) for e in (8, 2)]
+    assert grouped[0].launches == pytest.approx(grouped[1].launches, rel=0.2)
+    assert grouped[1].launches < few
+    with pytest.raises(InputError, match="--moe-grouped-gemm has no effect without --num-experts"):
+        replace(SMALL, moe_grouped_gemm=True)
+
+
+def test_links_between_nodes_are_slower() -> None:
+    cluster = Cluster(16)
+    assert cluster.link(8) > cluster.link(16) == cluster.link(2, stride=8)
+    inside = stage_time(SMALL, make_mesh(SMALL, 16, tensor=4), cluster, small_work(), 0).tensor
+    assert inside > 0
+    assert stage_time(SMALL, make_mesh(SMALL, 16), cluster, small_work(), 0).tensor == 0
+
+
+def small_work() -> ReplicaWork:
+    return small_step().estimate(2, 256, None, 1)

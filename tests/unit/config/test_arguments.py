@@ -1,0 +1,270 @@
+"""The command line: every flag reaches its field, every field is used, and what does not fit together is refused."""
+
+from __future__ import annotations
+
+import ast
+import random
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_dta
+from arguments_cases import MODEL, SAMPLED, STORED, parse
+from megatron_dta.arguments import build_parser
+from megatron_dta.common.errors import InputError, InputErrors
+from megatron_dta.config import ModelConfig
+from megatron_dta.config.options import flag_of
+from megatron_dta.config.train import settings_of
+
+PACKAGE = Path(megatron_dta.__file__).parent
+# Accepted so that a command written for Megatron fails with a reason; nothing but the checks may read them.
+REFUSED = {
+    "fp16",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+    "moe_input_jitter_eps",
+    "lora_dropout",
+}
+# What the command line itself is made from.
+PARSED = {"hf_checkpoint", "treepo_preset"}
+
+
+def test_flags_reach_their_fields() -> None:
+    config = parse(
+        f"{SAMPLED} --bf16 --swiglu --lr 0.25 --rollout-temperature 0.5 --eps-clip 0.1 --tree-activation-tokens 0 "
+        "--num-query-groups 2 --group-query-attention --disable-grpo-std-normalization"
+    )
+    assert config.model.params_dtype is torch.bfloat16
+    assert config.model.swiglu
+    assert not config.model.add_qkv_bias
+    assert config.optimization.lr == 0.25
+    assert config.sampling.temperature == 0.5
+    assert config.objective.eps_clip == 0.1
+    assert config.tree.tree_activation_tokens == 0
+    assert config.tree.tree_memory_tokens is None
+    assert config.model.num_query_groups == 2
+    assert config.objective.disable_grpo_std_normalization
+    assert parse(f"{STORED} --eval-rollouts b.jsonl c.npz --eval-interval 1").data.eval_rollouts == ["b.jsonl", "c.npz"]
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    for _, setting, value in settings_of(parse(SAMPLED)):
+        if setting.default is not MISSING and setting.default is not None and setting.name != "task":
+            assert value == setting.default, setting.name
+
+
+def test_derived_model_settings() -> None:
+    model = ModelConfig(num_layers=1, hidden_size=96, num_attention_heads=3, vocab_size=51, swiglu=True)
+    assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (256, 32, 3)
+    assert model.padded_vocab_size == 51
+    padded = ModelConfig(
+        num_layers=1, hidden_size=96, num_attention_heads=3, vocab_size=51, make_vocab_size_divisible_by=8
+    )
+    assert (padded.ffn_hidden_size, padded.padded_vocab_size) == (384, 56)
+    assert ModelConfig(1, 8, 2, params_dtype=torch.float64).params_dtype is torch.float64
+
+
+def test_flags_are_unique_and_documented() -> None:
+    settings = list(settings_of(parse(SAMPLED)))
+    flags = [flag_of(setting) for _, setting, _ in settings]
+    assert len(set(flags)) == len(flags)
+    assert len({setting.name for _, setting, _ in settings}) == len(flags)
+    help_text = " ".join(build_parser().format_help().split())
+    for _, setting, _ in settings:
+        assert setting.metadata["help"].endswith("."), setting.name
+        if setting.metadata["command_line"]:
+            assert flag_of(setting) in help_text
+
+
+def test_every_setting_is_used() -> None:
+    """Each field is read as an attribute: outside of the modules that parse and check, or to derive another field."""
+    read: set[str] = set()
+    for file in PACKAGE.rglob("*.py"):
+        if file.name in ("arguments.py", "checks.py"):
+            continue
+        derives = file.parent.name == "config" and file.name != "pipeline_layout.py"
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+                continue
+            if not derives or (isinstance(node.value, ast.Name) and node.value.id == "self"):
+                read.add(node.attr)
+    settings = {setting.name for _, setting, _ in settings_of(parse(SAMPLED))}
+    assert settings - read - REFUSED - PARSED == set()
+    assert settings >= REFUSED
+
+
+BAD = [
+    ("--hidden-size 64", "--num-layers"),
+    (f"{SAMPLED} --learning-rate 1", "--learning-rate"),
+    (f"{SAMPLED} --lr fast", "--lr"),
+    (f"{SAMPLED} --lr nan", "--lr nan: must be a finite number"),
+    (f"{SAMPLED} --lr -1", "--lr -1.0: must be at least 0"),
+    (f"{SAMPLED} --adam-beta2 1", "--adam-beta2 1.0: must be below 1"),
+    (f"{SAMPLED} --rollout-temperature 0", "--rollout-temperature 0.0: must be above 0"),
+    (f"{SAMPLED} --rollout-top-p 1.5", "--rollout-top-p 1.5: must be at most 1"),
+    (f"{SAMPLED} --tree-mode forest", "--tree-mode"),
+    (f"{SAMPLED} --hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4"),
+    (f"{SAMPLED} --group-query-attention", "--group-query-attention needs --num-query-groups"),
+    (f"{SAMPLED} --num-query-groups 2", "--num-query-groups 2 needs --group-query-attention"),
+    (f"{SAMPLED} --group-query-attention --num-query-groups 3", "--num-query-groups 3"),
+    (f"{SAMPLED} --rotary-percent 0.05", "--rotary-percent 0.05"),
+    (f"{SAMPLED} --hidden-dropout 0.1", "--hidden-dropout 0.1: must be 0"),
+    (f"{SAMPLED} --attention-dropout 0.1", "--attention-dropout 0.1: must be 0"),
+    (f"{SAMPLED} --bf16 --fp16", "--bf16 and --fp16 conflict"),
+    (f"{SAMPLED} --fp16", "--fp16 is not supported"),
+    (f"{SAMPLED} --transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
+    (f"{SAMPLED} --recompute-granularity full", "--recompute-method"),
+    (f"{SAMPLED} --recompute-method uniform", "--recompute-method has no effect"),
+    (f"{SAMPLED} --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 does not divide the 1 processes"),
+    (f"{SAMPLED} --tensor-model-parallel-size 3", "does not divide --num-query-groups 4"),
+    (
+        f"{SAMPLED} --sequence-parallel",
+        "--sequence-parallel has no effect without --tensor-model-parallel-size above 1",
+    ),
+    (f"{SAMPLED} --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 does not divide the 1 processes"),
+    (f"{SAMPLED} --pipeline-model-parallel-size 3", "--num-layers 2 is not divisible by the 3 pipeline stages"),
+    (
+        f"{SAMPLED} --num-virtual-stages-per-pipeline-rank 2",
+        "--num-virtual-stages-per-pipeline-rank has no effect without --pipeline-model-parallel-size above 1",
+    ),
+    (MODEL, "no rollouts to train on"),
+    (f"{STORED} --task arithmetic", "--rollouts conflicts with sampling"),
+    (f"{MODEL} --vocab-size 9 --rollouts a.jsonl", "--rollouts needs --global-batch-size"),
+    (f"{MODEL} --rollouts a.jsonl --global-batch-size 8", "--rollouts needs --vocab-size"),
+    (f"{SAMPLED} --prompt-data p.jsonl", "--task brings its own prompts"),
+    (f"{MODEL} --prompt-data p.jsonl", "--prompt-data needs --reward-function"),
+    (f"{MODEL} --prompt-data p.jsonl --reward-function exact_match", "--prompt-data needs --tokenizer-type"),
+    (f"{SAMPLED} --objective sft", "--objective sft trains on stored rollouts and conflicts with --task"),
+    (f"{STORED} --objective sft --kl-loss-coef 0.1", "--kl-loss-coef has no effect without --objective grpo"),
+    (f"{STORED} --rollout-top-p 0.9", "--rollout-top-p has no effect without --prompt-data or --task"),
+    (f"{STORED} --eval-interval 2", "--eval-interval needs held-out data"),
+    (f"{STORED} --eval-rollouts b.jsonl", "--eval-rollouts has no effect without --eval-interval"),
+    (f"{STORED} --seq-length 8192", "--seq-length 8192 is more than --max-position-embeddings 4096"),
+    (f"{SAMPLED} --ref-load x", "--ref-load has no effect without --kl-loss-coef or --kl-coef above 0"),
+    (f"{SAMPLED} --eps-clip 0.3 --eps-clip-high 0.2", "--eps-clip-high 0.2 is below --eps-clip 0.3"),
+    (f"{SAMPLED} --rollout-batch-size 6 --num-steps-per-rollout 4", "--num-steps-per-rollout 4"),
+    (f"{SAMPLED} --global-batch-size 7", "--global-batch-size 7"),
+    (f"{SAMPLED} --min-lr 1", "--min-lr 1.0 is above --lr"),
+    (f"{SAMPLED} --lr-warmup-iters 100", "--lr-warmup-iters 100 must be below"),
+    (f"{SAMPLED} --lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    (f"{SAMPLED} --lr-decay-iters 10", "--lr-decay-iters has no effect"),
+    (f"{SAMPLED} --finetune", "--finetune has no effect without --load"),
+    (f"{SAMPLED} --save-interval 2", "--save-interval has no effect without --save"),
+    (f"{SAMPLED} --wandb-exp-name x", "--wandb-exp-name has no effect without --wandb-project"),
+    (f"{SAMPLED} --tree-mode packed --tree-memory-tokens 9", "--tree-memory-tokens has no effect"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_flags_are_refused_in_one_line(line: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse(line)
+    lines = str(caught.value).splitlines()
+    assert any(message in found for found in lines)
+    if isinstance(caught.value, InputErrors):
+        assert list(caught.value.messages) == lines
+    else:
+        assert len(lines) == 1
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    line = "--lr 1e-3 --min-lr 1 --adam-beta1 1 --eps-clip 0.3 --eps-clip-high 0.2 --tree-memory-gib 1 --finetune"
+    line += " --tree-memory-tokens 5 --num-query-groups 3 --rollout-engine vllm --hidden-dropout 0.5"
+    with pytest.raises(InputErrors) as caught:
+        parse(f"{SAMPLED} {line}")
+    told = [message.split()[0] for message in caught.value.messages]
+    assert sorted(told) == sorted(
+        [
+            *["--num-query-groups", "--hidden-dropout", "--eps-clip-high", "--tree-memory-gib", "--min-lr"],
+            # A server, and a folder and a form for its weights.
+            *["--adam-beta1", "--rollout-engine", "--rollout-engine", "--rollout-engine"],
+            *["--min-lr", "--finetune"],  # of a constant learning rate, too
+        ]
+    )
+    with pytest.raises(InputErrors) as caught:
+        parse(f"{SAMPLED} --lr -1 --rollout-temperature 0 --min-lr 3")
+    assert len(caught.value.messages) == 2  # what is out of its bounds means nothing to the other checks
+
+
+def test_what_the_source_decides_is_not_told_while_there_are_two() -> None:
+    with pytest.raises(InputErrors) as caught:
+        parse(f"{STORED} --task arithmetic --rollout-top-p 0.5 --min-lr 1")
+    told = [message.split()[0] for message in caught.value.messages]
+    assert told == ["--rollouts", "--global-batch-size", "--min-lr"]
+
+
+def test_any_two_bad_flags_are_refused_by_lines() -> None:
+    """No check stumbles over a value that another one refuses."""
+    flags = [line.removeprefix(SAMPLED) for line, _ in BAD if line.startswith(SAMPLED)]
+    draw = random.Random(1)
+    for _ in range(300):
+        with pytest.raises(InputError):
+            parse(SAMPLED + "".join(draw.sample(flags, 2)))
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ("--learning-rate 1", ["--learning-rate: unknown flag; did you mean --lr or "]),
+        ("--train_iters 2", ["--train_iters: unknown flag; did you mean --train-iters?"]),
+        ("--epsclip=2", ["--epsclip: unknown flag; did you mean --eps-clip or --eps-clip-high?"]),
+        ("--zzz", ["--zzz: unknown flag (--help"]),
+        ("stray", ["stray: belongs to no flag"]),
+        ("--eps-clip-c 3", ["--eps-clip-c: a name of slime's; here: --dual-clip"]),
+        ("--yaml-cfg run.yaml", ["--yaml-cfg: a name of slime's; here: @FILE"]),
+        (
+            "--num-rollout 3 actor_rollout_ref.rollout.n=4 +actor.megatron.tensor_model_parallel_size=2",
+            [
+                "--num-rollout: a name of slime's; here: --train-iters",
+                "actor_rollout_ref.rollout.n: a name of verl's; here: --n-samples-per-prompt",
+                "actor.megatron.tensor_model_parallel_size: a name of verl's; here: Megatron's flags",
+            ],
+        ),
+    ],
+)
+def test_unknown_flags_name_what_was_perhaps_meant(words: str, messages: list[str]) -> None:
+    with pytest.raises(InputErrors) as caught:
+        parse(f"{SAMPLED} {words}")
+    for told, message in zip(caught.value.messages, messages, strict=True):
+        assert told.startswith(message)
+    assert caught.value.messages[-1].endswith("(--help lists the flags)")
+
+
+def test_argument_files_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "itself").write_text(f"@{tmp_path}/itself\n")
+    (tmp_path / "outer").write_text(f"--lr 1 @{tmp_path}/missing\n")
+    for name, message in (
+        ("missing", f"argument file @{tmp_path}/missing: cannot be read (No such file or directory)"),
+        ("outer", f"argument file @{tmp_path}/missing: cannot be read (No such file or directory)"),
+        ("", f"argument file @{tmp_path}/: cannot be read (Is a directory)"),
+        ("binary", "an argument file (@FILE) is not text (invalid start byte)"),
+        ("itself", "an argument file (@FILE) names itself, or one that names it"),
+    ):
+        with pytest.raises(InputError) as caught:
+            parse(f"{SAMPLED} @{tmp_path}/{name}")
+        assert str(caught.value) == message
+
+
+def test_processes_must_make_whole_tensor_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse(f"{SAMPLED} --tensor-model-parallel-size 2 --sequence-parallel").parallel.sequence_parallel
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(InputError, match="--tensor-model-parallel-size 2 does not divide the 3 processes"):
+        parse(f"{SAMPLED} --tensor-model-parallel-size 2")
+
+
+def test_every_refused_flag_is_refused() -> None:
+    config = parse(SAMPLED)
+    for topic in fields(config):
+        for setting in fields(getattr(config, topic.name)):
+            if setting.name not in REFUSED:
+                continue
+            value = {"fp16": "", "moe_pad_expert_input_to_capacity": ""}
+            with pytest.raises(InputError, match=flag_of(setting)):
+                parse(f"{SAMPLED} {flag_of(setting)}{value.get(setting.name, ' 2')}")

@@ -1,0 +1,66 @@
+"""Flags of experts: what is refused, each by one line that names the flag, and which layers have experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from arguments_cases import SAMPLED, parse
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.moe_layers import parse_moe_layer_freq
+
+MOE = f"{SAMPLED} --swiglu --disable-bias-linear --num-experts 8"
+
+
+def test_settings_of_experts_are_derived() -> None:
+    model = parse(f"{MOE} --moe-layer-freq [0]*1+[1]*1 --ffn-hidden-size 96").model
+    assert model.moe_ffn_hidden_size == 96
+    assert model.moe_layers == [False, True]
+    assert parse(SAMPLED).model.moe_layers == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("1", "1111"), ("2", "1010"), ("3", "1001"), ("[0,1]*2", "0101"), ("([0]*3+[1]*1)", "0001"), ("2*[1,0]", "1010")],
+)
+def test_layer_patterns(text: str, layers: str) -> None:
+    assert parse_moe_layer_freq(text, 4) == [entry == "1" for entry in layers]
+
+
+BAD = [
+    (f"{MOE} --moe-routing-replay", "--moe-routing-replay has no effect without --rollouts"),
+    (f"{SAMPLED} --moe-router-topk 3", "--moe-router-topk has no effect without --num-experts"),
+    (f"{SAMPLED} --expert-tensor-parallel-size 1", "--expert-tensor-parallel-size has no effect without --num-experts"),
+    (f"{SAMPLED} --swiglu --num-experts 8", "--num-experts needs --disable-bias-linear"),
+    (f"{MOE} --moe-expert-capacity-factor 1.5", "--moe-expert-capacity-factor: not supported, because"),
+    (f"{MOE} --moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity: not supported"),
+    (f"{MOE} --moe-token-drop-policy probs", "--moe-token-drop-policy: not supported"),
+    (f"{MOE} --moe-input-jitter-eps 0.1", "--moe-input-jitter-eps: not supported"),
+    (f"{SAMPLED} --num-experts 32769", "--num-experts 32769: must be at most 32768"),
+    (f"{MOE} --moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
+    (f"{MOE} --moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"),
+    (f"{MOE} --moe-router-num-groups 4", "--moe-router-group-topk need each other"),
+    (f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 2", "is not divisible by --moe-router-num-groups 3"),
+    (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 4", "cannot be spread evenly"),
+    (f"{MOE} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias needs --moe-router-score-function"),
+    (f"{MOE} --moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate has no effect"),
+    (f"{MOE} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss", "use seq_aux_loss"),
+    (f"{MOE} --moe-router-load-balancing-type global_aux_loss", "--moe-router-load-balancing-type global_aux_loss"),
+    (f"{MOE} --moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
+    (f"{MOE} --moe-shared-expert-gate", "--moe-shared-expert-gate has no effect"),
+    (f"{MOE} --moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type allgather"),
+    (f"{MOE} --moe-layer-freq [0]*2", "no layer has experts"),
+    (f"{MOE} --moe-layer-freq [1]*3", "has 3 entries for --num-layers 2"),
+    (f"{MOE} --moe-layer-freq 0", "--moe-layer-freq 0: must be at least 1"),
+    (f"{MOE} --moe-layer-freq __import__('os')", "--moe-layer-freq __import__"),
+    (f"{MOE} --moe-layer-freq [1]*999999999999", "--moe-layer-freq [1]*999999999999: give a number"),
+    (f"{MOE} --expert-model-parallel-size 3", "--expert-model-parallel-size 3"),
+    (f"{MOE} --num-query-groups 4 --tensor-model-parallel-size 2", "needs --sequence-parallel"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_flags_are_refused_in_one_line(line: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse(line)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,107 @@
+"""``--tree-attention-impl``: what it chooses, what it refuses, and the tree engine's step on Triton's kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from dta_kernels.tree_attention import reference
+from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
+from megatron_dta.common.errors import InputError
+from megatron_dta.model import SegmentAttentionPlans, choose_attention
+from megatron_dta.model.attention.segment_attention import key_ends
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
+from megatron_dta.planning.step.plan import plan_step
+from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
+from triton_device import DEVICE, interpreter
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_auto_takes_triton_on_a_gpu_for_what_it_takes():
+    pytest.importorskip("triton")
+    assert not choose_attention("auto", 128, torch.bfloat16, CPU)
+    assert choose_attention("auto", 128, torch.bfloat16, CUDA)
+    assert choose_attention("triton", 96, torch.float32, CUDA)
+    assert not choose_attention("auto", 128, torch.float64, CUDA)
+    assert not choose_attention("auto", 288, torch.bfloat16, CUDA)
+    assert not choose_attention("reference", 128, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("impl", "head_size", "dtype", "message"),
+    [
+        ("triton", 128, torch.float64, "not float64 with 128; use auto or reference"),
+        ("triton", 288, torch.bfloat16, "heads of at most 256 channels, not bfloat16 with 288"),
+        ("flash", 128, torch.bfloat16, "--tree-attention-impl flash: choose one of"),
+    ],
+)
+def test_what_cannot_run_is_refused(impl, head_size, dtype, message):
+    with pytest.raises(InputError, match=message):
+        choose_attention(impl, head_size, dtype, CUDA)
+
+
+def test_triton_on_a_cpu_is_refused_but_for_the_interpreter():
+    pytest.importorskip("triton")
+    code = (
+        "import torch; from megatron_dta.model import choose_attention;"
+        "choose_attention('triton', 64, torch.float32, torch.device('cpu'))"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "--tree-attention-impl triton needs a CUDA GPU; use auto or reference" in run.stderr
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_made_one_by_one_equal_the_segments_masks(seed):
+    pytest.importorskip("triton")
+    samples = random_training_samples(branching_sequences(seed_all(seed), count=9, longest=60), seed=seed)
+    step = plan_step(samples, "dta", 23)
+    segments, paths, shape = step.segments, step.paths, AttentionShape(4, 2, 8, torch.float32)
+    plans, tree = SegmentAttentionPlans(segments, paths, shape, CPU), step.segments.tree
+    assert segments.num_segments > 3
+    for segment in seed_all(seed).permutation(segments.num_segments).tolist():
+        begin, end = segments.segment_start[segment : segment + 2]
+        ends, tokens = key_ends(segments, paths, segment)
+        keys = np.append(paths.stream_indices(segment), np.arange(begin, end))
+        own = np.arange(begin, end)[:, None]
+        position = len(keys) - tokens + np.arange(tokens)[:, None]
+        seen = (np.arange(len(keys)) <= position) & (position < ends)
+        assert (seen == ((keys <= own) & (own < tree.subtree_end[keys]))).all()
+        found, expected = plans.of_segment(segment), plan_tree_attention([(ends, tokens)], shape, CPU)[0]
+        assert (found.num_queries, found.num_keys, found.stored_elements) == (
+            tokens,
+            len(keys),
+            expected.stored_elements,
+        )
+        assert torch.equal(found.forward.programs, expected.forward.programs)
+        assert torch.equal(found.forward.blocks, expected.forward.blocks)
+        assert plans.of_segment(segment) is found
+
+
+@interpreter
+@pytest.mark.parametrize(("mode", "segment_tokens", "activation_tokens"), [("dta", 40, None), ("dta", 21, 0)])
+def test_a_step_on_the_kernels_equals_the_references(mode, segment_tokens, activation_tokens, monkeypatch):
+    pytest.importorskip("triton")
+    samples = random_training_samples(branching_sequences(seed_all(71), count=6, longest=20), seed=71)
+    model = model_config(torch.float32, **QWEN3)
+    weights = weights_of(model, seed=3)
+    outcomes = []
+    for impl in ("reference", "triton"):
+        tree = tree_config(mode, segment_tokens, activation_tokens, tree_attention_impl=impl)
+        if impl == "triton":
+            # Nothing may fall back to the reference unnoticed.
+            monkeypatch.setattr(reference, "tree_attention_forward", None)
+        outcome, result = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
+        assert result.segments > 1
+        outcomes.append(outcome)
+    errors = compare_outcomes(outcomes[1], outcomes[0])
+    assert errors.largest() < 3e-6, errors
+    assert DEVICE.type == "cpu"

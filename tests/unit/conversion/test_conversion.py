@@ -1,0 +1,283 @@
+"""Every architecture to Megatron and back: same logits and gradients, then the same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import filecmp
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conversion_cases import (
+    CASES,
+    QUIET,
+    architecture_in,
+    dense_config,
+    save_huggingface,
+    shape_of,
+    stock_model,
+    tensors_in,
+    to_huggingface,
+    to_megatron,
+)
+from megatron_dta.common.errors import InputError
+from megatron_dta.conversion import safetensors_files
+from megatron_dta.conversion import to_megatron as to_megatron_module
+from megatron_dta.conversion.job import run_job
+from megatron_dta.conversion.mappings import ModelShape, parameters_of, tensors_of
+from megatron_dta.conversion.model_weights import HfWeights
+from megatron_dta.conversion.parameters import Sharding
+from megatron_dta.conversion.to_huggingface import model_of_checkpoint
+from megatron_dta.conversion.to_megatron import ToMegatron
+from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.checkpoint.save_load import load_weights
+from megatron_dta.training.checkpoint.writer import CheckpointWrite
+
+
+@pytest.fixture(scope="module", params=CASES)
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Hugging Face's folder ``hf`` of a case and its conversion ``megatron``."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_huggingface(folder / "hf", request.param, seed=len(request.param))
+    to_megatron(folder / "hf", folder / "megatron", tensor_size=2)
+    return request.param, folder
+
+
+def logits_and_gradients(module: torch.nn.Module, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    module.zero_grad()
+    torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]).backward()
+    return logits.detach()
+
+
+def test_logits_and_gradients_are_hugging_faces(
+    converted: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+    from megatron.core.transformer.moe import moe_utils
+
+    # Megatron's router asks for it without Transformer Engine too, where the name is missing.
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+
+    _, folder = converted
+    source = folder / "hf"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = torch.randint(0, 37, (1, 23), generator=torch.Generator().manual_seed(3))
+    expected = logits_and_gradients(reference, reference(tokens, use_cache=False).logits, tokens)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    # Saved like weights, gradients have the names that files have, in every version of transformers.
+    reference.save_pretrained(tmp_path)
+
+    model = stock_model(source)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    load_weights(find_checkpoint(folder / "megatron"), dense_config(source), model)
+    hidden_from = torch.ones(1, 1, 23, 23, dtype=torch.bool).triu(1)
+    found = logits_and_gradients(model, model(tokens, torch.arange(23)[None], hidden_from), tokens)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    gradients = tensors_in(tmp_path)
+    by_name = {parameter.name: parameter for parameter in parameters_of(architecture_in(source), shape_of(source))}
+    compared = set()
+    for name, parameter in model.named_parameters():
+        for tensor, values in by_name[name].split(parameter.grad).items():
+            scale = gradients[tensor].abs().max()
+            assert scale > 0 or ".experts." in tensor, tensor
+            assert (values - gradients[tensor]).abs().max() <= 1e-5 * max(scale, 1e-2), tensor
+            compared.add(tensor)
+    assert compared == gradients.keys()
+
+
+def test_back_byte_for_byte(converted: tuple[str, Path], tmp_path: Path) -> None:
+    """All files: weights, index, configuration, tokenizer."""
+    _, folder = converted
+    source, back = folder / "hf", to_huggingface(folder / "megatron" / "release", folder / "hf", tmp_path / "back")
+    names = sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in back.iterdir()) == names
+    assert len([name for name in names if name.endswith(".safetensors")]) > 1
+    assert filecmp.cmpfiles(source, back, names, shallow=False)[0] == names
+
+
+def test_the_live_model_has_the_files_tensors(converted: tuple[str, Path]) -> None:
+    """Loaded without a checkpoint in between; whole and as this rank's shards."""
+    _, folder = converted
+    model = stock_model(folder / "hf")
+    weights = HfWeights([model], architecture_in(folder / "hf"), shape_of(folder / "hf"))
+    weights.load(folder / "hf")
+    expected = tensors_in(folder / "hf")
+    found = dict(weights.iterate())
+    assert found.keys() == expected.keys() == weights.shapes().keys()
+    shards = {shard.name: shard for shard in weights.iterate_shards()}
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+        assert torch.equal(shards[name].values, values), name
+        assert set(shards[name].offsets) == {0}
+        assert (tuple(values.shape), values.dtype) == weights.shapes()[name]
+
+
+def test_a_checkpoint_has_what_megatron_would_save(converted: tuple[str, Path], tmp_path: Path) -> None:
+    """The same tensors, of the same shapes, and the same extra states."""
+    from megatron.core import dist_checkpointing
+
+    _, folder = converted
+    model = stock_model(folder / "hf")
+    CheckpointWrite(tmp_path / "stock", {"model": model.sharded_state_dict()}).finish()
+    described = [
+        {
+            key: tuple(entry.global_shape)
+            for key, entry in dist_checkpointing.serialization.load_sharded_metadata(str(path)).items()
+            # Newer versions keep there what older ones, and we, have in a file of its own.
+            if not key.startswith("common_state")
+        }
+        for path in (to_megatron(folder / "hf", tmp_path / "ours"), tmp_path / "stock")
+    ]
+    assert described[0] == described[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "processes"), [("qwen2-tied", torch.float16, 1), ("qwen3-moe-some", torch.bfloat16, 2)]
+)
+def test_half_precision_and_several_processes(tmp_path: Path, case: str, dtype: torch.dtype, processes: int) -> None:
+    source = tmp_path / "hf"
+    save_huggingface(source, case, 5, dtype)
+    checkpoint = to_megatron(source, tmp_path / "megatron", processes, tensor_size=2, pipeline_size=2)
+    # A file for each pipeline stage.
+    assert len(list(checkpoint.glob("*.distcp"))) == 2
+    back = to_huggingface(checkpoint, source, tmp_path / "back", processes)
+    names = [path.name for path in source.iterdir()]
+    assert sorted(filecmp.cmpfiles(source, back, names, shallow=False)[0]) == sorted(names)
+
+
+def test_another_dtype_and_other_files(tmp_path: Path) -> None:
+    source, case = tmp_path / "hf", "qwen3"
+    save_huggingface(source, case, 8)
+    checkpoint = to_megatron(source, tmp_path / "megatron", dtype=torch.bfloat16)
+    back = to_huggingface(checkpoint, source, tmp_path / "back", dtype=torch.float32, max_shard_bytes=9000)
+    small = to_huggingface(checkpoint, source, tmp_path / "small")
+    expected, found = tensors_in(source), tensors_in(back)
+    assert len(list(back.glob("*.safetensors"))) > len(list(source.glob("*.safetensors")))
+    assert expected.keys() == found.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values.bfloat16().float())
+    assert '"float32"' in (back / "config.json").read_text()
+    assert '"bfloat16"' in (small / "config.json").read_text()
+    import transformers
+
+    for folder in (back, small):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        assert torch.equal(model.lm_head.weight, tensors_in(folder)["lm_head.weight"])
+
+
+def test_a_checkpoint_of_training_comes_back(tmp_path: Path) -> None:
+    """Written by this Megatron-Core, with settings and an optimizer's state: refused for another model."""
+    from megatron_dta.config import OptimizationConfig, TrainConfig
+    from megatron_dta.model import build_model, initialize_parallel
+    from megatron_dta.training.checkpoint.save_load import save_checkpoint
+    from megatron_dta.training.optimizer import TrainingOptimizer
+
+    source = tmp_path / "hf"
+    save_huggingface(source, "qwen3", 9)
+    config = dense_config(source)
+    model = build_model(config, initialize_parallel(0))
+    HfWeights([model], "Qwen3ForCausalLM", shape_of(source)).load(source)
+    optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3))
+    checkpoint = save_checkpoint(tmp_path / "run", TrainConfig(model=config), model, optimizer, 7, {"note": [1, 2]})
+    assert model_of_checkpoint(checkpoint, source).num_layers == config.num_layers
+    back = to_huggingface(checkpoint, source, tmp_path / "back")
+    assert all(torch.equal(tensors_in(back)[name], values) for name, values in tensors_in(source).items())
+    save_huggingface(tmp_path / "other", "qwen2", 9)
+    with pytest.raises(InputError, match="is of another model: "):
+        model_of_checkpoint(checkpoint, tmp_path / "other")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_pieces_of_any_size(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a few rows and files of a few pieces change nothing."""
+    source = tmp_path / "hf"
+    save_huggingface(source, "qwen3-moe", 4)
+    monkeypatch.setattr(to_megatron_module, "PIECE_BYTES", 700)
+    monkeypatch.setattr(to_megatron_module, "FILE_BYTES", 5000)
+    monkeypatch.setattr(safetensors_files, "_BUFFER_BYTES", 300)
+    checkpoint = to_megatron(source, tmp_path / "megatron", tensor_size=size, dtype=torch.float64)
+    assert len(list(checkpoint.glob("*.distcp"))) > 10
+    back = to_huggingface(checkpoint, source, tmp_path / "back", dtype=torch.float32)
+    expected, found = tensors_in(source), tensors_in(back)
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+def test_padding_of_the_vocabulary(tmp_path: Path) -> None:
+    """37 tokens become 48 rows on two ranks, of which 11 are zero and none comes back."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    source = tmp_path / "hf"
+    save_huggingface(source, "llama", 6)
+    shape = dataclasses.replace(shape_of(source), make_vocab_size_divisible_by=8)
+    run_job(ToMegatron(source, "LlamaForCausalLM", shape, tensor_size=2), tmp_path / "megatron", 1, QUIET)
+    checkpoint = tmp_path / "megatron" / "release"
+    described = FileSystemReader(checkpoint).read_metadata().state_dict_metadata["output_layer.weight"]
+    assert tuple(described.size) == (48, 24)
+    back = to_huggingface(checkpoint, source, tmp_path / "back")
+    assert torch.equal(tensors_in(back)["lm_head.weight"], tensors_in(source)["lm_head.weight"])
+    model = stock_model(source)
+    load_weights(checkpoint, dense_config(source), model)
+    assert torch.equal(model.output_layer.weight, tensors_in(source)["lm_head.weight"])
+
+
+def test_a_tied_output_weight_may_be_repeated(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    save_huggingface(source, "qwen2-tied", 7, shard="1GB")
+    tensors = tensors_in(source)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    to_megatron(source, tmp_path / "megatron")
+    tensors["lm_head.weight"][3, 4] += 1
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        to_megatron(source, tmp_path / "again")
+
+
+SHAPES = {
+    "LlamaForCausalLM": ModelShape(4, 32, 8, 4, 6, 24, 101, True),
+    "Qwen2ForCausalLM": ModelShape(2, 16, 8, 8, 4, 48, 64),
+    "Qwen3MoeForCausalLM": ModelShape(3, 16, 8, 4, 4, 8, 33, True, 8, 8, 16, (True, False, True)),
+    "MixtralForCausalLM": ModelShape(2, 16, 4, 4, 4, 8, 33, True, 8, 4, 8, (True, True)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_ranks_cover_every_number_once(architecture: str, size: int) -> None:
+    """A slow twin: number all elements, hand out parts, count what comes back."""
+    shape = SHAPES[architecture]
+    parameters = parameters_of(architecture, shape)
+    counts = {name: torch.zeros(dims, dtype=torch.int64) for name, dims in tensors_of(parameters).items()}
+    for parameter in parameters:
+        whole = torch.arange(torch.Size(parameter.shape).numel()).reshape(parameter.shape)
+        split = parameter.split(whole)
+        for rank in range(size if parameter.sharding is not Sharding.WHOLE else 1):
+            part = parameter.part_of_rank(rank, size, shape.padded_vocab_size(size))
+            columns = slice(None) if part.columns is None else slice(*part.columns)
+            for copy in parameter.copies(part):
+                rows = slice(copy.tensor_row, copy.tensor_row + copy.rows)
+                block = (rows,) if part.columns is None else (rows, columns)
+                counts[copy.tensor][block] += 1
+                assert copy.part_row + copy.rows <= part.shape[0]
+        for name, values in split.items():
+            assert (counts[name] == 1).all(), name
+            assert values.shape == counts[name].shape
+        assert sorted(torch.cat([values.flatten() for values in split.values()]).tolist()) == list(range(whole.numel()))
+
+
+def test_head_groups_by_hand() -> None:
+    """Two groups of two queries: query, query, key, value, and again."""
+    shape = ModelShape(1, 3, 4, 2, 1, 4, 5)
+    parameter = next(p for p in parameters_of("LlamaForCausalLM", shape) if "linear_qkv" in p.name)
+    split = parameter.split(torch.arange(8).reshape(8, 1).expand(8, 3))
+    rows = {name.split(".")[-2]: values[:, 0].tolist() for name, values in split.items()}
+    assert rows == {"q_proj": [0, 1, 4, 5], "k_proj": [2, 6], "v_proj": [3, 7]}

@@ -1,0 +1,259 @@
+"""The engine against training each sequence alone: every mode, segment size, budget and kind of recomputation."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.config import ObjectiveConfig, TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import SegmentContext, build_model
+from megatron_dta.objectives import make_objective
+from megatron_dta.parity import (
+    compare_outcomes,
+    random_training_samples,
+    run_huggingface,
+    run_stock,
+    run_tree,
+)
+from megatron_dta.parity.huggingface import to_huggingface
+from megatron_dta.planning.step.sample import TrainingSample
+from tree_engine_cases import (
+    GRPO,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    TEMPERATURE,
+    VOCABULARY,
+    branching_sequences,
+    model_config,
+    tree_config,
+    weights_of,
+)
+
+
+@pytest.fixture(scope="module")
+def references():
+    """Samples, weights and reference outcome for each kind of model, computed once."""
+    samples = random_training_samples(branching_sequences(seed_all(11)), seed=11)
+    found = {}
+    for name, settings in (("qwen3", QWEN3), ("qwen2", QWEN2), ("llama", LLAMA)):
+        model = model_config(**settings)
+        weights = weights_of(model, seed=5)
+        found[name] = (model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE))
+    return found
+
+
+CUTS = [("dense", 9), ("dense", 64), ("packed", 45), ("dta", 6), ("dta", 1000)]
+
+
+@pytest.mark.parametrize("activation_tokens", [None, 12, 0], ids=["kept", "mixed", "recomputed"])
+@pytest.mark.parametrize(
+    ("architecture", "mode", "segment_tokens"),
+    [(name, *cut) for name in ("qwen3", "qwen2", "llama") for cut in CUTS] + [("qwen3", "dta", 1)],
+)
+def test_equals_stock_megatron_in_float64(references, architecture, mode, segment_tokens, activation_tokens):
+    model, weights, samples, expected = references[architecture]
+    outcome, _ = run_tree(
+        model, weights, samples, GRPO, tree_config(mode, segment_tokens, activation_tokens), TEMPERATURE
+    )
+    assert outcome.gradients.keys() == weights.keys()
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 1e-12, errors
+
+
+def test_leaves_never_run_forward_twice(references):
+    """One stage: their backward follows their forward, so with nothing else kept they hold no more memory."""
+    model, weights, samples, _ = references["qwen3"]
+    for mode, segment_tokens in CUTS:
+        tree = tree_config(mode, segment_tokens, 0)
+        _, result = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
+        segments = prepare_batch(samples, tree).plan.segments
+        inner = np.isin(np.arange(segments.num_segments), segments.segment_parent)
+        assert result.recomputed_tokens == segments.lengths[inner].sum() < segments.lengths.sum()
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective"},
+    ],
+    ids=["uniform", "block", "selective"],
+)
+@pytest.mark.parametrize("activation_tokens", [None, 0])
+def test_megatron_recompute_changes_nothing(references, recompute, activation_tokens):
+    model, weights, samples, expected = references["qwen3"]
+    tree = tree_config("dta", 10, activation_tokens)
+    outcome, _ = run_tree(replace(model, **recompute), weights, samples, GRPO, tree, TEMPERATURE)
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 1e-12, errors
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize(("mode", "segment_tokens"), [("dense", 16), ("packed", 50), ("dta", 8)])
+def test_equals_hugging_face_in_float32(references, architecture, mode, segment_tokens):
+    pytest.importorskip("transformers", reason="the Hugging Face reference needs transformers (extra 'test')")
+    model, weights, samples, _ = references[architecture]
+    single = replace(model, params_dtype=torch.float32)
+    single_weights = {name: weight.float() for name, weight in weights.items()}
+    expected = run_huggingface(single, single_weights, samples, GRPO, TEMPERATURE)
+    outcome, _ = run_tree(single, single_weights, samples, GRPO, tree_config(mode, segment_tokens), TEMPERATURE)
+    renamed = replace(outcome, gradients=to_huggingface(outcome.gradients, single))
+    errors = compare_outcomes(renamed, expected)
+    assert errors.largest() < 1e-5, errors
+
+
+@pytest.mark.parametrize("objective", ["sft", "grpo"])
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+def test_every_objective_and_aggregation_equals_the_reference(objective, aggregation):
+    generator = seed_all(23)
+    samples = random_training_samples(branching_sequences(generator, count=9), seed=23)
+    model = model_config(**QWEN3)
+    weights = weights_of(model, seed=6)
+    loss = make_objective(ObjectiveConfig(objective=objective))
+    expected = run_stock(model, weights, samples, loss, 1.0, aggregation)
+    outcome, _ = run_tree(model, weights, samples, loss, tree_config("dta", 7), 1.0, aggregation)
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 1e-12, errors
+
+
+def test_cutting_and_order_change_nothing(references):
+    """One denominator: loss and gradients do not depend on segment size, budget or the order of the rollouts."""
+    model, weights, samples, expected = references["qwen3"]
+    longest = max(len(sample.token_ids) for sample in samples)
+    shuffled = [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
+    for given, tree in (
+        (samples, tree_config("dta", 5)),
+        (samples, tree_config("dta", 13, tree_memory_tokens=longest + 13)),
+        (samples, tree_config("dta", 13, tree_memory_tokens=400)),
+        (shuffled, tree_config("dta", 13)),
+        (shuffled, tree_config("packed", 60)),
+    ):
+        outcome, _ = run_tree(model, weights, given, GRPO, tree, TEMPERATURE)
+        if given is shuffled:
+            outcome = replace(outcome, logprobs=expected.logprobs)
+        errors = compare_outcomes(outcome, expected)
+        assert errors.largest() < 1e-12, (tree, errors)
+
+
+def test_a_lost_gradient_would_be_seen(references):
+    """The control of the tests above: without the descendants' dK and dV the error is far above their tolerance."""
+    model, weights, samples, expected = references["qwen3"]
+    tree_model = build_model(model, torch.device("cpu"))
+    tree_model.load_state_dict(weights)
+    engine = TreeEngine(tree_model, TEMPERATURE)
+    batch = prepare_batch(samples, tree_config("dta", 6))
+    forget = SegmentContext.keys_and_values
+
+    def forgetful(context: SegmentContext, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # Called at the start of each backward too, before the own part of dK is read.
+        context.pool.grad_keys_LSGD[layer].zero_()
+        return forget(context, layer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SegmentContext, "keys_and_values", forgetful)
+        result = engine.forward_backward(batch, GRPO)
+    gradients = {name: p.grad for name, p in tree_model.named_parameters()}
+    errors = compare_outcomes(replace(expected, gradients=gradients), expected)
+    assert float(result.loss) == pytest.approx(expected.loss, rel=1e-12)
+    assert errors.gradient > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
+    """Other tokens in a sibling branch, in the same or another segment: every other logprob is the same, bit for
+    bit.
+    """
+    generator = seed_all(31)
+    trunk = generator.integers(0, VOCABULARY, size=21)
+    tails = [
+        np.append([first], generator.integers(0, VOCABULARY, size=length))
+        for first, length in ((0, 12), (1, 9), (2, 30))
+    ]
+    model = model_config(dtype, **QWEN3)
+    weights = weights_of(model, seed=8)
+    changed = [tails[0], np.append([1], (tails[1][1:] + 1) % VOCABULARY), tails[2]]
+    for segment_tokens in (4, 16, 200):
+        outcomes = []
+        for branches in (tails, changed):
+            samples = random_training_samples(
+                [np.append(trunk, branch).astype(np.int32) for branch in branches], seed=1
+            )
+            outcomes.append(run_tree(model, weights, samples, GRPO, tree_config("dta", segment_tokens))[0])
+        before, after = (outcome.logprobs for outcome in outcomes)
+        assert not np.array_equal(before[1], after[1])
+        for sequence in (0, 2):
+            assert np.array_equal(before[sequence], after[sequence])
+
+
+def test_smallest_budget_keeps_one_path_in_flight(references):
+    model, weights, _, _ = references["qwen3"]
+    sequences = branching_sequences(seed_all(41), count=60, longest=150)
+    samples = random_training_samples(sequences, seed=41)
+    longest = max(sample.needed_length() for sample in samples)
+    segment_tokens = 16
+    tree = tree_config("dta", segment_tokens, tree_memory_tokens=longest + segment_tokens)
+    _, result = run_tree(model, weights, samples, GRPO, tree)
+    assert longest <= result.peak_in_flight_tokens <= longest + segment_tokens
+
+
+def test_logprobs_of_every_position_at_branch_points(references):
+    """Masks over all tokens: forks on segment boundaries, duplicates and prefixes of others included."""
+    model, weights, _, _ = references["llama"]
+    sequences = branching_sequences(seed_all(43))
+    samples = [
+        TrainingSample(sequence, np.arange(len(sequence)) > 0, advantages=np.ones(len(sequence)))
+        for sequence in sequences
+    ]
+    loss = make_objective(ObjectiveConfig(objective="grpo"))
+    expected = run_stock(model, weights, samples, loss)
+    for segment_tokens in (3, 11):
+        outcome, result = run_tree(model, weights, samples, loss, tree_config("dta", segment_tokens))
+        errors = compare_outcomes(outcome, expected)
+        assert errors.largest() < 1e-12, errors
+        assert float(result.metrics["ratio"]) == 1.0
+
+
+def test_gradients_accumulate_and_a_second_step_is_identical(references):
+    model, weights, samples, _ = references["qwen3"]
+    tree_model = build_model(model, torch.device("cpu"))
+    tree_model.load_state_dict(weights)
+    engine = TreeEngine(tree_model, TEMPERATURE)
+    batch = prepare_batch(samples, tree_config("dta", 9))
+    engine.forward_backward(batch, GRPO)
+    once = {name: copy.deepcopy(p.grad) for name, p in tree_model.named_parameters()}
+    tree_model.zero_grad()
+    engine.forward_backward(batch, GRPO)
+    assert all(torch.equal(once[name], p.grad) for name, p in tree_model.named_parameters())
+    engine.forward_backward(batch, GRPO)
+    for name, p in tree_model.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * once[name], rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout"])
+def test_a_model_with_dropout_is_not_built(name):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0.1: must be 0"):
+        build_model(model_config(**{name: 0.1}), torch.device("cpu"))
+
+
+def test_wrong_samples_are_refused():
+    tokens = np.arange(4, dtype=np.int32)
+    with pytest.raises(ValueError, match="loss_mask has 3 entries for 4 tokens"):
+        TrainingSample(tokens, np.zeros(3, bool))
+    with pytest.raises(ValueError, match="no prefix predicts the first token"):
+        TrainingSample(tokens, np.ones(4, bool))
+    untrained = TrainingSample(tokens, np.zeros(4, bool))
+    with pytest.raises(ValueError, match="sample 0 has no trained token"):
+        prepare_batch([untrained], TreeConfig())
+    with_advantages, without = (TrainingSample(tokens, tokens > 0, advantages=a) for a in (np.ones(4), None))
+    with pytest.raises(ValueError, match="advantages is missing in sample 1"):
+        prepare_batch([with_advantages, without], TreeConfig())
+    with pytest.raises(ValueError, match=r"--tree-segment-tokens 3 is less than the longest sequence \(4 tokens\)"):
+        prepare_batch([with_advantages], TreeConfig(tree_mode="packed", tree_segment_tokens=3))

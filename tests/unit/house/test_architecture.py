@@ -1,0 +1,70 @@
+"""The rules of the house that a program can check: layers, file and function lengths, docstrings, formatting."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY
+
+PYTHON_FILES = sorted(
+    path
+    for folder in ("megatron_dta", "kernels", "tools", "benchmarks", "docs", "tests", "examples")
+    for path in (REPOSITORY / folder).rglob("*.py")
+)
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def test_imports_go_downward_only():
+    result = run(str(Path(sys.executable).parent / "lint-imports"), "--no-cache")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_ruff_finds_nothing():
+    result = run(sys.executable, "-m", "ruff", "check", ".")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_files_are_formatted():
+    result = run(sys.executable, "-m", "ruff", "format", "--check", ".")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_file_is_short_and_explained(path: Path):
+    source = path.read_text()
+    assert source.count("\n") <= 400, "a file of over 400 lines holds more than one idea"
+    tree = ast.parse(source)
+    if tree.body:
+        assert ast.get_docstring(tree), "a module says on top what it is and why"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < 80, f"{node.name} has 80 lines or more"
+
+
+def test_only_the_compatibility_module_patches_megatron_and_torch():
+    """No assignment to an attribute of a torch or megatron module outside ``cpu_compat``."""
+    for path in PYTHON_FILES:
+        if path.name == "cpu_compat.py" or "tests" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                root = target
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                patched = isinstance(target, ast.Attribute) and isinstance(root, ast.Name)
+                assert not (patched and root.id in ("torch", "megatron", "parallel_state", "tensor_parallel")), path
+
+
+def test_torch_distributed_stays_out_of_the_pure_packages():
+    for package in ("tree", "planning", "rollouts", "objectives"):
+        for path in (REPOSITORY / "megatron_dta" / package).rglob("*.py"):
+            assert "torch.distributed" not in path.read_text(), path

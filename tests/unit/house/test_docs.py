@@ -1,0 +1,171 @@
+"""The pages in docs/: flags, files and tools that they name exist, their Python runs, pictures are what is drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from conftest import REPOSITORY, seed_all
+from megatron_dta.arguments import build_parser
+from megatron_dta.config.other_names import markdown_table
+from megatron_dta.config.reward import RewardConfig
+from megatron_dta.sampling.prompts import load as prompts
+from megatron_dta.sampling.prompts.chat_template import ChatTemplate
+from megatron_dta.sampling.prompts.load import PromptReader
+from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
+from megatron_dta.sampling.rewards.code_reward import CodeTests
+from megatron_dta.sampling.rewards.registry import Response, compute_reward, load_reward_function
+from megatron_dta.sampling.rewards.scoring import Scorer
+from megatron_dta.sampling.treepo.environment import load_environment
+from megatron_dta.training.monitor.metric_names import METRICS
+
+sys.path.insert(0, str(REPOSITORY / "docs" / "scripts"))
+import draw_concepts
+
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+OWN = (
+    "concepts.md",
+    "data.md",
+    "single_node.md",
+    "custom_reward.md",
+    "custom_environment.md",
+    "from_verl_and_slime.md",
+)
+# Flags of other programs that pages name: servers, torchrun, pip, Slurm; and slime's, which a table translates.
+FOREIGN = {"--standalone", "--nproc-per-node", "--nnodes", "--port", "--model-path", "--tp", "--tensor-parallel-size"}
+
+
+def flags_of_this_project() -> set[str]:
+    found = {action.option_strings[0] for action in build_parser()._actions}
+    for file in [*(REPOSITORY / "benchmarks").rglob("*.py"), *(REPOSITORY / "megatron_dta").rglob("*.py")]:
+        found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text()))
+    return found
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_flags_exist(name: str) -> None:
+    text = (REPOSITORY / "docs" / name).read_text()
+    if name == "from_verl_and_slime.md":
+        # Only the last column of the table is ours.
+        text = "\n".join(line.split("|")[-2] if line.startswith("|") else line for line in text.splitlines())
+        text = text.replace("--apply-chat-template", "")
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+    assert named - flags_of_this_project() - FOREIGN == set()
+    assert named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[)#]", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_tools_exist() -> None:
+    for name in OWN:
+        for tool in re.findall(r"tools/\w+\.py", (REPOSITORY / "docs" / name).read_text()):
+            assert (REPOSITORY / tool).is_file(), tool
+
+
+def test_metrics_exist() -> None:
+    known = {name for metrics in METRICS.values() for name in metrics}
+    for name in ("custom_reward.md", "custom_environment.md"):
+        text = (REPOSITORY / "docs" / name).read_text()
+        for found in re.findall(
+            r"`((?:reward|code|environment)_(?:failures|timeouts|retries|unisolated|steps))`", text
+        ):
+            assert found in known
+
+
+def python_in(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / name).read_text(), re.DOTALL)
+
+
+def test_the_reward_works(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(python_in("custom_reward.md")[0])
+    function = load_reward_function(f"{tmp_path}/r.py:reward")
+    assert compute_reward(function, "p", {"answer": 5}, "it is 5", [1, 2]) == 1 - 0.002
+    for line in re.findall(
+        r'^\{"prompt": "W.*|^\{"prompt": "R.*', (REPOSITORY / "docs/custom_reward.md").read_text(), re.M
+    ):
+        record = json.loads(line)
+        right = "def add(a, b): return a + b" if "add" in line else "print(sum(map(int, input().split())))"
+        assert compute_reward(CodeTests(RewardConfig()), "p", record, f"```python\n{right}\n```", []) == 1
+        assert compute_reward(CodeTests(RewardConfig()), "p", record, "```python\nprint(1)\n```", []) == 0
+
+
+def test_the_environments_work(tmp_path: Path) -> None:
+    for number, code in enumerate(python_in("custom_environment.md")):
+        (tmp_path / f"e{number}.py").write_text(code)
+    game = load_environment(f"{tmp_path}/e0.py:GuessNumber")()
+    assert game.reset({"answer": "7"}) is None
+    assert game.step(" 3 ") == (" higher: ", 0.0, False)
+    assert game.step("nine")[1:] == (-0.1, False)
+    assert game.step("7") == ("", 1.0, True)
+    tools = load_environment(f"{tmp_path}/e1.py:Calculator")()
+    tools.reset({"answer": 3})
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    assert tools.step(call) == ("<tool_response>3</tool_response>", 0.0, False)
+    assert tools.step("3") == ("", 1.0, True)
+
+
+def test_the_table_of_names_is_that_of_the_command_line() -> None:
+    """A new row belongs into ``config.other_names``; the document shows what ``markdown_table`` returns."""
+    assert markdown_table() in (REPOSITORY / "docs" / "from_verl_and_slime.md").read_text()
+
+
+def test_verls_rows_become_prompts(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(("[END]", "user", "abc", "now"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[END]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="[END]")
+    turns = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    fast.chat_template = turns + "{% if add_generation_prompt %}now{% endif %}"
+    fast.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": [{"role": "user", "content": "abc"}], "reward_model": {"ground_truth": "5"}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "v.parquet")
+    tokenizer, template = HuggingFaceTokenizer(tmp_path / "model"), ChatTemplate(tmp_path / "model")
+    (prompt,) = PromptReader(tokenizer, template=template).read(tmp_path / "v.parquet")
+    assert (prompt.token_ids.tolist(), prompt.record["answer"]) == ([1, 2, 3], "5")
+    (tmp_path / "r.py").write_text(python_in("from_verl_and_slime.md")[0])
+    scorer = Scorer(load_reward_function(f"{tmp_path}/r.py:compute_score"))
+    assert scorer.score([Response("p", prompt.record, "so 5", [])]) == [1.0]
+    assert scorer.tally.components == {"characters": (4.0, 1)}
+
+
+def test_the_batched_reward_works(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(python_in("custom_reward.md")[1])
+    scorer = Scorer(load_reward_function(f"{tmp_path}/r.py:rewards"))
+    found = scorer.score([Response("p", {"answer": 5}, text, []) for text in ("5", "12")])
+    assert found == pytest.approx([1.05, 0.1 / 3])
+    assert scorer.tally.components["right"] == (1.0, 2)
+
+
+def test_the_prompt_fields_are_all_told() -> None:
+    table = (REPOSITORY / "docs" / "data.md").read_text()
+    for name in (*prompts._FIELDS, "answer", "reward_model", "tools", "id", "tests", "code_prefix"):
+        assert f"`{name}`" in table
+
+
+def test_pictures_are_up_to_date_and_say_what_the_text_says() -> None:
+    seed_all(1)
+    for name, content in draw_concepts.pictures().items():
+        assert (REPOSITORY / "docs" / name).read_text() == content, "run python docs/scripts/draw_concepts.py"
+        ElementTree.fromstring(content)
+    plan, words = draw_concepts.example()
+    text = (REPOSITORY / "docs" / "concepts.md").read_text()
+    total = sum(len(draw_concepts.PROMPT) + len(answer) for answer in draw_concepts.ANSWERS)
+    assert f"computes {total} tokens, the tree {len(words)}" in text
+    assert f"{total} / {len(words)} = {total / len(words):.2f}" in text
+    assert plan.peak_in_flight_tokens == draw_concepts.MEMORY_TOKENS == 11
+    assert draw_concepts.SEGMENT_TOKENS == 5

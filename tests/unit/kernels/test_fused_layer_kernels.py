@@ -1,0 +1,120 @@
+"""RMSNorm, QK-norm with rotary positions and SwiGLU in Triton's interpreter against plain twins: values, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from conftest import seed_all
+from dta_kernels.layers import qkv_rope as qkv_module
+from dta_kernels.layers import rms_norm as norm_module
+from dta_kernels.layers.qkv_rope import QKVLayout, qkv_rope, queries_again
+from dta_kernels.layers.rms_norm import rms_norm, rms_norm_again
+from dta_kernels.layers.swiglu import swiglu, swiglu_into
+from fused_layer_cases import (
+    EPS,
+    check_16_bits,
+    errors,
+    norm_case,
+    outputs_and_gradients,
+    qkv_case,
+    swiglu_case,
+    tables,
+)
+from triton_device import interpreter
+
+pytestmark = interpreter
+
+# (make, its arguments): odd sizes, one row, none.
+CASES = {
+    "norm": (norm_case, (7, 24, False)),
+    "norm-odd": (norm_case, (5, 37, False)),
+    "norm-add": (norm_case, (9, 40, True)),
+    "norm-add-odd": (norm_case, (1, 1025, True)),
+    "norm-none": (norm_case, (0, 24, True)),
+    "qwen3": (qkv_case, (19, QKVLayout(2, 2, 8), 8, True)),
+    "heads-of-96": (qkv_case, (5, QKVLayout(1, 3, 96), 96, True)),
+    "heads-of-256": (qkv_case, (3, QKVLayout(2, 1, 256), 256, False)),
+    "partly-rotated": (qkv_case, (18, QKVLayout(3, 1, 20), 6, True)),
+    "llama": (qkv_case, (33, QKVLayout(1, 4, 16), 16, False)),
+    "qkv-none": (qkv_case, (0, QKVLayout(2, 2, 8), 8, True)),
+    "swiglu": (swiglu_case, (6, 40)),
+    "swiglu-odd": (swiglu_case, (3, 2051)),
+    "swiglu-none": (swiglu_case, (0, 40)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """Memory that a kernel must fill starts as NaN; few programs, so that each has several rows."""
+    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
+    monkeypatch.setattr(norm_module, "_MAX_PROGRAMS", 4)
+    monkeypatch.setattr(qkv_module, "_MAX_PROGRAMS", 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_equals_the_twin(name):
+    seed_all(list(CASES).index(name))
+    make, arguments = CASES[name]
+    kernel, twin, inputs = make(*arguments)
+    wanted = outputs_and_gradients(twin, [tensor.double() for tensor in inputs], None)
+    assert max(errors(outputs_and_gradients(kernel, inputs, None), wanted)) < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "none" not in name])
+# Triton's interpreter cuts bfloat16 off where a GPU rounds, which more than doubles its error; float16 it rounds.
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 1.1), (torch.bfloat16, 3)], ids=["float16", "bfloat16"])
+def test_16_bits_are_as_near_to_float64_as_the_twin(name, dtype, bound):
+    seed_all(len(name))
+    make, arguments = CASES[name]
+    check_16_bits(*make(*arguments), dtype, bound)
+
+
+def test_a_residual_without_use_and_a_norm_without_use_have_their_gradients():
+    seed_all(3)
+    kernel, twin, inputs = norm_case(6, 24, True)
+    for used in (0, 1):
+        gradients = []
+        for run, dtype in ((kernel, torch.float32), (twin, torch.float64)):
+            leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+            out = run(*leaves)[used]
+            found = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+            gradients.append([torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)])
+        assert max(errors(*gradients)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_computed_again_is_the_same_bit_for_bit(dtype):
+    seed_all(4)
+    x, added, weight = torch.randn(7, 37, dtype=dtype), torch.randn(7, 37, dtype=dtype), torch.randn(37, dtype=dtype)
+    normed, residual, rstd = rms_norm(x, weight, EPS, added)
+    again = torch.empty_like(normed)
+    rms_norm_again(residual, rstd, weight, again)
+    assert torch.equal(again, normed)
+
+    gated = torch.randn(5, 82, dtype=dtype)
+    again = torch.empty_like(swiglu(gated))
+    swiglu_into(gated, again)
+    assert torch.equal(again, swiglu(gated))
+
+    layout = QKVLayout(2, 3, 20)
+    mixed, weights = torch.randn(9, 200, dtype=dtype), torch.randn(2, 20, dtype=dtype).unbind()
+    cos, sin = tables(9, 12)
+    query = qkv_rope(mixed, cos, sin, *weights, layout, EPS)[0]
+    again = torch.empty_like(query)
+    queries_again(mixed, cos, sin, weights[0], layout, EPS, again)
+    assert torch.equal(again, query)
+
+
+def test_values_are_a_view_and_one_weight_is_refused():
+    seed_all(5)
+    mixed, weight = torch.randn(4, 64), torch.ones(8)
+    cos, sin = tables(4, 8)
+    value = qkv_rope(mixed, cos, sin, None, None, QKVLayout(2, 2, 8))[2]
+    assert value.untyped_storage().data_ptr() == mixed.untyped_storage().data_ptr()
+    with pytest.raises(ValueError, match="give both weights or none"):
+        qkv_rope(mixed, cos, sin, weight, None, QKVLayout(2, 2, 8))

@@ -1,0 +1,170 @@
+"""Products of groups of rows in Triton's interpreter and as a loop: against float64, groups without rows, odd sizes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from conftest import REPOSITORY, seed_all
+from dta_kernels.experts import grouped_products
+from dta_kernels.experts.grouped_products import MatrixTable
+from dta_kernels.experts.grouped_products_reference import PlainRows
+from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
+from grouped_rows import grouped_rows
+from tree_attention_cases import poisoned_memory
+from triton_device import interpreter
+
+# Rows of each group, outputs, inputs.
+SHAPES = {
+    "odd": ([5, 1, 70, 3], 53, 31),
+    "groups without rows": ([0, 9, 0, 0, 66, 0], 24, 40),
+    "no rows": ([0, 0, 0], 8, 16),
+    "one group": ([67], 16, 300),
+    "several tiles": ([130, 2, 400], 70, 8),
+}
+Products = tuple[Tensor, Tensor, list[Tensor]]
+
+
+def inputs(name: str, dtype: torch.dtype) -> tuple[list[int], Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Rows of the groups; inputs, gradients, matrices, and sums that are not zero."""
+    counts, out, inner = SHAPES[name]
+    seed_all(out)
+    x, grad = (torch.randn(sum(counts), width).to(dtype) for width in (inner, out))
+    wide = torch.promote_types(dtype, torch.float32)
+    sums = [torch.randn(out, inner, dtype=wide) for _ in counts]
+    return counts, x, grad, [torch.randn(out, inner).to(dtype) for _ in counts], sums
+
+
+def by_row(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor], sums: list[Tensor]) -> Products:
+    """The slow twin: each row by itself, in float64."""
+    group = [index for index, count in enumerate(counts) for _ in range(count)]
+    product = [matrices[each].double() @ row for each, row in zip(group, x.double(), strict=True)]
+    back = [matrices[each].double().t() @ row for each, row in zip(group, grad.double(), strict=True)]
+    sums = [each.double().clone() for each in sums]
+    for each, row, own in zip(group, x.double(), grad.double(), strict=True):
+        sums[each] += torch.outer(own, row)
+    empty_y, empty_x = grad.new_empty(0, grad.shape[1]).double(), x.new_empty(0, x.shape[1]).double()
+    return torch.stack(product) if product else empty_y, torch.stack(back) if back else empty_x, sums
+
+
+def by_loop(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor], sums: list[Tensor]) -> Products:
+    rows, sums = PlainRows(counts), [each.clone() for each in sums]
+    rows.add_weight_gradients(sums, grad, x)
+    return rows.product(x, matrices), rows.input_gradient(grad, matrices), sums
+
+
+def by_kernels(counts: list[int], x: Tensor, grad: Tensor, matrices: list[Tensor], sums: list[Tensor]) -> Products:
+    rows, table, sums = grouped_rows(counts, x), MatrixTable(matrices), [each.clone() for each in sums]
+    rows.add_weight_gradients(MatrixTable(sums), grad, x)
+    return rows.product(x, table), rows.input_gradient(grad, table), sums
+
+
+def worst(run: Callable[..., Products], name: str, dtype: torch.dtype) -> float:
+    given = inputs(name, dtype)
+    with poisoned_memory():
+        found, wanted = run(*given), by_row(*given)
+    pairs = zip([*found[:2], *found[2]], [*wanted[:2], *wanted[2]], strict=True)
+    errors = [float((got.double() - want).norm() / want.norm()) for got, want in pairs if want.numel()]
+    assert not any(error != error for error in errors)
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_loop_is_exact(name):
+    assert worst(by_loop, name, torch.float64) < 1e-14
+
+
+@interpreter
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_kernels_round_once(name, dtype, bound):
+    assert worst(by_kernels, name, dtype) < bound
+
+
+@interpreter
+def test_sums_of_16_bits_are_rounded_once():
+    counts, x, grad, matrices, sums = inputs("odd", torch.float16)
+    rounded = [each.half() for each in sums]
+    *_, found = by_kernels(counts, x, grad, matrices, rounded)
+    *_, wanted = by_row(counts, x, grad, matrices, rounded)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want.half(), rtol=1e-3, atol=1e-3)
+
+
+@interpreter
+def test_a_row_does_not_depend_on_the_others():
+    """Other groups' rows change, and this one's; its row 3 does not, wherever it stands."""
+    counts, x, _, matrices, _ = inputs("several tiles", torch.float32)
+    before = grouped_rows(counts, x).product(x, MatrixTable(matrices))
+    other = torch.cat([torch.full((1, x.shape[1]), torch.nan), x[3:4], torch.randn(90, x.shape[1])])
+    after = grouped_rows([92, 0, 0], other).product(other, MatrixTable(matrices))
+    assert torch.equal(before[3], after[1])
+    assert after[0].isnan().all()
+    assert after[1:].isfinite().all()
+
+
+def test_a_table_knows_when_a_matrix_has_moved():
+    matrices = [torch.nn.Parameter(torch.randn(3, 5)) for _ in range(2)]
+    table = MatrixTable(matrices)
+    assert table.holds(matrices)
+    matrices[1].data = matrices[1].data.clone()
+    assert not table.holds(matrices)
+    assert MatrixTable(matrices).holds(matrices)
+    flat = torch.zeros(31)
+    assert not MatrixTable([flat[1:16].view(3, 5)]).is_aligned
+    with pytest.raises(ValueError, match="contiguous and of one shape"):
+        MatrixTable([torch.zeros(3, 5), torch.zeros(5, 3)])
+    with pytest.raises(ValueError, match="contiguous and of one shape"):
+        MatrixTable([torch.zeros(5, 3).t()])
+
+
+def test_rows_of_another_number_are_refused():
+    with pytest.raises(ValueError, match="7 rows of 5 columns are needed"):
+        grouped_rows([3, 4], torch.zeros(1)).product(torch.zeros(8, 5), MatrixTable([torch.zeros(2, 5)] * 2))
+
+
+def test_few_rows_take_small_tiles():
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    assert grouped_rows([300, 200], like)._tiles is grouped_products._LARGE[2]
+    assert grouped_rows([200, 10], like)._tiles is grouped_products._SMALL[2]
+
+
+@interpreter
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(7, 53), (3, 1030), (0, 16), (1, 1)])
+def test_weighted_swiglu(rows, width, weight_dtype):
+    seed_all(width)
+    x, weight, grad = 2 * torch.randn(rows, 2 * width), torch.rand(rows).to(weight_dtype), torch.randn(rows, width)
+    exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
+    gate, up = exact[0].chunk(2, dim=-1)
+    wanted = torch.nn.functional.silu(gate) * up * exact[1].unsqueeze(-1)
+    grads = torch.autograd.grad(wanted, exact, grad.double())
+    with poisoned_memory():
+        found, own = weighted_swiglu(x, weight), weighted_swiglu_backward(grad, x, weight)
+    assert own[1].dtype == weight_dtype
+    tolerance = 1e-5 if weight_dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own[0].double(), grads[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own[1].double(), grads[1], rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "benchmarks/grouped_products.py measures a CUDA GPU, and there is none here"),
+        (["--experts", "4", "0"], "--experts 0: must be at least 1"),
+    ],
+)
+def test_the_benchmark_refuses_in_one_line(flags, message):
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "grouped_products.py"), *flags]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.strip().splitlines() == [f"error: {message}"]

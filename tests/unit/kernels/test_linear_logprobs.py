@@ -1,0 +1,54 @@
+"""Chunked logprobs and entropies against whole logits and autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dta_kernels.logprobs.linear import linear_logprobs
+from linear_logprobs_cases import chunks_of, random_case
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_rows", [1, 5, 23, 100])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_equals_log_softmax(seed, chunk_rows, temperature):
+    hidden, weight, edge_row, target = random_case(seed, torch.float64)
+    expected = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
+    expected_entropy = -(expected.exp() * expected).sum(-1)
+    grad_logprobs = torch.randn(len(target), dtype=torch.float64)
+    grad_entropy = torch.randn(len(hidden), dtype=torch.float64)
+    outputs = (expected[edge_row, target], expected_entropy)
+    wanted = torch.autograd.grad(outputs, (hidden, weight), (grad_logprobs, grad_entropy))
+
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, edge_row, target, chunks_of(len(hidden), edge_row, chunk_rows), temperature
+    )
+    torch.testing.assert_close(logprobs, outputs[0], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(entropy, outputs[1], rtol=1e-12, atol=1e-13)
+    gradients = torch.autograd.grad((logprobs, entropy), (hidden, weight), (grad_logprobs, grad_entropy))
+    for actual, gradient in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(actual, gradient, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_either_output_alone_has_its_gradient(output):
+    hidden, weight, edge_row, target = random_case(3, torch.float64)
+    chunks = chunks_of(len(hidden), edge_row, 4)
+    torch.autograd.gradcheck(
+        lambda h, w: linear_logprobs(h, w, edge_row, target, chunks, 0.7)[output], (hidden, weight), atol=1e-6
+    )
+
+
+def test_large_logits_stay_finite():
+    hidden, weight, edge_row, target = random_case(4, torch.float32)
+    chunks = chunks_of(len(hidden), edge_row, 6)
+    logprobs, entropy = linear_logprobs(hidden * 1e4, weight, edge_row, target, chunks)
+    gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
+    assert all(torch.isfinite(x).all() for x in (logprobs, entropy, *gradients))
+
+
+def test_low_precision_inputs_give_float32():
+    hidden, weight, edge_row, target = random_case(5, torch.bfloat16)
+    logprobs, entropy = linear_logprobs(hidden, weight, edge_row, target, chunks_of(len(hidden), edge_row, 9))
+    assert logprobs.dtype == entropy.dtype == torch.float32

@@ -1,0 +1,181 @@
+"""The paged attention kernels in the interpreter against their plain twins; on a GPU see ``test_gpu_decode``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from conftest import seed_all
+from dta_kernels.paged_attention.launch import (
+    LONGEST_SPLIT_RUN,
+    PagedConfig,
+    Parts,
+    copy_pages,
+    paged_attention,
+    paged_config,
+    tiles_of,
+    write_pages,
+    write_pages_reference,
+)
+from paged_attention_cases import NAN, PagedCase, relative_error
+from triton_device import DEVICE, interpreter
+
+FLOAT32 = 2e-6
+
+
+def tiny(config: PagedConfig, **changes: int) -> PagedConfig:
+    """Parts so small that a short sequence has several."""
+    return replace(config, **{"keys": 16, "min_part": 16, "parts": 4, **changes})
+
+
+@interpreter
+@pytest.mark.parametrize("seed", range(8))
+def test_random_passes_in_float32(seed: int):
+    """Decoding, drafts and chunks together, on shuffled pages, with NaN wherever nothing may be read."""
+    generator = seed_all(seed)
+    rows = int(generator.integers(1, 6))
+    starts = generator.integers(0, 90, rows).tolist()
+    counts = generator.choice([1, 1, 2, 5, 17], rows).tolist()
+    groups, ratio = int(generator.integers(1, 4)), int(generator.choice([1, 2, 3, 7]))
+    shape = (groups * ratio, groups, int(generator.choice([8, 20, 64])))
+    page_size = int(generator.choice([1, 3, 16, 32]))
+    case = PagedCase.random(generator, starts, counts, shape, torch.float32, DEVICE, page_size)
+    config = paged_config(ratio, shape[2], torch.float32, max(counts))
+    config = tiny(config, parts=int(generator.choice([1, 2, 16])), keys=int(generator.choice([16, 32])), min_part=32)
+    padding = int(generator.integers(0, 3))
+    n = len(case.query)
+    out = case.run(config, padding)
+    assert out[n:].isnan().all()
+    assert relative_error(out[:n], case.expected()) < FLOAT32, (starts, counts, shape, page_size, config)
+
+
+@interpreter
+@pytest.mark.parametrize("ratio", [1, 4, 7])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, FLOAT32), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_head_sizes_with_the_tables_settings(head_size: int, ratio: int, dtype: torch.dtype, bound: float):
+    generator = seed_all(10 * head_size + ratio)
+    for starts, counts in (([300, 2, 0], [1, 1, 1]), ([40, 270], [3, 5])):
+        case = PagedCase.random(generator, starts, counts, (ratio, 1, head_size), dtype, DEVICE)
+        out = case.run(paged_config(ratio, head_size, dtype, max(counts)))
+        assert relative_error(out, case.expected()) < bound
+
+
+@interpreter
+def test_a_long_run_is_not_split():
+    generator = seed_all(3)
+    run = LONGEST_SPLIT_RUN + 9
+    config = paged_config(2, 16, torch.float32, run)
+    assert config.parts == 1
+    case = PagedCase.random(generator, [21, 0], [run, 70], (4, 2, 16), torch.float32, DEVICE)
+    assert relative_error(case.run(config), case.expected()) < FLOAT32
+
+
+@interpreter
+def test_a_row_has_the_same_bits_in_every_batch_and_run():
+    generator = seed_all(4)
+    config = tiny(paged_config(2, 16, torch.float32, 1))
+    case = PagedCase.random(generator, [70, 15, 131, 16], [1, 1, 1, 1], (4, 2, 16), torch.float32, DEVICE)
+    together = case.run(config, padding=3)[:4]
+    assert torch.equal(together, case.run(config))
+    tiles = case.tiles(1)
+    for row in range(4):
+        alone = torch.full_like(together, NAN)
+        paged_attention(
+            case.query, alone, case.addresses, 2, 16, tiles[row : row + 1], case.tables, case.scale, config, Parts()
+        )
+        assert torch.equal(alone[row], together[row])
+        assert alone.isnan().any(-1).any(-1).sum() == 3
+
+
+@interpreter
+def test_positions_behind_a_query_are_not_seen():
+    """A rejected draft may stand in a sequence's pages; and keys of a later token of the same tile."""
+    generator = seed_all(5)
+    case = PagedCase.random(generator, [37, 20], [1, 6], (4, 2, 16), torch.float32, DEVICE)
+    config = tiny(paged_config(2, 16, torch.float32, 6))
+    expected = case.expected()
+    case.keys.nan_to_num_(1e4)
+    case.values.nan_to_num_(1e4)
+    assert relative_error(case.run(config), expected) < FLOAT32
+
+
+@interpreter
+def test_negative_slots_write_nothing():
+    generator = seed_all(6)
+    keys, values = (torch.zeros(5, 4, 3, 12) for _ in range(2))
+    key, value = (torch.from_numpy(generator.standard_normal((7, 3, 12))).float() for _ in range(2))
+    slots = torch.tensor([3, -1, 0, 19, -1, 7, 11])
+    expected = keys.clone(), values.clone()
+    write_pages_reference(key, value, *expected, slots)
+    write_pages(key, value, torch.tensor([keys.data_ptr(), values.data_ptr()]), slots)
+    assert torch.equal(keys, expected[0])
+    assert torch.equal(values, expected[1])
+    assert (keys.flatten(2).abs().sum(-1) > 0).sum() == 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tiles_hold_every_token_once(seed: int):
+    generator = seed_all(seed)
+    counts = generator.integers(1, 40, 9)
+    starts, begins, tokens = generator.integers(0, 100, 9), generator.integers(0, 50, 9), int(generator.integers(1, 20))
+    tiles = tiles_of(starts, counts, begins, 5, tokens)
+    found = []
+    for first, count, position, table in tiles.tolist():
+        assert 1 <= count <= tokens
+        found += [(first + i, position + i, table) for i in range(count)]
+    token, expected = 5, []
+    for start, count, begin in zip(starts.tolist(), counts.tolist(), begins.tolist(), strict=True):
+        expected += [(token + i, start + i, begin) for i in range(count)]
+        token += count
+    assert found == expected
+
+
+def test_what_the_kernels_do_not_take_is_refused():
+    with pytest.raises(ValueError, match="no paged attention kernel"):
+        paged_config(2, 64, torch.float64, 1)
+    with pytest.raises(ValueError, match="no paged attention kernel"):
+        paged_config(2, 300, torch.float32, 1)
+    query = torch.zeros(2, 4, 16).transpose(1, 2)
+    tiles = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="adjacent channels"):
+        paged_attention(
+            query, torch.zeros(2, 16, 4), torch.zeros(2, dtype=torch.int64), 2, 16, tiles, tiles, 1.0,
+            paged_config(2, 16, torch.float32, 1), Parts(),
+        )  # fmt: skip
+
+
+def test_settings_of_decoding_hold_one_token():
+    for group_size in range(1, 17):
+        config = paged_config(group_size, 128, torch.bfloat16, 1)
+        assert config.tokens_of(group_size) >= 1
+        assert config.rows >= 16
+        assert config.min_part % config.keys == 0
+    assert np.log2(paged_config(5, 128, torch.bfloat16, 33).rows) == 6
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_are_copied_all_at_once(seed: int, dtype: torch.dtype):
+    """Against a copy of each pool, with sources that are other copies' targets; no other page changes."""
+    generator = seed_all(seed)
+    shape = (9, int(generator.choice([3, 16])), int(generator.integers(1, 4)), int(generator.choice([20, 128])))
+    pools = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(6)]
+    pools[0][2] = NAN
+    targets = generator.permutation(9)[:5]
+    sources = generator.integers(0, 9, 5)
+    sources[:2] = targets[1:3]
+    old = [pool.clone() for pool in pools]
+    addresses = torch.tensor([pool.data_ptr() for pool in pools], device=DEVICE).view(3, 2)
+    pairs = torch.from_numpy(np.stack([sources, targets])).to(DEVICE)
+    copy_pages(pairs[0], pairs[1], addresses, pools[0][0].numel(), dtype)
+    for before, after in zip(old, pools, strict=True):
+        expected = before.clone()
+        expected[pairs[1]] = before[pairs[0]]
+        assert torch.equal(after.nan_to_num(7.0), expected.nan_to_num(7.0))

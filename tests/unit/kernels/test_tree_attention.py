@@ -1,0 +1,100 @@
+"""Tree attention against the plainest possible twin: one softmax per query over the keys on its own root path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import dta_kernels.tree_attention.reference as reference
+from conftest import seed_all
+from dta_kernels.tree_attention.reference import tree_attention_backward, tree_attention_forward
+
+
+def random_tree(generator: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Parents and subtree ends of a random forest in preorder."""
+    parent, path = np.full(size, -1), []
+    for token in range(1, size):
+        path.append(token - 1)
+        del path[len(path) - (generator.integers(0, len(path) + 1) if generator.random() < 0.4 else 0) :]
+        parent[token] = path[-1] if path else -1
+    end = np.arange(1, size + 1)
+    for token in range(size - 1, 0, -1):
+        if parent[token] >= 0:
+            end[parent[token]] = max(end[parent[token]], end[token])
+    return parent, end
+
+
+def path_attention(q, k, v, parent, first_query, scale):
+    """Query i is stream token first_query + i; keys are the stream's tokens 0 .. M - 1."""
+    heads_per_group = q.shape[1] // k.shape[1]
+    outputs = []
+    for i in range(q.shape[0]):
+        path, token = [], first_query + i
+        while token >= 0:
+            path.append(token)
+            token = int(parent[token])
+        keys = k[path].repeat_interleave(heads_per_group, dim=1)
+        values = v[path].repeat_interleave(heads_per_group, dim=1)
+        probabilities = torch.softmax(torch.einsum("hd,mhd->hm", q[i], keys) * scale, dim=-1)
+        outputs.append(torch.einsum("hm,mhd->hd", probabilities, values))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(
+    ("seed", "heads", "groups", "head_size"), [(0, 4, 2, 8), (1, 3, 1, 5), (2, 6, 6, 16), (3, 8, 2, 1)]
+)
+@pytest.mark.parametrize(("block_elements", "cpu_block"), [(1, 128), (700, 128), (1 << 24, 128), (1 << 24, 7)])
+def test_forward_and_gradients_equal_attention_over_the_path(
+    seed, heads, groups, head_size, block_elements, cpu_block, monkeypatch
+):
+    monkeypatch.setattr(reference, "SCORE_ELEMENTS", block_elements)
+    monkeypatch.setattr(reference, "CPU_BLOCK", cpu_block)
+    generator = seed_all(seed)
+    size = int(generator.integers(20, 50))
+    first_query = int(generator.integers(0, size - 1))
+    parent, end = random_tree(generator, size)
+    q = torch.randn(size - first_query, heads, head_size, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(size, groups, head_size, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    expected = path_attention(q, k, v, parent, first_query, 0.37)
+    grad_out = torch.randn_like(expected)
+    expected.backward(grad_out)
+
+    index = torch.arange(size)
+    arguments = (index[first_query:], index, torch.from_numpy(end), 0.37)
+    with torch.no_grad():
+        out, lse = tree_attention_forward(q, k, v, *arguments)
+        dq, dk, dv = tree_attention_backward(grad_out, q, k, v, out, lse, *arguments)
+    for actual, wanted in ((out, expected), (dq, q.grad), (dk, k.grad), (dv, v.grad)):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_a_key_that_no_query_sees_changes_no_bit():
+    generator = seed_all(4)
+    size = 40
+    _, end = random_tree(generator, size)
+    index, ends = torch.arange(size), torch.from_numpy(end)
+    q, k, v, grad_out = (torch.randn(size, 2, 8) for _ in range(4))
+    other = int(generator.integers(1, size))
+    seen_by = [token for token in range(size) if other <= token < end[other]]
+    elsewhere = [token for token in range(size) if token not in seen_by]
+    results = []
+    for _ in range(2):
+        out, lse = tree_attention_forward(q, k, v, index, index, ends, 0.3)
+        results.append((out, tree_attention_backward(grad_out, q, k, v, out, lse, index, index, ends, 0.3)[0]))
+        k, v = k.clone(), v.clone()
+        k[other], v[other] = torch.randn(2, 8) * 100, torch.randn(2, 8) * 100
+    for before, after in zip(*results, strict=True):
+        assert torch.equal(before[elsewhere], after[elsewhere])
+        assert not torch.equal(before[seen_by], after[seen_by])
+
+
+def test_low_precision_inputs_accumulate_key_gradients_in_float32():
+    seed_all(5)
+    size = 33
+    index, ends = torch.arange(size), torch.full((size,), size)
+    q, k, v, grad_out = (torch.randn(size, 2, 8).bfloat16() for _ in range(4))
+    out, lse = tree_attention_forward(q, k, v, index, index, ends, 0.3)
+    dq, dk, dv = tree_attention_backward(grad_out, q, k, v, out, lse, index, index, ends, 0.3)
+    assert (out.dtype, dq.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (lse.dtype, dk.dtype, dv.dtype) == (torch.float32, torch.float32, torch.float32)

@@ -1,0 +1,233 @@
+"""The Triton kernels in the interpreter against the plain reference; on a GPU see ``test_gpu_tree_attention.py``.
+
+The interpreter is slow, so tiles and inputs are small; tiles small against the input give every kind of block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from conftest import seed_all
+from dta_kernels.tree_attention.blocks import (
+    BLOCK,
+    LIST_BEGIN,
+    LIST_END,
+    LIST_MIDDLE,
+    RUN_BEGIN,
+    RUN_END,
+    TILE_BEGIN,
+    block_matrix,
+    common_prefix,
+    local_key_end,
+)
+from tree_attention_cases import (
+    AttentionShape,
+    Case,
+    check_accumulation,
+    check_sibling_changes_no_bit,
+    random_parents,
+    random_segment,
+    relative_errors,
+    segment_of,
+    tiny_config,
+)
+from triton_device import DEVICE, interpreter
+
+FLOAT32 = 1e-6
+
+
+def visible_pairs(key_end: np.ndarray, num_queries: int) -> np.ndarray:
+    key, query = np.arange(len(key_end)), len(key_end) - num_queries + np.arange(num_queries)
+    return (key <= query[:, None]) & (query[:, None] < key_end)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tables_name_every_live_block_once_and_full_ones_are_full(seed):
+    generator = seed_all(seed)
+    segment = random_segment(generator, int(generator.integers(1, 150)), turn=float(generator.choice([0.02, 0.1, 0.4])))
+    block_q, block_k = (int(generator.choice([1, 2, 4, 8, 16])) for _ in range(2))
+    num_queries, A = len(segment.query_index), segment.num_ancestors
+    key_end = local_key_end(int(segment.query_index[0]), num_queries, segment.key_end[:A], segment.key_end[A:])
+    visible = visible_pairs(key_end, num_queries)
+    matrix = block_matrix(key_end, num_queries, block_q, block_k)
+    tables = matrix.tables()
+    num_rows, num_columns = -(-num_queries // block_q), -(-len(key_end) // block_k)
+    padded = np.zeros((num_rows * block_q, num_columns * block_k), dtype=bool)
+    padded[: visible.shape[0], : visible.shape[1]] = visible
+    by_block = padded.reshape(num_rows, block_q, num_columns, block_k).transpose(0, 2, 1, 3)
+    live, full = by_block.any((2, 3)), by_block.all((2, 3))
+    assert tables.num_tiles == live.sum()
+    tile_of = {}
+    for table, axis in ((tables.rows, 0), (tables.columns, 1)):
+        work = []
+        seen = np.zeros_like(live if axis == 0 else live.T)
+        assert sorted(table.programs[:, BLOCK].tolist()) == list(range(seen.shape[0]))
+        for program in table.programs:
+            own = program[BLOCK]
+            run = list(range(program[RUN_BEGIN], program[RUN_END]))
+            others = table.blocks[program[LIST_BEGIN] : program[LIST_MIDDLE]].tolist()
+            partial = table.blocks[program[LIST_MIDDLE] : program[LIST_END]].tolist()
+            order = run + others + partial
+            work.append(len(order))
+            tiles = table.tiles[program[TILE_BEGIN] : program[TILE_BEGIN] + len(order)].tolist()
+            assert len(set(order)) == len(order)
+            for other, tile in zip(order, tiles, strict=True):
+                pair = (own, other) if axis == 0 else (other, own)
+                seen[own, other] = True
+                assert full[pair] == (other not in partial)
+                assert tile_of.setdefault(pair, tile) == tile
+            if axis == 0:
+                assert tiles == list(range(program[TILE_BEGIN], program[TILE_BEGIN] + len(order)))
+        assert np.array_equal(seen, live if axis == 0 else live.T)
+        assert work == sorted(work, reverse=True)
+    assert sorted(tile_of.values()) == list(range(tables.num_tiles))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_of_the_rows_cover_every_live_block_once(seed):
+    generator = seed_all(seed + 100)
+    segment = random_segment(generator, int(generator.integers(20, 150)))
+    num_queries, A = len(segment.query_index), segment.num_ancestors
+    key_end = local_key_end(int(segment.query_index[0]), num_queries, segment.key_end[:A], segment.key_end[A:])
+    matrix, most = block_matrix(key_end, num_queries, 2, 4), int(generator.integers(1, 60))
+    parts = matrix.row_parts(most)
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == len(matrix.live)
+    seen = np.zeros_like(matrix.live, dtype=int)
+    for part in parts:
+        tables = matrix.tables(part)
+        assert tables.num_tiles <= most or part.stop - part.start == 1
+        for program in tables.columns.programs:
+            others = [*range(program[RUN_BEGIN], program[RUN_END])]
+            others += tables.columns.blocks[program[LIST_BEGIN] : program[LIST_END]].tolist()
+            assert others or part.start == 0
+            seen[others, program[BLOCK]] += 1
+        assert sorted(tables.rows.programs[:, BLOCK].tolist()) == list(range(part.start, part.stop))
+    assert np.array_equal(seen, matrix.live)
+
+
+@interpreter
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("stored", [False, True], ids=["recomputed", "stored"])
+def test_random_forests_in_float32(seed, stored):
+    generator = seed_all(seed)
+    segment = random_segment(
+        generator, int(generator.integers(40, 110)), turn=float(generator.choice([0.03, 0.1, 0.4]))
+    )
+    groups, ratio = int(generator.integers(1, 3)), int(generator.choice([1, 2, 3, 4]))
+    shape = AttentionShape(groups * ratio, groups, int(generator.choice([8, 16, 20])), torch.float32)
+    config = tiny_config(
+        rows=int(generator.choice([16, 32])),
+        keys=int(generator.choice([16, 32])),
+        tma=bool(generator.integers(0, 2)) and shape.head_size == 16,
+        stored_scores_bytes=int(generator.choice([1, 6_000, 30_000, 1 << 20])) if stored else 0,
+        max_pack=int(generator.choice([1, 2, 8])),
+    )
+    case = Case.random(segment, shape, DEVICE)
+    errors = relative_errors(case.run(config), case.expected())
+    assert max(errors) < FLOAT32, (segment.num_ancestors, len(segment.query_index), shape, config, errors)
+
+
+@interpreter
+@pytest.mark.parametrize("ratio", [1, 4, 8])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_head_sizes_and_group_sizes_with_the_tables_settings(head_size, ratio):
+    generator = seed_all(10 * head_size + ratio)
+    parent = random_parents(generator, 77, 0.1)
+    case = Case.random(segment_of(parent, 40, 77), AttentionShape(ratio, 1, head_size, torch.float16), DEVICE)
+    errors = relative_errors(case.run(), case.expected())
+    assert errors[1] < 1e-6
+    assert max(errors) < 2e-3, errors
+
+
+@interpreter
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, 4e-6)])
+@pytest.mark.parametrize(("ancestors", "queries"), [(0, 1), (0, 33), (1, 1), (37, 1), (16, 16), (31, 18)])
+def test_edges_of_the_sizes_and_dtypes(dtype, bound, ancestors, queries):
+    seed_all(ancestors * 100 + queries)
+    chain = np.arange(-1, ancestors + queries - 1)
+    case = Case.random(segment_of(chain, ancestors, len(chain)), AttentionShape(4, 2, 16, dtype), DEVICE)
+    actual = case.run(tiny_config())
+    assert [tensor.dtype for tensor in actual] == [dtype, torch.float32, dtype, torch.float32, torch.float32]
+    # A single visible key has probability 1 and no gradient by query and key: absolute there.
+    for got, wanted in zip(actual, case.expected(), strict=True):
+        assert float((got.double() - wanted).norm()) <= bound * max(1.0, float(wanted.norm()))
+
+
+@interpreter
+@pytest.mark.parametrize("stored_scores_bytes", [0, 9_000, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_in_place(stored_scores_bytes, dtype):
+    generator = seed_all(21)
+    parent = random_parents(generator, 90, 0.08)
+    case = Case.random(segment_of(parent, 47, 86), AttentionShape(4, 2, 16, dtype), DEVICE)
+    assert case.segment.num_ancestors
+    check_accumulation(case, tiny_config(stored_scores_bytes=stored_scores_bytes), generator)
+
+
+@interpreter
+@pytest.mark.parametrize("tma", [False, True])
+def test_a_sibling_changes_no_bit_and_a_repeat_none_either(tma):
+    generator = seed_all(31)
+    shape, config = AttentionShape(4, 2, 16, torch.float32), tiny_config(tma=tma)
+    check_sibling_changes_no_bit(generator, shape, (19, 13, 22, 17), config, DEVICE)
+    case = Case.random(random_segment(generator, 80), shape, DEVICE)
+    assert all(torch.equal(x, y) for x, y in zip(case.run(config), case.run(config), strict=True))
+
+
+@interpreter
+@pytest.mark.parametrize("stored_scores_bytes", [0, 9_000, 1 << 20])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_prefix_by_a_library_merged(seed, stored_scores_bytes):
+    """Ancestors that all queries see, or those of the segment's first branch, go to PyTorch's kernel."""
+    generator = seed_all(50 + seed)
+    trunk, first, second = 35 + seed, 20, 21
+    parent = np.arange(-1, trunk + first + second - 1)
+    parent[trunk + first] = int(generator.integers(10, trunk))
+    case = Case.random(segment_of(parent, trunk, len(parent)), AttentionShape(4, 2, 16, torch.float32), DEVICE)
+    config = tiny_config(stored_scores_bytes=stored_scores_bytes, library=(8, 16))
+    n, keys = case.plan(config)[0].prefix
+    assert n
+    assert keys
+    errors = relative_errors(case.run(config), case.expected())
+    assert max(errors) < FLOAT32, ((n, keys), errors)
+    check_accumulation(case, config, generator)
+
+
+def test_the_common_prefix_is_the_largest_rectangle_in_steps():
+    for seed in range(20):
+        generator = seed_all(seed)
+        segment = random_segment(generator, int(generator.integers(2, 120)), turn=0.05)
+        num_queries, A = len(segment.query_index), segment.num_ancestors
+        key_end = local_key_end(int(segment.query_index[0]), num_queries, segment.key_end[:A], segment.key_end[A:])
+        step_q, step_k = (int(generator.choice([1, 2, 5, 16])) for _ in range(2))
+        visible = visible_pairs(key_end, num_queries)
+        best = 0
+        for n in range(step_q, num_queries + 1, step_q):
+            for keys in range(step_k, A + 1, step_k):
+                best = max(best, n * keys if visible[:n, :keys].all() else 0)
+        n, keys = common_prefix(key_end, num_queries, step_q, step_k)
+        assert n % step_q == keys % step_k == 0
+        assert n * keys == best
+        assert visible[:n, :keys].all()
+
+
+@interpreter
+def test_inputs_that_do_not_fit_the_plan_are_refused():
+    seed_all(41)
+    chain = np.arange(-1, 9)
+    case = Case.random(segment_of(chain, 3, 10), AttentionShape(2, 1, 16, torch.float32), DEVICE)
+    case.k = case.k[:-1]
+    with pytest.raises(ValueError, match="do not fit a plan"):
+        case.run(tiny_config())
+    with pytest.raises(ValueError, match="no Triton tree attention for head size 64"):
+        AttentionShape(2, 1, 64, torch.float64)
+    broken = segment_of(chain, 3, 10)
+    broken.key_index[:2] = broken.key_index[1::-1]
+    disordered = Case.random(broken, case.shape, DEVICE)
+    with pytest.raises(ValueError, match="stream order"):
+        disordered.run(tiny_config())

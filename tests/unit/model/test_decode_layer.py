@@ -1,0 +1,60 @@
+"""Decoding passes without modules give the modules' numbers, bit for bit, and leave to them what is theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from decode_layer_cases import MODELS, fused_model, passes
+from megatron_dta.model.layers.fused_layer import FusedLayer
+from triton_device import interpreter
+
+pytestmark = interpreter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states_are_the_modules_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch):
+    model = fused_model(name)
+    direct, contexts = passes(model)
+    assert all(context.direct_until == model.layer_numbers[-1] and context.carried is None for context in contexts)
+    monkeypatch.setattr(FusedLayer, "decodes_directly", False)
+    modules, contexts = passes(model)
+    assert all(context.direct_until is None for context in contexts)
+    for one, other in zip(direct, modules, strict=True):
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, other)
+
+
+def test_weights_changed_in_place_are_seen(monkeypatch: pytest.MonkeyPatch):
+    model = fused_model("QK-norm")
+    before, _ = passes(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    after, _ = passes(model)
+    monkeypatch.setattr(FusedLayer, "decodes_directly", False)
+    expected, _ = passes(model)
+    assert torch.equal(after[1], expected[1])
+    assert not torch.equal(after[1], before[1])
+
+
+def test_a_hook_at_a_module_of_one_layer_runs():
+    model, seen = fused_model("QK-norm"), []
+    handle = model.decoder.layers[1].mlp.linear_fc2.register_forward_hook(lambda *_: seen.append(1))
+    found, contexts = passes(model)
+    assert seen == [1, 1, 1]
+    assert all(context.direct_until is None for context in contexts)
+    handle.remove()
+    again, contexts = passes(model)
+    assert all(context.direct_until is not None for context in contexts)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("changes", [dict(swiglu=False), dict(normalization="LayerNorm"), dict(lora_rank=2)])
+def test_what_is_not_the_plain_case_goes_through_modules(changes: dict[str, Any]):
+    _, contexts = passes(fused_model("QK-norm", **changes))
+    assert all(context.direct_until is None for context in contexts)

@@ -1,0 +1,179 @@
+"""The engine with the paged kernels and with passes at fixed addresses (captured on a GPU) gives the plain one's
+samples: bursts, drafts, ends of sequence inside both, pools that preempt. In the interpreter; see ``test_gpu_decode``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from conftest import seed_all
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import SamplingConfig
+from megatron_dta.model.attention.paged_cache import PagedCache
+from megatron_dta.model.attention.paged_context import HeadShape
+from megatron_dta.sampling.engines.build import build_engine
+from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket, why_not_captured
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from rollout_forest import NEVER, PARAMS, Drive, assert_same, run_forest, started
+from sampling_cases import SHAPES, make_model, random_prompts
+from speculation_exact_cases import Adversary, answers_of, suffix_drafting
+from triton_device import interpreter
+
+GROUPED = SHAPES["grouped queries, QK-norm, untied"]
+KERNELS = dict(attention_impl="triton")
+STATIC = KERNELS | dict(static_passes=True)
+
+
+@pytest.fixture(autouse=True)
+def _few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts of 16 keys: the interpreter takes its time for programs without work, too."""
+    config = HeadShape.config
+
+    def small(shape: HeadShape, run: int):
+        found = config(shape, run)
+        return replace(found, parts=min(found.parts, 2), keys=16, min_part=16)
+
+    monkeypatch.setattr(HeadShape, "config", small)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in pages that nobody has written."""
+    grow = PagedCache.grow
+
+    def grow_poisoned(cache: PagedCache, num_pages: int) -> None:
+        first = cache.num_pages
+        grow(cache, num_pages)
+        for tensor in (*cache.keys.values(), *cache.values.values()):
+            tensor[first:] = float("nan")
+
+    monkeypatch.setattr(PagedCache, "grow", grow_poisoned)
+
+
+@interpreter
+@pytest.mark.parametrize("kind", ["kernels", "bursts", "mixed", "suffix"])
+def test_a_forest_of_requests_in_float32(kind: str):
+    """Forks of held requests, ends of sequence inside bursts and drafts, length caps."""
+    seed_all(5)
+    model = make_model(3, torch.float32, **GROUPED | dict(num_layers=1))
+    drive = Drive(seed=17, prompts=2, depth=1)
+    reference = run_forest(started_plain(model), drive)
+    settings = dict(STATIC if kind != "kernels" else KERNELS)
+    if kind == "mixed":
+        settings |= dict(drafting=Adversary(kind, answers_of(reference), 1), block_size=3, max_requests=5)
+    elif kind == "suffix":
+        settings["drafting"] = suffix_drafting()
+    engine = started(model, **settings, max_tokens=11)
+    found = run_forest(engine, replace(drive, order=1))
+    assert_same(found, reference, 2e-5)
+    statistics = engine.statistics()
+    assert engine.pages_in_use == 0
+    assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in found.values())
+    assert (statistics["static_forwards"] > 0.3 * statistics["forwards"]) == (kind != "kernels")
+    assert (statistics["accepted_drafts"] > 0) == (kind in ("mixed", "suffix"))
+
+
+def started_plain(model, params=PARAMS, **settings):
+    """An engine on PyTorch's attention, whose masked positions must not hold NaN."""
+    engine = started(model, params, **settings)
+    allocate = engine._allocated
+
+    def clean(num_pages: int):
+        held = 0 if engine._cache is None else engine._cache.num_pages
+        cache = allocate(num_pages)
+        for tensor in (*cache.keys.values(), *cache.values.values()):
+            tensor[held:] = 0
+        return cache
+
+    engine._allocated = clean
+    return engine
+
+
+@interpreter
+def test_preempted_requests():
+    model = make_model(14, torch.float32, **GROUPED | dict(num_layers=1))
+    prompts = random_prompts(np.random.default_rng(15), [3, 5, 9, 4])
+    requests = [GenerationRequest(i, prompt, 18 + 3 * i, 7 * i) for i, prompt in enumerate(prompts)]
+    expected = generate(started_plain(model, NEVER), requests)
+    engine = started(model, NEVER, block_size=4, pages=13, **STATIC, burst=5)
+    for one, other in zip(expected, generate(engine, requests), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+    statistics = engine.statistics()
+    assert statistics["preemptions"] > 0
+    assert statistics["peak_pages"] <= 13
+    assert engine.pages_in_use == 0
+
+
+@interpreter
+def test_bursts_run_past_no_end_and_take_fewer_turns():
+    model = make_model(15, torch.float32, num_layers=1)
+    prompts = random_prompts(np.random.default_rng(2), [3, 17, 6])
+    requests = [GenerationRequest(i, prompt, 5 + 4 * i, 9 * i) for i, prompt in enumerate(prompts)]
+    expected = generate(started_plain(model, NEVER), requests)
+    engine = started(model, NEVER, **STATIC)
+    for one, other in zip(expected, generate(engine, requests), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+    statistics = engine.statistics()
+    # After the prompts' pass 12 tokens are left for the longest: 8 in the first burst and 4 in the second.
+    assert statistics["static_forwards"] == 12
+    assert statistics["decoded_tokens"] == 5 + 9 + 13
+
+
+@interpreter
+def test_weights_changed_in_place_are_seen_and_moved_ones_too():
+    model = make_model(16, torch.float32, num_layers=1)
+    prompts = random_prompts(np.random.default_rng(3), [4, 4])
+    requests = [GenerationRequest(i, prompt, 12, i) for i, prompt in enumerate(prompts)]
+    engine = started(model, NEVER, **STATIC)
+    generate(engine, requests)
+    captured = engine._steps._passes
+    assert captured
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.start(NEVER, 4)
+    assert captured
+    fresh = generate(started_plain(model, NEVER), requests)
+    again = generate(engine, requests)
+    assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in fresh]
+    parameter = next(model.parameters())
+    parameter.data = parameter.data.clone()
+    engine.start(NEVER, 4)
+    assert not captured
+    assert [r.token_ids.tolist() for r in generate(engine, requests)] == [r.token_ids.tolist() for r in fresh]
+
+
+def test_buckets_hold_what_they_are_for():
+    sizes = [bucket(count) for count in range(1, 1025)]
+    assert all(size >= count for count, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert set(sizes[:256]) == {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256}
+    assert all(size <= 1.5 * count for count, size in enumerate(sizes, 1) if count > 16)
+
+
+def test_what_cannot_run_is_refused():
+    model = make_model(4)
+    with pytest.raises(InputError, match="float64"):
+        started(model, **KERNELS)
+    if torch.cuda.is_available():
+        pytest.skip("the rest is about a machine without a GPU")
+    assert "CUDA" in why_not_captured(model)
+    with pytest.raises(InputError, match="--rollout-cuda-graphs needs a CUDA GPU; leave it out"):
+        build_engine(SamplingConfig(rollout_cuda_graphs=True), model)
+    assert build_engine(SamplingConfig(), model).statistics()["forwards"] == 0
+
+
+def test_the_flag_is_on_off_or_left_out():
+    sampled = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --lr 1e-3 --train-iters 2 --task arithmetic"
+    found = [
+        parse_arguments([*sampled.split(), *more]).sampling.rollout_cuda_graphs
+        for more in ([], ["--rollout-cuda-graphs"], ["--no-rollout-cuda-graphs"])
+    ]
+    assert found == [None, True, False]

@@ -1,0 +1,243 @@
+"""Whole layers as one autograd function against the same layers made of modules: every output and every gradient."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from conftest import seed_all
+from direct_layer_cases import fused
+from dta_kernels.layers.partial_sums import add_partial_sums
+from dta_kernels.tree_attention.gather_keys import gather_keys
+from main_grad_cases import DIRECT, Wrapped
+from megatron_dta.config import ModelConfig, ParallelConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model.layers import fused_autograd_layer as direct_layer
+from megatron_dta.model.layers.fused_autograd_layer import DirectLayer
+from megatron_dta.parity import random_training_samples
+from tree_attention_cases import poisoned_memory
+from tree_engine_cases import (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    TEMPERATURE,
+    branching_sequences,
+    tree_config,
+    weights_of,
+)
+from triton_device import DEVICE
+
+kernels_run = pytest.mark.skipif(
+    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or Triton's interpreter"
+)
+BIASED = {"disable_bias_linear": False, "qk_layernorm": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def wrapped_with_kernels(*arguments: object) -> Wrapped:
+    """``Wrapped`` whose attention runs on the Triton kernels too."""
+    wrapped = Wrapped(*arguments)
+    wrapped.engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 5, tree_attention_impl="triton")
+    return wrapped
+
+
+class Counted:
+    """How often layers went the direct way, and whether they may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allowed, self.passes, takes = True, 0, DirectLayer.takes
+
+        def counted(layer: DirectLayer, *arguments: object) -> bool:
+            taken = self.allowed and takes(layer, *arguments)
+            self.passes += taken
+            return taken
+
+        monkeypatch.setattr(DirectLayer, "takes", counted)
+
+
+@pytest.fixture
+def counted(monkeypatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def both_ways(
+    counted: Counted, model: ModelConfig, parallel: ParallelConfig, longest: int = 8, **tree: object
+) -> list[tuple]:
+    """``(logprobs, gradients)`` of a step, by modules and directly."""
+    samples = random_training_samples(
+        branching_sequences(seed_all(51), count=6 + longest // 20, longest=longest), seed=51
+    )
+    weights = weights_of(replace(model, fused_layer_impl="reference"), seed=3)
+    settings = {"mode": "dta", "segment_tokens": 13} | tree
+    outcomes = []
+    for counted.allowed in (False, True):
+        wrapped = wrapped_with_kernels(model, weights, parallel)
+        tree = tree_config(**settings)
+        with poisoned_memory():
+            gradients = wrapped.gradients(samples, tree)
+            logprobs = wrapped.engine.compute_logprobs(prepare_batch(samples, tree))
+        assert (counted.passes > 0) == counted.allowed
+        outcomes.append((logprobs, gradients))
+    return outcomes
+
+
+@kernels_run
+@pytest.mark.parametrize(
+    ("settings", "tree", "dtype"),
+    [
+        (QWEN3, {}, torch.float32),
+        (QWEN2, {"mode": "packed", "segment_tokens": 25, "activation_tokens": 13}, torch.float32),
+        (BIASED, {"activation_tokens": 0}, torch.float16),
+        (LLAMA | FULL, {}, torch.float32),
+    ],
+    ids=["kept", "packed", "recomputed", "full"],
+)
+def test_equals_the_modules(counted, settings, tree, dtype):
+    check_equal(both_ways(counted, fused(dtype, **settings), DIRECT, **tree), 1e-6 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU here")
+@pytest.mark.parametrize("activation_tokens", [None, 0])
+def test_equals_the_modules_on_the_kernels_of_training(counted, activation_tokens):
+    shape = dict(hidden_size=256, ffn_hidden_size=768, num_attention_heads=4, kv_channels=128)
+    tree = {"segment_tokens": 190, "activation_tokens": activation_tokens, "longest": 300}
+    model = fused(torch.bfloat16, **QWEN3, **shape, max_position_embeddings=512)
+    check_equal(both_ways(counted, model, DIRECT, **tree), 2e-2)
+
+
+def check_equal(outcomes: list[tuple], tolerance: float) -> None:
+    """All bits but those of the norms' weights, which modules round to the weight's dtype for each segment."""
+    (logprobs, expected), (direct_logprobs, found) = outcomes
+    for one, other in zip(logprobs, direct_logprobs, strict=True):
+        assert (one == other).all()
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        if "norm" not in name:
+            assert torch.equal(found[name], gradient), name
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+
+
+@kernels_run
+@pytest.mark.parametrize("name", ["add_weight_gradient", "add_partial_sums"])
+def test_what_is_not_added_is_missing(counted, name, monkeypatch):
+    """The control of the test above."""
+    monkeypatch.setattr(direct_layer, name, lambda *_: None)
+    (_, expected), (_, found) = both_ways(counted, fused(**QWEN3), DIRECT)
+    wrong = {key for key, gradient in expected.items() if (found[key] - gradient).norm() > 1e-2 * gradient.norm()}
+    assert wrong == {key for key in expected if "layers." in key and ("norm" in key) == (name == "add_partial_sums")}
+
+
+@kernels_run
+def test_weights_are_ready_once_and_with_the_last_backward(counted):
+    samples = random_training_samples(branching_sequences(seed_all(52), count=6, longest=8), seed=52)
+    model, tree = fused(**QWEN3), tree_config("dta", 13)
+    wrapped = wrapped_with_kernels(
+        model, weights_of(model, seed=3), replace(DIRECT, overlap_grad_reduce=True, ddp_bucket_size=900)
+    )
+    wrapped.gradients(samples, tree)
+    wrapped.optimizer.reduce_gradients()
+    ready: list[tuple] = []
+    for group in wrapped.optimizer.chunks[0].bucket_groups:
+        register = group.register_grad_ready
+
+        def note(parameter, *more, group=group, register=register):
+            ready.append((parameter, parameter.main_grad.clone(), group.is_last_microbatch))
+            register(parameter, *more)
+
+        group.register_grad_ready = note
+    passes = counted.passes
+    wrapped.gradients(samples, tree)
+    assert counted.passes > passes
+    last = [(parameter, gradient) for parameter, gradient, is_last in ready if is_last]
+    assert len({id(parameter) for parameter, _ in last}) == len(last) == len(list(wrapped.model.parameters()))
+    assert all(torch.equal(parameter.main_grad, gradient) for parameter, gradient in last)
+    of_layers = {id(p) for p in wrapped.model.decoder.layers.parameters()}
+    assert not any(id(parameter) in of_layers for parameter, _, is_last in ready if not is_last)
+
+
+@kernels_run
+def test_frozen_weights_and_hooks_go_through_the_modules(counted):
+    samples = random_training_samples(branching_sequences(seed_all(53), count=6, longest=8), seed=53)
+    model, tree = fused(**QWEN3), tree_config("dta", 13)
+    weights = weights_of(model, seed=3)
+    wrapped_with_kernels(model, weights, DIRECT, "linear_fc1").gradients(samples, tree)
+    wrapped, calls = wrapped_with_kernels(model, weights, DIRECT), []
+    wrapped.gradients(samples, tree)
+    before = counted.passes
+    assert before
+    for layer in wrapped.model.decoder.layers:
+        layer.mlp.linear_fc2.register_forward_hook(lambda *_: calls.append(1))
+    wrapped.gradients(samples, tree)
+    assert counted.passes == before
+    assert calls
+
+
+def test_a_second_backward_is_refused():
+    class Context:
+        pass
+
+    class Layer:
+        def forward(self, x, context):
+            return x * 2, "kept"
+
+        def backward(self, grad, kept, context):
+            return grad * 2
+
+    out = direct_layer._Layer.apply(torch.ones(2, requires_grad=True), Layer(), Context())
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="can run once"):
+        out.sum().backward()
+
+
+@kernels_run
+@pytest.mark.parametrize(("programs", "columns"), [(0, 5), (1, 1), (3, 37), (130, 64), (200, 257)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_partial_sums_equal_their_twin(programs, columns, dtype):
+    seed_all(programs)
+    partials = tuple(torch.randn(programs, columns, device=DEVICE) for _ in range(2))
+    sums = tuple(torch.randn(columns, device=DEVICE).to(dtype) for _ in range(2))
+    wanted = [kept.double() + partial.double().sum(0) for kept, partial in zip(sums, partials, strict=True)]
+    again = tuple(kept.clone() for kept in sums)
+    add_partial_sums(sums, partials)
+    add_partial_sums(again, partials)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    for found, repeated, want in zip(sums, again, wanted, strict=True):
+        assert torch.equal(found, repeated)
+        torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=tolerance * max(1, programs) ** 0.5)
+    with pytest.raises(ValueError, match="vectors with a column's entry"):
+        add_partial_sums((sums[0], sums[1][:0]), partials)
+
+
+@kernels_run
+@pytest.mark.parametrize(
+    ("slots", "ancestors", "own", "groups", "size"),
+    [(9, 0, 3, 1, 8), (40, 11, 0, 2, 24), (700, 333, 210, 3, 20), (5, 2, 1, 8, 128)],
+)
+def test_gathered_keys_equal_their_twin(slots, ancestors, own, groups, size):
+    seed_all(slots)
+    shape = (slots, groups, size)
+    keys, values = torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE)
+    mixed = torch.randn(own, groups, 4, size, device=DEVICE)
+    slot = torch.randperm(slots, device=DEVICE)[: ancestors + own]
+    kept = keys.clone(), values.clone()
+    out = tuple(torch.full((ancestors + own + 2, groups, size), float("nan"), device=DEVICE) for _ in range(2))
+    room = tuple(x[: ancestors + own] for x in out)
+    own_values = mixed[:, :, 2]
+    gather_keys(keys, values, slot, room, own_values)
+    kept[1][slot[ancestors:]] = own_values
+    assert torch.equal(keys, kept[0])
+    assert torch.equal(values, kept[1])
+    for found, pool in zip(out, kept, strict=True):
+        assert torch.equal(found[: ancestors + own], pool.index_select(0, slot))
+        assert found[ancestors + own :].isnan().all()
+    again = tuple(torch.full_like(x, float("nan")) for x in room)
+    gather_keys(keys, values, slot, again)
+    assert all(torch.equal(one, other) for one, other in zip(again, room, strict=True))
+    with pytest.raises(ValueError, match="must be neighbors"):
+        gather_keys(keys, values, slot, room, torch.empty(own, groups, size, 2, device=DEVICE)[..., 0])

@@ -1,0 +1,177 @@
+"""LoRA in every tree mode against the stock model whose weights hold the adapters, one sequence at a time, float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arguments_cases import SAMPLED
+from conftest import seed_all
+from lora_cases import is_adapter, lora_config, lora_weights
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import OptimizationConfig, ParallelConfig
+from megatron_dta.config.checks.lora import check_lora
+from megatron_dta.config.lora_sizes import adapter_parameters
+from megatron_dta.config.model import LORA_TARGETS
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import adapters_of, build_model, initialize_parallel, without_adapters
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.training.dry_run import dry_run
+from megatron_dta.training.optimizer import TrainingOptimizer
+from tree_engine_cases import GRPO, QWEN2, QWEN3, TEMPERATURE, branching_sequences, tree_config
+
+GPT = {"disable_bias_linear": False, "normalization": "LayerNorm", "swiglu": False}
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EXPERTS = {"num_experts": 3, "moe_ffn_hidden_size": 16, "moe_layer_freq": "[0,1]", "moe_aux_loss_coeff": 0.1}
+MODELS = {
+    "qwen3": QWEN3,
+    "qwen2": QWEN2,
+    "gpt": GPT,
+    "recompute": QWEN3 | FULL_RECOMPUTE,
+    "experts": EXPERTS,
+    # The last layer's K and V, and the first layer's, have no adapter before them.
+    "fc2": {"lora_target_modules": ["linear_fc2"]},
+    "attention": QWEN3 | EXPERTS | {"lora_target_modules": ["linear_proj", "linear_qkv"]},
+}
+CUTS = [("dense", 9), ("packed", 45), ("dta", 6), ("dta", 1000)]
+
+
+@pytest.fixture(scope="module")
+def references():
+    """Samples, weights and the outcome of training each sequence alone for each kind of model, computed once."""
+    samples = random_training_samples(branching_sequences(seed_all(23), count=12, longest=35), seed=23)
+    found = {}
+    for name, settings in MODELS.items():
+        model = lora_config(**settings)
+        weights = lora_weights(model, seed=5)
+        found[name] = model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)
+    return found
+
+
+@pytest.mark.parametrize("activation_tokens", [None, 12, 0], ids=["kept", "mixed", "recomputed"])
+@pytest.mark.parametrize(("mode", "segment_tokens"), CUTS)
+@pytest.mark.parametrize("name", list(MODELS))
+def test_equals_adapted_weights_of_the_stock_model(references, name, mode, segment_tokens, activation_tokens):
+    model, weights, samples, expected = references[name]
+    tree = tree_config(mode, segment_tokens, activation_tokens)
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)
+    assert outcome.gradients.keys() == {name for name in weights if is_adapter(name)}
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 1e-12, errors
+
+
+def test_a_wrong_scale_is_noticed(references):
+    model, weights, samples, expected = references["qwen3"]
+    outcome, _ = run_tree(replace(model, lora_alpha=5.1), weights, samples, GRPO, tree_config("dta", 9), TEMPERATURE)
+    assert compare_outcomes(outcome, expected).largest() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "experts"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name, dtype):
+    samples = random_training_samples(branching_sequences(seed_all(29), count=8), seed=29)
+    plain = lora_config(dtype, **MODELS[name], lora_rank=None, lora_alpha=None)
+    base = build_model(plain, initialize_parallel(7))
+    adapted = build_model(lora_config(dtype, **MODELS[name]), initialize_parallel(7))
+    own = {name: values for name, values in adapted.state_dict().items() if not is_adapter(name)}
+    for key, values in base.state_dict().items():
+        assert values is None or torch.equal(own[key], values), key
+    batch = prepare_batch(samples, tree_config("dta", 9))
+    expected = TreeEngine(base).compute_logprobs(batch)
+    new = TreeEngine(adapted).compute_logprobs(batch)
+    with torch.no_grad():
+        for adapter in adapters_of([adapted]):
+            adapter.lora_B.normal_()
+    trained = TreeEngine(adapted).compute_logprobs(batch)
+    with without_adapters(adapted.parts):
+        reference = TreeEngine(adapted).compute_logprobs(batch)
+    for values, fresh, moved, off in zip(expected, new, trained, reference, strict=True):
+        assert (values == fresh).all()
+        assert (values == off).all()
+        assert (values != moved).any()
+
+
+def test_an_optimizer_step_moves_adapters_alone(references):
+    model, weights, samples, _ = references["qwen3"]
+    weights = {name: values.float() for name, values in weights.items()}
+    tree_model = build_model(replace(model, params_dtype=torch.float32), initialize_parallel(0))
+    tree_model.load_state_dict(weights)
+    optimizer = TrainingOptimizer(tree_model, OptimizationConfig(train_iters=1, lr=1e-2))
+    optimizer.zero_grad()
+    result = TreeEngine(optimizer.chunks).forward_backward(prepare_batch(samples, tree_config("dta", 9)), GRPO)
+    assert optimizer.step(float(result.loss)).applied
+    for name, values in tree_model.named_parameters():
+        assert torch.equal(values, weights[name]) != is_adapter(name), name
+    assert len(optimizer.optimizer.param_groups[0]["params"]) == 2 * 2 * 4
+
+
+def test_first_weights_depend_on_the_seed_and_the_place():
+    def first(seed: int) -> dict[str, torch.Tensor]:
+        model = build_model(lora_config(torch.float32), initialize_parallel(seed))
+        return {name: p.detach() for name, p in model.named_parameters() if name.endswith("lora_A")}
+
+    one, again, other = first(3), first(3), first(4)
+    bound = {name: values.shape[1] ** -0.5 for name, values in one.items()}
+    for name, values in one.items():
+        assert torch.equal(values, again[name])
+        assert not torch.equal(values, other[name])
+        assert 0.8 * bound[name] < values.abs().max() <= bound[name]
+    assert len({tuple(values.flatten().tolist()[:5]) for values in one.values()}) == len(one) == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--lora-rank 4 --lora-dropout 0.1", "--lora-dropout 0.1: must be 0"),
+        ("--lora-dropout 0.1", "--lora-dropout 0.1: must be 0"),
+        ("--lora-rank 0", "--lora-rank 0: must be at least 1"),
+        ("--lora-alpha 8", "--lora-alpha has no effect without --lora-rank"),
+        ("--lora-target-modules linear_qkv", "--lora-target-modules has no effect without --lora-rank"),
+        ("--lora-rank 4 --lora-target-modules q_proj", "--lora-target-modules q_proj: choose from linear_qkv"),
+        ("--lora-rank 4 --lora-target-modules linear_qkv linear_qkv", "name each once"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(flags, reason):
+    with pytest.raises(InputError, match=reason):
+        parse_arguments(f"{SAMPLED} {flags}".split())
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "reason"),
+    [
+        (
+            EXPERTS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+            {},
+            "--moe-router-bias-update-rate 0",
+        ),
+        (EXPERTS, {"tensor_model_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
+        (EXPERTS | {"moe_grouped_gemm": True}, {}, "--moe-grouped-gemm"),
+        ({}, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|ttL"}, "stage 0 has no layer"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(model, parallel, reason):
+    with pytest.raises(InputError, match=reason):
+        check_lora(lora_config(**model), ParallelConfig(**parallel))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_number_of_parameters(references, name):
+    model, weights, *_ = references[name]
+    assert adapter_parameters(model) == sum(values.numel() for key, values in weights.items() if is_adapter(key))
+
+
+def test_a_dry_run_counts_what_is_trained():
+    lines: list[str] = []
+    flags = f"{SAMPLED} --kl-loss-coef 0.1 --dry-run"
+    dry_run(parse_arguments(f"{flags} --lora-rank 4".split()), lines.append)
+    text = " ".join(lines)
+    assert "further models" not in text
+    assert f"{2 * 4 * (64 + 192 + 128 + 2 * (64 + 256)):,} parameters, which alone are trained" in text
+
+
+def test_defaults():
+    config = parse_arguments(f"{SAMPLED} --lora-rank 4".split()).model
+    assert (config.lora_alpha, config.lora_target_modules) == (4.0, list(LORA_TARGETS))

@@ -1,0 +1,239 @@
+"""Weight gradients that go straight into Megatron's buffers, against those that autograd makes: one process."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conftest import seed_all
+from dta_kernels.layers.weight_gradients import add_row_gradients, add_weight_gradient, gradient_placeholder
+from dta_kernels.logprobs.linear import linear_logprobs
+from linear_logprobs_cases import chunks_of
+from main_grad_cases import (
+    BY_AUTOGRAD,
+    DIRECT,
+    MODELS,
+    Wrapped,
+    distance,
+)
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import build_model, initialize_parallel, main_grad
+from megatron_dta.model.main_grad import MainGradColumnParallelLinear, MainGradEmbedding, MainGradRowParallelLinear
+from megatron_dta.parity import random_training_samples, run_tree
+from tree_attention_cases import poisoned_memory
+from tree_engine_cases import (
+    GRPO,
+    QWEN3,
+    TEMPERATURE,
+    branching_sequences,
+    model_config,
+    tree_config,
+    weights_of,
+)
+from triton_device import interpreter
+
+CUTS = [("dense", 9, None), ("packed", 30, 0), ("dta", 6, None), ("dta", 7, 12), ("dta", 9, 0)]
+
+
+def test_buffers_without_their_hooks_are_refused():
+    model = build_model(model_config(**QWEN3), initialize_parallel(0), DIRECT)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    engine = TreeEngine(model, TEMPERATURE, 5)
+    samples = random_training_samples(branching_sequences(seed_all(5), count=8), seed=5)
+    batch = prepare_batch(samples, tree_config("dta", 6))
+    assert batch.plan.segments.num_segments > 1
+    with pytest.raises(RuntimeError, match="keep its DistributedDataParallel"):
+        engine.forward_backward(batch, GRPO)
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, tuple]:
+    samples = random_training_samples(branching_sequences(seed_all(21), count=7, longest=25), seed=21)
+    models = {name: model_config(**settings) for name, settings in MODELS.items()}
+    return {name: (model, weights_of(model, seed=9), samples) for name, model in models.items()}
+
+
+@pytest.mark.parametrize(("mode", "segment_tokens", "activation_tokens"), CUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_autograd_in_float64(cases, name, mode, segment_tokens, activation_tokens):
+    model, weights, samples = cases[name]
+    tree = tree_config(mode, segment_tokens, activation_tokens)
+    expected = run_tree(model, weights, samples, GRPO, tree, TEMPERATURE)[0].gradients
+    wrapped = Wrapped(model, weights, DIRECT)
+    with poisoned_memory():
+        assert distance(wrapped.gradients(samples, tree), expected) < 1e-12
+    twice = {name: 2 * gradient for name, gradient in expected.items()}
+    assert distance(wrapped.gradients(samples, tree, steps=2), twice) < 1e-12
+    by_autograd = Wrapped(model, weights, BY_AUTOGRAD)
+    assert distance(by_autograd.gradients(samples, tree), expected) < 1e-12
+    direct = {name for name, p in wrapped.model.named_parameters() if p.grad_added_to_main_grad}
+    weights_of_maps = {name for name in expected if name.endswith("weight") and "norm" not in name}
+    assert direct == {name for name in weights_of_maps if "router" not in name}
+    assert not any(p.grad_added_to_main_grad for p in by_autograd.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_float32(cases, name):
+    model, weights, samples = cases[name]
+    exact = Wrapped(model, weights, BY_AUTOGRAD).gradients(samples, tree_config("dta", 7))
+    single = replace(model, params_dtype=torch.float32)
+    rounded = {name: weight.float() for name, weight in weights.items()}
+    assert distance(Wrapped(single, rounded, DIRECT).gradients(samples, tree_config("dta", 7)), exact) < 2e-5
+
+
+@pytest.mark.parametrize("frozen", ["linear_qkv", "word_embeddings", "output_layer", "mlp"])
+def test_frozen_weights_stay_out(cases, frozen):
+    model, weights, samples = cases["untied"]
+    tree = tree_config("dta", 7, 12)
+    whole = Wrapped(model, weights, BY_AUTOGRAD).gradients(samples, tree)
+    expected = {name: gradient for name, gradient in whole.items() if frozen not in name}
+    assert len(expected) < len(whole)
+    assert distance(Wrapped(model, weights, DIRECT, frozen).gradients(samples, tree), expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["add_weight_gradient", "add_row_gradients"])
+def test_what_is_not_added_is_missing(cases, name, monkeypatch):
+    """The control of the tests above: these are the functions by which gradients get there."""
+    model, weights, samples = cases["tied"]
+    tree = tree_config("dta", 7)
+    expected = Wrapped(model, weights, BY_AUTOGRAD).gradients(samples, tree)
+    monkeypatch.setattr(main_grad, name, lambda *_: None)
+    assert distance(Wrapped(model, weights, DIRECT).gradients(samples, tree), expected) > 1e-2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_weight_is_ready_once_and_whole(cases, name, recompute):
+    """When the step's last backward says that a gradient may be reduced, nothing more is added to it."""
+    model, weights, samples = cases[name]
+    if recompute:
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        model = replace(model, **full)
+    wrapped = Wrapped(model, weights, replace(DIRECT, overlap_grad_reduce=True, ddp_bucket_size=900))
+    tree, ready = tree_config("dta", 7), []
+    wrapped.gradients(samples, tree)
+    wrapped.optimizer.reduce_gradients()
+    for group in wrapped.optimizer.chunks[0].bucket_groups:
+        group.register_grad_ready = functools.partial(_note, ready, group, group.register_grad_ready)
+    wrapped.gradients(samples, tree)
+    last = [(parameter, gradient) for parameter, gradient, is_last in ready if is_last]
+    assert len(last) == len(list(wrapped.model.parameters())) < len(ready)
+    assert len({id(parameter) for parameter, _ in last}) == len(last)
+    assert all(torch.equal(parameter.main_grad, gradient) for parameter, gradient in last)
+
+
+def _note(ready: list, group: object, register: Callable, parameter: torch.nn.Parameter, *more: object) -> None:
+    ready.append((parameter, parameter.main_grad.clone(), group.is_last_microbatch))
+    register(parameter, *more)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_linear_layer_is_ours(cases, name):
+    model = cases[name][0]
+    for parallel, is_ours in ((DIRECT, True), (BY_AUTOGRAD, False)):
+        built = build_model(model, initialize_parallel(0), parallel)
+        layers = [m for m in built.decoder.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
+        assert len(layers) >= 8
+        assert all(isinstance(m, (MainGradColumnParallelLinear, MainGradRowParallelLinear)) == is_ours for m in layers)
+        assert isinstance(built.embedding.word_embeddings, MainGradEmbedding) == is_ours
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_sums_equal_their_slow_twins(rows, dtype):
+    seed_all(rows)
+    outputs, inputs = 13, 7
+    kept = torch.randn(outputs, inputs, dtype=torch.promote_types(dtype, torch.float32))
+    grad, hidden = torch.randn(rows, outputs).to(dtype), torch.randn(rows, inputs).to(dtype)
+    token = torch.randint(0, outputs, (rows,))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    with poisoned_memory():
+        found, rows_found = kept.clone(), kept.clone()
+        add_weight_gradient(found, grad, hidden)
+        add_row_gradients(rows_found, token, hidden)
+    wanted, rows_wanted = kept.double().clone(), kept.double().clone()
+    for row in range(rows):
+        wanted += torch.outer(grad[row].double(), hidden[row].double())
+        rows_wanted[token[row]] += hidden[row].double()
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(rows_found.double(), rows_wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_autograd_takes_a_placeholder_as_it_is():
+    """It must neither copy nor read what has no memory."""
+    weight = torch.nn.Parameter(torch.randn(6, 5))
+
+    class Map(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, input, weight):
+            ctx.weight = weight
+            return input @ weight.t()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad @ ctx.weight, gradient_placeholder(ctx.weight)
+
+    Map.apply(torch.randn(2, 5, requires_grad=True), weight).sum().backward()
+    assert weight.grad.shape == weight.shape
+    assert weight.grad.untyped_storage().nbytes() == 0
+    assert gradient_placeholder(weight) is not gradient_placeholder(weight)
+
+
+class _Memory(TorchDispatchMode):
+    """Most bytes of tensors, made while it is active, that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.peak, self.largest = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+        if self._sum() > self.peak:
+            gc.collect()  # what Triton's interpreter leaves in cycles
+            self.peak = max(self.peak, self._sum())
+        return made
+
+    def _sum(self) -> int:
+        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+        return sum(size for _, size in self.alive.values())
+
+
+@interpreter
+@pytest.mark.parametrize("with_buffer", [True, False])
+def test_memory_of_the_logprob_op(with_buffer):
+    """One chunk of logits and the gradient of the rows, however large the weight is.
+
+    In bfloat16 that is, for 883 rows of 151,936 logits a chunk and 4096 rows of 2048: 256 MiB and 16 MiB.
+    """
+    seed_all(6)
+    rows, vocabulary, width, chunk_rows = 24, 3001, 48, 7
+    hidden = torch.randn(rows, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    edge_row, target = torch.arange(rows), torch.randint(0, vocabulary, (rows,))
+    chunks, buffer = chunks_of(rows, edge_row, chunk_rows), torch.zeros(vocabulary, width)
+    gradient_placeholder(weight)  # made once
+    gc.freeze()
+    with _Memory() as memory:
+        outputs = linear_logprobs(
+            hidden, weight, edge_row, target, chunks, TEMPERATURE, True, buffer if with_buffer else None
+        )
+        torch.autograd.grad(outputs, (hidden, weight), [torch.ones_like(x) for x in outputs])
+    gc.unfreeze()
+    chunk, of_rows, of_weight = 4 * (chunk_rows + 1) * vocabulary, 4 * rows * width, 4 * vocabulary * width
+    assert memory.largest == (chunk if with_buffer else of_weight)
+    assert chunk + of_rows <= memory.peak
+    assert (memory.peak <= chunk + 2 * of_rows) == with_buffer

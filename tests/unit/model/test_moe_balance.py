@@ -1,0 +1,149 @@
+"""What experts add to a step besides their outputs: loads, balancing loss, z-loss, and routing that is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine.balance_loss import BalanceLoss
+from megatron_dta.model import build_model, build_stock_model
+from megatron_dta.model.experts import router
+from megatron_dta.parity import compare_outcomes, run_stock, run_tree
+from megatron_dta.parity.plain_router import PlainRouter
+from megatron_dta.tree import build_prefix_tree
+from megatron_dta.tree.multiplicity import token_weights
+from moe_cases import make_reference
+from tree_engine_cases import GRPO, TEMPERATURE, branching_sequences, tree_config
+
+
+@pytest.fixture(scope="module")
+def references() -> dict:
+    return {name: make_reference(name) for name in ("qwen3", "mixtral", "qwen2", "qwen3-balanced", "deepseek-balanced")}
+
+
+@pytest.mark.parametrize(("name", "seed"), [("qwen3", 0), ("mixtral", 1), ("qwen2", 2)])
+def test_equals_megatrons_own_router_in_float32(references, name, seed):
+    """Megatron's router as it is, balancing loss and z-loss included, with one sequence a micro-batch."""
+    balance = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.02}
+    model = replace(references[name][0], params_dtype=torch.float32, **balance)
+    weights = {key: weight.float() for key, weight in references[name][1].items()}
+    samples = references[name][2]
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 7), TEMPERATURE)
+    stock = build_stock_model(model, torch.device("cpu"))
+    stock.load_state_dict(weights)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_dta.parity.references.build_stock_model", lambda *_: stock)
+        if not hasattr(router.moe_utils, "te_general_gemm"):  # then Megatron's own fails
+            patch.setattr(router.TopKRouter, "gating", router.TreeRouter.gating)
+        with megatrons_losses(samples):
+            expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 2e-5, errors
+
+
+def megatrons_losses(samples: list) -> pytest.MonkeyPatch:
+    """Scale Megatron's auxiliary losses, which it multiplies by the tokens of a micro-batch, to their mean."""
+    from megatron.core.transformer.moe import router as stock_router
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, output, loss):
+            ctx.rows = output.shape[0]
+            return output.view_as(output)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad.new_tensor(1 / ctx.rows / len(samples))
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(stock_router, "MoEAuxLossAutoScaler", Scaled)
+
+    class Context:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            patch.undo()
+
+    return Context()
+
+
+@pytest.mark.parametrize("cut", [("dense", 9), ("packed", 45), ("dta", 6), ("dta", 9, 0)], ids=str)
+def test_loads_count_every_sequence_and_auxiliary_losses_are_reported(references, cut):
+    model, weights, samples, _ = references["deepseek-balanced"]
+    tree_model = build_model(model, torch.device("cpu"))
+    tree_model.load_state_dict(weights)
+    engine = TreeEngine(tree_model, TEMPERATURE)
+    batch = prepare_batch(samples, tree_config(*cut))
+    engine.compute_logprobs(batch)
+    result = engine.forward_backward(batch, GRPO)
+    stock = build_stock_model(model, torch.device("cpu"), PlainRouter)
+    stock.load_state_dict(weights)
+    for sample in samples:
+        tokens = torch.from_numpy(sample.token_ids[: sample.needed_length()].astype(np.int64))[None]
+        length = tokens.shape[1]
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        stock(tokens, torch.arange(length)[None], mask)
+    plain = [module for module in stock.modules() if isinstance(module, PlainRouter)]
+    ours = [module for module in tree_model.modules() if isinstance(module, router.TreeRouter)]
+    assert len(plain) == len(ours) == 2
+    for own, expected in zip(ours, plain, strict=True):
+        assert own.local_tokens_per_expert.tolist() == expected.loads.tolist()
+    total = float(sum(sum(module.losses) for module in plain).detach()) / len(samples)
+    reported = result.metrics["seq_load_balancing_loss"] * 0.3 + result.metrics["z_loss"] * 0.02
+    assert float(reported) * len(plain) == pytest.approx(total, rel=1e-12)
+
+
+def test_a_recomputation_routes_as_the_first_forward(references, monkeypatch):
+    """A router that would choose anew chooses at random here: every second choice would be seen."""
+    model, weights, samples, _ = references["qwen3-balanced"]
+    chosen = {}
+
+    def once_a_pass(logits, bias, config):
+        generator = torch.Generator().manual_seed(len(chosen))
+        chosen[len(chosen)] = len(logits)
+        return torch.rand(logits.shape, generator=generator).topk(config.moe_router_topk, dim=1)[1]
+
+    monkeypatch.setattr(router, "choose_experts", once_a_pass)
+    outcomes = []
+    for activation_tokens in (None, 0):
+        tree_model = build_model(model, torch.device("cpu"))
+        tree_model.load_state_dict(weights)
+        chosen.clear()
+        batch = prepare_batch(samples, tree_config("dta", 9, activation_tokens))
+        result = TreeEngine(tree_model, TEMPERATURE).forward_backward(batch, GRPO)
+        assert len(chosen) == 2 * result.segments
+        outcomes.append((float(result.loss), {name: p.grad for name, p in tree_model.named_parameters()}))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(outcomes[0][1][name], gradient) for name, gradient in outcomes[1][1].items())
+
+
+def test_losses_that_forget_the_multiplicity_would_be_seen(references, monkeypatch):
+    model, weights, samples, expected = references["deepseek-balanced"]
+    gradient = BalanceLoss.gradient
+    for target, name, wrong in (
+        (BalanceLoss, "gradient", lambda self, *args: gradient(self, *args) * 0.9),
+        (router._ZLoss, "backward", staticmethod(lambda ctx, grad: (grad, None, None))),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, wrong)
+            outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 6), TEMPERATURE)
+        errors = compare_outcomes(outcome, expected)
+        assert errors.logprob < 1e-12
+        assert errors.gradient > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_weights_of_tokens_sum_over_their_sequences(seed):
+    generator = seed_all(seed)
+    sequences = branching_sequences(generator, count=25)
+    tree = build_prefix_tree(sequences)
+    weights = generator.random(len(sequences)) * 10.0 ** generator.integers(-9, 9, size=len(sequences))
+    expected = np.zeros(tree.num_tokens)
+    for sequence, weight in enumerate(weights):
+        expected[tree.stream_indices(sequence)] += weight
+    np.testing.assert_allclose(token_weights(tree, weights), expected, rtol=1e-14)

@@ -1,0 +1,139 @@
+"""Routing that rollouts bring along: replayed exactly, agreed on where rollouts share tokens, kept in files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import build_model
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
+from megatron_dta.parity.outcome import Outcome
+from megatron_dta.parity.plain_router import PlainRouter
+from megatron_dta.planning.step.routing_replay import agree_on_routing, replaced_share, shaped_routing
+from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
+from moe_cases import BALANCE, QWEN3_MOE, moe_weights
+from tree_engine_cases import GRPO, TEMPERATURE, branching_sequences, model_config, tree_config
+
+LAYERS, TOPK, EXPERTS = 2, 2, 6
+
+
+def random_routing(generator: np.random.Generator, length: int, known: float = 0.8) -> np.ndarray:
+    routing = generator.random((length, LAYERS, EXPERTS)).argsort(axis=-1)[..., :TOPK].astype(np.int16)
+    routing[generator.random((length, LAYERS)) > known] = -1
+    return routing
+
+
+@pytest.mark.parametrize("cut", [("dense", 9), ("packed", 45, 0), ("dta", 6), ("dta", 9, 0)], ids=str)
+def test_replay_equals_stock_megatron_with_the_same_choices(monkeypatch: pytest.MonkeyPatch, cut: tuple) -> None:
+    model = model_config(**QWEN3_MOE, **BALANCE)
+    weights = moe_weights(model, seed=5)
+    generator = seed_all(11)
+    samples = random_training_samples(branching_sequences(generator, count=9), seed=11)
+    sequences = [sample.token_ids for sample in samples]
+    agreed = agree_on_routing(sequences, [random_routing(generator, len(sequence)) for sequence in sequences])
+    samples = [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
+
+    tree_model = build_model(model, torch.device("cpu"))
+    tree_model.load_state_dict(weights)
+    engine = TreeEngine(tree_model, TEMPERATURE, routing_replay=True)
+    batch = prepare_batch(samples, tree_config(*cut))
+    logprobs = engine.compute_logprobs(batch)
+    loss = float(engine.forward_backward(batch, GRPO).loss)
+    found = Outcome(loss, logprobs, {name: p.grad for name, p in tree_model.named_parameters()})
+
+    rows: dict[int, list[np.ndarray]] = {}
+    for layer in range(LAYERS):
+        rows[layer] = [
+            row for sample, own in zip(samples, agreed, strict=True) for row in own[: sample.needed_length(), layer]
+        ]
+    routed_by = PlainRouter._experts_of
+
+    def recorded(router: PlainRouter, logits: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        choice = rows[router.layer_number - 1].pop(0)
+        if choice[0] < 0:
+            return routed_by(router, logits, scores)
+        return torch.zeros_like(scores, dtype=torch.bool).index_fill(0, torch.from_numpy(choice.astype(np.int64)), True)
+
+    monkeypatch.setattr(PlainRouter, "_experts_of", recorded)
+    expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
+    errors = compare_outcomes(found, expected)
+    assert errors.largest() < 1e-12, errors
+    assert not any(rows.values())
+
+
+def test_a_shared_token_goes_where_its_first_rollout_sent_it() -> None:
+    generator = seed_all(3)
+    sequences = [np.array(tokens) for tokens in ([1, 2, 3], [1, 2, 4, 5], [1, 2, 3, 6], [7])]
+    routing = [random_routing(generator, len(sequence), 1.0) for sequence in sequences]
+    routing[0][1, 0] = -1
+    agreed = agree_on_routing(sequences, routing)
+    assert np.array_equal(agreed[1][0], routing[0][0])
+    assert np.array_equal(agreed[0][1, 0], routing[1][1, 0])
+    assert np.array_equal(agreed[2][2], routing[0][2])
+    assert np.array_equal(agreed[2][3], routing[2][3])
+    assert np.array_equal(agreed[3], routing[3])
+    replaced, known = 0, 0
+    for own, taken in zip(routing, agreed, strict=True):
+        for token, layer in np.ndindex(own.shape[:2]):
+            known += own[token, layer, 0] >= 0
+            replaced += own[token, layer, 0] >= 0 and set(own[token, layer]) != set(taken[token, layer])
+    assert 0 < replaced < known
+    assert replaced_share(routing, agreed) == replaced / known
+    assert replaced_share(routing, [choice[..., ::-1] for choice in routing]) == 0
+    assert replaced_share([np.full_like(routing[0], -1)], [routing[0]]) == 0
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_files_keep_it(tmp_path: Path, suffix: str) -> None:
+    generator = seed_all(5)
+    rollouts = [
+        Rollout(
+            token_ids=np.arange(length),
+            loss_mask=np.arange(length) > 0,
+            advantages=np.ones(length),
+            routed_experts=random_routing(generator, length) if length != 4 else None,
+        )
+        for length in (3, 4, 9)
+    ]
+    path = tmp_path / f"rollouts{suffix}"
+    write_rollouts(path, rollouts)
+    for found, rollout in zip(load_rollouts(path), rollouts, strict=True):
+        if rollout.routed_experts is None:
+            assert found.routed_experts is None
+        else:
+            assert found.routed_experts.dtype == np.int16
+            assert np.array_equal(found.routed_experts, rollout.routed_experts)
+    (cut, *_) = load_rollouts(path, max_length=2)
+    assert np.array_equal(cut.routed_experts, rollouts[0].routed_experts[: 2 * LAYERS * TOPK])
+
+
+def test_what_is_no_routing_is_refused() -> None:
+    tokens = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
+    for wrong, message in (([1, 2], "no multiple of the 3 tokens"), ([-2] * 3, "neither an expert nor -1")):
+        with pytest.raises(InputError, match=message):
+            Rollout(**tokens, routed_experts=wrong)
+    good = random_routing(seed_all(1), 3, 1.0)
+    assert shaped_routing(good.reshape(-1), 3, LAYERS, TOPK, EXPERTS).shape == (3, LAYERS, TOPK)
+    for place, value, message in (
+        ((1, 1), [6, 0], "beyond the 6 experts"),
+        ((2, 0), [3, -1], "unknown in part"),
+        ((0, 1), [4, 4], "the same expert twice"),
+    ):
+        wrong = good.copy()
+        wrong[place] = value
+        with pytest.raises(InputError, match=f"token {place[0]}, layer {place[1]} is .* {message}"):
+            shaped_routing(wrong.reshape(-1), 3, LAYERS, TOPK, EXPERTS)
+    with pytest.raises(InputError, match="has 12 entries, but 3 tokens x 3 layers"):
+        shaped_routing(good.reshape(-1), 3, 3, TOPK, EXPERTS)
+    samples = random_training_samples([np.array([1, 2, 3]), np.array([1, 2, 4])], seed=1)
+    other = ((good + 1) % EXPERTS).astype(np.int16)
+    routed = [replace(sample, routed_experts=own) for sample, own in zip(samples, (good, other), strict=True)]
+    with pytest.raises(ValueError, match="routed otherwise than another"):
+        prepare_batch(routed, tree_config("dta", 6))

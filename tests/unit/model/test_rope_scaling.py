@@ -1,0 +1,265 @@
+"""Scaled rotary positions: frequencies bit for bit as transformers computes them, models equal far beyond the original
+length, Megatron's own formulas where it has them, trees and sampling like the stock model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.conversion.hf.config import model_settings
+from megatron_dta.model import build_model, build_stock_model, initialize_parallel
+from megatron_dta.model.rotary import inverse_frequencies
+from megatron_dta.objectives import make_objective
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_huggingface, run_stock, run_tree
+from megatron_dta.parity.huggingface import build_huggingface, empty_huggingface, huggingface_config, to_huggingface
+from megatron_dta.sampling.params import SamplingParams
+from sampling_cases import generate
+
+VOCABULARY = 11
+SCALINGS = {
+    "none": None,
+    "linear": {"rope_type": "linear", "factor": 3.3},
+    "linear, old name": {"type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 40,
+    },
+    "llama3, other factors": {
+        "rope_type": "llama3",
+        "factor": 5.5,
+        "low_freq_factor": 1.25,
+        "high_freq_factor": 3.7,
+        "original_max_position_embeddings": 51,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40},
+    "yarn, length of the model": {"type": "yarn", "factor": 3.0},
+    "yarn, attention factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 33,
+        "attention_factor": 1.37,
+    },
+    "yarn, everything": {
+        "rope_type": "yarn",
+        "factor": 6.7,
+        "original_max_position_embeddings": 47,
+        "beta_fast": 9.0,
+        "beta_slow": 0.7,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.3,
+        "truncate": False,
+    },
+}
+
+
+def config_json(scaling: dict | None, theta: float = 10000.0, head_size: int = 16, length: int = 160) -> dict:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_size,
+        "max_position_embeddings": length,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": True,
+    }
+
+
+def model_of(config: dict, dtype: torch.dtype = torch.float32) -> ModelConfig:
+    return ModelConfig(**{**model_settings(config), "init_method_std": 0.3, "params_dtype": dtype})
+
+
+def attention_factor(model: ModelConfig) -> float:
+    """The factor on cosine and sine, as the flags' help says."""
+    if model.position_embedding_type != "yarn":
+        return 1.0
+    grown, divisor = (
+        0.1 * mscale * math.log(model.rotary_scaling_factor) + 1 for mscale in (model.mscale, model.mscale_all_dim)
+    )
+    return grown / divisor
+
+
+def weights_of(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    device = initialize_parallel(seed)
+    weights = {name: p.detach().clone() for name, p in build_model(model, device).named_parameters()}
+    for name, weight in weights.items():
+        if weight.ndim == 1:  # biases and norms are not random when a model is made
+            weights[name] = weight + 0.3 * torch.randn_like(weight)
+    return weights
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1e6, 12345.678])
+@pytest.mark.parametrize("head_size", [16, 64, 128])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_have_the_bits_of_transformers(name, head_size, theta):
+    scaling = SCALINGS[name]
+    if scaling is not None and head_size == 128:  # lengths of real models
+        scaling = {key: value * 173 if "original" in key else value for key, value in scaling.items()}
+    config = config_json(scaling, theta, head_size, length=32768 if head_size == 128 else 160)
+    rotary = empty_huggingface(config).model.rotary_emb
+    found = inverse_frequencies(model_of(config))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, rotary.inv_freq)
+    assert attention_factor(model_of(config)) == pytest.approx(rotary.attention_scaling, rel=1e-14)
+
+
+def test_frequencies_are_megatrons_where_it_has_the_formula():
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    initialize_parallel(0)
+    shape = dict(num_layers=1, hidden_size=64, num_attention_heads=1, vocab_size=5, rotary_base=500000.0)
+    plain = RotaryEmbedding(64, 1.0, rotary_base=500000, use_cpu_initialization=True)
+    assert torch.equal(inverse_frequencies(ModelConfig(**shape)), plain.inv_freq)
+    half = RotaryEmbedding(64, 0.5, rotary_base=500000, use_cpu_initialization=True)
+    assert torch.equal(inverse_frequencies(ModelConfig(**shape, rotary_percent=0.5)), half.inv_freq)
+    llama3 = RotaryEmbedding(
+        64, 1.0, rotary_base=500000, rope_scaling=True, rope_scaling_factor=32.0, use_cpu_initialization=True
+    )
+    scaled = ModelConfig(**shape, use_rope_scaling=True, rope_scaling_factor=32.0)
+    torch.testing.assert_close(inverse_frequencies(scaled), llama3.inv_freq, rtol=3e-7, atol=0)
+    yarn = YarnRotaryEmbedding(
+        64, rotary_base=500000, scaling_factor=4.0, original_max_position_embeddings=4096, use_cpu_initialization=True
+    )
+    angles = yarn(2)[0][1, 0, 0, :32]  # at position 1 the angles are the frequencies
+    scaled = ModelConfig(**shape, position_embedding_type="yarn", rotary_scaling_factor=4.0)
+    torch.testing.assert_close(inverse_frequencies(scaled), angles, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize(("factor", "is_exact"), [(2.0, True), (8.0, True), (3.3, False), (6.7, False)])
+def test_megatrons_own_linear_scaling_differs_by_rounding_alone(factor: float, is_exact: bool) -> None:
+    """It divides the positions, we the frequencies: what README says of "against stock Megatron"."""
+    initialize_parallel(0)
+    config = config_json({"rope_type": "linear", "factor": factor})
+    model = model_of(config, torch.float64)
+    weights = {name: weight.double() for name, weight in weights_of(model_of(config), seed=3).items()}
+    token_ids = torch.from_numpy(seed_all(4).integers(0, VOCABULARY, size=(1, 151)))
+    hidden_from = torch.ones(1, 1, 151, 151, dtype=torch.bool).triu(1)
+    found = []
+    for is_megatrons in (False, True):
+        stock = build_stock_model(model, torch.device("cpu"))
+        stock.load_state_dict(weights)
+        if is_megatrons:
+            stock.rotary_pos_emb.inv_freq = inverse_frequencies(
+                replace(model, rotary_seq_len_interpolation_factor=None)
+            )
+            stock.rotary_pos_emb.seq_len_interpolation_factor = factor
+        found.append(stock(token_ids, torch.arange(151)[None], hidden_from)[0].detach())
+    error = float((found[0] - found[1]).abs().max() / found[0].abs().max())
+    assert error == 0 if is_exact else 1e-10 < error < 1e-5
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_logits_and_gradients_are_those_of_transformers_beyond_the_original_length(name):
+    generator = seed_all(100 + list(SCALINGS).index(name))
+    config = config_json(SCALINGS[name], theta=float(generator.integers(500, 20000)) + 0.5)
+    model = model_of(config)
+    weights = weights_of(model, seed=3)
+    token_ids = torch.from_numpy(generator.integers(0, VOCABULARY, size=(1, 151)))
+    reference = build_huggingface(model, weights, config)
+    expected = reference(input_ids=token_ids, use_cache=False).logits[0]
+    expected.square().mean().backward()
+
+    stock = build_stock_model(model, torch.device("cpu"))
+    stock.load_state_dict(weights)
+    hidden_from = torch.ones(1, 1, 151, 151, dtype=torch.bool).triu(1)
+    found = stock(token_ids, torch.arange(151)[None], hidden_from)[0]
+    found.square().mean().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
+    gradients = to_huggingface({name: p.grad for name, p in stock.named_parameters()}, model)
+    for parameter, gradient in gradients.items():
+        wanted = reference.get_parameter(parameter).grad
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()), msg=parameter)
+
+
+@pytest.mark.parametrize("name", ["linear", "llama3, other factors", "yarn, everything"])
+def test_trees_agree_with_the_stock_model_and_transformers(name):
+    generator = seed_all(17)
+    config = config_json(SCALINGS[name])
+    double, single = model_of(config, torch.float64), model_of(config)
+    weights = {name: weight.double() for name, weight in weights_of(single, seed=4).items()}
+    trunk = generator.integers(0, VOCABULARY, size=70)
+    sequences = [
+        np.append(trunk[: generator.integers(1, 71)], generator.integers(0, VOCABULARY, size=generator.integers(1, 60)))
+        for _ in range(7)
+    ]
+    samples = random_training_samples(sequences, seed=5)
+    grpo = make_objective(ObjectiveConfig(objective="grpo", kl_loss_coef=0.05, entropy_coef=0.02))
+    tree = TreeConfig(tree_mode="dta", tree_segment_tokens=23)
+    outcome, _ = run_tree(double, weights, samples, grpo, tree)
+    assert compare_outcomes(outcome, run_stock(double, weights, samples, grpo)).largest() < 1e-12
+    in_single = {name: weight.float() for name, weight in weights.items()}
+    outcome, _ = run_tree(single, in_single, samples, grpo, tree)
+    renamed = replace(outcome, gradients=to_huggingface(outcome.gradients, single))
+    assert compare_outcomes(renamed, run_huggingface(single, in_single, samples, grpo)).largest() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn, attention factor"])
+def test_sampling_far_beyond_the_original_length_has_the_logprobs_of_transformers(name):
+    generator = seed_all(23)
+    config = config_json(SCALINGS[name])
+    model = model_of(config)
+    weights = weights_of(model, seed=6)
+    sampled_from = build_model(model, torch.device("cpu"))
+    sampled_from.load_state_dict(weights)
+    reference = build_huggingface(model, weights, config)
+    prompts = [generator.integers(0, VOCABULARY, size=length).astype(np.int32) for length in (3, 110)]
+    params = SamplingParams(max_response_tokens=40, eos_id=VOCABULARY, temperature=1.0, top_p=1.0)
+    responses = generate(sampled_from, prompts, np.array([0, 1]), np.arange(2), params, 0)
+    for prompt, response in zip(prompts, responses, strict=True):
+        assert len(response.token_ids) == 40
+        tokens = torch.from_numpy(np.concatenate([prompt, response.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            expected = torch.log_softmax(reference(input_ids=tokens[None], use_cache=False).logits[0], dim=-1)
+        expected = expected[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None]).squeeze(1)
+        np.testing.assert_allclose(response.logprobs, expected.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_scaling_changes_the_model():
+    config = config_json(None)
+    frequencies = {name: inverse_frequencies(model_of(config_json(scaling))) for name, scaling in SCALINGS.items()}
+    plain = frequencies.pop("none")
+    assert torch.equal(plain, inverse_frequencies(model_of(config)))
+    for name, scaled in frequencies.items():
+        assert not torch.equal(scaled, plain), name
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_config_json_of_the_settings_gives_the_settings_back(name):
+    model = model_of(config_json(SCALINGS[name]))
+    again = model_of(huggingface_config(model))
+    assert inverse_frequencies(again).equal(inverse_frequencies(model))
+    assert attention_factor(again) == pytest.approx(attention_factor(model), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_rope_scaling": True, "position_embedding_type": "yarn"}, "two scalings"),
+        ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0}, "two scalings"),
+        ({"use_rope_scaling": True, "rope_scaling_low_freq_factor": 4.0}, "must be below"),
+        ({"position_embedding_type": "yarn", "yarn_beta_slow": 33.0}, "must not be above"),
+    ],
+)
+def test_impossible_scalings_are_refused(settings, message):
+    shape = dict(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=5)
+    initialize_parallel(0)
+    with pytest.raises(InputError, match=message):
+        build_model(ModelConfig(**shape, **settings), torch.device("cpu"))

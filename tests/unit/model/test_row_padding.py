@@ -1,0 +1,33 @@
+"""Rows that are filled up, as FP8 products need them, change nothing: not the loss, not a gradient."""
+
+from __future__ import annotations
+
+import pytest
+
+from conftest import seed_all
+from megatron_dta.model.tree_model import TreeGPTModel
+from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
+
+
+@pytest.mark.parametrize("unit", [1, 5, 32])
+@pytest.mark.parametrize("activation_tokens", [None, 0])
+def test_equals_stock_megatron(monkeypatch: pytest.MonkeyPatch, unit: int, activation_tokens: int | None) -> None:
+    samples = random_training_samples(branching_sequences(seed_all(23), count=9), seed=23)
+    model = model_config(**QWEN3)
+    weights = weights_of(model, seed=5)
+    expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
+    rows = []
+    filled_up = TreeGPTModel._filled_up
+    monkeypatch.setattr(TreeGPTModel, "_row_unit", property(lambda self: unit))
+    monkeypatch.setattr(TreeGPTModel, "_filled_up", lambda self, tokens: noted(rows, filled_up(self, tokens)))
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 7, activation_tokens), TEMPERATURE)
+    assert {count % unit for count in rows} == {0}
+    assert unit == 1 or min(rows) >= unit
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 1e-12, errors
+
+
+def noted(rows: list[int], tokens):
+    rows.append(tokens.shape[-1])
+    return tokens

@@ -1,0 +1,194 @@
+"""``--transformer-impl transformer_engine`` where Transformer Engine is not installed: the refusal, and the spec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.extensions import transformer_engine
+
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ParallelConfig
+from megatron_dta.config.checks.transformer_engine import check_fp8, check_fp8_support
+from megatron_dta.model import TreeTELinear, build_model, initialize_parallel, weights_quantized_once
+from megatron_dta.model.build import block_spec
+from megatron_dta.model.layers import transformer_engine as transformer_engine_layers
+from tree_engine_cases import QWEN3, model_config
+
+MODEL = model_config(torch.bfloat16, **QWEN3, transformer_impl="transformer_engine")
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+def test_it_is_refused_where_it_is_not_installed():
+    with pytest.raises(InputError, match="--transformer-impl transformer_engine: Transformer Engine is not installed"):
+        build_model(MODEL, initialize_parallel(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(InputError, match="needs --bf16: it rounds the factors of float32 products to TF32"):
+        build_model(replace(MODEL, params_dtype=dtype), initialize_parallel(1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(fp8_recipe="delayed"), "--fp8-recipe delayed: its scales depend on the passes before"),
+        (dict(), "--fp8-recipe blockwise needs widths in multiples of 128: --hidden-size is 64; give tensorwise"),
+        (
+            dict(fp8_recipe="tensorwise", ffn_hidden_size=200),
+            "multiples of 16: --ffn-hidden-size over .* is 200; leave",
+        ),
+        (dict(fp8_recipe="mxfp8", kv_channels=20), "multiples of 32: query heads times .* is 80; give"),
+        (dict(fp8_format=None, fp8_recipe="blockwise"), "--fp8-recipe has no effect without --fp8-format"),
+    ],
+)
+def test_fp8_is_refused_where_it_does_not_fit(settings, message):
+    shape = dict(hidden_size=64, ffn_hidden_size=192, num_attention_heads=4, kv_channels=16, num_query_groups=2)
+    model = replace(MODEL, **(shape | dict(fp8_format="hybrid") | settings))
+    with pytest.raises(InputError, match=message) as error:
+        check_fp8(model, ParallelConfig())
+    assert "\n" not in str(error.value)
+
+
+def test_widths_count_on_each_tensor_rank():
+    model = replace(
+        MODEL, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, kv_channels=64, fp8_format="e4m3"
+    )
+    model = replace(model, num_query_groups=2)
+    check_fp8(model, ParallelConfig(tensor_model_parallel_size=2))
+    with pytest.raises(InputError, match="query heads times --kv-channels over the tensor ranks is 64"):
+        check_fp8(model, ParallelConfig(tensor_model_parallel_size=4))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_fp8_needs_a_gpu():
+    with pytest.raises(InputError, match="--fp8-format e4m3 with --fp8-recipe blockwise needs a CUDA GPU"):
+        check_fp8_support(replace(MODEL, fp8_format="e4m3"))
+
+
+def test_experts_are_refused():
+    line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --task arithmetic --num-experts 4"
+    with pytest.raises(InputError, match="--transformer-impl transformer_engine has no experts here"):
+        parse_arguments([*line.split(), "--transformer-impl", "transformer_engine"])
+
+
+@pytest.mark.parametrize("own_gradients", [False, True], ids=["fused", "autograd"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_linear_layer_is_transformer_engines(monkeypatch, sequence_parallel, own_gradients):
+    # Without Transformer Engine, Megatron's classes cannot be built upon.
+    for name in ("TEColumnParallelLinear", "TERowParallelLinear"):
+        monkeypatch.setattr(transformer_engine, name, type(name, (), {}))
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+        no_gradient_accumulation_fusion=own_gradients,
+    )
+    spec = block_spec(MODEL, parallel, range(2))
+    assert len(spec.layer_specs) == 2
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        mlp = transformer_engine_layers._feed_forward_submodules(layer.submodules.mlp)
+        names = [part.__name__ for part in (attention.linear_qkv, mlp.linear_fc1)]
+        assert names == ["TEColumnParallelLinear"] * 2
+        names = [part.__name__ for part in (attention.linear_proj, mlp.linear_fc2)]
+        assert names == ["TERowParallelLinear"] * 2
+        for part in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+            assert issubclass(part, TreeTELinear)
+            assert part.into_main_grad != own_gradients
+
+
+class FakeTELinear(torch.nn.Module):
+    """What Megatron's wrapper asks Transformer Engine for: it notes whether a pass is called the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 3))
+        self.config = SimpleNamespace(fp8="hybrid")
+        self.fuse_wgrad_accumulation = False
+        self.is_first_microbatch, self.disable_parameter_transpose_cache = True, False
+        self._fp8_workspaces: dict[str, torch.Tensor] = {}
+        self.asked: list[bool | None] = []
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(3, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        raise AssertionError("its own extra state is not used")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
+        self.asked.append(first)
+        if first is not None and not self._fp8_workspaces:
+            self._fp8_workspaces["weight"] = self.weight.detach().clone()
+        quantized = self._fp8_workspaces["weight"] if first is not None else self.weight
+        self.is_first_microbatch = False
+        return x @ quantized.t()
+
+
+def tree_layer(into_main_grad: bool = True) -> FakeTELinear:
+    return transformer_engine_layers._for_trees(FakeTELinear, into_main_grad, True)()
+
+
+@pytest.mark.parametrize("into_main_grad", [False, True])
+def test_the_gradient_buffer_decides_on_accumulation(into_main_grad):
+    layer = tree_layer(into_main_grad)
+    layer(torch.ones(3))
+    assert layer.fuse_wgrad_accumulation is False
+    layer.weight.main_grad = torch.zeros(2, 3)
+    layer(torch.ones(3))
+    assert layer.fuse_wgrad_accumulation is into_main_grad
+
+
+def test_no_pass_is_called_the_first_one():
+    """Of the first pass Transformer Engine writes the gradient over the buffer, and here its backward is the last."""
+    layer = tree_layer()
+    for _ in range(3):
+        layer(torch.ones(3))
+    with weights_quantized_once([layer]):
+        for _ in range(3):
+            layer(torch.ones(3))
+    assert layer.asked == [None] * 3 + [False] * 3
+
+
+def test_the_quantized_weight_is_shared_within_a_step_only():
+    layer, x = tree_layer(), torch.ones(3)
+    outputs = []
+    for value in (1.0, 2.0, 5.0):
+        with torch.no_grad():
+            layer.weight.fill_(value)
+            outputs.append(layer(x))
+        with weights_quantized_once([layer]):
+            with torch.no_grad():
+                outputs.append(layer(x))
+            # A copy without the transpose is not the one that a pass with gradients finds.
+            assert not layer._fp8_workspaces
+            outputs += [layer(x), layer(x)]
+            assert list(layer._fp8_workspaces) == ["weight"]
+            with torch.no_grad():
+                outputs.append(layer(x))
+            assert layer.asked[-4:] == [None, False, False, False]
+        assert not layer._fp8_workspaces
+        assert all(torch.equal(output, torch.full((2,), 3 * value)) for output in outputs[-5:])
+
+
+def test_state_dictionaries_are_those_of_local_layers():
+    device = initialize_parallel(1)
+    local = build_model(replace(MODEL, transformer_impl="local"), device).decoder.layers[0].mlp.linear_fc1
+    layer = tree_layer()
+    state = layer.state_dict()
+    assert state.keys() == local.state_dict().keys() == {"weight", "_extra_state"}
+    assert state["_extra_state"] is local.state_dict()["_extra_state"] is None
+    layer.load_state_dict({"weight": torch.zeros(2, 3)})
+    layer.load_state_dict({"weight": torch.ones(2, 3), "_extra_state": torch.ones(5, dtype=torch.uint8)})
+    assert torch.equal(layer.weight, torch.ones(2, 3))
+
+
+def test_what_a_layer_keeps():
+    layer = tree_layer()
+    assert layer.save_original_input
+    assert layer.quantized_bytes == 12

@@ -1,0 +1,245 @@
+"""Group advantages against plain loops, and the invariances of the loss of a step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ObjectiveConfig
+from megatron_dta.objectives import (
+    LossFields,
+    TrainedCounts,
+    count_trained,
+    estimate_advantages,
+    group_advantages,
+    grpo_loss,
+    loss_weights,
+    trajectory_shares,
+)
+from megatron_dta.rollouts import Rollout, cut_turns
+
+
+def token_advantages(rollouts: list[Rollout], normalize_std: bool = True) -> list[np.ndarray]:
+    return estimate_advantages(rollouts, ObjectiveConfig(disable_grpo_std_normalization=not normalize_std))
+
+
+def advantages_by_loop(rewards: list, groups: list, trajectories: list, normalize_std: bool) -> list[float]:
+    result = []
+    for reward, group in zip(rewards, groups, strict=True):
+        seen: dict = {}
+        for i, (r, g, t) in enumerate(zip(rewards, groups, trajectories, strict=True)):
+            if g == group:
+                seen[i if t is None else t] = r
+        values = list(seen.values())
+        advantage = reward - statistics.fmean(values)
+        if len(set(values)) == 1:
+            advantage = 0.0
+        elif normalize_std:
+            advantage /= statistics.stdev(values) + 1e-6
+        result.append(advantage)
+    return result
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_group_advantages_match_loop(seed: int, normalize_std: bool) -> None:
+    rng = seed_all(seed)
+    trajectories = int(rng.integers(1, 40))
+    reward_of = rng.choice([0.0, 0.1, 1.0, -3.7], trajectories) if seed % 2 else rng.standard_normal(trajectories)
+    group_of = rng.choice(list("abcdefg"), trajectories)
+    source = rng.integers(0, trajectories, 70)
+    rewards, groups = reward_of[source].tolist(), group_of[source].tolist()
+    names = [None if i % 5 == 0 else f"t{s}" for i, s in enumerate(source)]
+    actual = group_advantages(rewards, groups, names, normalize_std)
+    assert actual.dtype == np.float64
+    np.testing.assert_allclose(
+        actual, advantages_by_loop(rewards, groups, names, normalize_std), rtol=1e-11, atol=1e-13
+    )
+    # The order of the samples changes no bit.
+    order = rng.permutation(70)
+    shuffled = group_advantages(
+        [rewards[i] for i in order], [groups[i] for i in order], [names[i] for i in order], normalize_std
+    )
+    np.testing.assert_array_equal(shuffled, actual[order])
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0 / 3.0, -7.3e20])
+def test_groups_without_spread_give_zero(reward: float, normalize_std: bool) -> None:
+    for size in (1, 2, 3, 10, 49):
+        advantages = group_advantages([reward] * size + [5.0, 6.0], ["a"] * size + ["b"] * 2, None, normalize_std)
+        assert (advantages[:size] == 0).all()
+        assert (advantages[size:] != 0).all()
+    assert group_advantages([], [], []).shape == (0,)
+
+
+def test_small_example_by_hand() -> None:
+    """Rewards 1, 0, 0, 1 of one group: mean 1/2, sample standard deviation sqrt(1/3)."""
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    advantages = group_advantages([1, 0, 0, 1], ["g"] * 4)
+    np.testing.assert_allclose(advantages, [expected, -expected, -expected, expected], rtol=1e-14)
+    np.testing.assert_array_equal(
+        group_advantages([1, 0, 0, 1], ["g"] * 4, normalize_std=False), [0.5, -0.5, -0.5, 0.5]
+    )
+
+
+def test_turns_of_a_trajectory_count_once() -> None:
+    """However many turns a trajectory is cut into, advantages are those of the uncut trajectories."""
+    rng = seed_all(3)
+    whole, turns, owner = [], [], []
+    for i in range(12):
+        loss_mask = rng.random(40) < 0.5
+        loss_mask[0], loss_mask[-1] = False, True
+        rollout = Rollout(rng.integers(0, 9, 40), loss_mask, float(rng.standard_normal()), group_id=str(i % 3))
+        whole.append(rollout)
+        samples = cut_turns(rollout, f"row {i}")
+        turns += samples
+        owner += [i] * len(samples)
+    assert len(set(map(owner.count, owner))) > 1, "the trajectories should differ in their number of turns"
+    expected = token_advantages(whole)
+    for turn, i, advantages in zip(turns, owner, token_advantages(turns), strict=True):
+        assert advantages.dtype == np.float32
+        np.testing.assert_array_equal(advantages, expected[i][: len(turn)])
+
+
+def test_own_advantages_come_first() -> None:
+    own = np.array([0.0, 3.0, -1.0], np.float32)
+    common = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "group_id": "g"}
+    rollouts = [Rollout(**common, reward=100.0, advantages=own), *(Rollout(**common, reward=r) for r in (0.0, 1.0))]
+    first, second, third = token_advantages(rollouts, normalize_std=False)
+    np.testing.assert_array_equal(first, own)
+    assert second.tolist() == [-0.5] * 3
+    assert third.tolist() == [0.5] * 3
+    with pytest.raises(InputError, match="rollout 2: has neither a reward nor advantages"):
+        token_advantages([rollouts[0], Rollout(**common)])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "trajectories", "reason"),
+    [
+        ([1.0, None], None, r"sample 2 \(group 'b'\): the reward is unknown"),
+        ([float("nan"), 1.0], None, r"sample 1 \(group 'a'\): the reward is unknown"),
+        ([1.0, float("inf")], None, r"sample 2 \(group 'b'\): the reward is inf"),
+    ],
+)
+def test_unknown_rewards_are_refused(rewards: list, trajectories: list | None, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        group_advantages(rewards, ["a", "b"], trajectories)
+
+
+def test_inconsistent_arguments() -> None:
+    with pytest.raises(InputError, match=r"samples 1 and 2 of trajectory 't' .* 1.0 and 2.0"):
+        group_advantages([1.0, 2.0], ["a", "a"], ["t", "t"])
+    assert group_advantages([1.0, 2.0], ["a", "b"], ["t", "t"]).tolist() == [0, 0]
+    with pytest.raises(ValueError, match="one length"):
+        group_advantages([1.0, 2.0], ["a"])
+    with pytest.raises(ValueError, match="one length"):
+        group_advantages([1.0], ["a"], ["t", "t"])
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize("seed", range(3))
+def test_step_loss_is_the_mean_it_is_named_after(mode: str, seed: int) -> None:
+    rng = seed_all(seed)
+    trained = rng.integers(0, 9, 20)
+    trained[0] = 0
+    losses = [rng.standard_normal(n).tolist() for n in trained]
+    total = sum(w * sum(sequence) for w, sequence in zip(loss_weights(trained, mode), losses, strict=True))
+    if mode == "token-mean":
+        expected = statistics.fmean([loss for sequence in losses for loss in sequence])
+    else:
+        expected = statistics.fmean([statistics.fmean(sequence) for sequence in losses if sequence])
+    assert total == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_gradient_do_not_depend_on_the_cut(mode: str, seed: int) -> None:
+    """A step in one piece, and the same step in random pieces, padded differently, in any order."""
+    rng = seed_all(seed)
+    lengths = rng.integers(1, 30, 17)
+    sequences = []
+    for length in lengths:
+        mask = torch.rand(length) < 0.6
+        numbers = [torch.randn(length, dtype=torch.float64) for _ in range(3)]
+        sequences.append((mask, *numbers))
+    trained = np.array([int(mask.sum()) for mask, *_ in sequences])
+
+    def run(pieces: list[np.ndarray]) -> tuple[float, list[torch.Tensor]]:
+        counts = TrainedCounts(0, 0)
+        for piece in pieces:
+            counts += count_trained(trained[piece])
+        total, found = 0.0, {}
+        for piece in pieces:
+            width = int(lengths[piece].max()) + int(rng.integers(0, 4))
+            stacked = [torch.zeros(len(piece), width, dtype=torch.float64) for _ in range(3)]
+            mask = torch.zeros(len(piece), width, dtype=torch.bool)
+            for row, q in enumerate(piece):
+                mask[row, : lengths[q]] = sequences[q][0]
+                for to, values in zip(stacked, sequences[q][1:], strict=True):
+                    to[row, : lengths[q]] = values
+            logprobs, advantages, old = stacked
+            logprobs.requires_grad_()
+            losses = grpo_loss(logprobs, torch.zeros_like(logprobs), LossFields(mask, advantages, old))
+            weights = torch.from_numpy(loss_weights(trained[piece], mode, counts))[:, None]
+            loss = (losses.loss * weights).sum()
+            loss.backward()
+            total += loss.item()
+            found |= {int(q): logprobs.grad[row, : lengths[q]] for row, q in enumerate(piece)}
+        return total, [found[q] for q in range(len(sequences))]
+
+    whole, gradients = run([np.arange(17)])
+    for _ in range(4):
+        cuts = np.sort(rng.choice(np.arange(1, 17), int(rng.integers(0, 9)), replace=False))
+        total, pieces = run(np.split(rng.permutation(17), cuts))
+        assert total == pytest.approx(whole, rel=1e-12)
+        for actual, expected in zip(pieces, gradients, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean"])
+def test_untrained_sequences_change_nothing(mode: str) -> None:
+    alone, among = loss_weights([3, 5], mode), loss_weights([0, 3, 0, 0, 5, 0], mode)
+    np.testing.assert_array_equal(among, [0, alone[0], 0, 0, alone[1], 0])
+    np.testing.assert_array_equal(loss_weights([0, 0], mode), [0, 0])
+    assert count_trained(np.array([0, 3, 0, 5])) == TrainedCounts(tokens=8, sequences=2)
+    # With weights, too, a sequence without trained tokens is not counted.
+    counts = count_trained(np.array([0, 3, 0, 5]), np.array([7.0, 0.5, 9.0, 2.0]))
+    assert counts == TrainedCounts(8, 2, weighted_tokens=11.5, weighted_sequences=2.5)
+
+
+def test_unknown_mode_is_refused() -> None:
+    with pytest.raises(InputError, match="--loss-aggregation mean: choose from token-mean, sequence-mean"):
+        loss_weights([1], "mean")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_trajectory_counts_once_however_it_is_cut(seed: int) -> None:
+    """trajectory-mean is the mean of the trajectories' own means, over any number of samples each and any ranks."""
+    rng = seed_all(seed)
+    names = [str(name) for name in rng.integers(0, 7, 25)]
+    trained = rng.integers(0, 6, 25)
+    trained[[i for i, name in enumerate(names) if name == "3"]] = 0
+    losses = [rng.standard_normal(n).tolist() for n in trained]
+    of_trajectory: dict[str, list[float]] = {}
+    for name, own in zip(names, losses, strict=True):
+        of_trajectory.setdefault(name, []).extend(own)
+    expected = statistics.fmean([statistics.fmean(own) for own in of_trajectory.values() if own])
+    shares = trajectory_shares(trained, names)
+    total = 0.0
+    counts = count_trained(trained[:9], shares[:9]) + count_trained(trained[9:], shares[9:])
+    for part in (slice(0, 9), slice(9, 25)):
+        weights = loss_weights(trained[part], "trajectory-mean", counts, shares[part])
+        total += sum(w * sum(own) for w, own in zip(weights, losses[part], strict=True))
+    assert total == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    alone = loss_weights(trained, "trajectory-mean", None, trajectory_shares(trained, range(25)))
+    np.testing.assert_allclose(alone, loss_weights(trained, "sequence-mean"), rtol=1e-14)

@@ -1,0 +1,193 @@
+"""Surrogates, corrections, pairs and the value loss as functions: masks, batches, derivatives, extreme numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ObjectiveConfig
+from megatron_dta.objectives import LossFields, make_objective, make_value_objective, preference_pairs
+from megatron_dta.objectives.dpo import pair_terms
+
+NAMES = (
+    "advantages",
+    "old_logprobs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "old_values",
+    "returns",
+    "pair_gradient",
+    "pair_loss",
+)
+CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.3}
+TIS = {"use_tis": True, "tis_clip": 1.3, "tis_clip_low": 0.6}
+OBJECTIVES = {
+    "ppo": make_objective(ObjectiveConfig(objective="ppo", **CLIP)),
+    "gspo": make_objective(ObjectiveConfig(objective="gspo", **CLIP)),
+    "gspo-token": make_objective(ObjectiveConfig(objective="gspo-token", dual_clip=2.0, **CLIP)),
+    "cispo": make_objective(ObjectiveConfig(objective="cispo", **CLIP)),
+    "truncated": make_objective(ObjectiveConfig(**TIS)),
+    "masked": make_objective(ObjectiveConfig(objective="gspo", tis_mode="mask", tis_level="sequence", **TIS)),
+    "dpo": make_objective(ObjectiveConfig(objective="dpo")),
+    "value": make_value_objective(0.2),
+    "value without clip": make_value_objective(None),
+}
+
+
+def random_case(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor, LossFields]:
+    seed_all(seed)
+    logprobs = -torch.rand(shape, dtype=torch.float64) * 3
+    fields = {name: logprobs + torch.randn(shape, dtype=torch.float64) * 0.3 for name in NAMES}
+    fields["advantages"] = torch.randn(shape, dtype=torch.float64)
+    mask = torch.rand(shape) < 0.7
+    mask[..., 0] = True
+    return logprobs.requires_grad_(), torch.rand(shape, dtype=torch.float64), LossFields(mask, **fields)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_nothing_is_read_where_nothing_is_trained(name: str, poison: float) -> None:
+    logprobs, entropy, fields = random_case(1, 3, 19)
+    clean = OBJECTIVES[name](logprobs, entropy, fields)
+    (expected,) = torch.autograd.grad(clean.loss.sum(), logprobs)
+    bad = {key: torch.where(fields.loss_mask, getattr(fields, key), poison) for key in NAMES}
+    bad_logprobs = torch.where(fields.loss_mask, logprobs.detach(), poison).requires_grad_()
+    bad_entropy = torch.where(fields.loss_mask, entropy, poison)
+    spoiled = OBJECTIVES[name](bad_logprobs, bad_entropy, LossFields(fields.loss_mask, **bad))
+    (gradient,) = torch.autograd.grad(spoiled.loss.sum(), bad_logprobs)
+    assert torch.equal(spoiled.loss, clean.loss)
+    assert torch.equal(gradient, expected)
+    assert (gradient[~fields.loss_mask] == 0).all()
+    for kind in ("metrics", "maxima"):
+        for key, values in getattr(clean, kind).items():
+            assert torch.equal(getattr(spoiled, kind)[key], values), key
+            assert not values.requires_grad
+            assert (values[~fields.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_batch_is_its_sequences_one_by_one(name: str) -> None:
+    logprobs, entropy, fields = random_case(2, 4, 23)
+    for row, length in enumerate((1, 23, 7, 12)):
+        fields.loss_mask[row, length:] = False
+    batch = OBJECTIVES[name](logprobs, entropy, fields)
+    (expected,) = torch.autograd.grad(batch.loss.sum(), logprobs)
+    for row, length in enumerate((1, 23, 7, 12)):
+        own = logprobs[row, :length].detach().requires_grad_()
+        part = LossFields(**{key: value[row, :length] for key, value in vars(fields).items()})
+        alone = OBJECTIVES[name](own, entropy[row, :length], part)
+        torch.testing.assert_close(alone.loss, batch.loss[row, :length], rtol=1e-13, atol=1e-14)
+        (gradient,) = torch.autograd.grad(alone.loss.sum(), own)
+        torch.testing.assert_close(gradient, expected[row, :length], rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "value", "value without clip"])
+def test_gradients_by_finite_differences(name: str) -> None:
+    """Of the losses that are functions of the logprobs alone, without a stopped gradient."""
+    logprobs, entropy, fields = random_case(3, 2, 9)
+    assert torch.autograd.gradcheck(lambda x: OBJECTIVES[name](x, entropy, fields).loss, (logprobs,))
+
+
+def test_gspo_and_gspo_token_agree_where_advantages_do() -> None:
+    """The paper's equations 11 and 18: one advantage for the sequence gives one gradient (mean over its tokens)."""
+    logprobs, entropy, fields = random_case(4, 5, 13)
+    fields = replace(fields, advantages=fields.advantages[:, :1].expand(5, 13))
+    gradients = []
+    for name in ("gspo", "gspo-token"):
+        objective = make_objective(ObjectiveConfig(objective=name, **CLIP))
+        losses = objective(logprobs, entropy, fields)
+        gradients.append(torch.autograd.grad(losses.loss.sum(), logprobs)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    logprobs, entropy, fields = random_case(5, 2, 31)
+    losses = OBJECTIVES["cispo"](logprobs, entropy, fields)
+    (gradient,) = torch.autograd.grad(losses.loss.sum(), logprobs)
+    clipped = losses.metrics["clip_fraction"].bool()
+    assert clipped.any()
+    assert (gradient[clipped] != 0).all()
+    bound = (gradient / fields.advantages)[fields.loss_mask].abs()
+    assert ((bound >= 0.8 - 1e-12) & (bound <= 1.3 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "truncated", "masked"])
+def test_overflow_costs_nothing_where_a_bound_holds(name: str) -> None:
+    logprobs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    far = torch.full((3,), -1000.0, dtype=torch.float64)
+    near = torch.zeros(3, dtype=torch.float64)
+    fields = LossFields(torch.ones(3, dtype=torch.bool), torch.full((3,), 2.0), far, rollout_logprobs=far * 2)
+    if name == "truncated":  # the sampler's ratio overflows, the policy's does not
+        fields = replace(fields, old_logprobs=near, rollout_logprobs=far)
+    losses = OBJECTIVES[name](logprobs, near, fields)
+    (gradient,) = torch.autograd.grad(losses.loss.sum(), logprobs)
+    assert torch.isfinite(losses.loss).all()
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo-token", "cispo", "truncated", "value", "dpo"])
+def test_a_nan_of_the_model_stays(name: str) -> None:
+    logprobs, entropy, fields = random_case(6, 7)
+    fields.loss_mask[:] = True
+    with torch.no_grad():
+        logprobs[3] = math.nan
+    assert OBJECTIVES[name](logprobs, entropy, fields).loss.isnan().any()
+
+
+def test_missing_fields_are_refused() -> None:
+    logprobs, entropy, fields = random_case(7, 5)
+    for name, without, message in (
+        ("truncated", "rollout_logprobs", "--use-tis needs"),
+        ("dpo", "pair_gradient", "needs pairs"),
+        ("value", "returns", "needs returns"),
+        ("ppo", "advantages", "needs advantages"),
+    ):
+        with pytest.raises(InputError, match=message):
+            OBJECTIVES[name](logprobs, entropy, replace(fields, **{without: None}))
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+def test_pairs_are_of_one_group_and_differ() -> None:
+    rng = seed_all(8)
+    rewards = rng.integers(0, 3, 40).astype(float)
+    groups = [str(g) for g in rng.integers(0, 9, 40)]
+    every = preference_pairs(rewards, groups, "all")
+    expected = {(i, j) for i in range(40) for j in range(40) if groups[i] == groups[j] and rewards[i] > rewards[j]}
+    assert {tuple(pair) for pair in every.tolist()} == expected
+    assert len(every) == len(expected)
+    best = preference_pairs(rewards, groups, "best-worst")
+    assert {tuple(pair) for pair in best.tolist()} <= expected
+    for group in set(groups):
+        members = [i for i in range(40) if groups[i] == group]
+        own = [pair for pair in best.tolist() if groups[pair[0]] == group]
+        spread = max(rewards[members]) > min(rewards[members])
+        assert len(own) == spread
+        if spread:
+            assert rewards[own[0][0]] == max(rewards[members])
+            assert rewards[own[0][1]] == min(rewards[members])
+    assert preference_pairs([], []).shape == (0, 2)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_pair_terms_by_autograd(smoothing: float) -> None:
+    rng = seed_all(9)
+    sums = torch.from_numpy(rng.normal(0, 4, 6)).requires_grad_()
+    pairs = np.array([[0, 1], [2, 1], [0, 3], [5, 4]])
+    z = 0.7 * (sums[pairs[:, 0]] - sums[pairs[:, 1]])
+    logsigmoid = torch.nn.functional.logsigmoid
+    loss = -((1 - smoothing) * logsigmoid(z) + smoothing * logsigmoid(-z)).sum()
+    loss.backward()
+    terms = pair_terms(sums.detach().numpy(), pairs, beta=0.7, label_smoothing=smoothing)
+    np.testing.assert_allclose(terms.gradient, sums.grad.numpy(), rtol=1e-12, atol=1e-15)
+    assert terms.loss.sum() == pytest.approx(float(loss.detach()), rel=1e-12)
+    extreme = pair_terms(np.array([1e6, -1e6]), np.array([[1, 0]]), beta=1.0)
+    assert np.isfinite(extreme.gradient).all()
+    assert extreme.metrics["dpo_accuracy"] == 0

@@ -1,0 +1,313 @@
+"""Every objective on a tree against losses written out over single sequences: float64, every tree mode.
+
+Sequences that share tokens have other advantages, old, reference and sampler's logprobs and masks there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dta.config import ObjectiveConfig, ParallelConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import build_model
+from megatron_dta.objectives import make_objective
+from mesh_worker import run_on_ranks
+from objective_cases import TEMPERATURE, Alone, largest_error, make_case, reference_gradients
+from tree_engine_cases import tree_config
+
+CUTS = [("dense", 9, None), ("packed", 45, None), ("dta", 5, None), ("dta", 7, 0)]
+LOW, HIGH = 0.15, 0.3
+# The mean over a sequence varies less than its tokens.
+GSPO_LOW, GSPO_HIGH = 0.03, 0.05
+
+
+def minimum(ratio: Tensor, advantages: Tensor, low: float = LOW, high: float = HIGH) -> Tensor:
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def grpo(s: Alone) -> Tensor:
+    return -minimum((s.logprobs - s.old).exp(), s.advantages)
+
+
+def gspo(s: Alone) -> Tensor:
+    return -minimum((s.logprobs - s.old).mean().exp().expand_as(s.logprobs), s.advantages, GSPO_LOW, GSPO_HIGH)
+
+
+def gspo_token(s: Alone) -> Tensor:
+    of_sequence = (s.logprobs - s.old).mean().exp().detach()
+    return -minimum(of_sequence * s.logprobs.exp() / s.logprobs.exp().detach(), s.advantages, GSPO_LOW, GSPO_HIGH)
+
+
+def cispo(s: Alone) -> Tensor:
+    return -(s.logprobs - s.old).exp().clamp(1 - LOW, 1 + HIGH).detach() * s.advantages * s.logprobs
+
+
+def penalized(s: Alone) -> Tensor:
+    kl = (s.ref - s.logprobs).exp() - 1 - (s.ref - s.logprobs)
+    return grpo(s) + 0.3 * kl - 0.2 * s.entropy
+
+
+def truncated(s: Alone) -> Tensor:
+    return (s.old - s.rollout).exp().clamp(0.7, 1.4) * grpo(s)
+
+
+def masked_out(s: Alone) -> Tensor:
+    weight = (s.old - s.rollout).exp()
+    return torch.where((weight >= 0.7) & (weight <= 1.4), weight, 0) * cispo(s)
+
+
+def truncated_sequence(s: Alone) -> Tensor:
+    return (s.old - s.rollout).sum().exp().clamp(0.7, 1.4) * gspo(s)
+
+
+CLIP = {"eps_clip": LOW, "eps_clip_high": HIGH}
+GSPO_CLIP = {"eps_clip": GSPO_LOW, "eps_clip_high": GSPO_HIGH}
+TIS = {"use_tis": True, "tis_clip": 1.4, "tis_clip_low": 0.7}
+OBJECTIVES = {
+    "grpo": (grpo, CLIP),
+    "ppo": (grpo, CLIP),
+    "gspo": (gspo, GSPO_CLIP),
+    "gspo-token": (gspo_token, GSPO_CLIP),
+    "cispo": (cispo, CLIP),
+    "sft": (lambda s: -s.logprobs, {}),
+    "grpo with KL and entropy": (penalized, CLIP | {"kl_loss_coef": 0.3, "entropy_coef": 0.2}),
+    "grpo with TIS": (truncated, CLIP | TIS),
+    "cispo with masked TIS": (masked_out, CLIP | TIS | {"tis_mode": "mask"}),
+    "gspo with TIS of sequences": (truncated_sequence, GSPO_CLIP | TIS | {"tis_level": "sequence"}),
+}
+AGGREGATIONS = {
+    "token-mean": lambda losses: torch.cat(losses).mean(),
+    "sequence-mean": lambda losses: torch.stack([loss.mean() for loss in losses]).mean(),
+    "sequence-sum": lambda losses: torch.stack([loss.sum() for loss in losses]).mean() / 13.0,
+}
+
+
+@pytest.fixture(scope="module")
+def case():
+    return make_case(seed=101)
+
+
+def train(case, settings: dict, cut: tuple, aggregation: str = "token-mean", **more):
+    model, weights, samples = case
+    mode, segment_tokens, activation_tokens = cut
+    tree_model = build_model(model, torch.device("cpu"))
+    tree_model.load_state_dict(weights)
+    batch = prepare_batch(
+        samples, tree_config(mode, segment_tokens, activation_tokens), aggregation, loss_length=13.0, **more
+    )
+    result = TreeEngine(tree_model, TEMPERATURE, 5).forward_backward(batch, make_objective(ObjectiveConfig(**settings)))
+    return result, {name: p.grad for name, p in tree_model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_equals_the_loss_written_out(case, name, aggregation):
+    model, weights, samples = case
+    of_sequence, settings = OBJECTIVES[name]
+    loss, expected = reference_gradients(
+        model, weights, samples, lambda sequences: AGGREGATIONS[aggregation]([of_sequence(s) for s in sequences])
+    )
+    settings = {"objective": name.split()[0]} | settings
+    # All cuts for one aggregation, one for each of the others: they differ in a factor of each sequence only.
+    for cut in CUTS if aggregation == "token-mean" else CUTS[2:3]:
+        result, gradients = train(case, settings, cut, aggregation)
+        assert float(result.loss) == pytest.approx(loss, rel=1e-12)
+        assert largest_error(gradients, expected) < 1e-12, cut
+    if name not in ("sft", "grpo with KL and entropy"):
+        # Some tokens are clipped and some are not, or the test would not tell.
+        assert 0.05 < float(result.metrics["clip_fraction"]) < 0.95
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_a_wrong_loss_is_seen(case, name):
+    """The control: the objectives are told apart by far more than the tolerance above."""
+    model, weights, samples = case
+    _, expected = reference_gradients(
+        model, weights, samples, lambda s: torch.cat([OBJECTIVES[name][0](sequence) for sequence in s]).mean()
+    )
+    for other in {"grpo", "gspo", "cispo"} - {name}:
+        _, gradients = train(case, {"objective": other} | OBJECTIVES[name][1], CUTS[2])
+        assert largest_error(gradients, expected) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------------- preferences
+
+
+def plain_dpo(pairs: np.ndarray, beta: float, smoothing: float):
+    def loss(sequences: list[Alone]) -> Tensor:
+        total = 0.0
+        for chosen, rejected in pairs:
+            won, lost = (sequences[i].logprobs.sum() - sequences[i].ref.sum() for i in (chosen, rejected))
+            z = beta * (won - lost)
+            total = total - (1 - smoothing) * torch.nn.functional.logsigmoid(z)
+            total = total - smoothing * torch.nn.functional.logsigmoid(-z)
+        return total / len(pairs)
+
+    return loss
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_dpo_equals_both_sequences_in_one_graph(case, smoothing):
+    model, weights, samples = case
+    # A sequence in two pairs, a pair of a sequence and its prefix, and sequences in none.
+    pairs = np.array([[0, 1], [2, 0], [3, 5], [4, 7]])
+    loss, expected = reference_gradients(model, weights, samples, plain_dpo(pairs, 0.3, smoothing))
+    settings = {"objective": "dpo", "dpo_beta": 0.3, "dpo_label_smoothing": smoothing}
+    for cut in CUTS:
+        result, gradients = train(case, settings, cut, couples=pairs)
+        assert float(result.loss) == pytest.approx(loss, rel=1e-12)
+        assert largest_error(gradients, expected) < 1e-12, cut
+    assert 0 <= float(result.metrics["dpo_accuracy"]) <= 1
+
+
+def test_dpo_needs_pairs(case):
+    with pytest.raises(ValueError, match="no couples"):
+        train(case, {"objective": "dpo"}, CUTS[0])
+
+
+# --------------------------------------------------------------------------------------------- ownership, denominators
+
+
+def first_paths(samples) -> list[np.ndarray]:
+    """bool [T] of each sample: trained tokens that no earlier sample trains behind the same prefix."""
+    seen, owned = set(), []
+    for sample in samples:
+        prefixes = [tuple(sample.token_ids[: t + 1].tolist()) for t in range(len(sample.token_ids))]
+        owned.append(np.array([bool(sample.loss_mask[t]) and prefixes[t] not in seen for t in range(len(prefixes))]))
+        seen |= {prefix for prefix, mine in zip(prefixes, owned[-1], strict=True) if mine}
+    return owned
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_only_the_first_path_trains_a_shared_token(case, aggregation):
+    from megatron_dta.planning.step.ownership import first_owners
+
+    model, weights, samples = case
+    owned = first_paths(samples)
+    for mask, expected_mask in zip(first_owners(samples), owned, strict=True):
+        np.testing.assert_array_equal(mask, expected_mask)
+    assert any(not mask.any() for mask in owned), "no sequence without a token of its own"
+    keep = [torch.from_numpy(mask[sample.loss_mask]) for mask, sample in zip(owned, samples, strict=True)]
+
+    def loss(sequences: list[Alone]) -> Tensor:
+        losses = [penalized(s)[kept] for s, kept in zip(sequences, keep, strict=True) if kept.any()]
+        return AGGREGATIONS[aggregation](losses)
+
+    value, expected = reference_gradients(model, weights, samples, loss)
+    with_owners = [replace(sample, owned=mask) for sample, mask in zip(samples, owned, strict=True)]
+    settings = CLIP | {"kl_loss_coef": 0.3, "entropy_coef": 0.2}
+    for cut in CUTS:
+        result, gradients = train((model, weights, with_owners), settings, cut, aggregation)
+        assert float(result.loss) == pytest.approx(value, rel=1e-12)
+        assert largest_error(gradients, expected) < 1e-12, cut
+    ratios = torch.cat([torch.from_numpy(s.old_logprobs[m]) for s, m in zip(samples, owned, strict=True)])
+    assert len(ratios) == sum(int(kept.sum()) for kept in keep)
+
+
+def test_metrics_are_means_over_what_counts(case):
+    model, weights, samples = case
+    found = {}
+
+    def note(sequences: list[Alone]) -> Tensor:
+        ratios = torch.cat([(s.logprobs - s.old).exp() for s in sequences]).detach()
+        gaps = torch.cat([(s.logprobs - s.rollout).abs() for s in sequences]).detach()
+        found.update(ratio=ratios.mean(), ratio_max=ratios.max(), sampler_logprob_gap=gaps.mean())
+        found["sampler_logprob_gap_max"] = gaps.max()
+        return sequences[0].logprobs.sum()
+
+    reference_gradients(model, weights, samples, note)
+    result, _ = train(case, {}, CUTS[2])
+    for name, value in found.items():
+        assert float(result.metrics[name]) == pytest.approx(float(value), rel=1e-12), name
+
+
+# -------------------------------------------------------------------------------------------------------------- meshes
+
+PAIRS = np.array([[0, 1], [2, 0], [3, 5], [4, 7]])
+MESHES = {
+    "data": ({}, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9, 10, 11]]),
+    "pipeline": ({"pipeline_model_parallel_size": 2}, [list(range(12))]),
+    "tensor": ({"tensor_model_parallel_size": 2}, [list(range(12))]),
+}
+
+
+def on_mesh(rank: int, argument: tuple) -> dict[str, dict]:
+    """Loss, metrics and gradient norm of each setting, as this rank finds them."""
+    from megatron_dta.config import OptimizationConfig
+    from megatron_dta.model import current_mesh, initialize_parallel
+    from megatron_dta.objectives.weights import count_trained
+    from megatron_dta.parity.shards import shard_weights
+    from megatron_dta.training.optimizer import TrainingOptimizer
+    from mesh_worker import named_parameters
+
+    (model, weights, samples), parallel, partition, settings = argument
+    device = initialize_parallel(5, parallel)
+    mesh = current_mesh()
+    tree_model = build_model(model, device, parallel)
+    shard = shard_weights(weights, model, mesh.tensor_rank, mesh.tensor_size)
+    with torch.no_grad():
+        for name, parameter in named_parameters(tree_model).items():
+            parameter.copy_(shard[name])
+    optimizer = TrainingOptimizer(tree_model, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
+    engine = TreeEngine(optimizer.chunks, TEMPERATURE, 5)
+    own = partition[mesh.data_rank]
+    found = {}
+    for name, options in settings.items():
+        aggregation, ownership = options.pop("aggregation", "token-mean"), options.pop("owned", None)
+        given = (
+            samples
+            if ownership is None
+            else [replace(sample, owned=mask) for sample, mask in zip(samples, ownership, strict=True)]
+        )
+        batch = prepare_batch(
+            [given[i] for i in own],
+            tree_config("dta", 6),
+            aggregation,
+            count_trained([sample.num_counted for sample in given]),
+            engine.pipeline(6),
+            13.0,
+            own,
+            PAIRS if options["objective"] == "dpo" else None,
+        )
+        optimizer.zero_grad()
+        result = engine.forward_backward(batch, make_objective(ObjectiveConfig(**options)))
+        optimizer.reduce_gradients()
+        optimizer.optimizer.prepare_grads()
+        norm = float(optimizer.optimizer.get_grad_norm())
+        metrics = {metric: float(value) for metric, value in result.metrics.items()}
+        found[name] = {"loss": float(result.loss), "norm": norm, **metrics}
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_meshes_give_the_same(case, mesh, tmp_path):
+    """Pairs across ranks, owners across ranks, largest values of all ranks, one denominator."""
+    model, weights, samples = case
+    assert len(samples) == 12
+    owned = first_paths(samples)
+    settings = {
+        "dpo": {"objective": "dpo", "dpo_beta": 0.3},
+        "gspo": {"objective": "gspo", "aggregation": "sequence-sum"} | GSPO_CLIP | TIS,
+        "owned": {"objective": "grpo", "owned": owned, "aggregation": "sequence-mean"} | CLIP,
+    }
+    options, partition = MESHES[mesh]
+    argument = (case, ParallelConfig(**options), partition, {name: dict(value) for name, value in settings.items()})
+    ranks = run_on_ranks(on_mesh, argument, 2, tmp_path / "mesh")
+    for name, value in settings.items():
+        own = dict(value)
+        aggregation = own.pop("aggregation", "token-mean")
+        given = case
+        if own.pop("owned", None) is not None:
+            given = (model, weights, [replace(s, owned=mask) for s, mask in zip(samples, owned, strict=True)])
+        result, gradients = train(given, own, CUTS[0], aggregation, couples=PAIRS if name == "dpo" else None)
+        norm = sum(float((gradient**2).sum()) for gradient in gradients.values()) ** 0.5
+        for rank in ranks:
+            assert rank[name]["loss"] == pytest.approx(float(result.loss), rel=1e-12)
+            assert rank[name]["norm"] == pytest.approx(norm, rel=1e-6)  # Megatron computes it in float32
+            for metric, expected in result.metrics.items():
+                assert rank[name][metric] == pytest.approx(float(expected), rel=1e-9), (name, metric)

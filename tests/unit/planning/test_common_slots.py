@@ -1,0 +1,182 @@
+"""Slots of ranks that run in step: every rank's own ops in a right order, within its budget, in fewer slots."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from common_tree_cases import peak_of, random_forest
+from conftest import seed_all
+from megatron_dta.planning.expert_parallel.merged_op_list import CommonSlots, Slot, build_common_slots
+from megatron_dta.planning.expert_parallel.merged_segment_tree import (
+    CommonTree,
+    SegmentForest,
+    SegmentTree,
+    build_common_tree,
+)
+from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, plan_in_step
+from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots
+from megatron_dta.planning.step.passes import PipelineShape
+from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.step.sample import TrainingSample
+
+
+def plan_of(forest: SegmentForest) -> CommonTree:
+    """A rank's tree as a plan of segments."""
+    return CommonTree(
+        np.asarray(forest.segment_parent, dtype=np.int32),
+        np.arange(len(forest.lengths), dtype=np.int32)[None],
+        np.asarray(forest.lengths, dtype=np.int64),
+    )
+
+
+def check_slots(forests: list[SegmentForest], found: CommonSlots, memory_tokens: int) -> None:
+    budget = max([memory_tokens, *(peak_of(forest) for forest in forests)])
+    trees = [SegmentTree(forest) for forest in forests]
+    cost = 0
+    for number, slot in enumerate(found.slots):
+        # All ranks' backwards right after the same segments' forwards have their activations.
+        at_once = slot.is_backward and number > 0 and found.slots[number - 1] == Slot(False, slot.segments)
+        assert slot.runs_again == (slot.is_backward and not at_once)
+        largest = max(
+            (tree.costs[segment] for tree, segment in zip(trees, slot.segments, strict=True) if segment >= 0), default=0
+        )
+        cost += largest * (1 + slot.is_backward + slot.runs_again)
+    assert cost == found.cost
+    for rank, forest in enumerate(forests):
+        in_flight = empty = 0
+        own = []
+        for slot in found.slots:
+            segment, sign = slot.segments[rank], -1 if slot.is_backward else 1
+            if segment < 0:
+                empty += sign
+                assert empty >= 0
+                continue
+            own.append(Op(OpKind.BACKWARD if slot.is_backward else OpKind.FORWARD, segment))
+            in_flight += sign * forest.lengths[segment]
+            assert in_flight <= budget
+        assert (in_flight, empty) == (0, 0)
+        assert len(own) == 2 * len(forest.lengths)
+        allocate_slots(plan_of(forest), own)  # refuses a wrong order
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
+    generator = seed_all(seed)
+    forests = [random_forest(generator, int(generator.integers(0, 25))) for _ in range(generator.integers(1, 6))]
+    memory_tokens = int(generator.integers(0, 1500))
+    found = build_common_slots(forests, memory_tokens)
+    check_slots(forests, found, memory_tokens)
+    sizes = [len(forest.lengths) for forest in forests]
+    assert 2 * max(sizes) <= len(found.slots) <= 2 * sum(sizes) + 2
+    assert build_common_slots(forests, memory_tokens) == found
+    least = max(sum(SegmentTree(forest).costs) for forest in forests)
+    assert found.cost >= least * 3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_equal_trees_cost_nothing_more(seed: int) -> None:
+    forest = random_forest(seed_all(200 + seed), 40)
+    costs = SegmentTree(forest).costs
+    inner = sum(costs[segment] for segment in set(forest.segment_parent) - {-1})
+    assert build_common_slots([forest] * 4).cost == 3 * sum(costs) + inner  # only leaves run backward at once
+    assert len(build_common_slots([forest] * 4).slots) == 80
+
+
+def test_idle_ranks() -> None:
+    forest, none = random_forest(seed_all(1), 9), SegmentForest([], [])
+    found = build_common_slots([none, forest, none])
+    assert len(found.slots) == 18
+    check_slots([none, forest, none], found, 0)
+    assert build_common_slots([none, none]).slots == []
+
+
+def test_a_branch_need_not_wait_for_the_others_branches() -> None:
+    """Two ranks with branches of other lengths, as many segments in all: a common tree pairs only some of them."""
+    long = SegmentForest([-1, 0, 1, 2, 3, 4, 0, 6, 7, 8, 9], [10] * 11)
+    short = SegmentForest([-1, 0, 1, 2, 0, 4, 5, 0, 7, 8, 0], [10] * 11)
+    for budget, slots, nodes in ((60, 28, 16), (80, 22, 15)):
+        found = build_common_slots([long, short], budget)
+        check_slots([long, short], found, budget)
+        assert len(found.slots) <= slots < 2 * nodes
+        assert build_common_tree([long, short], budget).num_segments >= nodes  # the reason for slots
+
+
+def test_slots_beat_trees_where_shapes_differ() -> None:
+    gains = []
+    for seed in range(12):
+        generator = seed_all(400 + seed)
+        forests = [random_forest(generator, 60) for _ in range(8)]
+        budget = 3 * max(peak_of(forest) for forest in forests) // 2
+        found, tree = build_common_slots(forests, budget), build_common_tree(forests, budget)
+        check_slots(forests, found, budget)
+        trees = [SegmentTree(forest) for forest in forests]
+        nodes = (max(t.costs[s] for t, s in zip(trees, node, strict=True) if s >= 0) for node in tree.segment_of.T)
+        gains.append(4 * sum(nodes) / found.cost)
+    print(gains)
+    assert np.mean(gains) > 1.15
+
+
+def test_many_large_forests_take_little_time() -> None:
+    generator = seed_all(5)
+    forests = [random_forest(generator, 400) for _ in range(16)]
+    begin = time.process_time()
+    build_common_slots(forests, 5000)
+    assert time.process_time() - begin < 8
+
+
+def samples_of(generator: np.random.Generator, count: int) -> list[TrainingSample]:
+    stem = generator.integers(0, 50, 30)
+    made = []
+    for _ in range(count):
+        tokens = np.concatenate(
+            [stem[: generator.integers(1, 30)], generator.integers(0, 50, generator.integers(1, 60))]
+        )
+        made.append(TrainingSample(tokens.astype(np.int32), np.arange(len(tokens)) > 0))
+    return made
+
+
+@pytest.mark.parametrize("activation_tokens", [None, 0, 40, 10**6])
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_of_ranks_have_the_same_ops(seed: int, activation_tokens: int | None) -> None:
+    generator = seed_all(seed)
+    steps = [
+        plan_step(samples_of(generator, count), segment_tokens=16, activation_tokens=activation_tokens)
+        for count in (7, 1, 12)
+    ]
+    ranks = [RankPlan.of(step) for step in steps]
+    plans = [plan_in_step(step, ranks, own, PipelineShape()) for own, step in enumerate(steps)]
+    ops = [plan.training.schedule.ops[0] for plan in plans]
+    kinds = [[op.kind for op in of_rank] for of_rank in ops]
+    assert kinds[0] == kinds[1] == kinds[2]
+    # A backward that runs its forward again does so on all ranks.
+    again = [
+        [not plan.training.kept[0, op.segment] for op in of_rank if op.kind is OpKind.BACKWARD]
+        for plan, of_rank in zip(plans, ops, strict=True)
+    ]
+    assert again[0] == again[1] == again[2]
+    if activation_tokens == 0:
+        # All of them but where all ranks ran the same segments' forwards right before.
+        backwards = [at for at, kind in enumerate(kinds[0]) if kind is OpKind.BACKWARD]
+        at_once = [
+            all(of_rank[at] == (OpKind.BACKWARD, of_rank[at - 1].segment, 0) for of_rank in ops) for at in backwards
+        ]
+        assert again[0] == [not found for found in at_once]
+        assert any(at_once)
+        assert not all(at_once)
+    tree = build_common_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+    assert len(ops[0]) <= 2 * tree.num_segments
+    for step, plan, of_rank in zip(steps, plans, ops, strict=True):
+        segments = plan.segments
+        assert segments.num_segments == plan.training.kept.shape[1]
+        assert sorted(op.segment for op in of_rank if op.kind is OpKind.FORWARD) == sorted(
+            op.segment for op in of_rank if op.kind is OpKind.BACKWARD
+        )
+        used = {op.segment for op in of_rank}
+        assert set(range(step.segments.num_segments)) <= used
+        assert max(used) < segments.num_segments
+        _, num_slots = allocate_slots(segments, [Op(op.kind, op.segment) for op in of_rank])
+        budget = max([rank.memory_tokens for rank in ranks] + [peak_of(rank.forest) for rank in ranks])
+        assert num_slots <= 2 * budget  # room is lost between segments of different lengths

@@ -1,0 +1,147 @@
+"""The common tree on random forests: every rank's tree is in it, within the budget, and it is small."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from common_tree_cases import path_of, peak_of, random_forest
+from conftest import seed_all
+from megatron_dta.planning.expert_parallel.merged_segment_tree import CommonTree, SegmentForest, build_common_tree
+from megatron_dta.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
+
+
+def check_embedding(forests: list[SegmentForest], tree: CommonTree, memory_tokens: int) -> None:
+    parents = tree.segment_parent.tolist()
+    path: list[int] = []
+    for node, parent in enumerate(parents):  # preorder: the parent is on the path of the node before
+        while path and path[-1] != parent:
+            path.pop()
+        assert (path[-1] if path else -1) == parent
+        path.append(node)
+    budget = max([memory_tokens, *map(peak_of, forests)])
+    for forest, segment_of in zip(forests, tree.segment_of, strict=True):
+        nodes = np.flatnonzero(segment_of >= 0)
+        assert sorted(segment_of[nodes].tolist()) == list(range(len(forest.segment_parent)))
+        node_of = {int(segment_of[node]): int(node) for node in nodes}
+        for segment, parent in enumerate(forest.segment_parent):
+            assert parent < 0 or node_of[parent] in path_of(parents, node_of[segment])
+        for node in range(tree.num_segments):
+            own = [segment_of[above] for above in path_of(parents, node) if segment_of[above] >= 0]
+            assert sum(forest.lengths[segment] for segment in own) <= budget
+    assert (tree.segment_of >= 0).any(axis=0).all()
+    for node in range(tree.num_segments):
+        present = [(f, s[node]) for f, s in zip(forests, tree.segment_of, strict=True) if s[node] >= 0]
+        assert tree.lengths[node] == max(f.lengths[s] for f, s in present)
+    longest = [sum(int(tree.lengths[above]) for above in path_of(parents, node)) for node in range(len(parents))]
+    assert tree.peak_in_flight_tokens == max(longest, default=0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_tree_is_embedded(seed: int) -> None:
+    generator = seed_all(seed)
+    forests = [random_forest(generator, int(generator.integers(0, 25))) for _ in range(generator.integers(1, 5))]
+    memory_tokens = int(generator.integers(0, 1500))
+    tree = build_common_tree(forests, memory_tokens)
+    check_embedding(forests, tree, memory_tokens)
+    sizes = [len(forest.segment_parent) for forest in forests]
+    assert max(sizes) <= tree.num_segments <= sum(sizes)
+    again = build_common_tree(forests, memory_tokens)
+    assert np.array_equal(again.segment_of, tree.segment_of)
+    assert np.array_equal(again.segment_parent, tree.segment_parent)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
+    generator = seed_all(100 + seed)
+    forests = [random_forest(generator, int(generator.integers(0, 30))) for _ in range(3)]
+    tree = build_common_tree(forests, 600)
+    ops = depth_first_schedule(tree)
+    for forest, segment_of in zip(forests, tree.segment_of, strict=True):
+        own = [Op(op.kind, int(segment_of[op.segment])) for op in ops if segment_of[op.segment] >= 0]
+        alone = CommonTree(
+            np.asarray(forest.segment_parent, dtype=np.int32),
+            np.arange(len(forest.lengths), dtype=np.int32)[None],
+            np.asarray(forest.lengths, dtype=np.int64),
+        )
+        _, num_slots = allocate_slots(alone, own)  # refuses a wrong order
+        assert len(own) == 2 * len(forest.lengths)
+        assert num_slots >= peak_of(forest)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_equal_trees_cost_nothing_more(seed: int) -> None:
+    forest = random_forest(seed_all(200 + seed), 40)
+    tree = build_common_tree([forest] * 4)
+    assert tree.num_segments == 40
+    assert tree.lengths.sum() == sum(forest.lengths)
+
+
+def test_idle_ranks_and_no_ranks_with_segments() -> None:
+    forest, none = random_forest(seed_all(1), 9), SegmentForest([], [])
+    assert build_common_tree([none, forest, none]).num_segments == 9
+    assert build_common_tree([none, none]).num_segments == 0
+
+
+def test_memory_makes_trees_of_other_shapes_fit() -> None:
+    """A chain and a star: one path in flight lets them share a node only; with more, the star runs inside the chain."""
+    chain, star = SegmentForest(list(range(-1, 5)), [10] * 6), SegmentForest([-1] * 20, [10] * 20)
+    assert build_common_tree([chain, star]).num_segments == 20
+    fork = SegmentForest([-1] + [0] * 7, [10] * 8)
+    sizes = [build_common_tree([fork, SegmentForest([-1, 0] * 4 + [], [10] * 8)], m).num_segments for m in (0, 80)]
+    assert sizes[1] <= sizes[0] <= 12
+
+
+def smallest_common_size(first: list[int], second: list[int]) -> int:
+    """Size of the smallest tree that holds both forests: alignment of ordered trees (Jiang, Wang and Zhang, 1995), by
+    brute force over all ways to open, share and close nodes.
+    """
+    from functools import cache
+
+    def children(parents: list[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for segment, parent in enumerate(parents):
+            found.setdefault(parent, []).append(segment)
+        return found
+
+    below = children(first), children(second)
+
+    def size(side: int, forest: tuple[int, ...]) -> int:
+        return sum(1 + size(side, tuple(below[side].get(segment, []))) for segment in forest)
+
+    @cache
+    def align(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+        if not a or not b:
+            return size(0, a) + size(1, b)
+        (*a_rest, a_last), (*b_rest, b_last) = a, b
+        a_below, b_below = tuple(below[0].get(a_last, [])), tuple(below[1].get(b_last, []))
+        best = 1 + align(a_below, b_below) + align(tuple(a_rest), tuple(b_rest))
+        for cut in range(len(b) + 1):  # a's last node alone, over the last trees of b
+            best = min(best, 1 + align(a_below, b[cut:]) + align(tuple(a_rest), b[:cut]))
+        for cut in range(len(a) + 1):
+            best = min(best, 1 + align(a[cut:], b_below) + align(a[:cut], tuple(b_rest)))
+        return best
+
+    return align(tuple(below[0].get(-1, [])), tuple(below[1].get(-1, [])))
+
+
+def test_close_to_the_smallest_that_keeps_every_order() -> None:
+    generator = seed_all(7)
+    sizes = []
+    for _ in range(60):
+        forests = [random_forest(generator, int(generator.integers(3, 13))) for _ in range(2)]
+        forests = [SegmentForest(f.segment_parent, [1] * len(f.lengths)) for f in forests]
+        least = smallest_common_size(*(list(forest.segment_parent) for forest in forests))
+        sizes.append((build_common_tree(forests).num_segments, least))
+    found, least = np.asarray(sizes).sum(axis=0)
+    assert found <= 1.05 * least, (found, least)
+
+
+def test_many_large_forests_take_little_time() -> None:
+    generator = seed_all(8)
+    forests = [random_forest(generator, 150) for _ in range(16)]
+    start = time.perf_counter()
+    build_common_tree(forests)
+    assert time.perf_counter() - start < 3

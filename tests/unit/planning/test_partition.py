@@ -1,0 +1,251 @@
+"""Partitions of a forest: against all others on small forests, counted by sets of prefixes, and on real rollouts."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from conftest import rollout_file, seed_all
+from megatron_dta.planning import CostModel, Partition, partition_samples, partition_sequences
+from megatron_dta.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
+from megatron_dta.planning.partition.divide import least_slowest, partition_costs, trained_parts
+from megatron_dta.planning.partition.sequence_costs import SequenceCosts
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.tree import build_prefix_tree
+from partition_cases import WHOLE_COSTS, assignments, cost, counts, random_forest, turns_forest
+from segment_planner_cases import ROLLOUTS
+
+
+def check(partition: Partition, sequences: list, masks: list, model: CostModel = WHOLE_COSTS) -> None:
+    """Every sequence on one rank, and every figure as counted from that rank's sequences alone."""
+    rank = partition.rank_of_sequence
+    assert rank.shape == (len(sequences),)
+    assert np.array_equal(np.sort(np.concatenate([partition.sequences_of(r) for r in range(partition.num_ranks)])),
+                          np.arange(len(sequences)))  # fmt: skip
+    for r in range(partition.num_ranks):
+        mine = [sequences[i] for i in partition.sequences_of(r)], [masks[i] for i in partition.sequences_of(r)]
+        figures = partition.tokens_per_rank[r], partition.pairs_per_rank[r], partition.edges_per_rank[r]
+        assert figures == counts(*mine)
+        assert partition.cost_per_rank[r] == pytest.approx(cost(model, *mine), rel=1e-12)
+    assert partition.total_cost == pytest.approx(partition.cost_per_rank.sum(), rel=1e-12)
+    tokens = counts(sequences, masks)[0]
+    assert partition.unique_tokens == tokens
+    assert partition.duplicated_tokens == partition.tokens_per_rank.sum() - tokens
+
+
+@pytest.mark.parametrize("one_root", [False, True])
+def test_against_every_partition_of_small_forests(one_root: bool) -> None:
+    """The slowest rank is mostly as fast as can be, never much slower; the bound for it holds."""
+    slower = []
+    for seed in range(60):
+        rng = seed_all(seed)
+        ranks = int(rng.integers(2, 4))
+        sequences, masks = random_forest(rng, int(rng.integers(2, 8)), one_root=one_root)
+        partition = partition_sequences(sequences, ranks, masks, WHOLE_COSTS)
+        check(partition, sequences, masks)
+        costs: dict[tuple[int, ...], float] = {}
+
+        def cost_of(members: tuple[int, ...], costs=costs, sequences=sequences, masks=masks) -> float:
+            if members not in costs:
+                costs[members] = cost(WHOLE_COSTS, [sequences[i] for i in members], [masks[i] for i in members])
+            return costs[members]
+
+        least = min(
+            max(cost_of(tuple(np.flatnonzero(np.equal(ranking, rank)).tolist())) for rank in range(ranks))
+            for ranking in assignments(len(sequences), ranks)
+        )
+        tree_costs = SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks)
+        assert least_slowest(tree_costs, ranks) <= least * (1 + 1e-12)
+        slower.append(partition.cost_per_rank.max() / least)
+    assert np.mean(np.array(slower) < 1 + 1e-9) >= 0.8
+    assert np.mean(slower) < 1.01
+    assert max(slower) < 1.15
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_figures_of_random_forests(seed: int) -> None:
+    rng = seed_all(seed)
+    if seed % 2:
+        sequences, masks = random_forest(rng, int(rng.integers(1, 60)), longest=30)
+        names = [f"{rng.integers(0, 7)}" for _ in sequences]
+    else:
+        sequences, masks, names = turns_forest(rng, int(rng.integers(1, 8)), 3, 6)
+    model = CostModel(1e-5, 1e-7, 3e-6, 1e-3, 64)
+    for ranks in (1, 2, 7, 40):
+        for keep_together in (None, names):
+            for fill in (False, True):
+                partition = partition_sequences(sequences, ranks, masks, model, keep_together, fill)
+                check(partition, sequences, masks, model)
+                units = len(sequences) if keep_together is None else len(set(names))
+                busy = len(set(partition.rank_of_sequence.tolist()))
+                if fill:
+                    assert busy == min(units, ranks)
+                if keep_together is not None:
+                    ranks_of_name = {(n, r) for n, r in zip(names, partition.rank_of_sequence.tolist(), strict=True)}
+                    assert len(ranks_of_name) == units
+    tree = build_prefix_tree(sequences)
+    costs = SequenceCosts.of(tree, model, masks)
+    for baseline in (contiguous(tree, 7), first_fit(tree.sequence_lengths, 7)):
+        check(Partition.of(costs, baseline, 7), sequences, masks, model)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_of_the_sequences_does_not_matter(seed: int) -> None:
+    """Each rank gets the same sequences, bit-equal costs too, whatever the order; and so with names."""
+    rng = seed_all(seed)
+    sequences, masks, names = turns_forest(rng, 6, 4, 5)
+    more, more_masks = random_forest(rng, 40)
+    sequences, masks = sequences + more, masks + more_masks
+    names = names + [f"g{rng.integers(0, 9)}" for _ in more]
+    for ranks, keep_together in itertools.product((3, 8, 50), (False, True)):
+        results = []
+        for _ in range(3):
+            order = rng.permutation(len(sequences))
+            partition = partition_sequences(
+                [sequences[i] for i in order],
+                ranks,
+                [masks[i] for i in order],
+                keep_together=[names[i] for i in order] if keep_together else None,
+            )
+            held = Counter(
+                (sequences[i].tobytes(), masks[i].tobytes(), names[i] if keep_together else "", int(rank))
+                for i, rank in zip(order, partition.rank_of_sequence, strict=True)
+            )
+            results.append((held, partition.cost_per_rank.tolist(), partition.total_cost))
+        assert results[0] == results[1] == results[2]
+
+
+def test_ranks_without_work() -> None:
+    rng = seed_all(0)
+    nothing = partition_sequences([], 3)
+    assert (nothing.num_ranks, nothing.total_cost, nothing.max_over_mean) == (3, 0.0, 1.0)
+    one = [rng.integers(0, 9, 50).astype(np.int32)]
+    assert np.count_nonzero(partition_sequences(one, 4, fill_idle_ranks=True).cost_per_rank) == 1
+    # Equal sequences: one rank does it all, unless every rank is to work.
+    equal = one * 6
+    assert np.count_nonzero(partition_sequences(equal, 4).cost_per_rank) == 1
+    filled = partition_sequences(equal, 4, fill_idle_ranks=True)
+    assert np.count_nonzero(filled.cost_per_rank) == 4
+    assert filled.duplicated_tokens == 150
+    # One long sequence: what is left needs no more ranks than keep it company.
+    long = [np.concatenate([[1, 2, 3], rng.integers(5, 99, 4000)]).astype(np.int32)]
+    short = [np.array([1, 2, 3, 100 + i], np.int32) for i in range(9)]
+    partition = partition_sequences(long + short, 8)
+    assert np.count_nonzero(partition.cost_per_rank) < 8
+    assert partition.cost_per_rank.max() == partition_sequences(long, 1).total_cost
+    assert np.count_nonzero(partition_sequences(long + short, 8, fill_idle_ranks=True).cost_per_rank) == 8
+
+
+def test_samples_are_cut_behind_their_last_trained_token() -> None:
+    rng = seed_all(1)
+    sequences, masks = random_forest(rng, 30, longest=20)
+    samples = [TrainingSample(s, m) for s, m in zip(sequences, masks, strict=True) if m.any()]
+    needed = [sample.needed_length() for sample in samples]
+    cut, cut_masks = trained_parts(samples)
+    assert [len(sequence) for sequence in cut] == needed
+    check(partition_samples(samples, 4, WHOLE_COSTS), cut, cut_masks)
+    with pytest.raises(ValueError, match="sample 2 has no trained token"):
+        partition_samples([*samples[:2], TrainingSample(sequences[0], np.zeros(len(sequences[0]), bool))], 4)
+
+
+def test_bad_arguments() -> None:
+    sequences = [np.array([1, 2, 3], np.int32), np.array([1, 4], np.int32)]
+    masks = [np.array([False, True, True]), np.array([False, True])]
+    with pytest.raises(ValueError, match="not 0"):
+        partition_sequences(sequences, 0)
+    with pytest.raises(ValueError, match="3 names for 2 sequences"):
+        partition_sequences(sequences, 2, keep_together=["a", "b", "c"])
+    for bad in (masks[:1], [masks[0], masks[0]], [masks[0].astype(int), masks[1].astype(int)]):
+        with pytest.raises(ValueError, match="one bool array for each sequence"):
+            partition_sequences(sequences, 2, bad)
+    with pytest.raises(ValueError, match="position 0"):
+        partition_sequences(sequences, 2, [masks[0], ~masks[1]])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_contiguous_runs_of_leaves(seed: int) -> None:
+    """The longest rank has as few unique tokens as contiguous runs of leaves allow."""
+    rng = seed_all(seed)
+    sequences, masks = random_forest(rng, 14)
+    tree = build_prefix_tree(sequences)
+    leaves = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
+    leaf = np.searchsorted(leaves, tree.sequence_node)
+    for ranks in (1, 2, 3, 5):
+        rank = contiguous(tree, ranks)
+        assert np.all(np.diff(rank[np.argsort(leaf, kind="stable")]) >= 0)
+        assert all(len(set(rank[leaf == k].tolist())) == 1 for k in range(len(leaves)))
+
+        def longest(run: np.ndarray) -> int:
+            return max(
+                counts(*([x[i] for i in np.flatnonzero(run == r)] for x in (sequences, masks)))[0] for r in set(run)
+            )
+
+        least = min(
+            longest(np.searchsorted(cuts, leaf, side="right"))
+            for cuts in itertools.combinations(range(1, len(leaves)), min(ranks, len(leaves)) - 1)
+        )
+        assert longest(rank) == least
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_contiguous_runs_of_leaves_by_cost(seed: int) -> None:
+    """The slowest rank costs as little as contiguous runs of leaves allow."""
+    rng = seed_all(seed)
+    sequences, masks = random_forest(rng, 14)
+    tree = build_prefix_tree(sequences)
+    model = CostModel(1.0, 0.3, 0.5, 0.0)
+    costs = SequenceCosts.of(tree, model, masks)
+    leaves = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
+    leaf = np.searchsorted(leaves, tree.sequence_node)
+
+    def slowest(rank: np.ndarray, ranks: int) -> float:
+        return float(Partition.of(costs, rank, ranks).cost_per_rank.max())
+
+    for ranks in (1, 2, 3, 5):
+        rank = contiguous_by_cost(costs, ranks)
+        assert np.all(np.diff(rank[np.argsort(leaf, kind="stable")]) >= 0)
+        assert all(len(set(rank[leaf == k].tolist())) == 1 for k in range(len(leaves)))
+        least = min(
+            slowest(np.searchsorted(cuts, leaf, side="right"), ranks)
+            for cuts in itertools.combinations(range(1, len(leaves)), min(ranks, len(leaves)) - 1)
+        )
+        # Edges that several sequences train are counted a little too high where a run is cut (``sequence_costs``).
+        assert least * (1 - 1e-9) <= slowest(rank, ranks) <= 1.05 * least
+
+
+def test_first_fit() -> None:
+    lengths = np.array([5, 9, 1, 7, 3, 3])
+    # Capacity 10: 9; 7; 5; then 3 beside 7, 3 beside 5, 1 beside 9.
+    assert first_fit(lengths, 3).tolist() == [2, 0, 0, 1, 1, 2]
+    # Capacity 14: 9 and 5; 7, 3 and 3; 1 beside 7.
+    assert first_fit(lengths, 2).tolist() == [0, 0, 1, 1, 1, 1]
+    # What has no room goes to the rank with fewest tokens.
+    assert first_fit(np.array([4, 4, 4]), 2).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("framing", ["trajectory", "turn"])
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_real_rollouts(name: str, framing: str) -> None:
+    """Even ranks wherever that is possible, at no more cost in all than contiguous runs of leaves, and soon."""
+    rollouts = load_rollouts(rollout_file(f"{name}.npz"), framing=framing)
+    sequences, masks = trained_parts(rollouts)
+    for ranks, even in ((8, 1.03), (64, 1.05)):
+        begin = time.process_time()
+        tree = build_prefix_tree(sequences)
+        costs = SequenceCosts.of(tree, CostModel(), masks)
+        partition = partition_costs(costs, ranks)
+        seconds = time.process_time() - begin
+        bound = least_slowest(costs, ranks)
+        print(f"{ranks} ranks: {partition.max_over_mean:.4f}, bound {bound / partition.cost_per_rank.mean():.4f}")
+        assert bound <= partition.cost_per_rank.max() * (1 + 1e-12)
+        if bound <= even * partition.cost_per_rank.mean():
+            assert partition.max_over_mean <= even
+        other = Partition.of(costs, contiguous(tree, ranks), ranks)
+        assert partition.total_cost <= other.total_cost
+        assert partition.cost_per_rank.max() <= other.cost_per_rank.max()
+        assert seconds < 5, "a second on an idle machine; the rest is room for a busy one"

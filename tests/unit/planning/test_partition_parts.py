@@ -1,0 +1,173 @@
+"""What partitions are made of: minima of runs, cuts, even runs, moves and swaps; cost models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning import CostModel
+from megatron_dta.planning.partition.assignment import Assignment
+from megatron_dta.planning.partition.deduplicate_work import save_cost
+from megatron_dta.planning.partition.pair_cuts import MOST_PLACES, PairCuts
+from megatron_dta.planning.partition.range_minimum import RangeMinimum
+from megatron_dta.planning.partition.sequence_costs import SequenceCosts
+from megatron_dta.planning.partition.sequence_runs import Chunks
+from megatron_dta.tree import build_prefix_tree
+from partition_cases import WHOLE_COSTS, cost, random_forest
+
+
+def atoms_of(sequences: list, masks: list | None = None) -> Chunks:
+    return Chunks.atoms(SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks))[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 64, 65, 200])
+def test_range_minimum(count: int) -> None:
+    values = seed_all(count).integers(0, 1000, count)
+    begin, end = np.array([(b, e) for b in range(count) for e in range(b + 1, count + 1)]).T
+    expected = [values[b:e].min() for b, e in zip(begin, end, strict=True)]
+    assert RangeMinimum(values)(begin, end).tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_costs_of_any_set_of_sequences(seed: int) -> None:
+    """Borders alone give the cost of a union: exactly where all that share an edge train it or not."""
+    rng = seed_all(seed)
+    sequences, _ = random_forest(rng, 12, one_root=bool(seed % 2))
+    masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
+    costs = SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks)
+    for _ in range(30):
+        chosen = np.flatnonzero(rng.random(len(sequences)) < 0.5)
+        stops = np.unique(costs.stop_of_sequence[chosen])
+        total = costs.alone[stops].sum() - costs.between(stops[:-1], stops[1:]).sum()
+        assert total == cost(WHOLE_COSTS, [sequences[i] for i in chosen], [masks[i] for i in chosen])
+
+
+def best_cut(atoms: Chunks, limit: float) -> float:
+    """Least cost of chunks within a limit, by trying every cut."""
+
+    def value(cuts: tuple[int, ...]) -> float:
+        cost = atoms.joined(np.array([0, *cuts])).cost
+        sizes = np.diff([0, *cuts, len(atoms)])
+        return float(cost.sum()) if np.all((cost <= limit) | (sizes == 1)) else np.inf
+
+    places = range(1, len(atoms))
+    return min(value(cuts) for size in range(len(atoms)) for cuts in itertools.combinations(places, size))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_cuts_and_even_runs_against_all_cuts(seed: int) -> None:
+    rng = seed_all(seed)
+    atoms = atoms_of(random_forest(rng, 11, one_root=bool(seed % 2))[0])
+    for limit in (0.0, float(np.median(atoms.cost)), 2.5 * atoms.cost.max(), 10 * atoms.cost.sum()):
+        chunks = atoms.joined(atoms.cut(limit))
+        assert chunks.cost.sum() == pytest.approx(best_cut(atoms, limit), rel=1e-5)
+    apart = np.arange(len(atoms)) % 3 == 0
+    assert set(np.flatnonzero(apart).tolist()) <= set(atoms.cut(1e9, apart).tolist())
+    for most in (1, 2, 3, len(atoms)):
+        cuts = itertools.combinations(range(1, len(atoms)), min(most, len(atoms)) - 1)
+        least = min(atoms.joined(np.array([0, *cut])).cost.max() for cut in cuts)
+        runs = atoms.even_runs(most)
+        assert len(runs) <= most
+        assert atoms.joined(runs).cost.max() <= least * (1 + 1e-5)
+
+
+def test_names_of_scattered_sequences_stay_together() -> None:
+    """A name whose sequences are no neighbours costs what its sequences cost, and is one atom."""
+    rng = seed_all(3)
+    sequences, masks = random_forest(rng, 40, longest=15)
+    masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
+    names = [f"n{rng.integers(0, 8)}" for _ in sequences]
+    costs = SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks, names)
+    atoms, atom_of_stop = Chunks.atoms(costs)
+    assert len(atoms) == len(set(names))
+    for atom in range(len(atoms)):
+        mine = [i for i in range(len(names)) if atom_of_stop[costs.stop_of_sequence[i]] == atom]
+        assert len({names[i] for i in mine}) == 1
+        assert atoms.cost[atom] == cost(WHOLE_COSTS, [sequences[i] for i in mine], [masks[i] for i in mine])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_changes_are_counted_by_borders(seed: int) -> None:
+    """Leaving and joining a rank cost the difference of two unions; changes never make the slowest rank slower."""
+    rng = seed_all(seed)
+    atoms = atoms_of(random_forest(rng, 40, longest=20, one_root=True)[0])
+    ranks = int(rng.integers(2, 30))
+    found = Assignment(atoms, rng.integers(0, ranks, len(atoms)), ranks)
+    members = [np.flatnonzero(found.rank == rank) for rank in range(ranks)]
+    assert found.cost.tolist() == [found.cost_of(mine) for mine in members]
+    for chunk in range(len(atoms)):
+        mine = members[found.rank[chunk]]
+        left = found.cost_of(mine) - found.cost_of(mine[mine != chunk])
+        assert found.leaving(np.array([chunk]))[0] == left
+        for rank in set(range(ranks)) - {int(found.rank[chunk])}:
+            joined = found.cost_of(np.sort(np.append(members[rank], chunk))) - found.cost_of(members[rank])
+            assert found.joining(np.array([chunk]), np.array([rank]))[0] == joined
+    slowest, total = found.cost.max(), found.cost.sum()
+    save_cost(found, 10, float(slowest))
+    assert found.cost.max() <= slowest
+    assert found.cost.sum() < total
+    slowest, cap = found.cost.max(), found.cost.sum() * 1.01
+    assert found.relieve(50, 1.0, cap) > 0
+    assert found.cost.max() <= slowest
+    assert found.cost.sum() <= cap + found.gain
+    assert found.cost.tolist() == [found.cost_of(np.flatnonzero(found.rank == rank)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 2), (1, 3), (2, 12), (3, 70)])
+def test_divisions_of_a_pair_of_ranks(seed: int, count: int) -> None:
+    """A run and what stands around it cost what ranks that hold them cost."""
+    rng = seed_all(seed)
+    atoms = atoms_of(random_forest(rng, 3 * count, longest=20, one_root=True)[0])
+    found = Assignment(atoms, np.zeros(len(atoms)), 1)
+    members = np.sort(rng.permutation(len(atoms))[:count])
+    cuts = PairCuts.of(atoms, members)
+    places = cuts.places.tolist()
+    assert places == list(range(len(members) + 1)) or len(places) <= 2 * MOST_PLACES
+    for i, begin in enumerate(places):
+        for j, end in enumerate(places):
+            if begin >= end or end - begin == len(members):
+                assert cuts.slower[i, j] == np.inf
+                continue
+            inside = cuts.run(i * len(places) + j)
+            assert np.flatnonzero(inside).tolist() == list(range(begin, end))
+            run, rest = found.cost_of(members[inside]), found.cost_of(members[~inside])
+            assert (cuts.slower[i, j], cuts.total[i, j]) == (max(run, rest), run + rest)
+
+
+def test_cost_model_of_a_shape_and_of_a_file(tmp_path: Path) -> None:
+    shape = CostModel.from_shape(28, 2048, 6144, 16, 8, 128, 151936)
+    for name, value in vars(CostModel()).items():
+        assert getattr(shape, name) == pytest.approx(value, rel=1e-4), name
+    assert CostModel(2.0, 3.0, 5.0, 7.0, 4).cost(8, 10, 1) == 2 * 8 + 3 * 10 + 5
+    assert CostModel(2.0, 3.0, 5.0, 12.0, 4).cost(8, 10, 1) == 12 * 2 + 3 * 10 + 5
+    forward, backward = CostModel(3.0, 0.0, 6.0, 32.0, 4).segment_seconds(
+        np.array([4, 7, 9, 30]), 0, np.array([0, 0, 1, 0])
+    )
+    np.testing.assert_allclose(forward, [10.0, 10.0, 11.0, 30.0])
+    np.testing.assert_allclose(backward, [22.0, 22.0, 22.0, 60.0])
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"seconds_per_token": 1, "segment_tokens": 512}))
+    assert CostModel.load(path) == CostModel(seconds_per_token=1, segment_tokens=512)
+    for text, message in (
+        ("{", "not a JSON file"),
+        ("[]", "one JSON object"),
+        ('{"seconds_per_tokens": 1}', "'seconds_per_tokens' is not known"),
+        ('{"seconds_per_edge": -1}', "seconds_per_edge"),
+        ('{"seconds_per_edge": NaN}', "seconds_per_edge"),
+        ('{"seconds_per_token": 0}', "above 0"),
+        ('{"seconds_per_segment": 0.1}', "floor_seconds, the least that a segment takes"),
+        ('{"floor_seconds": -1}', "floor_seconds"),
+        ('{"segment_tokens": 1.5}', "segment_tokens"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError, match=message) as caught:
+            CostModel.load(path)
+        assert str(path) in str(caught.value)
+    with pytest.raises(InputError, match=r"none\.json: cannot be read"):
+        CostModel.load(tmp_path / "none.json")

@@ -1,0 +1,144 @@
+"""The order of messages: ranks that go through it with blocking, unbuffered sends and receives never wait for ever."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.planning import (
+    Message,
+    OpKind,
+    PipelineCosts,
+    PipelineOp,
+    PipelineSchedule,
+    forward_only_pipeline,
+    message_order,
+    plan_pipeline,
+    rank_programs,
+    simulate,
+    tree_1f1b,
+)
+from megatron_dta.planning.pipeline.schedule import children_of, needs_of
+from pipeline_cases import SHAPES, random_costs, random_tree
+
+
+def run_with_rendezvous(
+    schedule: PipelineSchedule, programs: list[list[PipelineOp | Message]], parents: list[int]
+) -> list[int]:
+    """How far each rank comes where a message passes only while both ranks stand at it; checks what ops need."""
+    children = children_of(parents)
+    at = [0] * len(programs)
+    done: set[tuple[int, PipelineOp]] = set()
+    arrived: set[Message] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                entry = program[at[rank]]
+                if isinstance(entry, Message):
+                    other = entry.receiver if rank == entry.sender else entry.sender
+                    if at[other] == len(programs[other]) or programs[other][at[other]] != entry:
+                        break
+                    sent = PipelineOp(entry.kind, entry.segment, entry.virtual_stage // schedule.num_stages)
+                    assert (entry.sender, sent) in done, "sent before it was made"
+                    arrived.add(entry)
+                    at[other] += 1
+                else:
+                    for stage, need in needs_of(entry, rank, schedule, parents, children):
+                        assert (stage, need) in done
+                        if stage != rank:
+                            v = schedule.virtual_stage(stage, need.chunk)
+                            assert Message(stage, rank, need.kind, need.segment, v) in arrived
+                    done.add((rank, entry))
+                at[rank] += 1
+                moved = True
+    return at
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rendezvous_never_halts(seed: int) -> None:
+    rng = seed_all(seed)
+    for number in range(30):
+        count, stages, chunks = int(rng.integers(0, 14)), int(rng.integers(1, 6)), int(rng.integers(1, 4))
+        parents, lengths = random_tree(rng, count, SHAPES[number % len(SHAPES)]), rng.integers(1, 50, count)
+        costs = random_costs(rng, stages * chunks, lengths)
+        if number % 5 == 0:
+            schedule = forward_only_pipeline(count, stages, chunks)
+        elif number % 5 == 1 and chunks == 1:
+            schedule = tree_1f1b(parents, stages)
+        else:
+            schedule = plan_pipeline(parents, lengths, costs, stages, chunks, split_backward=bool(number % 2))
+        timeline = simulate(schedule, parents, costs, float(rng.choice([0.0, 0.3])))
+        programs, order = rank_programs(schedule, timeline), message_order(schedule, timeline)
+        assert [[e for e in p if isinstance(e, PipelineOp)] for p in programs] == schedule.ops
+        for rank, program in enumerate(programs):
+            own = [entry for entry in program if isinstance(entry, Message)]
+            assert own == [message for message in order if rank in (message.sender, message.receiver)]
+        directions = 1 if number % 5 == 0 else 2
+        crossing = stages * chunks - 1 if stages > 1 else 0
+        assert len(order) == len(set(order)) == directions * crossing * count
+        assert run_with_rendezvous(schedule, programs, parents.tolist()) == [len(program) for program in programs]
+
+
+def test_order_follows_the_simulated_times() -> None:
+    """A message stands where its op ends, and its receiver's earlier ops are not held up by it."""
+    rng = seed_all(1)
+    parents, lengths = random_tree(rng, 40), rng.integers(1, 50, 40)
+    costs = random_costs(rng, 4, lengths)
+    schedule = plan_pipeline(parents, lengths, costs, 4)
+    timeline = simulate(schedule, parents, costs)
+    ends = {
+        (stage, op): (float(start), float(end))
+        for stage, ops in enumerate(schedule.ops)
+        for op, start, end in zip(ops, timeline.start[stage], timeline.end[stage], strict=True)
+    }
+    sent = [ends[m.sender, PipelineOp(m.kind, m.segment, 0)][1] for m in message_order(schedule, timeline)]
+    assert sent == sorted(sent)
+    for rank, program in enumerate(rank_programs(schedule, timeline)):
+        latest = 0.0
+        for entry in program:
+            if isinstance(entry, Message):
+                latest = max(latest, ends[entry.sender, PipelineOp(entry.kind, entry.segment, 0)][1])
+            else:
+                assert ends[rank, entry][0] >= latest, "an op stands behind a message that comes later"
+
+
+def test_the_model_of_execution_sees_a_halt() -> None:
+    """Each rank's messages in the order of its own ops alone: two neighbours then send to each other."""
+    parents, stages = np.full(6, -1), 2
+    schedule = tree_1f1b(parents, stages)
+    programs: list[list[PipelineOp | Message]] = [[], []]
+    for rank, ops in enumerate(schedule.ops):
+        for op in ops:
+            forward = Message(0, 1, OpKind.FORWARD, op.segment, 0)
+            backward = Message(1, 0, OpKind.BACKWARD, op.segment, 1)
+            message, receives = (forward, rank == 1) if op.kind is OpKind.FORWARD else (backward, rank == 0)
+            programs[rank].extend([message, op] if receives else [op, message])
+    at = run_with_rendezvous(schedule, programs, parents.tolist())
+    assert at[0] < len(programs[0])
+    timeline = simulate(schedule, parents, PipelineCosts.uniform(6, stages))
+    good = rank_programs(schedule, timeline)
+    assert run_with_rendezvous(schedule, good, parents.tolist()) == [len(program) for program in good]
+
+
+def test_messages_by_hand() -> None:
+    schedule = PipelineSchedule(
+        2,
+        2,
+        [
+            [PipelineOp(OpKind(kind), 0, chunk) for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0))]
+            for _ in range(2)
+        ],
+    )
+    timeline = simulate(schedule, [-1], PipelineCosts.uniform(1, 4))
+    forward, backward = OpKind.FORWARD, OpKind.BACKWARD
+    assert message_order(schedule, timeline) == [
+        Message(0, 1, forward, 0, 0),
+        Message(1, 0, forward, 0, 1),
+        Message(0, 1, forward, 0, 2),
+        Message(1, 0, backward, 0, 3),
+        Message(0, 1, backward, 0, 2),
+        Message(1, 0, backward, 0, 1),
+    ]

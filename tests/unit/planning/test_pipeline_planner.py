@@ -1,0 +1,235 @@
+"""The pipeline's planner and simulation against slow twins, brute force, bounds and closed forms."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.planning import CostModel, OpKind, PipelineCosts, check_schedule, plan_pipeline, simulate, tree_1f1b
+from megatron_dta.planning.pipeline.bounds import makespan_bound
+from megatron_dta.planning.pipeline.list_schedule import (
+    Policy,
+    Urgency,
+    list_schedule,
+    longest_path_tokens,
+    pipeline_of,
+)
+from megatron_dta.planning.pipeline.schedule import peak_in_flight
+from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slow_times
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_forest(seed: int) -> None:
+    """Runs to its end, keeps all orders and the limit, is no faster than the bound; 20 forests each."""
+    rng = seed_all(seed)
+    for number in range(20):
+        count, stages, chunks = int(rng.integers(0, 20)), int(rng.integers(1, 7)), int(rng.integers(1, 4))
+        split = bool(rng.integers(0, 2))
+        parents, lengths = random_tree(rng, count, SHAPES[number % len(SHAPES)]), rng.integers(1, 50, count)
+        costs = random_costs(rng, stages * chunks, lengths)
+        path = longest_path_tokens(parents.tolist(), lengths.tolist())
+        limit = None if number % 3 == 0 else max(1, int(path * rng.choice([1.0, 1.3, 4.0])))
+        send = float(rng.choice([0.0, 0.07]))
+        schedule = plan_pipeline(parents, lengths, costs, stages, chunks, limit, split, send)
+        check_schedule(schedule, parents)
+        kinds = {op.kind for ops in schedule.ops for op in ops}
+        assert (OpKind.BACKWARD_WEIGHT in kinds) == (split and count > 0)
+        peak = max(peak_in_flight(schedule, lengths))
+        if limit is not None:
+            assert peak <= limit
+        elif count:
+            assert peak <= max(1.5 * path, max(peak_in_flight(tree_1f1b(parents, stages), lengths)))
+        timeline = simulate(schedule, parents, costs, send)
+        bound = makespan_bound(parents, lengths, costs, stages, chunks, limit, split)
+        assert timeline.makespan >= bound * (1 - 1e-9)
+        # No work is lost or made by a split.
+        assert sum(timeline.busy) == pytest.approx(costs.work.sum(), rel=1e-9)
+        assert schedule.digest() == plan_pipeline(parents, lengths, costs, stages, chunks, limit, split, send).digest()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_policy_on_thousands_of_forests(seed: int) -> None:
+    """One pass of list scheduling, mirrored or not, following a table or not, within the least limit that works."""
+    rng = seed_all(seed)
+    for number in range(300):
+        count, stages, chunks = int(rng.integers(0, 16)), int(rng.integers(1, 6)), int(rng.integers(1, 4))
+        split = number % 3 == 0
+        parents, lengths = random_tree(rng, count, SHAPES[number % len(SHAPES)]), rng.integers(1, 50, count)
+        costs = random_costs(rng, stages * chunks, lengths)
+        path = longest_path_tokens(parents.tolist(), lengths.tolist())
+        limit, send = int(chunks * path * rng.choice([1.0, 1.2, 2.0])), float(rng.choice([0.0, 0.1]))
+        pipeline = pipeline_of(parents, lengths, costs, stages, chunks, [limit] * stages, split, send)
+        policy = Policy(bool(rng.integers(0, 2)), float(rng.choice([0.0, 0.3, 2.0])), bool(rng.integers(0, 2)))
+        table = Urgency(rng.random((stages * chunks, count)).tolist(), rng.random((stages * chunks, count)).tolist())
+        urgency = table if rng.random() < 0.5 else None
+        if not split and rng.random() < 0.5:
+            mirror = pipeline.mirrored()
+            assert mirror.mirrored() == pipeline
+            outcome = list_schedule(mirror, policy, urgency)
+            schedule = outcome.mirrored_schedule(mirror.backwards)
+            assert simulate(schedule, parents, costs, send).makespan <= outcome.makespan * (1 + 1e-9)
+        else:
+            outcome = list_schedule(pipeline, policy, urgency)
+            schedule = outcome.schedule
+            assert simulate(schedule, parents, costs, send).makespan <= outcome.makespan * (1 + 1e-9)
+        check_schedule(schedule, parents)
+        assert max(peak_in_flight(schedule, lengths)) <= limit / chunks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_simulation_against_its_slow_twin(seed: int) -> None:
+    rng = seed_all(seed)
+    for _ in range(4):
+        count, stages, chunks = int(rng.integers(1, 9)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
+        parents, lengths = random_tree(rng, count), rng.integers(1, 50, count)
+        costs = random_costs(rng, stages * chunks, lengths)
+        send = float(rng.choice([0.0, 0.2]))
+        schedule = plan_pipeline(parents, lengths, costs, stages, chunks, None, bool(rng.integers(0, 2)))
+        timeline, times = simulate(schedule, parents, costs, send), slow_times(schedule, parents, costs, send)
+        for stage, ops in enumerate(schedule.ops):
+            expected = np.asarray([times[stage, op] for op in ops])
+            np.testing.assert_allclose(timeline.start[stage], expected[:, 0], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(timeline.end[stage], expected[:, 1], rtol=1e-12, atol=1e-12)
+        busy = [
+            float(np.diff(np.asarray([times[stage, op] for op in ops])).sum()) for stage, ops in enumerate(schedule.ops)
+        ]
+        makespan = max(end for _, end in times.values())
+        assert timeline.utilisation == pytest.approx(sum(busy) / (stages * makespan), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_against_all_schedules(seed: int) -> None:
+    """On tiny pipelines nothing beats the plan by more than 2%, and the bound beats nothing."""
+    rng = seed_all(seed)
+    stages = 2 + seed % 2
+    count = int(rng.integers(2, 6 if stages == 2 else 5))
+    parents, lengths = random_tree(rng, count), rng.integers(1, 20, count)
+    costs = random_costs(rng, stages, lengths)
+    limit = int(longest_path_tokens(parents.tolist(), lengths.tolist()) * rng.choice([1.0, 1.5, 3.0]))
+    best = np.inf
+    for schedule in all_schedules(parents.tolist(), lengths.tolist(), stages, limit):
+        try:
+            best = min(best, simulate(schedule, parents, costs).makespan)
+        except ValueError:
+            continue
+    planned = simulate(plan_pipeline(parents, lengths, costs, stages, 1, limit), parents, costs).makespan
+    assert best * (1 - 1e-9) <= planned <= 1.02 * best
+    assert makespan_bound(parents, lengths, costs, stages, 1, limit) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equal_costs_reach_the_closed_form(seed: int) -> None:
+    """(N + P - 1)(f + b), and with C chunks of times f and b on each rank (C N + P - 1)(f + b) for full groups."""
+    rng = seed_all(seed)
+    for _ in range(12):
+        stages, chunks = int(rng.integers(2, 5)), int(rng.integers(1, 4))
+        count = int(rng.integers(1, 25)) if chunks == 1 else stages * int(rng.integers(1, 6))
+        parents = random_tree(rng, count)
+        forward, backward = rng.integers(1, 5, 2).tolist()
+        costs, ones = PipelineCosts.uniform(count, stages * chunks, forward, backward), np.ones(count, dtype=int)
+        limit = None if chunks == 1 else 10**6
+        makespan = simulate(plan_pipeline(parents, ones, costs, stages, chunks, limit), parents, costs).makespan
+        closed_form = (chunks * count + stages - 1) * (forward + backward)
+        assert makespan == closed_form
+        assert makespan_bound(parents, ones, costs, stages, chunks) == pytest.approx(closed_form, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", ["mixed", "roots", "star", "deep"])
+def test_unequal_costs_beat_the_static_schedule(shape: str) -> None:
+    """Lengths of 0.2 to 1: near the ideal within the static schedule's own in-flight tokens and half of P more."""
+    rng = seed_all(7)
+    static, planned = [], []
+    for _ in range(4):
+        parents, lengths = random_tree(rng, 120, shape), rng.integers(200, 1001, 120)
+        costs = PipelineCosts(np.tile(lengths, (4, 1)).astype(float), np.tile(2 * lengths, (4, 1)).astype(float))
+        schedule = tree_1f1b(parents, 4)
+        limit = int(max(peak_in_flight(schedule, lengths))) + 2000
+        static.append(simulate(schedule, parents, costs).utilisation)
+        planned.append(simulate(plan_pipeline(parents, lengths, costs, 4, 1, limit), parents, costs).utilisation)
+    ideal = 120 / 123
+    print(f"{shape}: static {np.mean(static) / ideal:.3f}, planned {np.mean(planned) / ideal:.3f} of the ideal")
+    assert min(planned) >= 0.97 * ideal
+    assert np.mean(static) < 0.9 * ideal
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_split_backward_fills_bubbles(seed: int) -> None:
+    """Weight gradients fill bubbles: over independent segments all but those before the first forward."""
+    rng = seed_all(seed)
+    shape = "mixed" if seed else "roots"
+    parents, ones = random_tree(rng, 16, shape), np.ones(16, dtype=int)
+    costs = PipelineCosts(np.ones((4, 16)), np.full((4, 16), 2.0), np.ones((4, 16)))
+    whole = simulate(plan_pipeline(parents, ones, costs, 4, 1, 64), parents, costs)
+    split = simulate(plan_pipeline(parents, ones, costs, 4, 1, 64, split_backward=True), parents, costs)
+    assert whole.makespan == (16 + 3) * 3
+    assert split.makespan == 3 + 16 * 3 if shape == "roots" else 3 + 16 * 3 <= split.makespan < whole.makespan
+    assert sum(split.busy) == sum(whole.busy)
+
+
+def test_bound_on_memory_is_reached() -> None:
+    """Independent segments, one in flight at a time: each goes down and comes back alone."""
+    parents, lengths = np.full(9, -1), np.full(9, 10)
+    costs = PipelineCosts.uniform(9, 3, 1.0, 2.0)
+    assert makespan_bound(parents, lengths, costs, 3, 1, 10) == pytest.approx(9 * 3 * 3)
+    assert simulate(plan_pipeline(parents, lengths, costs, 3, 1, 10), parents, costs).makespan == 9 * 3 * 3
+
+
+def test_costs_of_segments() -> None:
+    model = CostModel(seconds_per_token=6.0, seconds_per_pair=7.0, seconds_per_edge=3.0)
+    model = replace(model, floor_seconds=108.0, forward_floor_share=1 / 3)
+    tokens, pairs, edges = np.array([10, 20]), np.array([1, 2]), np.array([0, 5])
+    costs = PipelineCosts.of_segments(model, tokens, pairs, edges, [1, 2, 1], np.array([False, True]), 0.5)
+    total = 6.0 * tokens + 7.0 * pairs
+    forward = np.outer([0.25, 0.5, 0.25], 2.0 * tokens + 2.0 * pairs)
+    backward = np.outer([0.25, 0.5, 0.25], total) - forward
+    forward[0] += 0.25 * tokens
+    backward[0] += 0.25 * tokens
+    forward[2] += edges
+    backward[2] += 2.0 * edges
+    weight = np.outer([0.25, 0.5, 0.25], 2.0 * tokens)
+    weight[0] += 0.25 * tokens
+    weight[2] += edges
+    # The stages' parts of the floor are 9, 18, 9 forward, twice that backward: more than the first segment's.
+    least = np.array([9.0, 18.0, 9.0])
+    assert (forward[:, 0] < least).all()
+    assert (forward[:, 1] > least).all()
+    weight[:, 0] *= 2 * least / backward[:, 0]
+    forward[:, 0], backward[:, 0] = least, 2 * least
+    backward[:, 1] += forward[:, 1]
+    np.testing.assert_allclose(costs.forward, forward)
+    np.testing.assert_allclose(costs.backward, backward)
+    np.testing.assert_allclose(costs.weight, weight)
+    np.testing.assert_allclose(costs.work, (forward + backward).sum(axis=1))
+
+
+def test_ten_thousand_segments_on_eight_stages() -> None:
+    rng = seed_all(0)
+    parents, lengths = random_tree(rng, 10_000, "deep"), rng.integers(200, 2049, 10_000)
+    costs = PipelineCosts(np.tile(lengths / 2048, (8, 1)), np.tile(lengths / 1024, (8, 1)))
+    begin = time.perf_counter()
+    schedule = plan_pipeline(parents, lengths, costs, 8)
+    assert time.perf_counter() - begin < 60, "a few seconds on an idle machine; the rest is room for a busy one"
+    check_schedule(schedule, parents)
+    assert simulate(schedule, parents, costs).utilisation > 0.97
+
+
+def test_bad_input() -> None:
+    costs = PipelineCosts.uniform(2, 2)
+    with pytest.raises(ValueError, match=r"--pipeline-in-flight-tokens 6 is below the longest root path.*7 tokens"):
+        plan_pipeline([-1, 0], [3, 4], costs, 2, 1, 6)
+    with pytest.raises(ValueError, match="do not fit"):
+        plan_pipeline([-1, 0], [3], costs, 2)
+    with pytest.raises(ValueError, match="do not fit 2 stages of 2 chunks"):
+        plan_pipeline([-1, 0], [3, 4], costs, 2, 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        plan_pipeline([-1, 0], [3, 4], costs, 0)
+    with pytest.raises(ValueError, match="one shape"):
+        PipelineCosts(np.ones((2, 3)), np.ones((2, 2)))
+    with pytest.raises(ValueError, match="not negative"):
+        PipelineCosts(np.ones((1, 1)), -np.ones((1, 1)))
+    with pytest.raises(ValueError, match="part of backward"):
+        PipelineCosts(np.ones((1, 1)), np.ones((1, 1)), np.full((1, 1), 2.0))

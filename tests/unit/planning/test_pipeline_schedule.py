@@ -1,0 +1,217 @@
+"""Schedules of pipelines: the static rule's closed form, forward-only ones, the check, the digest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import REPOSITORY, seed_all
+from megatron_dta.planning import (
+    Op,
+    OpKind,
+    PipelineCosts,
+    PipelineOp,
+    PipelineSchedule,
+    SegmentPlan,
+    allocate_slots,
+    check_schedule,
+    depth_first_schedule,
+    forward_only_pipeline,
+    plan_pipeline,
+    simulate,
+    tree_1f1b,
+)
+from megatron_dta.planning.pipeline.schedule import backward_order, peak_in_flight, tree_depth
+from megatron_dta.tree import build_prefix_tree
+from pipeline_cases import SHAPES, random_tree
+
+F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
+
+
+def plan_of(parents: np.ndarray, lengths: np.ndarray) -> SegmentPlan:
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return SegmentPlan(build_prefix_tree([]), starts, parents.astype(np.int32), int(lengths.max(initial=1)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_static_schedule_has_the_closed_form(shape: str, seed: int) -> None:
+    """Makespan (N + P - 1)(f + b) and min(N, D + P - 1 - s) segments in flight, on 200 forests each."""
+    rng = seed_all(seed)
+    for _ in range(200):
+        count, stages = int(rng.integers(1, 30)), int(rng.integers(1, 9))
+        parents = random_tree(rng, count, shape)
+        forward, backward = rng.integers(1, 9, 2).tolist()
+        schedule = tree_1f1b(parents, stages)
+        check_schedule(schedule, parents)
+        timeline = simulate(schedule, parents, PipelineCosts.uniform(count, stages, forward, backward))
+        assert timeline.makespan == (count + stages - 1) * (forward + backward)
+        assert timeline.utilisation == pytest.approx(count / (count + stages - 1), rel=1e-12)
+        depth = tree_depth(parents)
+        in_flight = [min(count, depth + stages - 1 - stage) for stage in range(stages)]
+        assert peak_in_flight(schedule, np.ones(count, dtype=int)) == in_flight
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_forward_less_comes_to_a_halt(seed: int) -> None:
+    """The static rule's warm-up is the least that works: on some stage there is no room to take one away."""
+    rng = seed_all(seed)
+    for _ in range(60):
+        parents = random_tree(rng, int(rng.integers(3, 20)), "chain")
+        stages = int(rng.integers(1, 5))
+        ops = [list(own) for own in tree_1f1b(parents, stages).ops]
+        stage = int(rng.integers(0, stages))
+        last_forward = max(place for place, op in enumerate(ops[stage]) if op.kind is F)
+        first_backward = next(place for place, op in enumerate(ops[stage]) if op.kind is B)
+        ops[stage].insert(first_backward + 1, ops[stage].pop(last_forward))
+        with pytest.raises(ValueError, match=rf"B of segment {len(parents) - 1} on stage"):
+            check_schedule(PipelineSchedule(stages, 1, ops), parents)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_stage_is_the_depth_first_schedule(seed: int) -> None:
+    rng = seed_all(seed)
+    lengths = rng.integers(1, 50, int(rng.integers(1, 40)))
+    parents = random_tree(rng, len(lengths))
+    plan = plan_of(parents, lengths)
+    expected = [PipelineOp(*op) for op in depth_first_schedule(plan)]
+    schedule = plan_pipeline(parents, lengths, PipelineCosts.uniform(len(lengths), 1), 1, 1, plan.peak_in_flight_tokens)
+    assert schedule.ops == [expected]
+    assert backward_order(parents) == [op.segment for op in expected if op.kind is B]
+    assert peak_in_flight(schedule, lengths) == [plan.peak_in_flight_tokens]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_forward_only(stages: int, chunks: int) -> None:
+    """All stages are busy from their first op to their last where groups are full."""
+    rng = seed_all(stages * 7 + chunks)
+    for count in (0, 1, 3, stages * 3):
+        parents = random_tree(rng, count)
+        schedule = forward_only_pipeline(count, stages, chunks)
+        check_schedule(schedule, parents)
+        assert [len(ops) for ops in schedule.ops] == [count * chunks] * stages
+        timeline = simulate(schedule, parents, PipelineCosts.uniform(count, stages * chunks, 1.0, 1.0))
+        if count % stages == 0 and count:
+            assert timeline.makespan == count * chunks + stages - 1
+
+
+def test_slots_of_a_pipelined_stage() -> None:
+    """Keys and values live from F to B, or to I; weight gradients do not hold them."""
+    rng = seed_all(3)
+    lengths = rng.integers(1, 30, 40)
+    parents = random_tree(rng, 40)
+    plan, costs = plan_of(parents, lengths), PipelineCosts.uniform(40, 6)
+    for split in (False, True):
+        schedule = plan_pipeline(parents, lengths, costs, 3, 2, split_backward=split)
+        for ops in schedule.ops:
+            for chunk in range(2):
+                own = [Op(op.kind, op.segment) for op in ops if op.chunk == chunk]
+                start, slots = allocate_slots(plan, own)
+                held = np.full(slots, -1)
+                for kind, segment in own:
+                    run = held[start[segment] : start[segment] + lengths[segment]]
+                    if kind is F:
+                        assert (run == -1).all()
+                        run[:] = segment
+                    elif kind is not W:
+                        assert (run == segment).all()
+                        run[:] = -1
+
+
+def two_stages(first: str, second: str, num_chunks: int = 1) -> PipelineSchedule:
+    """A schedule from text: "F0 F1 B1" for each of two stages."""
+    ops = [[PipelineOp(OpKind(name[0]), int(name[1:])) for name in text.split()] for text in (first, second)]
+    return PipelineSchedule(2, num_chunks, ops)
+
+
+def test_tokens_in_flight_by_hand() -> None:
+    """A segment is held to its backward, where that is split to its weight gradients; chunks count for their part."""
+    assert peak_in_flight(two_stages("F0 B0 F1 B1", "F0 F1 B0 B1"), [5, 7]) == [7, 12]
+    assert peak_in_flight(two_stages("F0 I0 F1 W0 I1 W1", "F0 I0 W0 F1 I1 W1"), [5, 7]) == [12, 7]
+    assert peak_in_flight(two_stages("F0 B0 F1 B1", "F0 F1 B0 B1", 2), [5, 7]) == [3.5, 6]
+
+
+GOOD = "F0 F1 B1 B0"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("F0 F1 B1", GOOD, "B of segment 0 on stage 0 is missing"),
+        (GOOD, "F0 B1 B0", "F of segment 1 on stage 1 is missing"),
+        (GOOD, "F0 F1 F1 B1 B0", "F of segment 1 on stage 1 is there twice"),
+        (GOOD, "F0 F1 B1 B0 F2", "F of segment 2 on stage 1: there is no such segment"),
+        (GOOD, "F1 F0 B1 B0", "F of segment 1 on stage 1 stands where segment 0 is due"),
+        (GOOD, "F0 F1 B0 B1", "B of segment 0 on stage 1 stands where segment 1 is due"),
+        ("F0 F1 B0 B1", "F0 F1 B0 B1", "B of segment 0 on stage [01] waits for B of segment 1 on stage [01]"),
+        ("F0 B1 F1 B0", GOOD, "B of segment 1 on stage 0 waits for F of segment 1 on stage 0, which never runs"),
+        (GOOD, "F0 F1 I1 I0 W1 W0", "not a mixture"),
+        ("F0 F1 W1 I1 I0 W0", "F0 F1 I1 I0 W1 W0", "W of segment 1 on stage 0 waits for I of segment 1 on stage 0"),
+    ],
+)
+def test_schedules_that_cannot_run_are_refused(first: str, second: str, message: str) -> None:
+    check_schedule(two_stages(GOOD, GOOD), [-1, 0])
+    with pytest.raises(ValueError, match=message):
+        check_schedule(two_stages(first, second), [-1, 0])
+
+
+def test_a_deadlock_between_stages_names_both() -> None:
+    """Stage 0 wants a backward before it sends the forward that stage 1 needs for it."""
+    schedule = two_stages("F0 B0 F1 B1", "F0 F1 B0 B1")
+    with pytest.raises(ValueError, match=r"B of segment 0 on stage 0 waits for B of segment 0 on stage 1.*2 stages"):
+        check_schedule(schedule, [-1, -1])
+    with pytest.raises(ValueError, match="never runs"):
+        simulate(schedule, [-1, -1], PipelineCosts.uniform(2, 2))
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(ValueError, match="1 of 2 stages"):
+        check_schedule(PipelineSchedule(2, 1, [[]]), [])
+    with pytest.raises(ValueError, match="preorder"):
+        backward_order([-1, -1, 0])
+    with pytest.raises(ValueError, match="costs are for 3 virtual stages and 2 segments"):
+        simulate(two_stages(GOOD, GOOD), [-1, 0], PipelineCosts.uniform(2, 3))
+
+
+PROGRAM = """
+import numpy as np
+from megatron_dta.planning import PipelineCosts, plan_pipeline
+rng = np.random.default_rng(5)
+lengths = rng.integers(1, 99, 60)
+parents = np.minimum(np.arange(-1, 59), 3)
+costs = PipelineCosts(rng.random((8, 60)), rng.random((8, 60)))
+print(plan_pipeline(parents, lengths, costs, 4, 2).digest())
+"""
+
+
+def test_digest() -> None:
+    """Equal in processes with different hash seeds; different for any change."""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(REPOSITORY), "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+    assert len(digests.pop().strip()) == 64
+    schedules = [
+        two_stages(GOOD, GOOD),
+        two_stages(GOOD, GOOD, 2),
+        two_stages("F0 F1 B0 B1", GOOD),
+        two_stages(GOOD, "F0 F1 B0 B1"),
+        two_stages("F0 F1 I1 I0", GOOD),
+        two_stages("F0 F1", GOOD),
+        two_stages("F0 F1 B1 B0 F0 F1 B1 B0", ""),
+        PipelineSchedule(2, 1, [[PipelineOp(F, 1, 1)], []]),
+        PipelineSchedule(2, 1, [[PipelineOp(F, 11, 0)], []]),
+    ]
+    assert len({schedule.digest() for schedule in schedules}) == len(schedules)
+    assert two_stages(GOOD, GOOD).digest() == two_stages(GOOD, GOOD).digest()

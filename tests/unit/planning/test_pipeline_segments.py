@@ -1,0 +1,91 @@
+"""Segments for pipelines: their size by rule, their counts, and shares of layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning import plan_segments
+from megatron_dta.planning.costs.segment_counts import segment_counts
+from megatron_dta.planning.pipeline.layers import balanced_shares
+from megatron_dta.planning.pipeline.segments import (
+    ideal_utilisation,
+    pipeline_segment_tokens,
+    plan_pipeline_segments,
+    tokens_of_floor,
+)
+from megatron_dta.tree import build_prefix_tree
+from partition_cases import turns_forest
+from pipeline_segments_cases import MODEL, forest
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_counts_against_single_tokens(seed: int) -> None:
+    rng = seed_all(seed)
+    sequences, masks, _ = turns_forest(rng, 6, 3, 4)
+    tree = build_prefix_tree(sequences)
+    plan = plan_segments(tree, int(rng.integers(1, 40)))
+    expected = np.zeros((3, plan.num_segments), dtype=np.int64)
+    of_token = np.repeat(np.arange(plan.num_segments), plan.lengths)
+    np.add.at(expected[0], of_token, 1)
+    np.add.at(expected[1], of_token, plan.tree.position + 1)
+    edges = set()
+    for index, mask in enumerate(masks):
+        stream = plan.tree.stream_indices(index)
+        edges |= {(int(stream[t - 1]), int(stream[t])) for t in np.flatnonzero(mask)}
+    for parent, _ in edges:
+        expected[2, of_token[parent]] += 1
+    np.testing.assert_array_equal(np.stack(segment_counts(plan, masks)), expected)
+
+
+def test_sizes() -> None:
+    assert pipeline_segment_tokens(10**6, 2048, 16384, 1) == 2048
+    assert pipeline_segment_tokens(10**6, 2048, 16384, 4) == 1600
+    assert pipeline_segment_tokens(10**6, 2048, 16384, 8) == 768
+    assert pipeline_segment_tokens(10**6, 2048, 99999, 8) == 2048
+    assert pipeline_segment_tokens(16000, 2048, 16384, 8) == 448
+    assert pipeline_segment_tokens(10, 2048, 16384, 8) == 256
+    assert pipeline_segment_tokens(100, 32, 256, 4) == 25
+    assert pipeline_segment_tokens(100, 1, 1, 64) == 1
+    # Not below what takes as long as its launches, if half of the budget holds the P - 1 more.
+    assert pipeline_segment_tokens(10**6, 4096, 16384, 4, 700) == 1600
+    assert pipeline_segment_tokens(10**6, 4096, 16384, 4, 2000) == 1984
+    assert pipeline_segment_tokens(10**6, 4096, 16384, 4, 9999) == 2688
+    assert pipeline_segment_tokens(10**6, 2048, 16384, 4, 9999) == 2048
+    assert pipeline_segment_tokens(10, 2048, 16384, 8, 700) == 640
+    assert pipeline_segment_tokens(10**6, 4096, 16384, 1, 700) == 4096
+    assert (ideal_utilisation(9, 4), ideal_utilisation(0, 4)) == (0.75, 1.0)
+
+
+def test_budgets_and_limits() -> None:
+    sequences, _ = forest(5)
+    tree, longest = build_prefix_tree(sequences), max(map(len, sequences))
+    with pytest.raises(InputError, match="--tree-memory-tokens"):
+        plan_pipeline_segments(tree, 512, longest - 1, 4)
+    with pytest.raises(InputError, match=f"--pipeline-in-flight-tokens {longest - 1} is less than the longest"):
+        plan_pipeline_segments(tree, 512, None, 4, longest - 1)
+    for limit in (longest, 2 * longest):
+        tight = plan_pipeline_segments(tree, 2048, None, 4, limit)
+        assert longest <= tight.peak_in_flight_tokens <= max(longest, limit / 1.5)
+
+
+def test_tokens_of_the_floor() -> None:
+    assert tokens_of_floor(replace(MODEL, floor_seconds=1500 * MODEL.seconds_per_token)) == 1500
+
+
+def test_balanced_shares() -> None:
+    for stages, chunks, output in ((4, 1, 3.0), (4, 2, 3.0), (2, 3, 9.0), (3, 1, 100.0), (1, 1, 5.0), (5, 2, 0.0)):
+        shares = np.asarray(balanced_shares(stages, chunks, 40.0, 0.5, output))
+        assert shares.sum() == pytest.approx(1)
+        assert (shares >= 0).all()
+        extra = np.zeros(stages * chunks)
+        extra[0] += 0.5
+        extra[-1] += output
+        ranks = [float((40.0 * shares + extra)[rank::stages].sum()) for rank in range(stages)]
+        level = max((40.5 + output) / stages, output if stages > 1 else 0)
+        assert max(ranks) == pytest.approx(level)
+    assert balanced_shares(2, 2, 0.0) == [0.25] * 4

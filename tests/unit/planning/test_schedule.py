@@ -1,0 +1,217 @@
+"""Schedules of segments, the slots of their keys and values, and which of them keep their activations."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.planning import (
+    Op,
+    OpKind,
+    SegmentPlan,
+    allocate_slots,
+    choose_kept_segments,
+    depth_first_schedule,
+    plan_segments,
+)
+from megatron_dta.planning.segments import recompute
+from megatron_dta.tree import build_prefix_tree
+
+F, B = OpKind.FORWARD, OpKind.BACKWARD
+
+
+def random_plan(rng: np.random.Generator, num_segments: int, longest: int = 6) -> SegmentPlan:
+    """A segment tree of any shape in preorder; schedules and slots ask a plan for lengths and parents only."""
+    parents: list[int] = []
+    path: list[int] = []
+    for segment in range(num_segments):
+        del path[rng.integers(0, len(path) + 1) :]
+        parents.append(path[-1] if path else -1)
+        path.append(segment)
+    starts = np.concatenate([[0], np.cumsum(rng.integers(1, longest + 1, num_segments))]).astype(np.int64)
+    return SegmentPlan(build_prefix_tree([]), starts, np.asarray(parents, dtype=np.int32), longest)
+
+
+def pipelined_schedule(rng: np.random.Generator, plan: SegmentPlan) -> list[Op]:
+    """Forwards in preorder and backwards in postorder, interleaved at random as far as their needs allow."""
+    forwards = [op for op in depth_first_schedule(plan) if op.kind is F]
+    backwards = [op for op in depth_first_schedule(plan) if op.kind is B]
+    last_descendant = list(range(plan.num_segments))
+    for segment in range(plan.num_segments - 1, -1, -1):
+        parent = plan.segment_parent[segment]
+        if parent >= 0:
+            last_descendant[parent] = max(last_descendant[parent], last_descendant[segment])
+    ops: list[Op] = []
+    run = 0
+    while backwards:
+        ready = last_descendant[backwards[0].segment] < run
+        if ready and (run == len(forwards) or rng.random() < 0.4):
+            ops.append(backwards.pop(0))
+        else:
+            ops.append(forwards[run])
+            run += 1
+    return ops
+
+
+def lives(plan: SegmentPlan, schedule: list[Op]) -> list[set[int]]:
+    """Segments alive during each op, by the plainest means."""
+    children = [np.flatnonzero(plan.segment_parent == segment).tolist() for segment in range(plan.num_segments)]
+
+    def subtree(segment: int) -> set[int]:
+        return {segment}.union(*(subtree(child) for child in children[segment]))
+
+    born = {segment: schedule.index(Op(F, segment)) for segment in range(plan.num_segments)}
+    dies = {
+        segment: schedule.index(Op(B, segment))
+        if Op(B, segment) in schedule
+        else max(at for at, op in enumerate(schedule) if op.segment in subtree(segment))
+        for segment in range(plan.num_segments)
+    }
+    return [{each for each in born if born[each] <= at <= dies[each]} for at in range(len(schedule))]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_depth_first_schedule(seed: int) -> None:
+    rng = seed_all(seed)
+    plan = random_plan(rng, int(rng.integers(1, 25)))
+    ops = depth_first_schedule(plan)
+    assert [op.segment for op in ops if op.kind is F] == list(range(plan.num_segments))
+    assert sorted(op.segment for op in ops if op.kind is B) == list(range(plan.num_segments))
+    done: set[int] = set()
+    for at, (kind, segment) in enumerate(ops):
+        children = set(np.flatnonzero(plan.segment_parent == segment).tolist())
+        if kind is F:
+            assert plan.segment_parent[segment] not in done
+            continue
+        assert children <= done
+        done.add(segment)
+        # As soon as all children are done: right after the last child's backward, or its own forward if it has none.
+        assert ops[at - 1] == (Op(B, max(children)) if children else Op(F, segment))
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("kind", ["depth first", "forward only", "pipelined", "some backwards"])
+def test_slots_of_live_segments_do_not_overlap(seed: int, kind: str) -> None:
+    rng = seed_all(seed)
+    plan = random_plan(rng, int(rng.integers(1, 20)))
+    forwards = [Op(OpKind.FORWARD, segment) for segment in range(plan.num_segments)]
+    schedule = forwards if kind == "forward only" else depth_first_schedule(plan)
+    if kind in ("pipelined", "some backwards"):
+        schedule = pipelined_schedule(rng, plan)
+    if kind == "some backwards":
+        # The backwards of whole subtrees of roots left out.
+        dropped = {int(each) for each in rng.integers(0, plan.num_segments, 2)}
+        while True:
+            more = {int(p) for p in plan.segment_parent[sorted(dropped)] if p >= 0} - dropped
+            if not more:
+                break
+            dropped |= more
+        schedule = [op for op in schedule if op.kind is F or op.segment not in dropped]
+    start, num_slots = allocate_slots(plan, schedule)
+    assert start.dtype == np.int64
+    assert start.min() >= 0
+    highest = 0
+    for alive in lives(plan, schedule):
+        taken = [slot for each in alive for slot in range(start[each], start[each] + plan.lengths[each])]
+        assert len(taken) == len(set(taken))
+        highest = max(highest, *taken, 0)
+    assert highest + 1 == num_slots
+    if kind in ("depth first", "forward only"):
+        assert num_slots == plan.peak_in_flight_tokens
+        np.testing.assert_array_equal(start, plan.in_flight_tokens - plan.lengths)
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        ([(F, 0), (F, 1), (F, 1)], r"F\(1\) twice"),
+        ([(F, 0), (F, 1), (B, 1), (B, 1)], r"B\(1\) twice"),
+        ([(F, 0)], r"lacks F\(1\)"),
+        ([(F, 1), (F, 0)], r"F\(1\) before F\(0\)"),
+        ([(F, 0), (F, 1), (B, 0), (B, 1)], r"B\(0\) before"),
+        ([(F, 0), (B, 1), (F, 1), (B, 0)], r"B\(1\) before"),
+    ],
+)
+def test_schedules_that_cannot_run_are_refused(ops: list[tuple[OpKind, int]], message: str) -> None:
+    plan = SegmentPlan(build_prefix_tree([]), np.asarray([0, 2, 4]), np.asarray([-1, 0], dtype=np.int32), 2)
+    with pytest.raises(ValueError, match=message):
+        allocate_slots(plan, [Op(*op) for op in ops])
+
+
+def test_empty_plan() -> None:
+    plan = plan_segments(build_prefix_tree([]), 4)
+    assert depth_first_schedule(plan) == []
+    start, num_slots = allocate_slots(plan, [])
+    assert (len(start), num_slots) == (0, 0)
+    for budget in (None, 0, 5):
+        assert choose_kept_segments(plan, budget).shape == (0,)
+
+
+def test_path_of_100000_segments() -> None:
+    count = 100_000
+    starts = np.arange(count + 1, dtype=np.int64)
+    plan = SegmentPlan(build_prefix_tree([]), starts, np.arange(-1, count - 1, dtype=np.int32), 1)
+    schedule = depth_first_schedule(plan)
+    start, num_slots = allocate_slots(plan, schedule)
+    assert num_slots == count
+    np.testing.assert_array_equal(start, np.arange(count))
+    assert choose_kept_segments(plan, 70_000).sum() == 70_000
+
+
+def heaviest_path(plan: SegmentPlan, kept: np.ndarray) -> int:
+    """Most kept tokens on a root path."""
+    on_path = np.zeros(plan.num_segments, dtype=np.int64)
+    for segment in range(plan.num_segments):
+        parent = plan.segment_parent[segment]
+        on_path[segment] = plan.lengths[segment] * kept[segment] + (on_path[parent] if parent >= 0 else 0)
+    return int(on_path.max(initial=0))
+
+
+def most_activations(plan: SegmentPlan, kept: np.ndarray) -> int:
+    """Most tokens whose activations are there while a segment of a depth-first walk runs backward."""
+    above = np.zeros(plan.num_segments, dtype=np.int64)
+    for segment, parent in enumerate(plan.segment_parent):
+        if parent >= 0:
+            above[segment] = above[parent] + plan.lengths[parent] * kept[parent]
+    return int((above + plan.lengths).max())
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("longest", [1, 7])
+def test_kept_segments_against_all_choices(seed: int, longest: int) -> None:
+    rng = seed_all(seed)
+    plan = random_plan(rng, int(rng.integers(1, 10)), longest)
+    leaves = ~np.isin(np.arange(plan.num_segments), plan.segment_parent)
+    choices = [np.asarray(kept) for kept in itertools.product([False, True], repeat=plan.num_segments)]
+    paths = [heaviest_path(plan, kept) for kept in choices]
+    for budget in range(plan.peak_in_flight_tokens + 2):
+        best = max(int(plan.lengths[kept].sum()) for kept, path in zip(choices, paths, strict=True) if path <= budget)
+        kept = choose_kept_segments(plan, budget, num_stages=2)
+        assert kept.dtype == bool
+        assert heaviest_path(plan, kept) <= budget
+        assert plan.lengths[kept].sum() == best
+        # On one stage leaves come on top, and take no more memory than their second forward would.
+        alone = choose_kept_segments(plan, budget)
+        np.testing.assert_array_equal(alone, kept | leaves)
+        assert most_activations(plan, alone) == most_activations(plan, kept)
+    assert choose_kept_segments(plan, None).all()
+    np.testing.assert_array_equal(choose_kept_segments(plan, 0), leaves)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kept_segments_when_the_search_is_too_large(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick choice keeps the budget, is the best one for equal segments and near it for others."""
+    rng = seed_all(seed)
+    for longest in (1, 9):
+        plan = random_plan(rng, 200, longest)
+        for budget in (3, 11, plan.peak_in_flight_tokens // 2):
+            monkeypatch.setattr(recompute, "MAX_STATES", 1 << 21)
+            best = int(plan.lengths[choose_kept_segments(plan, budget, 2)].sum())
+            monkeypatch.setattr(recompute, "MAX_STATES", 0)
+            kept = choose_kept_segments(plan, budget, 2)
+            assert heaviest_path(plan, kept) <= budget
+            assert plan.lengths[kept].sum() <= best
+            assert plan.lengths[kept].sum() >= (best if longest == 1 else 0.8 * best)

@@ -1,0 +1,209 @@
+"""Counted bytes of a segment against the tensors that there really are, one by one, while the fused layers run.
+
+The interpreter runs the same kernels as a GPU on the same tensors; every storage that an op makes is followed from its
+birth to its end.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton")
+
+from conftest import seed_all
+from direct_layer_cases import fused
+from dta_kernels.layers import qkv_rope, rms_norm
+from main_grad_cases import DIRECT, Wrapped
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ObjectiveConfig, TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine.cost_inputs import counted_bytes
+from megatron_dta.engine.stage_run import StageRun
+from megatron_dta.objectives import make_objective
+from megatron_dta.planning.costs import segment_bytes
+from megatron_dta.planning.costs.segment_bytes import (
+    FIXED_BYTES,
+    GIB,
+    MOST_SCORES,
+    UNDIVIDED,
+    MemoryBudget,
+    SegmentBytes,
+)
+from megatron_dta.planning.pipeline.schedule import PipelineOp
+from megatron_dta.planning.segments.schedule import OpKind
+from megatron_dta.planning.step.sample import TrainingSample
+from tree_engine_cases import LLAMA, QWEN3, TEMPERATURE, VOCABULARY, weights_of
+from triton_device import interpreter
+
+SFT = make_objective(ObjectiveConfig(objective="sft"))
+SHAPE = dict(hidden_size=48, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16, num_layers=2)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made since it was entered and still are there, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        for tensor in tree_leaves((arguments, keywords)):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage(), 0)
+        made = function(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+        return made
+
+    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
+        """What an op reads and was not made since then counts as nothing."""
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.most = max(self.most, self.live)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+@dataclass
+class Weighed:
+    """Of an op: bytes that it left, and the most above what was before."""
+
+    left: int
+    peak: int
+
+
+class Scales:
+    """In place of the engine's clock."""
+
+    def __init__(self, mode: LiveBytes) -> None:
+        self.mode, self.ops = mode, {}
+
+    @contextmanager
+    def measure(self, op: PipelineOp) -> Iterator[None]:
+        gc.collect()
+        before = self.mode.most = self.mode.live
+        yield
+        # Triton's interpreter holds what it has run on in cycles.
+        gc.collect()
+        self.ops[op.kind, op.segment] = Weighed(self.mode.live - before, self.mode.most - before)
+
+
+def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
+    trunk, found = generator.integers(0, VOCABULARY, 40), []
+    for length in (30, 35):
+        tokens = np.append(trunk, generator.integers(0, VOCABULARY, length)).astype(np.int32)
+        mask = generator.random(len(tokens)) < 0.5
+        mask[0], mask[-1] = False, True
+        found.append(TrainingSample(tokens, mask))
+    return found
+
+
+@interpreter
+@pytest.mark.parametrize(("settings", "activation_tokens"), [(QWEN3, None), (QWEN3, 0), (LLAMA, None)])
+def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypatch):
+    # Sums of weights' gradients, of which there are few beside the tokens of training, are in what is fixed.
+    monkeypatch.setattr(rms_norm, "_MAX_PROGRAMS", 1)
+    monkeypatch.setattr(qkv_rope, "_MAX_PROGRAMS", 1)
+    # Tiles of float32.
+    monkeypatch.setattr(segment_bytes, "TILE_TOKENS", 16)
+    monkeypatch.setattr(segment_bytes, "TILE_KEYS", 32)
+    model = fused(**settings, **SHAPE)
+    wrapped = Wrapped(model, weights_of(model, seed=3), DIRECT)
+    engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16, tree_attention_impl="triton")
+    each, layers = engine.counted_bytes(), SHAPE["num_layers"]
+    assert each.fixed == FIXED_BYTES
+    tree = TreeConfig(tree_mode="dta", tree_segment_tokens=40, tree_activation_tokens=activation_tokens)
+    batch = prepare_batch(samples_of(seed_all(61)), tree)
+    engine.forward_backward(batch, SFT)
+    run, mode = StageRun(engine, batch, SFT), LiveBytes()
+    run.clock = Scales(mode)
+    with mode:
+        run.walk()
+    segments, kept = batch.plan.segments, batch.plan.training.kept[0]
+    assert segments.num_segments > 2
+    assert kept.all() == (activation_tokens is None)
+    used = []
+    for segment, (tokens, path) in enumerate(zip(segments.lengths, segments.in_flight_tokens, strict=True)):
+        forward, backward = (run.clock.ops[kind, segment] for kind in (OpKind.FORWARD, OpKind.BACKWARD))
+        # Gathered keys are the pool's; the attention's blocks, and positions of those in flight, are in what is fixed.
+        # The output is dropped right behind the op.
+        once = each.kv_per_token * segments.peak_in_flight_tokens + 4096
+        once += (4 * SHAPE["kv_channels"] + each.input_per_token) * tokens
+        activations = each.kept(layers) * tokens
+        room = float(each.work(tokens, path))
+        assert forward.left <= kept[segment] * activations + 64 * path + once
+        assert forward.peak <= activations + room + once
+        built = 0.0 if kept[segment] else activations
+        assert backward.peak <= built + room
+        used.append((backward.peak - built) / room)
+        if kept[segment]:
+            assert forward.left >= 0.9 * each.kept_per_token_and_layer * layers * tokens
+    print("parts of the counted room that backwards took:", used)
+    assert max(used) > 0.5
+
+
+def test_the_room_of_a_segment_is_that_of_its_neediest_time():
+    each = SegmentBytes.of_shape(2048, 6144, 16, 8, 128, 151936, logit_rows=883)
+    hidden, query, mixed, ffn = 4096, 4096, 8192, 12288
+    assert each.kept_per_token_and_layer == 2 * hidden + mixed + query + 2 * ffn + 2 * 4 + 16 * 4
+    for tokens, path in ((100, 100), (3000, 3000), (8192, 8192), (512, 30_000), (8192, 40_000)):
+        logits = 883 * 151936 * 2
+        feed_forward = tokens * (hidden + ffn + ffn + 2 * ffn)
+        tiles = 2 * query + 2 * 4 * 16
+        scores = min(MOST_SCORES, 2 * 16 * (tokens + 64) * (path + 128))
+        attention = tokens * (2 * hidden + mixed + max(2 * query, mixed) + tiles) + scores
+        assert each.work(tokens, path) == max(logits, feed_forward, attention) + 64 * path
+    assert each.slot(28) == 28 * 2 * 1024 * (2 + 4) + 2 * 2 * 1024
+
+
+def test_a_limit_leaves_a_part_free():
+    each = SegmentBytes.of_shape(64, 128, 4, 2, 16, 100)
+    budget = MemoryBudget(10.0, (2 * GIB, 3 * GIB), each)
+    assert budget.available(0) == pytest.approx(8 * GIB * (1 - UNDIVIDED))
+    enough = MemoryBudget(budget.needed_gib(1, 0.5 * GIB), budget.constant, each)
+    assert enough.available(1) == pytest.approx(budget.available(1) + 0.5 * GIB)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="counts, which do not depend on Triton")
+def test_plain_layers_have_no_room_for_scores():
+    plain = SegmentBytes.of_shape(64, 128, 4, 2, 16, 100, fused=False, fused_attention=False, in_buffers=False)
+    assert plain.fixed == plain.most_scores == plain.kv_per_token == 0
+    assert plain.work(10, 30) == max(10 * plain.work_per_token, plain.work_fixed) + 30 * plain.work_per_path_token
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="counts, which do not depend on Triton")
+def test_kernels_for_other_layers_are_not_counted_on():
+    """Without RMSNorm and SwiGLU layers keep what plain modules do; what experts keep cannot be told."""
+    settings = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2, kv_channels=16)
+    settings |= dict(num_moe_experts=None, tensor_model_parallel_size=1, sequence_parallel=False)
+    config = SimpleNamespace(**settings, normalization="RMSNorm", gated_linear_unit=True)
+
+    def kept(fused: bool, **changed: object) -> float:
+        other = SimpleNamespace(**vars(config) | changed)
+        return counted_bytes(other, 100, torch.float32, 16, fused=fused).kept_per_token_and_layer
+
+    assert kept(True) < kept(False)
+    for changed in ({"normalization": "LayerNorm"}, {"gated_linear_unit": False}):
+        assert kept(True, **changed) == kept(False, **changed)
+    with pytest.raises(InputError, match="how many tokens an expert gets"):
+        kept(True, num_moe_experts=4)

@@ -1,0 +1,320 @@
+"""The segment planner: what every plan must hold, how near the best plan it comes, what it reaches on real rollouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from conftest import rollout_file, seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning import SegmentPlan, plan_segments, segment_parents
+from megatron_dta.planning.segments.subset_sum import fewest_wasted, least_wasteful, longest_within
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
+from segment_planner_cases import ROLLOUTS, random_sequences
+
+
+def budgets(tree: PrefixTree, segment_tokens: int) -> list[int]:
+    """The least budget that works, some above it, the default and one that never binds."""
+    longest = int(tree.sequence_lengths.max())
+    default = max(3 * longest // 2, 8 * segment_tokens)
+    return sorted({longest, longest + 1, longest + segment_tokens, default, tree.num_tokens + default})
+
+
+def check_plan(plan: SegmentPlan, sequences: list[np.ndarray], segment_tokens: int, budget: int) -> None:
+    """Everything that holds for every plan, each by the slowest and plainest means."""
+    tree = plan.tree
+    starts = plan.segment_start.tolist()
+    assert starts[0] == 0
+    assert starts[-1] == tree.num_tokens
+    assert all(0 < end - start <= segment_tokens for start, end in itertools.pairwise(starts))
+    assert plan.segment_start.dtype == np.int64
+    assert plan.segment_parent.dtype == np.int32
+    assert plan.fill == pytest.approx(tree.num_tokens / (plan.num_segments * segment_tokens))
+
+    # The same forest: as many tokens, and every sequence is found in it.
+    assert tree.num_tokens == build_prefix_tree(sequences).num_tokens
+    for index, sequence in enumerate(sequences):
+        np.testing.assert_array_equal(tree.token_ids[tree.stream_indices(index)], sequence)
+
+    # Parents, and keys that are seen: in the own segment, or on the root path of its first token in an ancestor.
+    segment_of = np.repeat(np.arange(plan.num_segments), plan.lengths)
+    ancestors: list[set[int]] = []
+    for segment, first in enumerate(starts[:-1]):
+        above = int(tree.parent[first])
+        parent = int(segment_of[above]) if above >= 0 else -1
+        assert plan.segment_parent[segment] == parent
+        ancestors.append({parent} | ancestors[parent] if parent >= 0 else set())
+        path = set()
+        while above >= 0:
+            path.add(above)
+            above = int(tree.parent[above])
+        for query in range(first, starts[segment + 1]):
+            for key in range(query + 1):
+                if query < tree.subtree_end[key] and key < first:
+                    assert key in path
+                    assert int(segment_of[key]) in ancestors[segment]
+
+    check_execution(plan, ancestors, budget)
+
+
+def check_execution(plan: SegmentPlan, ancestors: list[set[int]], budget: int) -> None:
+    """Run the segments forward in order, each backward once its children's are done; see what is in flight."""
+    children = [np.flatnonzero(plan.segment_parent == segment).tolist() for segment in range(plan.num_segments)]
+    alive: set[int] = set()
+    done: set[int] = set()
+    for segment in range(plan.num_segments):
+        alive.add(segment)
+        # In stream order nothing but the path is alive: that is what makes the order a preorder.
+        assert alive == ancestors[segment] | {segment}
+        in_flight = sum(int(plan.lengths[each]) for each in alive)
+        assert in_flight == plan.in_flight_tokens[segment]
+        assert in_flight <= budget
+        ended = True
+        while ended:
+            ended = {each for each in alive if all(child in done for child in children[each])}
+            alive -= ended
+            done |= ended
+    assert not alive
+    assert plan.peak_in_flight_tokens == max(plan.in_flight_tokens)
+    assert plan.depth == max(len(each) + 1 for each in ancestors)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_of_random_forests(seed: int) -> None:
+    rng = seed_all(seed)
+    for _ in range(25):
+        sequences = random_sequences(rng, int(rng.integers(1, 12)), int(rng.integers(1, 4)), int(rng.integers(1, 9)))
+        tree = build_prefix_tree(sequences)
+        segment_tokens = int(rng.integers(1, 10))
+        for budget in budgets(tree, segment_tokens):
+            check_plan(plan_segments(tree, segment_tokens, budget), sequences, segment_tokens, budget)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_of_forests_of_long_branches(seed: int) -> None:
+    """Branches of many segments, where straddling, early ends and runs come into play; quick checks only."""
+    rng = seed_all(seed)
+    for _ in range(15):
+        sequences = random_sequences(rng, int(rng.integers(1, 60)), 2, int(rng.integers(20, 120)))
+        tree = build_prefix_tree(sequences)
+        segment_tokens = int(rng.integers(5, 80))
+        for budget in budgets(tree, segment_tokens):
+            plan = plan_segments(tree, segment_tokens, budget)
+            assert plan.segment_start[-1] == tree.num_tokens
+            assert plan.lengths.min() > 0
+            assert plan.lengths.max() <= segment_tokens
+            assert plan.peak_in_flight_tokens <= budget
+            for index in rng.integers(0, len(sequences), 3).tolist():
+                np.testing.assert_array_equal(plan.tree.token_ids[plan.tree.stream_indices(index)], sequences[index])
+
+
+def sibling_orders(tree: PrefixTree) -> Iterator[list[int]]:
+    """Every preorder of the forest's nodes."""
+    children: list[list[int]] = [[] for _ in range(tree.num_nodes + 1)]
+    for node, parent in enumerate(tree.node_parent.tolist()):
+        children[parent].append(node)
+
+    def below(node: int) -> Iterator[list[int]]:
+        for order in itertools.permutations(children[node]):
+            for parts in itertools.product(*(list(below(child)) for child in order)):
+                yield [each for child, part in zip(order, parts, strict=True) for each in (child, *part)]
+
+    return below(-1)
+
+
+def fewest_segments(parent: list[int], segment_tokens: int, budget: int) -> int:
+    """Fewest segments over all sets of cuts of a stream; more than its tokens if none keeps the budget."""
+    count = len(parent)
+    best = count + 1
+    segment_of = [0] * count
+    in_flight: list[int] = []
+
+    def cut(start: int) -> None:
+        nonlocal best
+        if start == count:
+            best = min(best, len(in_flight))
+            return
+        if len(in_flight) + -(-(count - start) // segment_tokens) >= best:
+            return
+        above = in_flight[segment_of[parent[start]]] if parent[start] >= 0 else 0
+        for end in range(min(count, start + segment_tokens), start, -1):
+            if above + end - start <= budget:
+                segment_of[start:end] = [len(in_flight)] * (end - start)
+                in_flight.append(above + end - start)
+                cut(end)
+                in_flight.pop()
+
+    cut(0)
+    return best
+
+
+def test_planner_against_all_plans() -> None:
+    """Against every sibling order and set of cuts: never better, nearly always as good, feasible when a plan is."""
+    planned = best = exact = cases = 0
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        sequences = random_sequences(rng, int(rng.integers(1, 8)), 3, int(rng.integers(1, 6)))
+        tree = build_prefix_tree(sequences)
+        orders = list(itertools.islice(sibling_orders(tree), 200))
+        if len(orders) == 200 or tree.num_tokens > 18:
+            continue
+        parents = [tree.with_node_order(np.asarray(order)).parent.tolist() for order in orders]
+        longest = max(map(len, sequences))
+        for segment_tokens in (1, 2, 3, 5):
+            assert min(fewest_segments(parent, segment_tokens, longest - 1) for parent in parents) > tree.num_tokens
+            for budget in budgets(tree, segment_tokens)[:4]:
+                fewest = min(fewest_segments(parent, segment_tokens, budget) for parent in parents)
+                assert fewest <= tree.num_tokens, "the longest sequence is a budget that always works"
+                segments = plan_segments(tree, segment_tokens, budget).num_segments
+                assert segments >= fewest, f"seed {seed}: no plan has {segments} segments"
+                planned, best, exact, cases = planned + segments, best + fewest, exact + (segments == fewest), cases + 1
+    print(f"{cases} cases, best plan found in {exact / cases:.1%}, segments over the best {planned / best - 1:.2%}")
+    assert cases > 1000
+    assert exact / cases > 0.95
+    assert planned / best < 1.01
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+@pytest.mark.parametrize("framing", ["trajectory", "turn"])
+def test_goals_on_real_rollouts(name: str, framing: str) -> None:
+    """Fill of at least 0.9 in 1.5 times the longest sequence or 8 segments; least budget kept too."""
+    segment_tokens = 2048
+    rollouts = load_rollouts(rollout_file(f"{name}.npz"), framing=framing)
+    tree = build_prefix_tree([rollout.token_ids for rollout in rollouts])
+    longest = int(tree.sequence_lengths.max())
+    plan = plan_segments(tree, segment_tokens)
+    print(f"{name} {framing}: fill {plan.fill:.3f}, peak {plan.peak_in_flight_tokens}, longest {longest}")
+    assert plan.lengths.max() <= segment_tokens
+    assert plan.peak_in_flight_tokens <= max(1.5 * longest, 8 * segment_tokens)
+    assert plan.fill >= 0.9
+    least = plan_segments(tree, segment_tokens, longest)
+    assert least.peak_in_flight_tokens == longest
+    assert least.lengths.max() <= segment_tokens
+
+
+def test_plan_does_not_depend_on_the_order_of_sequences() -> None:
+    rng = seed_all(7)
+    sequences = random_sequences(rng, 40, 3, 30)
+    plan = plan_segments(build_prefix_tree(sequences), 16, 120)
+    for _ in range(3):
+        shuffled = [sequences[i] for i in rng.permutation(len(sequences))]
+        other = plan_segments(build_prefix_tree(shuffled), 16, 120)
+        np.testing.assert_array_equal(other.tree.token_ids, plan.tree.token_ids)
+        np.testing.assert_array_equal(other.segment_start, plan.segment_start)
+        np.testing.assert_array_equal(other.segment_parent, plan.segment_parent)
+
+
+def test_budget_below_the_longest_sequence_is_refused() -> None:
+    tree = build_prefix_tree([np.arange(10, dtype=np.int32), np.asarray([0, 5], dtype=np.int32)])
+    with pytest.raises(InputError, match=r"--tree-memory-tokens 9 .*the least value that works is 10$"):
+        plan_segments(tree, 4, 9)
+    assert plan_segments(tree, 4, 10).peak_in_flight_tokens == 10
+
+
+@pytest.mark.parametrize("segment_tokens", [0, -3])
+def test_segments_without_tokens_are_refused(segment_tokens: int) -> None:
+    with pytest.raises(InputError, match=f"--tree-segment-tokens {segment_tokens}"):
+        plan_segments(build_prefix_tree([np.arange(3, dtype=np.int32)]), segment_tokens)
+
+
+def test_empty_forest() -> None:
+    plan = plan_segments(build_prefix_tree([]), 8)
+    assert (plan.num_segments, plan.peak_in_flight_tokens, plan.depth, plan.fill) == (0, 0, 0, 1.0)
+    assert plan.segment_start.tolist() == [0]
+
+
+def test_single_token_and_duplicates() -> None:
+    for sequences in ([np.asarray([3], dtype=np.int32)], [np.arange(5, dtype=np.int32)] * 7):
+        plan = plan_segments(build_prefix_tree(sequences), 8)
+        assert (plan.num_segments, plan.depth) == (1, 1)
+        check_plan(plan, sequences, 8, 64)
+
+
+def test_one_token_a_segment() -> None:
+    rng = seed_all(3)
+    sequences = random_sequences(rng, 9, 3, 6)
+    tree = build_prefix_tree(sequences)
+    plan = plan_segments(tree, 1, int(tree.sequence_lengths.max()))
+    assert plan.num_segments == tree.num_tokens
+    check_plan(plan, sequences, 1, int(tree.sequence_lengths.max()))
+
+
+def test_forest_without_sharing_bundles_short_sequences() -> None:
+    sequences = [np.arange(length, dtype=np.int32) for length in (5, 3, 6, 2, 4, 4)]
+    plan = plan_segments(build_forest_without_sharing(sequences), 8, 8)
+    assert plan.num_segments == 3
+    assert plan.segment_parent.tolist() == [-1, -1, -1]
+
+
+def comb(teeth: int) -> PrefixTree:
+    """A path of 2 * teeth tokens with a side branch of one token at every second."""
+    spine = np.zeros(2 * teeth, dtype=np.int32)
+    node_parent = np.empty(2 * teeth, dtype=np.int32)
+    node_parent[0::2] = np.arange(-2, 2 * teeth - 2, 2)
+    node_parent[0] = -1
+    node_parent[1::2] = np.arange(0, 2 * teeth, 2)
+    # Nodes in preorder: spine 0, spine 1, ..., then the teeth from the deepest up.
+    parent = np.concatenate([np.arange(-1, teeth - 1), np.arange(teeth - 1, -1, -1)]).astype(np.int32)
+    end = np.concatenate([2 * teeth - np.arange(teeth), teeth + 1 + np.arange(teeth)]).astype(np.int32)
+    lengths = np.concatenate([np.full(teeth, 2), np.ones(teeth, dtype=np.int64)])
+    position = np.concatenate([2 * np.arange(teeth), 2 * np.arange(teeth, 0, -1)]).astype(np.int32)
+    return PrefixTree(
+        token_ids=np.concatenate([spine, np.ones(teeth, dtype=np.int32)]),
+        node_start=np.concatenate([[0], np.cumsum(lengths)]),
+        node_parent=parent,
+        node_position=position,
+        node_subtree_end=end,
+        sequence_node=np.arange(teeth, 2 * teeth, dtype=np.int32),
+        sequence_lengths=(position[teeth:] + 1).astype(np.int64),
+    )
+
+
+@pytest.mark.parametrize("segment_tokens", [1, 1000])
+@pytest.mark.parametrize("shape", ["chain", "leaves", "comb"])
+def test_very_deep_and_very_wide(shape: str, segment_tokens: int) -> None:
+    """100,000 tokens deep, 100,000 leaves wide, a branch at each of 33,000 depths: no recursion, no quadratic time."""
+    if shape == "chain":
+        tree = build_prefix_tree([np.arange(100_000, dtype=np.int32)])
+    elif shape == "leaves":
+        tree = build_prefix_tree([np.asarray([7, leaf], dtype=np.int32) for leaf in range(100_000)])
+    else:
+        tree = comb(33_000)
+    longest = int(tree.sequence_lengths.max())
+    for budget in (None, longest):
+        plan = plan_segments(tree, segment_tokens, budget)
+        assert plan.segment_start[-1] == tree.num_tokens
+        assert plan.lengths.max() <= segment_tokens
+        assert plan.peak_in_flight_tokens <= (budget or max(3 * longest // 2, 8 * segment_tokens))
+        if budget is None:
+            assert plan.fill > 0.98
+        np.testing.assert_array_equal(segment_parents(plan.tree, plan.segment_start), plan.segment_parent)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_against_all_choices(seed: int) -> None:
+    rng = seed_all(seed)
+    for _ in range(100):
+        sizes = np.sort(rng.integers(1, 15, rng.integers(1, 7))).tolist()
+        capacity = int(rng.integers(1, 12))
+        room, limit = int(rng.integers(1, capacity + 1)), int(rng.integers(1, 32 * capacity))
+        totals = {sum(part) for count in range(1, len(sizes) + 1) for part in itertools.combinations(sizes, count)}
+        wasted = {total: (room - total) % capacity for total in totals if total <= limit}
+        tolerance = int(rng.integers(0, capacity))
+        good = [total for total, each in wasted.items() if each <= tolerance]
+        expected = {
+            fewest_wasted: min(wasted, key=lambda total: (wasted[total], total), default=None),
+            least_wasteful: min(wasted, key=lambda total: (wasted[total] / total, total), default=None),
+        }
+        for choose, total in expected.items():
+            run = choose(sizes, room, capacity, limit)
+            assert (run is None) == (total is None)
+            if run is not None:
+                assert sum(run.sizes) == total
+                assert run.wasted == wasted[total]
+                assert all(run.sizes.count(size) <= sizes.count(size) for size in run.sizes)
+        run = longest_within(sizes, room, capacity, limit, tolerance)
+        assert (sum(run.sizes) if run else None) == max(good, default=None)

@@ -1,0 +1,373 @@
+"""What the planner chooses by costs and memory: against all choices on small cases, and never beyond its budget."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conftest import rollout_file, seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget, SegmentBytes, peak_bytes
+from megatron_dta.planning.costs.segment_counts import segment_counts
+from megatron_dta.planning.segments import recompute
+from megatron_dta.planning.segments.cut import plan_segments
+from megatron_dta.planning.segments.merge_small import merge_slivers
+from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
+from megatron_dta.planning.segments.recompute import choose_kept_by_memory
+from megatron_dta.planning.segments.schedule import OpKind, depth_first_schedule
+from megatron_dta.planning.step import choice as step_choice
+from megatron_dta.planning.step.choice import choose_step, judge
+from megatron_dta.planning.step.passes import PipelineShape, stage_peak_bytes
+from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.step.prediction import predicted_seconds
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.tree import build_prefix_tree
+from pipeline_cases import random_tree
+from segment_planner_cases import random_sequences
+
+EACH = SegmentBytes(7.0, 5.0, 3.0, 2.0, 11.0, 1.5, 400.0)
+COSTS = CostModel(1.0, 0.02, 0.6, 9.0, 32)
+LAYERS = 6
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_choice, "SIZES", (64, 32, 16, 8, 4))
+    monkeypatch.setattr(step_choice, "PIPELINE_SIZES", (32, 16, 8))
+
+
+def random_segments(rng: np.random.Generator, count: int, longest: int = 9) -> SegmentPlan:
+    """Any segment tree; the forest does not matter to what is kept."""
+    lengths = rng.integers(1, longest + 1, count)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return SegmentPlan(build_prefix_tree([]), starts, random_tree(rng, count).astype(np.int32), longest)
+
+
+def shape_of(available: float | None, stages: int = 1, chunks: int = 1, **settings: object) -> PipelineShape:
+    """A pipeline with ``available`` bytes for a step beside one GiB of weights."""
+    memory = None if available is None else MemoryBudget(1 + available / GIB, (GIB,) * stages, EACH)
+    layers = (LAYERS // (stages * chunks),) * (stages * chunks)
+    return PipelineShape(stages, chunks, layers, COSTS, memory=memory, is_measured=True, **settings)
+
+
+def random_samples(rng: np.random.Generator, count: int, longest: int) -> list[TrainingSample]:
+    samples = []
+    for sequence in random_sequences(rng, count, 3, longest):
+        if len(sequence) > 1:
+            mask = rng.random(len(sequence)) < 0.5
+            mask[0], mask[-1] = False, True
+            samples.append(TrainingSample(sequence, mask))
+    return samples or [TrainingSample(np.asarray([1, 2], np.int32), np.asarray([False, True]))]
+
+
+def slow_peak(plan: SegmentPlan, kept: np.ndarray) -> float:
+    """Bytes while each op of a depth-first walk runs, from the segments that are in flight then."""
+    peak, alive, parents = 0.0, [], plan.segment_parent.tolist()
+    for kind, segment in depth_first_schedule(plan):
+        if kind is OpKind.FORWARD:
+            alive.append(segment)
+        path, node = 0, segment
+        while node >= 0:
+            path, node = path + int(plan.lengths[node]), parents[node]
+        held = sum(
+            (LAYERS * 7 + 5) * int(plan.lengths[s])
+            for s in alive
+            if kept[s] or (s == segment and kind is OpKind.BACKWARD)
+        )
+        peak = max(peak, held + max(11 * int(plan.lengths[segment]), 400) + 1.5 * path)
+        if kind is OpKind.BACKWARD:
+            alive.remove(segment)
+    return plan.peak_in_flight_tokens * LAYERS * 3 + peak
+
+
+def slow_counts(plan: SegmentPlan, masks: list[np.ndarray] | None) -> list[tuple[int, int, int]]:
+    """Tokens, pairs and trained edges of each segment, token by token."""
+    tree, trained = plan.tree, set()
+    stream, offsets = tree.stream_indices_of(np.arange(len(tree.sequence_lengths)))
+    for number, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        own = stream[begin:end]
+        mask = np.arange(len(own)) > 0 if masks is None else masks[number]
+        trained |= {(int(own[i - 1]), int(own[i])) for i in np.flatnonzero(mask)}
+    counts = []
+    for begin, end in itertools.pairwise(plan.segment_start.tolist()):
+        pairs = sum(int(tree.position[i]) + 1 for i in range(begin, end))
+        counts.append((end - begin, pairs, sum(begin <= parent < end for parent, _ in trained)))
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_counts_of_segments_token_by_token(seed: int) -> None:
+    rng = seed_all(seed)
+    sequences = random_sequences(rng, int(rng.integers(0, 14)), 3, 40)
+    tree = build_prefix_tree([sequence for sequence in sequences if len(sequence)])
+    budget = int(tree.sequence_lengths.max(initial=0)) + int(rng.integers(0, 9))
+    plan = plan_segments(tree, int(rng.integers(1, 20)), budget)
+    masks = [rng.random(n) < rng.choice([0.0, 0.3, 1.0]) for n in tree.sequence_lengths.tolist()]
+    for mask in masks:
+        mask[0] = False
+    for given in (masks, None):
+        found = zip(*(each.tolist() for each in segment_counts(plan, given)), strict=True)
+        assert list(found) == slow_counts(plan, given)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slivers_go_into_their_neighbours(seed: int) -> None:
+    rng = seed_all(seed)
+    tree = build_prefix_tree(random_sequences(rng, 12, 3, 60))
+    longest = int(tree.sequence_lengths.max())
+    plan = plan_segments(tree, 32, longest + int(rng.integers(0, 40)))
+    budget = plan.peak_in_flight_tokens + int(rng.integers(0, 30))
+    merged = merge_slivers(plan, budget)
+    assert set(merged.segment_start.tolist()) <= set(plan.segment_start.tolist())
+    assert merged.segment_start[[0, -1]].tolist() == [0, tree.num_tokens]
+    np.testing.assert_array_equal(merged.segment_parent, segment_parents(merged.tree, merged.segment_start))
+    assert merged.peak_in_flight_tokens <= budget
+    assert merged.lengths.max() <= merged.segment_tokens <= 34
+    # No pair of neighbours is left that would fit.
+    for first in range(merged.num_segments - 1):
+        starts = np.delete(merged.segment_start, first + 1)
+        other = SegmentPlan(merged.tree, starts, segment_parents(merged.tree, starts), 34)
+        assert other.lengths.max() > 34 or other.peak_in_flight_tokens > budget
+
+
+def test_a_sliver_is_merged() -> None:
+    tree = build_prefix_tree([np.arange(67, dtype=np.int32)])
+    plan = plan_segments(tree, 33, 67)
+    assert plan.lengths.tolist() == [33, 33, 1]
+    assert merge_slivers(plan, 67).lengths.tolist() == [33, 34]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_of_a_walk(seed: int) -> None:
+    rng = seed_all(seed)
+    plan = random_segments(rng, int(rng.integers(1, 30)))
+    kept = rng.random(plan.num_segments) < 0.5
+    ops = [(kind, segment, 0) for kind, segment in depth_first_schedule(plan)]
+    arguments = (ops, plan.lengths, plan.in_flight_tokens, [kept], [plan.peak_in_flight_tokens], [LAYERS])
+    assert peak_bytes(*arguments, [False], EACH) == pytest.approx(slow_peak(plan, kept))
+    assert peak_bytes(*arguments, [True], EACH) >= slow_peak(plan, kept)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_kept_by_memory_against_all_choices(seed: int) -> None:
+    rng = seed_all(seed)
+    plan = random_segments(rng, int(rng.integers(1, 9)))
+    seconds = rng.uniform(0.1, 5, plan.num_segments)
+    needed = plan.lengths + rng.integers(0, 6, plan.num_segments)
+    parents = plan.segment_parent.tolist()
+
+    def largest(kept: tuple[bool, ...]) -> int:
+        """Most of what a segment needs with what is kept above it."""
+        above = [0] * plan.num_segments
+        for segment, parent in enumerate(parents):
+            if parent >= 0:
+                above[segment] = above[parent] + int(plan.lengths[parent]) * kept[parent]
+        return max(a + int(n) for a, n in zip(above, needed, strict=True))
+
+    choices = list(itertools.product([False, True], repeat=plan.num_segments))
+    for budget in range(int(needed.max()), int(needed.max()) + plan.peak_in_flight_tokens + 2):
+        best = max(seconds[list(kept)].sum() for kept in choices if largest(kept) <= budget)
+        found = choose_kept_by_memory(plan, budget, needed, seconds)
+        assert largest(tuple(found.tolist())) <= budget
+        assert seconds[found].sum() == pytest.approx(best)
+        leaves = ~np.isin(np.arange(plan.num_segments), parents)
+        assert found[leaves].all(), "a leaf is kept for nothing"
+    assert found.all()
+    with pytest.raises(ValueError, match="needs"):
+        choose_kept_by_memory(plan, int(needed.max()) - 1, needed, seconds)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_kept_by_memory_when_the_search_is_too_large(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = seed_all(seed)
+    plan = random_segments(rng, 60, 900)
+    seconds, needed = rng.uniform(0.1, 5, 60), plan.lengths + rng.integers(0, 90, 60)
+    for budget in np.linspace(int(needed.max()), plan.peak_in_flight_tokens, 5).astype(int).tolist():
+        budget = max(budget, int(needed.max()))
+        monkeypatch.setattr(recompute, "MAX_STATES", 1 << 21)
+        best = seconds[choose_kept_by_memory(plan, budget, needed, seconds)].sum()
+        monkeypatch.setattr(recompute, "MAX_STATES", 0)
+        monkeypatch.setattr(recompute, "COARSE_STATES", 4000)
+        found = choose_kept_by_memory(plan, budget, needed, seconds)
+        above = np.zeros(60, dtype=np.int64)
+        for segment, parent in enumerate(plan.segment_parent.tolist()):
+            if parent >= 0:
+                above[segment] = above[parent] + plan.lengths[parent] * found[parent]
+        assert (above + needed).max() <= budget
+        assert 0.5 * best <= seconds[found].sum() <= best + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_the_budget_is_never_exceeded(seed: int) -> None:
+    rng = seed_all(seed)
+    stages = (1, 1, 2, 3)[seed % 4]
+    samples = random_samples(rng, int(rng.integers(1, 12)), 40 if stages == 1 else 15)
+    chunks = 2 if stages == 3 and rng.random() < 0.5 else 1
+    planned = 0
+    for available in (400, 1500, 2500, 4000, 6000, 40_000):
+        shape = shape_of(float(available), stages, chunks)
+        try:
+            step = plan_step(samples, ("dta", "dense")[seed % 2], None, pipeline=shape)
+        except InputError:
+            assert available < 40_000
+            continue
+        peaks = [stage_peak_bytes(step.segments, step.training, shape, stage) for stage in range(stages)]
+        assert max(peaks) <= available
+        planned += 1
+    assert planned
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_a_refusal_asks_for_suffices(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = seed_all(seed)
+    samples = random_samples(rng, 12, 40)
+    # Bytes large enough that two digits of GiB tell budgets apart.
+    each = SegmentBytes(*(GIB * value / 400 for value in (7.0, 5.0, 3.0, 2.0, 11.0, 1.5, 400.0)))
+    shape = replace(shape_of(None), memory=MemoryBudget(3.0, (2 * GIB,), each))
+    with pytest.raises(InputError, match=r"--tree-memory-gib 3: too little by") as caught:
+        plan_step(samples, "dta", None, pipeline=shape)
+    least = float(re.search(r"so give ([0-9.]+) or more", str(caught.value))[1])
+    enough = replace(shape, memory=replace(shape.memory, gib=least))
+    plan_step(samples, "dta", None, pipeline=enough)
+    with pytest.raises(InputError):
+        plan_step(samples, "dta", None, pipeline=replace(shape, memory=replace(shape.memory, gib=least - 0.02)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_choice_against_all_sizes_and_budgets(seed: int) -> None:
+    rng = seed_all(seed)
+    samples = random_samples(rng, int(rng.integers(4, 14)), 50)
+    tree, masks = build_prefix_tree([s.token_ids for s in samples]), [s.loss_mask for s in samples]
+    longest = max(len(s.token_ids) for s in samples)
+    for available in (3000, 6000, 30_000):
+        shape, best = shape_of(float(available)), np.inf
+        for size in step_choice.SIZES:
+            for budget in range(longest, max(3 * longest // 2, 4 * size) + 1, 9):
+                choice, _, missing = judge(plan_segments(tree, size, budget), masks, shape, budget)
+                assert (choice is None) == (missing > 0)
+                best = min(best, np.inf if choice is None else choice.seconds)
+        if np.isfinite(best):
+            found = choose_step(tree, masks, shape)
+            assert found.seconds <= 1.06 * best
+            assert found.peak_bytes[0] <= available
+        else:
+            with pytest.raises(InputError, match="too little by"):
+                choose_step(tree, masks, shape)
+
+
+def test_without_a_limit_in_bytes_the_fastest_size_is_taken() -> None:
+    rng = seed_all(3)
+    samples = random_samples(rng, 30, 50)
+    free = plan_step(samples, "dta", None, pipeline=shape_of(None))
+    assert free.segments.segment_tokens == 64
+    assert free.training.kept.all()
+    told = plan_step(samples, "dta", 8, pipeline=shape_of(None))
+    assert told.segments.segment_tokens == 8
+    assert predicted_seconds(free, shape_of(None)) < predicted_seconds(told, shape_of(None))
+    # Nothing is known of costs: the usual size.
+    usual = plan_step(samples, "dta", None, pipeline=replace(shape_of(None), is_measured=False))
+    assert usual.segments.segment_tokens == 2048
+    assert usual.segments.num_segments == -(-usual.segments.tree.num_tokens // 2048)
+
+
+def test_recomputation_is_chosen_only_where_it_is_needed() -> None:
+    rng = seed_all(5)
+    samples = random_samples(rng, 30, 60)
+    seconds, recomputed = [], []
+    for available in (5000, 6500, 8000, 10_000, 14_000, 60_000):
+        shape = shape_of(float(available))
+        step = plan_step(samples, "dta", None, pipeline=shape)
+        seconds.append(predicted_seconds(step, shape))
+        recomputed.append(int(step.segments.lengths[~step.training.kept[0]].sum()))
+    assert seconds == sorted(seconds, reverse=True)
+    assert recomputed[-1] == 0 < recomputed[0]
+    assert len(set(seconds)) > 3
+
+
+def test_predicted_seconds_by_hand() -> None:
+    shape = shape_of(None)
+    sample = TrainingSample(np.arange(10, dtype=np.int32), np.asarray([False] * 5 + [True] * 5))
+    step = plan_step([sample], "dta", 4, activation_tokens=0, pipeline=shape)
+    assert step.segments.lengths.tolist() == [4, 4, 2]
+    pairs, edges = (10, 26, 19), (0, 4, 1)
+    forward = [n / 3 + p * 0.02 / 3.5 + e * 0.6 / 3 for n, p, e in zip((4, 4, 2), pairs, edges, strict=True)]
+    backward = [n * 2 / 3 + p * 0.02 * 2.5 / 3.5 + e * 0.4 for n, p, e in zip((4, 4, 2), pairs, edges, strict=True)]
+    shape = replace(shape, cost_model=replace(COSTS, floor_seconds=4.2, forward_floor_share=1 / 3))
+    longer = [max(f, 1.4) for f in forward], [max(b, 2.8) for b in backward]
+    assert longer != (forward, backward)
+    assert longer[0][1] == forward[1] > 1.4
+    # Every forward runs again but the last, whose backward follows at once.
+    assert predicted_seconds(step, shape) == pytest.approx(sum(longer[0][:2]) + sum(longer[0]) + sum(longer[1]))
+    staged = shape_of(None, stages=2)
+    step = plan_step([sample], "dta", 4, pipeline=staged)
+    assert predicted_seconds(step, staged) == pytest.approx(step.training.timeline.makespan)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("activation_tokens", [0, 12])
+def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, activation_tokens: int) -> None:
+    at_once = recomputed = 0
+    for seed in range(8):
+        samples = random_samples(seed_all(seed), 12, 40)
+        shape = shape_of(None, stages, chunks)
+        step = plan_step(samples, "dta", 8, activation_tokens=activation_tokens, pipeline=shape)
+        schedule, kept = step.training.schedule, step.training.kept
+        budgeted = replace(shape, memory=MemoryBudget(2.0, (GIB,) * stages, EACH))
+        less = replace(step.training, kept=np.zeros_like(kept))
+        for stage, ops in enumerate(schedule.ops):
+            for op, then in itertools.pairwise(ops):
+                if op.kind is OpKind.FORWARD and then == (OpKind.BACKWARD, op.segment, op.chunk):
+                    at_once += 1
+                    assert kept[schedule.virtual_stage(stage, op.chunk), op.segment]
+            if activation_tokens == 0:  # What is kept costs no memory.
+                peaks = [stage_peak_bytes(step.segments, plan, budgeted, stage) for plan in (step.training, less)]
+                assert peaks[0] <= peaks[1]
+        recomputed += np.count_nonzero(~kept)
+        inner = np.isin(np.arange(step.segments.num_segments), step.segments.segment_parent)
+        if stages == 1:
+            assert kept[0, ~inner].all()
+        elif activation_tokens == 0:
+            assert not kept[:, inner].any()
+            assert not kept[0].all()
+    assert at_once > 20
+    assert recomputed > 20
+
+
+def test_packs_are_checked_too() -> None:
+    rng = seed_all(8)
+    samples = random_samples(rng, 20, 30)
+    step = plan_step(samples, "packed", 50, pipeline=shape_of(60_000.0))
+    assert step.training.kept.all()
+    with pytest.raises(InputError, match="in segments of 50 takes"):
+        plan_step(samples, "packed", 50, pipeline=shape_of(900.0))
+
+
+def test_an_empty_step() -> None:
+    step = plan_step([], "dta", None, pipeline=shape_of(2000.0))
+    assert step.segments.num_segments == 0
+    with pytest.raises(InputError, match="too little by"):
+        plan_step([], "dta", None, pipeline=shape_of(-5.0))
+
+
+def test_a_real_set_in_the_memory_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    rollouts = load_rollouts(rollout_file("tau1_airline_gpt4o_4x50.npz"), max_sequences=40)
+    samples = [TrainingSample(each.token_ids, each.loss_mask) for each in rollouts]
+    model = (2048, 6144, 16, 8, 128, 151936)
+    each, costs = SegmentBytes.of_shape(*model, logit_rows=883), CostModel.from_shape(28, *model)
+    seconds = {}
+    for gib in (22.0, 40.0, 64.0):
+        memory = MemoryBudget(gib, (9.7 * GIB,), each)
+        shape = PipelineShape(layers=(28,), cost_model=costs, memory=memory)
+        step = plan_step(samples, "dta", None, pipeline=shape)
+        assert stage_peak_bytes(step.segments, step.training, shape, 0) <= memory.available(0)
+        seconds[gib] = predicted_seconds(step, shape)
+    everything = float(sum(map(np.sum, costs.segment_seconds(*segment_counts(step.segments, None)))))
+    assert seconds[64.0] <= seconds[40.0] <= 1.05 * seconds[64.0] <= 1.05 * everything
+    assert seconds[22.0] <= 1.3 * seconds[64.0]

@@ -1,0 +1,273 @@
+"""Rollout files: exact round trips, both framings against plain loops, and every bad record refused with its place."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from conftest import REPOSITORY, rollout_file, seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
+from rollout_cases import GOOD_NPZ, assert_same, random_rollout
+
+FORMS = (".jsonl", ".parquet")
+
+
+# ---------------------------------------------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_round_trip_is_exact(tmp_path: Path, form: str, seed: int) -> None:
+    rng = seed_all(seed)
+    rollouts = [random_rollout(rng) for _ in range(int(rng.integers(1, 700)))]
+    path = tmp_path / f"r{form}"
+    write_rollouts(path, rollouts)
+    read = load_rollouts(path)
+    assert len(read) == len(rollouts)
+    for a, b in zip(read, rollouts, strict=True):
+        assert_same(a, b)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "a temporary file was left behind"
+
+
+def test_row_groups_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = seed_all(5)
+    monkeypatch.setattr("megatron_dta.rollouts.parquet.ROW_GROUP_TOKENS", 100)
+    rollouts = [random_rollout(rng) for _ in range(300)]
+    write_rollouts(tmp_path / "r.parquet", rollouts)
+    assert pq.ParquetFile(tmp_path / "r.parquet").num_row_groups > 20
+    for a, b in zip(load_rollouts(tmp_path / "r.parquet"), rollouts, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_failed_write_leaves_the_old_file(tmp_path: Path, form: str) -> None:
+    path = tmp_path / f"r{form}"
+    path.write_text("old")
+
+    def rollouts():
+        yield random_rollout(seed_all(0))
+        raise RuntimeError("stopped")
+
+    write = {".jsonl": "megatron_dta.rollouts.jsonl", ".parquet": "megatron_dta.rollouts.parquet"}[form]
+    module = __import__(write, fromlist=["write"])
+    with pytest.raises(RuntimeError, match="stopped"):
+        getattr(module, f"write_{form[1:]}")(path, rollouts())
+    assert path.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_write_refusals(tmp_path: Path, form: str) -> None:
+    with pytest.raises(InputError, match="no rollouts to write"):
+        write_rollouts(tmp_path / f"r{form}", [])
+    with pytest.raises(InputError, match="cannot be written"):
+        write_rollouts(tmp_path / "missing" / f"r{form}", [random_rollout(seed_all(0))])
+    with pytest.raises(InputError, match=r"\.jsonl or \.parquet, not '\.npz'"):
+        write_rollouts(tmp_path / "r.npz", [random_rollout(seed_all(0))])
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"), [(pa.int64(), pa.large_string()), (pa.uint16(), pa.dictionary(pa.int8(), pa.string()))]
+)
+@pytest.mark.parametrize("make_list", [pa.list_, pa.large_list, lambda kind: pa.list_(kind, 3)])
+def test_parquet_of_other_widths(tmp_path: Path, entries: pa.DataType, text: pa.DataType, make_list) -> None:
+    table = pa.table(
+        {
+            "token_ids": pa.array([[1, 2, 3], [4, 5, 6]], make_list(entries)),
+            "loss_mask": pa.array([[0, 1, 0], [0, 0, 1]], make_list(pa.int8())),
+            "advantages": pa.array([[0.5, 1.5, -2.0], None], make_list(pa.float64())),
+            "reward": pa.array([1, 0], pa.int32()),
+            "group_id": pa.array(["a", "b"]).cast(text),
+            "policy_version": pa.array([None, 3], pa.int32()),
+            "logprobs": pa.nulls(2),
+        }
+    )
+    pq.write_table(table, tmp_path / "r.parquet")
+    first, second = load_rollouts(tmp_path / "r.parquet")
+    assert_same(
+        first, Rollout(np.array([1, 2, 3]), np.array([False, True, False]), 1, np.array([0.5, 1.5, -2.0]), group_id="a")
+    )
+    assert_same(
+        second,
+        Rollout(np.array([4, 5, 6]), np.array([False, False, True]), 0.0, group_id="b", policy_version=3),
+    )
+
+
+def test_example_file_loads() -> None:
+    path = REPOSITORY / "examples" / "rollouts.example.jsonl"
+    rollouts = load_rollouts(path, vocab_size=40, require=["reward|advantages"])
+    assert len(rollouts) == 4
+    assert rollouts[3].advantages.tolist() == [0, 0, 0, 1.5, -0.25]
+    turns = load_rollouts(path, framing="turn")
+    assert [len(turn) for turn in turns] == [6, 6, 5, 9, 5]
+    assert [turn.trajectory_id for turn in turns] == ["row 1", "row 2", "7+7/0", "7+7/0", "row 4"]
+
+
+def test_untrained_logprobs_are_dropped_and_blank_lines_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('\n{"token_ids":[1,2,3],"loss_mask":[0,1,0],"logprobs":[-1,-2,-3]}\n\n{"token_ids":[1],"x":0}')
+    with pytest.raises(InputError, match="row 4: field 'x'"):
+        load_rollouts(path)
+    path.write_text('\n{"token_ids":[1,2,3],"loss_mask":[0,1,0],"logprobs":[-1,-2,-3]}\n\n')
+    assert load_rollouts(path)[0].logprobs.tolist() == [0, -2, 0]
+
+
+# ---------------------------------------------------------------------------------------------------- framing, cutting
+
+
+def turns_by_loop(rollout: Rollout) -> list[tuple[list[int], list[bool]]]:
+    """Plain walk over the mask: tokens up to the end of each run, only that run trained."""
+    samples, begin = [], None
+    mask = rollout.loss_mask.tolist()
+    for i, trained in enumerate([*mask, False]):
+        if trained and begin is None:
+            begin = i
+        if not trained and begin is not None:
+            samples.append((rollout.token_ids[:i].tolist(), [begin <= t < i for t in range(i)]))
+            begin = None
+    return samples
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_turn_framing_matches_loop(tmp_path: Path, form: str, seed: int) -> None:
+    rng = seed_all(seed)
+    rollouts = [random_rollout(rng) for _ in range(50)]
+    write_rollouts(tmp_path / f"r{form}", rollouts)
+    samples = load_rollouts(tmp_path / f"r{form}", framing="turn")
+    at = 0
+    for row, rollout in enumerate(rollouts, start=1):
+        for tokens, mask in turns_by_loop(rollout):
+            sample = samples[at]
+            at += 1
+            assert sample.token_ids.tolist() == tokens
+            assert sample.loss_mask.tolist() == mask
+            for name in ("reward", "group_id", "policy_version"):
+                assert getattr(sample, name) == getattr(rollout, name)
+            assert sample.trajectory_id == (rollout.trajectory_id or f"row {row}")
+            if rollout.advantages is None:
+                assert sample.advantages is None
+            else:
+                np.testing.assert_array_equal(sample.advantages, rollout.advantages[: len(tokens)])
+            if rollout.logprobs is not None:
+                np.testing.assert_array_equal(sample.logprobs, np.where(mask, rollout.logprobs[: len(tokens)], 0))
+    assert at == len(samples)
+
+
+@pytest.mark.parametrize("framing", ["trajectory", "turn"])
+def test_cutting_and_limits(tmp_path: Path, framing: str, caplog: pytest.LogCaptureFixture) -> None:
+    rng = seed_all(1)
+    rollouts = [random_rollout(rng, length) for length in (2, 9, 30, 31, 50, 7)]
+    late = np.zeros(40, bool)
+    late[35:] = True
+    rollouts.insert(1, Rollout(np.arange(40), late))
+    path = tmp_path / "r.jsonl"
+    write_rollouts(path, rollouts)
+    whole = load_rollouts(path, framing=framing)
+    expected = [s for s in whole if s.loss_mask[:30].any()]
+    with caplog.at_level(logging.WARNING):
+        cut = load_rollouts(path, framing=framing, max_length=30)
+    assert f"left out {len(whole) - len(expected)} samples" in caplog.text
+    for a, b in zip(cut, expected, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids[:30])
+        np.testing.assert_array_equal(a.loss_mask, b.loss_mask[:30])
+        if b.advantages is not None:
+            np.testing.assert_array_equal(a.advantages, b.advantages[:30])
+    few = load_rollouts(path, framing=framing, max_length=30, max_sequences=3)
+    for a, b in zip(few, cut[:3], strict=True):
+        assert_same(a, b)
+    with pytest.raises(InputError, match="tokens; raise that limit"):
+        load_rollouts(path, framing=framing, max_length=1)
+    for limits in ({"max_length": 0}, {"max_sequences": -1}, {"vocab_size": 0}, {"framing": "step"}):
+        with pytest.raises(InputError, match=f"{next(iter(limits))}"):
+            load_rollouts(path, **limits)
+
+
+def test_bad_last_row_stops_a_run_that_would_not_reach_it(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"token_ids":[1,2],"loss_mask":[0,1]}\n' * 9 + '{"token_ids":[1,-2],"loss_mask":[0,1]}\n')
+    with pytest.raises(InputError, match=r"row 10: field 'token_ids': entry 1 is -2, negative"):
+        load_rollouts(path, max_sequences=1)
+
+
+# ---------------------------------------------------------------------------------------------------- real npz data
+
+
+@pytest.mark.parametrize(
+    "name", ["tau1_airline_qwen25_3x50.npz", "tot_game24_bfs.npz", "mint_math_thinkstrip_perturn.npz"]
+)
+@pytest.mark.parametrize("framing", ["trajectory", "turn"])
+def test_real_npz_matches_plain_reading(name: str, framing: str) -> None:
+    path = rollout_file(name)
+    rollouts = load_rollouts(path, framing=framing)
+    with np.load(path, allow_pickle=False) as data:
+        z = {key: data[key] for key in data.files}
+    expected = []
+    for i in range(len(z["offsets"]) - 1):
+        tokens = z["tokens"][z["offsets"][i] : z["offsets"][i + 1]]
+        spans = [(int(z["span_beg"][k]), int(z["span_end"][k])) for k in range(z["span_off"][i], z["span_off"][i + 1])]
+        for end, trained in [(e, [(b, e)]) for b, e in spans] if framing == "turn" else [(len(tokens), spans)]:
+            mask = np.zeros(end, bool)
+            for b, e in trained:
+                mask[b:e] = True
+            expected.append((tokens[:end], mask, float(z["reward"][i]), str(z["group_names"][z["group"][i]]), i))
+    assert len(rollouts) == len(expected)
+    rows_of: dict[str | None, set[int]] = {}
+    for rollout, (tokens, mask, reward, group, row) in zip(rollouts, expected, strict=True):
+        np.testing.assert_array_equal(rollout.token_ids, tokens)
+        np.testing.assert_array_equal(rollout.loss_mask, mask)
+        assert rollout.reward == reward
+        assert rollout.group_id == group
+        rows_of.setdefault(rollout.trajectory_id, set()).add(row)
+    if "turn" in z:  # several stored rows are one trajectory
+        keys = set(zip(z["group"].tolist(), z["model"].tolist(), z["trial"].tolist(), strict=True))
+        assert len(rows_of) == len(keys) < len(expected)
+    elif framing == "turn":
+        assert all(len(rows) == 1 for rows in rows_of.values())
+    else:
+        assert set(rows_of) == {None}
+
+
+def test_real_npz_to_parquet_and_back(tmp_path: Path) -> None:
+    rollouts = load_rollouts(rollout_file("tau1_airline_qwen25_3x50.npz"), framing="turn", max_sequences=150)
+    write_rollouts(tmp_path / "r.parquet", rollouts)
+    for a, b in zip(load_rollouts(tmp_path / "r.parquet"), rollouts, strict=True):
+        assert_same(a, b)
+
+
+def test_small_npz(tmp_path: Path) -> None:
+    path = tmp_path / "r.npz"
+    np.savez(path, **GOOD_NPZ, extra=np.zeros(3))
+    first, second = load_rollouts(path)
+    assert_same(first, Rollout([0, 1, 2, 3], [0, 1, 0, 1], 1.0, group_id="x"))
+    assert_same(second, Rollout([4, 5, 6], [0, 0, 1], None, group_id="y"))
+    touching = {**GOOD_NPZ, "span_beg": np.array([1, 3, 2]), "span_end": np.array([3, 4, 3])}
+    np.savez(path, **touching)
+    assert [len(sample) for sample in load_rollouts(path, framing="turn")] == [3, 4, 3]
+
+
+# ---------------------------------------------------------------------------------------------------- the record itself
+
+
+def test_record_converts_and_checks() -> None:
+    rollout = Rollout([3, 4], [False, True], reward=np.float32(0.5), policy_version=np.int64(3), logprobs=[5e-7, 5e-7])
+    assert rollout.token_ids.dtype == np.int32
+    assert rollout.loss_mask.dtype == bool
+    assert type(rollout.reward) is float
+    assert type(rollout.policy_version) is int
+    assert len(rollout) == 2
+    for bad, reason in (
+        ({"token_ids": np.array([[1, 2]])}, "2 dimensions"),
+        ({"token_ids": np.array([1.0, 2.0])}, "holds float64, not an integer"),
+        ({"loss_mask": np.array(["a", "b"])}, "field 'loss_mask': holds <U1"),
+        ({"advantages": np.array([True, False])}, "field 'advantages': holds bool"),
+        ({"logprobs": np.array([0.0, np.nan])}, "not finite"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            Rollout(**{"token_ids": [3, 4], "loss_mask": [False, True], **bad})

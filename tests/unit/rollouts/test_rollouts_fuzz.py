@@ -1,0 +1,134 @@
+"""Damaged and made-up rollout files: whatever the bytes, they give records or one ``InputError`` naming the file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
+from rollout_cases import GOOD_NPZ, assert_same, random_rollout
+from rollouts_fuzz_cases import VALUES, damage
+
+VALUES += [[], {}, [[]], [0, 1], [0.0, -1.0], [False, True], ["x"], [None], {"token_ids": 1}, "1" * 300, "\n"]
+
+
+def load_or_refuse(path: Path) -> tuple[list[Rollout], str]:
+    """The records or the message; anything but an ``InputError`` of one line with the file's name fails the test."""
+    try:
+        rollouts = load_rollouts(path, framing="turn", vocab_size=2**31)
+    except InputError as error:
+        message = str(error)
+        assert message.startswith(f"{path}: ")
+        assert message.isprintable()
+        assert len(message) < len(str(path)) + 400
+        return [], message
+    assert rollouts
+    return rollouts, ""
+
+
+def damaged_files(path: Path, seed: int, count: int) -> int:
+    """Write and load ``count`` damaged variants of ``path``; returns how many were refused."""
+    rng = random.Random(seed)
+    content, refused = path.read_bytes(), 0
+    for _ in range(count):
+        edited = content
+        for _ in range(rng.randrange(1, 4)):
+            edited = damage(edited, rng) or b"x"
+        path.write_bytes(edited)
+        refused += bool(load_or_refuse(path)[1])
+    return refused
+
+
+def small_rollouts(seed: int) -> list[Rollout]:
+    rng = seed_all(seed)
+    return [random_rollout(rng, length) for length in (2, 3, 9, 4)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("form", [".jsonl", ".parquet", ".npz"])
+def test_random_damage(tmp_path: Path, form: str, seed: int) -> None:
+    path = tmp_path / f"r{form}"
+    if form == ".npz":
+        (np.savez, np.savez_compressed)[seed % 2](path, **GOOD_NPZ)
+    else:
+        write_rollouts(path, small_rollouts(seed))
+    assert damaged_files(path, seed, 150) > 75
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_json_values(tmp_path: Path, seed: int) -> None:
+    """Valid JSON with wrong content: the row is named, and mostly the field."""
+    path, rng = tmp_path / "r.jsonl", random.Random(seed)
+    write_rollouts(path, small_rollouts(seed))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    names = [*Rollout.__dataclass_fields__, "tokens", "rewards", ""]
+    for _ in range(200):
+        row = rng.randrange(len(lines))
+        record = dict(lines[row])
+        name = rng.choice(names)
+        if rng.random() < 0.3 and isinstance(record.get(name), list):
+            entries = list(record[name])
+            entries[rng.randrange(len(entries))] = rng.choice(VALUES)
+            record[name] = entries
+        elif rng.random() < 0.2:
+            record.pop(name, None)
+        else:
+            record[name] = rng.choice(VALUES)
+        path.write_text("".join(json.dumps(record if i == row else other) + "\n" for i, other in enumerate(lines)))
+        message = load_or_refuse(path)[1]
+        assert not message or message.startswith(f"{path}: row {row + 1}: field '")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_npz_values(tmp_path: Path, seed: int) -> None:
+    path, rng = tmp_path / "r.npz", seed_all(seed)
+    strange: list[Callable[[np.ndarray], np.ndarray]] = [
+        lambda a: a[:-1],
+        lambda a: np.append(a, a[-1:]),
+        lambda a: a[::-1],
+        lambda a: a.astype(np.float64) if a.dtype.kind in "iu" else a,
+        lambda a: a.astype(np.uint64) if a.dtype.kind in "iu" else a,
+        lambda a: a.reshape(1, -1),
+        lambda a: a[0],
+        lambda a: a.astype(str),
+        lambda a: a - 1 if a.dtype.kind != "U" else a,
+        lambda a: a * 0 if a.dtype.kind != "U" else a,
+        lambda a: np.full_like(a, np.iinfo(a.dtype).max) if a.dtype.kind in "iu" else a,
+        lambda a: a.astype(">i8") if a.dtype.kind in "iu" else a,
+    ]
+    refused = 0
+    for _ in range(150):
+        arrays = dict(GOOD_NPZ)
+        for name in rng.choice(list(arrays), int(rng.integers(1, 3))):
+            edited = strange[rng.integers(len(strange))](arrays[name])
+            arrays[name] = np.asarray(edited)
+            if arrays[name].ndim == 0:
+                break
+        np.savez(path, **arrays)
+        refused += bool(load_or_refuse(path)[1])
+    assert refused > 75
+
+
+def test_no_flipped_bit_of_a_parquet_file_changes_a_record(tmp_path: Path) -> None:
+    """Every page has its checksum: a damaged file is refused, or the damage is not in the data."""
+    path = tmp_path / "r.parquet"
+    rollouts = small_rollouts(7)
+    write_rollouts(path, rollouts)
+    expected = load_rollouts(path, framing="turn", vocab_size=2**31)
+    content, refused = path.read_bytes(), 0
+    rng = random.Random(7)
+    for at in range(0, len(content), 3):
+        path.write_bytes(content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :])
+        records, message = load_or_refuse(path)
+        refused += bool(message)
+        if not message:
+            for actual, before in zip(records, expected, strict=True):
+                assert_same(actual, before)
+    assert refused > len(content) / 3 / 4

@@ -1,0 +1,331 @@
+"""Rewards that can fail: programs that are run, servers that are asked, functions that raise; none is 0 silently."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import seed_all
+from failing_rewards_cases import ADD, QUICK, fenced, isolated
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.config.reward import RewardConfig
+from megatron_dta.rollouts.collection_order import RolloutError
+from megatron_dta.sampling.rewards import code_reward
+from megatron_dta.sampling.rewards.code_reward import ISOLATIONS, CodeTests, program_in
+from megatron_dta.sampling.rewards.code_sandbox import kernel
+from megatron_dta.sampling.rewards.registry import compute_reward, load_reward_function
+from megatron_dta.sampling.rewards.scoring import Response, Scorer
+from megatron_dta.sampling.rewards.server_reward import RemoteReward
+from reward_server import RewardServer
+from trainer_cases import make_trainer, rows_of, run
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [
+        ("def add(a, b):\n    return a + b", 1),
+        ("def add(a, b):\n    return a - b", 0),
+        ("def add(a, b:\n    return", 0),
+        ("import sys\nsys.exit(0)", 0),
+        ("import os\nos._exit(0)", 0),
+        ("def add(a, b): return a + b\nraise KeyError", 0),
+        ("x = bytearray(1 << 30)\ndef add(a, b): return a + b", 0),
+        ("def add(a, b): return a + b\nopen('big', 'wb').write(b'x' * (1 << 22))", 0),
+        ("", 0),
+        ("\x00", 0),
+        ("print('\ud800')", 0),
+    ],
+)
+def test_programs_are_judged_by_their_tests(code: str, reward: int) -> None:
+    function = CodeTests(QUICK)
+    assert compute_reward(function, "p", {"tests": ADD}, fenced(code), []) == reward
+    assert function.counts["code_timeouts"] == 0
+
+
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "import time\ntime.sleep(60)", "import os\nwhile os.fork() >= 0: pass\ntime.sleep(9)"]
+)
+def test_programs_that_run_for_ever_are_stopped_and_counted(code: str) -> None:
+    function, began = CodeTests(QUICK), time.monotonic()
+    assert compute_reward(function, "p", {"tests": ADD}, f"def add(a, b): return a + b\n{code}", []) == 0
+    assert time.monotonic() - began < 20
+    if "fork" not in code:
+        assert function.counts["code_timeouts"] == 1
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_what_a_program_leaves_behind_ends_with_it(isolation: str) -> None:
+    code = (
+        "import os, subprocess, time\n"
+        "process = subprocess.Popen(['sleep', '97532'], start_new_session=True)\n"
+        "time.sleep(0.3)\nlives = process.poll() is None\ndef add(a, b): return a + b"
+    )
+    function = isolated(isolation, RewardConfig(code_time_seconds=4.0, code_processes=8))
+    assert compute_reward(function, "p", {"tests": f"{ADD}\nassert lives"}, fenced(code), []) == 1
+    lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert not [line for line in lines if b"97532" in line]
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_programs_have_no_network(isolation: str) -> None:
+    code = (
+        "import socket\n"
+        "try:\n    socket.create_connection(('127.0.0.1', {port}), 2)\n    seen = True\n"
+        "except OSError:\n    seen = False"
+    )
+    if isolation == "limits" and kernel.landlock_version() < 4:
+        pytest.skip("this kernel's Landlock does not restrict TCP")
+    with RewardServer({"reward": 1}) as server:
+        port = server.url.split(":")[2].split("/")[0]
+        function = isolated(isolation)
+        assert compute_reward(function, "p", {"tests": "assert not seen"}, fenced(code.format(port=port)), []) == 1
+
+
+def test_inputs_and_outputs() -> None:
+    function = CodeTests(QUICK)
+    tests = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 -7", "output": "-2"}]
+    good = "a, b = map(int, input().split())\nprint(a + b, ' ')"
+    assert compute_reward(function, "p", {"tests": tests}, fenced(good), []) == 1
+    assert compute_reward(function, "p", {"tests": tests}, fenced("input()\nprint(3)"), []) == 0
+    prefix = {"code_prefix": "def add(a, b):\n", "tests": ADD}
+    assert compute_reward(function, "p", prefix, "    return a + b", []) == 1
+
+
+def test_the_program_is_the_last_python_block() -> None:
+    assert program_in("```python\na\n``` and ```py\nb\n``` and ```bash\nc\n```") == "b\n"
+    assert program_in("```\nx = 1") == "x = 1"
+    assert program_in("no fence") == "no fence"
+
+
+def test_what_cannot_be_judged_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    function = CodeTests(QUICK)
+    for record, message in (
+        ({}, "no field 'tests'"),
+        ({"tests": ""}, "no field 'tests'"),
+        ({"tests": [{"input": "a"}]}, "entry 0 must have 'input' and 'output'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            compute_reward(function, "p", record, "x", [])
+    broken = tmp_path / "sandbox.py"
+    broken.write_text("raise SystemExit('no limits here')")
+    monkeypatch.setattr(code_reward, "SANDBOX", broken)
+    with pytest.raises(InputError, match="cannot be run within its limits: no limits here"):
+        compute_reward(function, "p", {"tests": ADD}, "x", [])
+    monkeypatch.setattr(code_reward.sys, "executable", "/nowhere/python")
+    with pytest.raises(InputError, match="cannot be started: No such file"):
+        compute_reward(function, "p", {"tests": ADD}, "x", [])
+
+
+def remote(server: RewardServer, **settings: float) -> RemoteReward:
+    return RemoteReward([server.url], **{"timeout_s": 0.5, "attempts": 3, **settings})
+
+
+def test_a_server_is_asked() -> None:
+    with RewardServer(lambda body: {"reward": len(body["response"]) / 2}) as server:
+        function = remote(server)
+        assert compute_reward(function, "p", {"answer": "ä"}, "abc", [1, 2]) == 1.5
+        assert server.bodies == [{"prompt": {"answer": "ä"}, "response": "abc", "response_token_ids": [1, 2]}]
+        assert function.counts == {"reward_retries": 0, "reward_timeouts": 0}
+
+
+# In the body, in the head, in heads of interim replies.
+DRIPS = ("drip", "drip-head", "continue")
+
+
+@pytest.mark.parametrize("trouble", [("status", 500), ("status", 429), "hang", "drop", "cut", *DRIPS])
+def test_trouble_is_tried_again(trouble: object) -> None:
+    slow = trouble in ("hang", *DRIPS)
+    # On a busy machine half a second is too short for the others.
+    patience = {} if slow else {"timeout_s": 20.0}
+    with RewardServer(trouble, trouble, {"reward": 0.25}) as server:
+        function = remote(server, **patience)
+        assert compute_reward(function, "p", {}, "x", []) == 0.25
+        assert function.counts == {"reward_retries": 2, "reward_timeouts": 2 * slow}
+    with RewardServer(trouble) as server:
+        function = remote(server, **patience)
+        with pytest.raises(InputError, match="failed 3 times, the last time: ") as caught:
+            compute_reward(function, "p7", {}, "x", [])
+        assert "'p7'" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (("status", 404), "refuses with 404"),
+        (b"nonsense\n<html>", "is not JSON"),
+        ({"score": 1}, 'must be like {"reward": 0.5}'),
+        ({"reward": True}, "must be like"),
+        ({"reward": "1"}, "must be like"),
+        ([1], "must be like"),
+        (b'{"reward": NaN}', "NaN, which is no number of JSON"),
+        (b'{"reward": 1e999}', "must be finite"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"reward": -1%s}' % (b"0" * 400), "must be finite"),
+        ("gzip", "is compressed"),
+        (b" " * (2 << 20), "is longer than"),
+    ],
+)
+def test_a_wrong_reply_is_told_at_once(reply: object, message: str) -> None:
+    with RewardServer(reply) as server:
+        function = remote(server, timeout_s=5.0)
+        with pytest.raises(InputError, match=message) as caught:
+            compute_reward(function, "p", {}, "x", [])
+        assert len(server.bodies) == 1
+        assert "\n" not in str(caught.value)
+
+
+def test_servers_take_turns_and_stand_in() -> None:
+    with RewardServer({"reward": 1}) as good:
+        gone = RewardServer({"reward": 2})
+        gone.close()
+        function = RemoteReward([gone.url, good.url], 1.0, 2)
+        assert [function({}, "x", []) for _ in range(4)] == [1.0] * 4
+        assert function.counts["reward_retries"] == 2
+    for url in ("", "ftp://x", "http://", "http://h:0/", "http://h:99999/"):
+        with pytest.raises(InputError, match="--reward-server-url"):
+            RemoteReward([url])
+
+
+def test_failures_stop_or_drop() -> None:
+    def function(record: dict, response: str, ids: list[int]) -> float:
+        if response == "bad":
+            raise ValueError("no\nreward")
+        return float(response)
+
+    responses = [Response("p", {}, text, []) for text in ("1", "bad", "3")]
+    with pytest.raises(InputError, match="raised ValueError: no reward"):
+        Scorer(function).score(responses)
+    scorer = Scorer(function, drop=True, workers=3)
+    assert scorer.score(responses) == [1.0, None, 3.0]
+    assert scorer.counts == {"reward_failures": 1}
+    assert "'bad'" in scorer.last_failure
+    assert Scorer(function).counts == {}
+
+
+def test_concurrent_rewards_keep_their_order() -> None:
+    with RewardServer(
+        lambda body: (time.sleep(0.05 * (3 - int(body["response"]) % 4)), {"reward": float(body["response"])})[1]
+    ) as server:
+        scorer = Scorer(remote(server, timeout_s=9.0), workers=4)
+        began = time.monotonic()
+        assert scorer.score([Response("p", {}, str(i), []) for i in range(12)]) == list(map(float, range(12)))
+        assert time.monotonic() - began < 0.9  # one after another they take 0.9 s
+
+
+PROMPTS = (
+    "--tokenizer-type CharacterTokenizer --rollout-batch-size 4 --n-samples-per-prompt 3 --rollout-max-response-len 3"
+)
+
+
+def prompts(folder: Path) -> str:
+    lines = [json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) for i in range(9)]
+    (folder / "p.jsonl").write_text("\n".join(lines))
+    return f"--prompt-data {folder}/p.jsonl {PROMPTS}"
+
+
+def test_a_run_drops_what_failed_and_counts_it(tmp_path: Path) -> None:
+    seed_all(1)
+
+    def judge(body: dict) -> object:
+        return ("status", 404) if body["response_token_ids"][0] % 3 == 0 else {"reward": len(body["response"])}
+
+    with RewardServer(judge) as server:
+        flags = f"{prompts(tmp_path)} --reward-function remote --reward-server-url {server.url} --train-iters 3"
+        with pytest.raises(InputError, match=r"reward function, prompt .* refuses with 404"):
+            run(f"{flags} --save {tmp_path}/stopped")
+        server.bodies.clear()
+        run(f"{flags} --save {tmp_path}/run --reward-failure drop")
+        failed = sum(isinstance(judge(body), tuple) for body in server.bodies)
+        rows = rows_of(tmp_path / "run" / "metrics.jsonl")
+        assert sum(row["reward_failures"] for row in rows) == failed > 0
+        assert [row["rollouts"] + row["reward_failures"] for row in rows] == [12.0] * 3
+        assert all(row["reward_retries"] == 0 for row in rows)
+    with RewardServer(("status", 404)) as server:
+        flags = f"{prompts(tmp_path)} --reward-function remote --reward-server-url {server.url} --reward-failure drop"
+        trainer, _ = make_trainer(flags)
+        with pytest.raises(RolloutError, match=r"every reward of a collection has failed; the last one: .* 404"):
+            trainer.source.next_batch(0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--reward-function remote", "needs --reward-server-url"),
+        ("--reward-function exact_match --reward-server-url http://x", "--reward-server-url has no effect"),
+        ("--reward-function exact_match --reward-timeout-seconds 3", "--reward-timeout-seconds has no effect"),
+        ("--reward-function exact_match --code-memory-mb 99", "--code-memory-mb has no effect"),
+        ("--reward-function code_tests --code-processes 0", "--code-processes 0: must be at least 1"),
+        (
+            "--reward-function code_tests --reward-failure drop --rollout-method treepo --treepo-segment-length 1",
+            "--reward-failure drop would",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit(tmp_path: Path, flags: str, message: str) -> None:
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    with pytest.raises(InputError, match=message):
+        parse_arguments(f"{model} {prompts(tmp_path)} {flags}".split())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
+def test_math_verify_fails_where_there_is_nothing_to_compare() -> None:
+    function = load_reward_function("math_verify")
+    with pytest.raises(InputError, match="holds nothing that math-verify can compare"):
+        compute_reward(function, "p", {"answer": ""}, "4", [])
+    for response in ("", "\\frac{1}{", "$$\\boxed{", "()" * 200, "\x00", "no number"):
+        assert compute_reward(function, "p", {"answer": "4"}, response, []) == 0.0
+
+
+def test_the_environment_is_not_the_trainers() -> None:
+    os.environ["DTA_SECRET"] = "token"
+    try:
+        code = "import os\nfound = os.environ.get('DTA_SECRET')"
+        assert compute_reward(CodeTests(QUICK), "p", {"tests": "assert found is None"}, fenced(code), []) == 1
+    finally:
+        del os.environ["DTA_SECRET"]
+
+
+def test_groups_that_fail_as_a_whole_leave_a_step_out(tmp_path: Path) -> None:
+    """A collection of as many steps as groups has one step less then, and the run goes on with the next."""
+    (tmp_path / "gone.py").write_text(
+        "def reward(prompt, response, ids):\n"
+        "    if prompt['answer'] == 'a':\n        raise ConnectionError\n    return len(ids) % 2\n"
+    )
+    rows = [json.dumps({"prompt": f"{i}=", "answer": "abcd"[i]}) for i in range(4)]
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    run(
+        f"--prompt-data {tmp_path}/p.jsonl --tokenizer-type CharacterTokenizer --rollout-batch-size 4 "
+        f"--reward-function {tmp_path}/gone.py:reward --reward-failure drop --n-samples-per-prompt 3 "
+        f"--num-steps-per-rollout 4 --rollout-max-response-len 4 --train-iters 7 --metrics-file {tmp_path}/m.jsonl"
+    )
+    rows = rows_of(tmp_path / "m.jsonl")
+    assert [row["collection_step"] for row in rows] == [0, 1, 2, 0, 1, 2, 0]
+    assert all(row["reward_failures"] == 3 for row in rows)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_functions_that_hang_fail_in_time_where_there_is_one(drop: bool) -> None:
+    def reward(prompt: dict, response: str, ids: list[int]) -> float:
+        if response == "hang":
+            time.sleep(20)
+        if response == "raise":
+            raise KeyError
+        return float(len(response))
+
+    scorer, began = Scorer(reward, drop, seconds=0.5), time.monotonic()
+    responses = [Response("p", {}, text, []) for text in ("a", "hang", "bcd", "raise", "hang")]
+    if drop:
+        assert scorer.score(responses) == [1, None, 3, None, None]
+        assert scorer.counts == {"reward_failures": 3, "reward_timeouts": 2}
+        assert "took longer than 0.5 s" in scorer.last_failure
+    else:
+        with pytest.raises(InputError, match=r"prompt 'p', response 'hang': took longer than 0.5 s"):
+            scorer.score(responses)
+    assert time.monotonic() - began < 5

@@ -1,0 +1,284 @@
+"""Rollout engines behind vLLM's and SGLang's servers: forms, logprobs, routing, failures, weight updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from http_engine_cases import EOS, KINDS, PARAMS, QUICK, VOCABULARY, Setup, check_result
+from megatron_dta.common.errors import InputError
+from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
+from megatron_dta.sampling.engines.servers.engine import HttpEngine
+from megatron_dta.sampling.engines.servers.http_client import ServerError
+from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
+from megatron_dta.sampling.keyed_random import Domain
+from rollout_servers import VllmServer
+
+
+@pytest.fixture
+def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
+    with ExitStack() as stack:
+        yield Setup(stack, kind, seed_all(len(request.node.name)))
+
+
+@KINDS
+def test_many_requests_come_back_whole_with_the_trainers_logprobs(setup: Setup) -> None:
+    setup.add_servers(3, delay_s=0.01)
+    engine = setup.engine()
+    engine.start(PARAMS, 4)
+    requests = setup.requests(60)
+    results = generate(engine, requests)
+    for request, result in zip(requests, results, strict=True):
+        check_result(setup, request, result)
+    assert {result.finish_reason for result in results} == set(FinishReason)
+    statistics = engine.statistics()
+    assert statistics["decoded_tokens"] == sum(len(result.token_ids) for result in results)
+    assert statistics["requests"] == 60
+    contexts = sum(len(request.token_ids) for request in requests)
+    assert statistics["prefilled_tokens"] + statistics["reused_tokens"] == contexts
+    if setup.kind == "sglang":
+        assert statistics["reused_tokens"] > 0
+    assert sum(server.most_running for server in setup.servers) > 3
+    # The same requests in the same iteration give the same tokens, another iteration others.
+    engine.start(PARAMS, 4)
+    again = generate(engine, requests)
+    assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(results, again, strict=True))
+    engine.start(PARAMS, 5)
+    assert any(
+        not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(results, generate(engine, requests), strict=True)
+    )
+
+
+@KINDS
+def test_a_branch_does_not_repeat_its_parents_random_numbers(setup: Setup) -> None:
+    setup.table = np.zeros((VOCABULARY, VOCABULARY))  # tokens show the random numbers
+    setup.table[:, EOS] = -50
+    setup.add_servers(1)
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    (first,) = generate(engine, [GenerationRequest(0, np.array([1], np.int32), 12, key=3, hold=True)])
+    context = np.concatenate([[1], first.token_ids]).astype(np.int32)
+    (second,) = generate(engine, [GenerationRequest(1, context, 12, key=3, parent=0)])
+    assert not np.array_equal(first.token_ids, second.token_ids)
+    engine.release([0])
+    with pytest.raises(ValueError, match="request 0 is not held"):
+        engine.release([0])
+
+
+@KINDS
+def test_prompts_and_their_branches_stay_on_one_server(setup: Setup) -> None:
+    setup.add_servers(3, delay_s=0.005)
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    prompts = [np.array([2 * i + 1, 3, 4], np.int32) for i in range(9)]
+    roots = [GenerationRequest(i, prompts[i % 9], 4, key=i, hold=True) for i in range(36)]
+    results = generate(engine, roots)
+    children = []
+    for root, result in zip(roots, results, strict=True):
+        context = np.concatenate([root.token_ids, result.token_ids])
+        parent = root.request_id if root.request_id % 2 else None  # the others are recognized by their prompt
+        children.append(GenerationRequest(100 + root.request_id, context, 4, key=1, parent=parent))
+    setup.rng.shuffle(children)
+    generate(engine, children)
+    prompt_of = "prompt" if setup.kind == "vllm" else "input_ids"
+    seen = [{tuple(body[prompt_of][:3]) for body in server.bodies} for server in setup.servers]
+    assert [len(prompts) for prompts in seen] == [3, 3, 3]  # evenly, and none on two servers
+    assert len(set.union(*seen)) == 9
+
+
+@KINDS
+def test_the_models_own_end_does_not_end_a_response(setup: Setup) -> None:
+    """It is not the trainer's: what the server stops at is continued behind it."""
+    setup.table[:, 9] += 2.0
+    setup.add_servers(2, model_eos=9)
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    requests = setup.requests(40)
+    results = generate(engine, requests)
+    for request, result in zip(requests, results, strict=True):
+        check_result(setup, request, result)
+    assert any(9 in result.token_ids[:-1] for result in results)
+    engine.start(replace(PARAMS, other_eos_ids=(9,)), 1)
+    results = generate(engine, requests)
+    assert any(result.token_ids[-1] == 9 for result in results)
+    assert not any(9 in result.token_ids[:-1] for result in results)
+
+
+LOGPROB_CASES = [
+    # kind, logprobs after the temperature (and, with vLLM, the nucleus), temperature, top_p, refused with
+    ("vllm", False, 1.0, 1.0, None),
+    ("vllm", True, 1.0, 1.0, None),
+    ("vllm", False, 1.0, 0.8, None),
+    ("vllm", True, 1.0, 0.8, "--logprobs-mode raw_logprobs"),
+    ("vllm", True, 0.7, 1.0, None),
+    ("vllm", False, 0.7, 1.0, "--logprobs-mode processed_logprobs"),
+    ("vllm", True, 0.7, 0.8, "--old-logprobs recompute"),
+    ("vllm", False, 0.7, 0.8, "--old-logprobs recompute"),
+    ("sglang", True, 0.7, 0.8, None),
+    ("sglang", True, 0.7, 1.0, None),
+    ("sglang", True, 1.0, 0.8, None),
+    ("sglang", False, 1.0, 0.8, None),
+    ("sglang", False, 0.7, 1.0, "SGLANG_RETURN_ORIGINAL_LOGPROB"),
+]
+
+
+@pytest.mark.parametrize(("kind", "scaled", "temperature", "top_p", "refused"), LOGPROB_CASES)
+def test_logprobs_are_the_trainers_or_refused(
+    setup: Setup, scaled: bool, temperature: float, top_p: float, refused: str | None
+) -> None:
+    setup.add_servers(1, temperature_scaled=scaled)
+    params = replace(PARAMS, temperature=temperature, top_p=top_p)
+    engine = setup.engine()
+    requests = setup.requests(20)
+    if refused is None:
+        engine.start(params, 0)
+        for request, result in zip(requests, generate(engine, requests), strict=True):
+            check_result(setup, request, result, temperature)
+        return
+    with pytest.raises(ServerError, match=refused) as caught:
+        engine.start(params, 0)
+    assert setup.servers[0].url in str(caught.value)
+    assert "\n" not in str(caught.value)
+    # Where nobody reads them any will do.
+    engine.start(replace(params, domain=Domain.EVALUATION), 0)
+    engine = setup.engine(exact_logprobs=False)
+    engine.start(params, 0)
+    assert len(generate(engine, requests)) == 20
+
+
+FAULTS = [500, 503, 429, "drop", "truncate", "garbage", "short", "long", "abort"]
+
+
+@KINDS
+@pytest.mark.parametrize("fault", FAULTS)
+def test_failed_requests_are_sent_again(setup: Setup, fault: object) -> None:
+    setup.add_servers(2)
+    setup.fault(0, fault, fault)
+    setup.fault(1, fault)
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    requests = setup.requests(30)
+    for request, result in zip(requests, generate(engine, requests), strict=True):
+        check_result(setup, request, result)
+    assert engine.statistics()["retried_requests"] == 3
+    assert engine.statistics()["servers"] == 2
+
+
+@KINDS
+def test_a_hanging_request_is_moved(setup: Setup) -> None:
+    setup.add_servers(2)
+    setup.fault(0, *["hang"] * 100)  # though it says that it is healthy
+    setup.fault(1, "hang")
+    engine = setup.engine(replace(QUICK, timeout_s=0.3))
+    engine.start(PARAMS, 0)
+    requests = setup.requests(8)
+    begin = time.monotonic()
+    assert len(generate(engine, requests)) == 8
+    assert time.monotonic() - begin < 5
+
+
+@KINDS
+def test_a_server_that_dies_mid_step_loses_its_requests_to_the_others(setup: Setup) -> None:
+    setup.add_servers(3, delay_s=0.05)
+    setup.fault(1, None, None, "die")
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    requests = setup.requests(60, prompts=12)
+    for request, result in zip(requests, generate(engine, requests), strict=True):
+        check_result(setup, request, result)
+    assert engine.statistics()["servers"] == 2
+    assert engine.statistics()["servers_lost"] == 1
+    assert engine.statistics()["moved_requests"] > 0
+    assert len(setup.lines) == 1
+    assert setup.servers[1].url in setup.lines[0]
+
+
+@KINDS
+def test_when_all_servers_die_the_step_fails_with_one_line(setup: Setup) -> None:
+    setup.add_servers(2, delay_s=0.05)
+    setup.fault(0, None, "die")
+    setup.fault(1, None, None, "die")
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    with pytest.raises(ServerError, match=r"^request \d+ \(.*\): no rollout server is left \(http") as caught:
+        generate(engine, setup.requests(40, prompts=10))
+    assert "\n" not in str(caught.value)
+    assert engine.poll() == []  # the others were given up
+    engine.start(PARAMS, 1)
+
+
+@KINDS
+def test_a_request_that_fails_for_good_names_itself_and_the_server(setup: Setup) -> None:
+    setup.add_servers(1)
+    setup.fault(0, *[500] * 4)
+    engine = setup.engine()
+    engine.start(PARAMS, 0)
+    (request,) = setup.requests(1)
+    length = len(request.token_ids)
+    match = rf"request 10 \({length} tokens, up to \d+ more\): failed 4 times, .* on {setup.servers[0].url}: .*500"
+    with pytest.raises(ServerError, match=match):
+        generate(engine, [request])
+    # What the server refuses is not tried again.
+    setup.servers[0].table = setup.table[:4]
+    calls = len(setup.servers[0].calls)
+    with pytest.raises(ServerError, match=r"refused with 400: .*out of vocabulary"):
+        generate(engine, [GenerationRequest(1, np.array([20], np.int32), 2, key=0)])
+    assert len(setup.servers[0].calls) == calls + 1
+
+
+@KINDS
+def test_requests_that_no_server_can_run_are_refused_at_once(setup: Setup) -> None:
+    setup.add_servers(1)
+    engine = setup.engine()
+    good = setup.requests(1)[0]
+    with pytest.raises(ValueError, match="not started"):
+        engine.submit([good])
+    engine.start(PARAMS, 0)
+    for changes, match in (
+        ({"token_ids": np.array([VOCABULARY], np.int32)}, "outside of the vocabulary of 23"),
+        ({"token_ids": np.array([], np.int32)}, "empty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"parent": 4}, "parent 4 is not held"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            engine.submit([good, replace(good, request_id=11, **changes)])
+    assert engine.poll() == []
+    assert not setup.servers[0].bodies
+
+
+@pytest.mark.parametrize(
+    ("urls", "match"),
+    [
+        ([], "give at least one"),
+        (["localhost:8000"], "must be like http://HOST:PORT"),
+        (["http://"], "must be like"),
+        (["http://a:1", "http://a:1/"], "given twice"),
+    ],
+)
+def test_wrong_urls_are_named(urls: list[str], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        HttpEngine(VllmProtocol(), urls)
+
+
+def test_the_fake_servers_are_strict() -> None:
+    """Or the tests of requests could not fail: what is misspelt is refused."""
+    with ExitStack() as stack:
+        setup = Setup(stack, "vllm", seed_all(1))
+        setup.add_servers(1)
+        assert isinstance(setup.servers[0], VllmServer)
+
+        class Misspelt(VllmProtocol):
+            def body(self, *arguments):
+                return super().body(*arguments) | {"max_new_tokens": 3}
+
+        engine = HttpEngine(Misspelt(), [setup.servers[0].url], QUICK)
+        stack.callback(engine.close)
+        engine.start(PARAMS, 0)
+        with pytest.raises(ServerError, match="max_new_tokens: Extra inputs are not permitted"):
+            generate(engine, setup.requests(1))

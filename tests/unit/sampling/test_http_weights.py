@@ -1,0 +1,140 @@
+"""Weights handed to servers: the calls and their order, servers that fail or have others, older versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from http_engine_cases import KINDS, PARAMS, QUICK, Setup, check_result
+from http_weights_cases import write_checkpoint
+from megatron_dta.sampling.engines.interface import generate
+from megatron_dta.sampling.engines.servers.http_client import ServerError
+
+
+@pytest.fixture
+def setup(kind: str, request: pytest.FixtureRequest) -> Iterator[Setup]:
+    with ExitStack() as stack:
+        yield Setup(stack, kind, seed_all(len(request.node.name)))
+
+
+UPDATE_CALLS = {
+    "vllm": ["/health", "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"],
+    "sglang": [
+        "/health_generate",
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/flush_cache",
+        "/continue_generation",
+    ],
+}
+
+
+@KINDS
+def test_weights_are_updated_on_every_server_between_phases(setup: Setup, tmp_path: Path) -> None:
+    setup.add_servers(2, delay_s=0.01)
+    engine = setup.engine()
+    for version in (3, 4):
+        setup.table = write_checkpoint(tmp_path / f"v{version}", version)
+        seen = [len(server.calls) for server in setup.servers]
+        engine.update_weights(version, tmp_path / f"v{version}")
+        for server, calls in zip(setup.servers, seen, strict=True):
+            assert server.calls[calls:] == UPDATE_CALLS[setup.kind]
+            assert server.folders[-1] == str(tmp_path / f"v{version}")
+        engine.start(PARAMS, version)
+        requests = setup.requests(20)
+        for request, result in zip(requests, generate(engine, requests), strict=True):
+            check_result(setup, request, result)
+            assert result.policy_version == version
+    assert not any(server.violations for server in setup.servers)
+    assert engine.statistics()["weight_updates"] == 2
+    engine.submit(setup.requests(4))
+    with pytest.raises(ValueError, match="4 requests are running"):
+        engine.update_weights(5, tmp_path / "v4")
+    with pytest.raises(ValueError, match="4 requests are running"):
+        engine.start(PARAMS, 9)
+
+
+@KINDS
+def test_a_server_that_cannot_update_is_left_out_until_it_can(setup: Setup, tmp_path: Path) -> None:
+    setup.add_servers(2)
+    engine = setup.engine()
+    path = UPDATE_CALLS[setup.kind][2]
+    setup.fault(0, *[500] * 4, path=path)
+    setup.table = write_checkpoint(tmp_path / "v1", 1)
+    engine.update_weights(1, tmp_path / "v1")
+    engine.start(PARAMS, 0)
+    requests = setup.requests(10)
+    for request, result in zip(requests, generate(engine, requests), strict=True):
+        check_result(setup, request, result)
+    assert not setup.servers[0].bodies
+    assert setup.servers[0].url in setup.lines[0]
+    setup.table = write_checkpoint(tmp_path / "v2", 2)
+    engine.update_weights(2, tmp_path / "v2")
+    engine.start(PARAMS, 1)
+    for request, result in zip(requests, generate(engine, requests), strict=True):
+        check_result(setup, request, result)
+    assert setup.servers[0].bodies
+    for server in range(2):
+        setup.fault(server, *[500] * 4, path=path)
+    with pytest.raises(ServerError, match="no rollout server could take the new weights"):
+        engine.update_weights(3, tmp_path / "v2")
+
+
+@KINDS
+def test_an_update_that_hangs_holds_up_the_others_once(setup: Setup, tmp_path: Path) -> None:
+    setup.add_servers(2)
+    engine = setup.engine(replace(QUICK, timeout_s=0.4))
+    setup.fault(1, *["hang"] * 9, path=UPDATE_CALLS[setup.kind][2])
+    setup.table = write_checkpoint(tmp_path / "v1", 1)
+    begin = time.monotonic()
+    engine.update_weights(1, tmp_path / "v1")
+    assert time.monotonic() - begin < 3 * 0.4 + 1
+    assert f"{setup.servers[1].url}" in setup.lines[0]
+    assert "no reply within 0.4 s" in setup.lines[0]
+    assert engine.statistics()["servers"] == 1
+
+
+@KINDS
+def test_a_server_with_other_weights_is_left_out(setup: Setup, tmp_path: Path) -> None:
+    """It was restarted, or another trainer has updated it: its tokens would be of other weights than they say."""
+    setup.add_servers(2)
+    engine = setup.engine()
+    setup.table = write_checkpoint(tmp_path / "v1", 1)
+    engine.update_weights(1, tmp_path / "v1")
+    setup.servers[0].label = "default"
+    setup.servers[0].table = np.random.default_rng(0).normal(size=setup.table.shape)
+    engine.start(PARAMS, 0)
+    requests = setup.requests(20)
+    for request, result in zip(requests, generate(engine, requests), strict=True):
+        check_result(setup, request, result)
+    assert "samples with the weights default" in setup.lines[0]
+    # The last one may come back from a fault of its health, since it can show what it has.
+    setup.fault(1, "drop", None)
+    setup.fault(1, 503, None, path="/health" if setup.kind == "vllm" else "/health_generate")
+    assert len(generate(engine, requests)) == 20
+    assert engine.statistics()["servers"] == 1
+
+
+def test_vllm_without_weight_versions_or_development_mode(tmp_path: Path) -> None:
+    rng = seed_all(3)
+    with ExitStack() as stack:
+        setup = Setup(stack, "vllm", rng)
+        setup.add_servers(1)
+        setup.servers[0].labels = False
+        engine = setup.engine()
+        setup.table = write_checkpoint(tmp_path / "v1", 1)
+        engine.update_weights(1, tmp_path / "v1")
+        engine.start(PARAMS, 0)
+        requests = setup.requests(10)
+        for request, result in zip(requests, generate(engine, requests), strict=True):
+            check_result(setup, request, result)
+        setup.fault(0, 404, path="/pause")
+        with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
+            engine.update_weights(2, tmp_path / "v1")

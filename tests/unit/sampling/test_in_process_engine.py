@@ -1,0 +1,269 @@
+"""The in-process engine against a slow one without cache, batch or sharing: trees of requests in any order, with pools
+so small that running requests lose their pages, and against the trainer's logprobs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from in_process_engine_cases import trainers_logprobs
+from megatron_dta.config import TreeConfig
+from megatron_dta.model.attention.paged_cache import PagedCache
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from rollout_forest import NEVER, PARAMS, SETTINGS, Drive, assert_same, run_forest, run_long, started
+from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts, slow_sample
+
+GROUPED = SHAPES["grouped queries, QK-norm, untied"]
+EXPERTS = GROUPED | dict(disable_bias_linear=True, num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=20)
+MODELS = SHAPES | {"experts": EXPERTS, "grouped experts": EXPERTS | dict(moe_grouped_gemm=True)}
+
+
+@pytest.mark.parametrize("shape", MODELS)
+def test_a_forest_equals_the_slow_engine(shape: str):
+    """Token for token, logprob for logprob, for each kind of pool and any order of calls."""
+    seed_all(len(shape))
+    model = make_model(3, **MODELS[shape])
+    drive = Drive(seed=len(shape))
+    reference = run_forest(started(model), drive)
+    assert len(reference) > 40
+    ended = 0
+    for request, result in reference.values():
+        tokens, logprobs = slow_sample(model, request.token_ids, request.key, PARAMS, 4, request.max_tokens)
+        assert result.token_ids.tolist() == tokens
+        assert np.allclose(result.logprobs, logprobs, rtol=0, atol=1e-12)
+        assert result.ended == (tokens[-1] in (EOS, 3))
+        ended += result.ended
+    assert 5 < ended < len(reference) - 5
+    for number, settings in enumerate(SETTINGS.values()):
+        engine = started(model, **settings)
+        found = run_forest(engine, replace(drive, order=number))
+        assert_same(found, reference, 1e-12)
+        statistics = engine.statistics()
+        assert engine.pages_in_use == 0
+        contexts = sum(len(request.token_ids) for request, _ in found.values())
+        assert statistics["prefilled_tokens"] + statistics["reused_tokens"] == contexts
+        assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in found.values())
+        assert statistics["requests"] == len(found)
+        if "pages" in settings:
+            assert statistics["peak_pages"] <= settings["pages"]
+            assert statistics["evictions"] > 0
+
+
+def test_preempted_requests_give_the_same_samples():
+    model = make_model(14, **GROUPED)
+    reference = run_long(started(model, NEVER))
+    for request, result in list(reference.values())[::4]:
+        tokens, logprobs = slow_sample(model, request.token_ids, request.key, NEVER, 4, request.max_tokens)
+        assert result.token_ids.tolist() == tokens
+        assert np.allclose(result.logprobs, logprobs, rtol=0, atol=1e-12)
+    for settings in (
+        dict(block_size=1, pages=65, max_tokens=8),
+        dict(block_size=4, pages=30, max_requests=7),
+        dict(block_size=16, pages=5),
+    ):
+        engine = started(model, NEVER, **settings)
+        assert_same(run_long(engine), reference, 1e-12)
+        statistics = engine.statistics()
+        assert statistics["preemptions"] > 1
+        assert statistics["recomputed_tokens"] > 5
+        assert statistics["peak_pages"] <= settings["pages"]
+        assert engine.pages_in_use == 0
+
+
+def test_parents_are_found_without_being_named_where_pages_are_full():
+    model = make_model(4)
+    drive, no_hints = Drive(seed=9), Drive(seed=9, hints=False)
+    engines = [started(model, block_size=1), started(model, block_size=1), started(model, block_size=1000)]
+    with_hints, without = run_forest(engines[0], drive), run_forest(engines[1], no_hints)
+    with_long_pages = run_forest(engines[2], no_hints)
+    for found in (without, with_long_pages):
+        for request_id, (_, result) in with_hints.items():
+            assert found[request_id][1].token_ids.tolist() == result.token_ids.tolist()
+    reused = [engine.statistics()["reused_tokens"] for engine in engines]
+    assert reused[0] >= reused[1] > 2 * reused[2] > 0
+
+
+def test_what_is_in_free_pages_never_matters(monkeypatch: pytest.MonkeyPatch):
+    """Pages start with large numbers instead of zeros (not NaN: masked scores times NaN would be NaN)."""
+    model = make_model(5, torch.float64, **GROUPED)
+    drive = Drive(seed=21, prompts=4)
+    clean = run_forest(started(model, block_size=3), drive)
+    grow = PagedCache.grow
+
+    def grow_poisoned(cache: PagedCache, num_pages: int) -> None:
+        first = cache.num_pages
+        grow(cache, num_pages)
+        for tensor in (*cache.keys.values(), *cache.values.values()):
+            tensor[first:] = 1e3 * torch.randn_like(tensor[first:])
+
+    monkeypatch.setattr(PagedCache, "grow", grow_poisoned)
+    assert_same(run_forest(started(model, block_size=3), drive), clean, 1e-12)
+
+
+def test_forks_share_pages():
+    """Counted: full pages of a common prefix once, a copy of the partly filled one for each, nothing after release."""
+    seed_all(6)
+    model = make_model(6)
+    engine = started(model, NEVER, block_size=4)
+    prompt = random_prompts(np.random.default_rng(1), [10])[0]
+    requests = [GenerationRequest(i, prompt, 7, i, hold=True) for i in range(8)]
+    results = generate(engine, requests)
+    # Positions with K and V: 10 + 7 - 1 = 16, four pages each; the prompt's first nine positions fill two of them.
+    assert engine.pages_in_use == 2 + 8 * 2
+    statistics = engine.statistics()
+    assert statistics["prefilled_tokens"] == 10 + 7 * 1
+    assert statistics["reused_tokens"] == 7 * 9
+    whole = np.concatenate([prompt, results[3].token_ids])
+    children = [GenerationRequest(100 + i, whole, 3, 50 + i, parent=3, hold=True) for i in range(5)]
+    generate(engine, children)
+    # 16 positions are shared: four pages that are full; each child adds positions 16, 17, 18.
+    assert engine.pages_in_use == 18 + 5
+    assert engine.statistics()["prefilled_tokens"] == 17 + 5
+    fork = [GenerationRequest(200 + i, whole[:14], 1, 90 + i, parent=3) for i in range(2)]
+    generate(engine, fork)
+    assert engine.statistics()["prefilled_tokens"] == 22 + 2
+    assert engine.pages_in_use == 23
+    engine.release([3])
+    assert engine.pages_in_use == 23
+    engine.release([100 + i for i in range(5)])
+    assert engine.pages_in_use == 2 + 7 * 2
+    engine.release([0, 1, 2, 4, 5, 6, 7])
+    assert engine.pages_in_use == 0
+    assert engine._cache is None
+
+
+def test_a_parent_released_at_once_still_serves_its_children():
+    model = make_model(7)
+    engine = started(model, NEVER, max_requests=2)
+    prompt = random_prompts(np.random.default_rng(2), [9])[0]
+    (first,) = generate(engine, [GenerationRequest(0, prompt, 5, 1, hold=True)])
+    whole = np.concatenate([prompt, first.token_ids])
+    engine.submit([GenerationRequest(i, whole, 4, i, parent=0) for i in range(1, 6)])
+    engine.release([0])
+    with pytest.raises(ValueError, match="not held"):
+        engine.release([0])
+    engine.submit([GenerationRequest(0, prompt, 1, 7)])
+    count = 0
+    while results := engine.poll():
+        count += len(results)
+    assert count == 6
+    assert engine.statistics()["reused_tokens"] >= 5 * 13
+    assert engine.pages_in_use == 0
+
+
+def test_keys():
+    """Same key, same tokens; another key, others, also where keys differ in their highest bits only."""
+    model = make_model(8, init_method_std=0.05)
+    prompt = random_prompts(np.random.default_rng(3), [5])[0]
+    keys = [5, 5, 5 + 2**32, 5 + 2**61, 5 + 2**62, 6]
+    results = generate(started(model, NEVER), [GenerationRequest(i, prompt, 30, key) for i, key in enumerate(keys)])
+    responses = [tuple(result.token_ids.tolist()) for result in results]
+    assert responses[0] == responses[1]
+    assert len(set(responses)) == 5
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("settings", ["default", "small pool"])
+def test_logprobs_of_the_forest_are_the_trainers(dtype: torch.dtype, tolerance: float, settings: str):
+    """Forks, shared pages and recomputation after preemption: training still finds every importance ratio to be 1."""
+    seed_all(40)
+    model = make_model(18, dtype, **GROUPED)
+    found = run_forest(started(model, **SETTINGS[settings]), Drive(seed=3, order=5))
+    trained = trainers_logprobs(model, found, TreeConfig(tree_segment_tokens=24))
+    for (_, result), logprobs in zip(found.values(), trained, strict=True):
+        assert result.logprobs.dtype == (np.float64 if dtype == torch.float64 else np.float32)
+        assert np.abs(logprobs - result.logprobs).max() <= tolerance
+
+
+def test_bfloat16_logprobs_are_as_near_to_float32_as_the_trainers():
+    """Sampler and dense training each differ from float32 by rounding; the sampler by no more, over several models."""
+    ratios = []
+    for seed in range(6):
+        model = make_model(30 + seed, torch.bfloat16, **GROUPED, hidden_size=128, init_method_std=0.1)
+        exact = make_model(0, torch.float32, **GROUPED, hidden_size=128, init_method_std=0.1)
+        exact.load_state_dict({name: value.float() for name, value in model.state_dict().items() if value is not None})
+        found = run_forest(started(model), Drive(seed=seed))
+        sampled = np.concatenate([result.logprobs for _, result in found.values()])
+        dense = TreeConfig(tree_mode="dense")
+        trained, expected = (np.concatenate(trainers_logprobs(m, found, dense)) for m in (model, exact))
+        ratios.append(np.abs(sampled - expected).mean() / np.abs(trained - expected).mean())
+        assert np.abs(sampled - expected).max() > 1e-4
+    print(f"distance of the sampler over dense training's: {ratios}")
+    assert np.mean(ratios) <= 1 + 2 * np.std(ratios, ddof=1) / len(ratios) ** 0.5 + 0.02
+
+
+def test_new_weights_and_new_phases():
+    model = make_model(11)
+    engine = started(model, NEVER, block_size=1)
+    prompt = random_prompts(np.random.default_rng(4), [12])[0]
+    (old,) = generate(engine, [GenerationRequest(0, prompt, 6, 1, hold=True)])
+    assert old.policy_version == 0
+    engine.submit([GenerationRequest(1, prompt, 6, 1)])
+    with pytest.raises(ValueError, match="running"):
+        engine.update_weights(3)
+    with pytest.raises(ValueError, match="running"):
+        engine.start(NEVER, 5)
+    (again,) = engine.poll()
+    assert again.token_ids.tolist() == old.token_ids.tolist()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    engine.update_weights(3)
+    # The parent can still be named, but its K and V are of the old weights and gone.
+    whole = np.concatenate([prompt, old.token_ids])
+    (new,) = generate(engine, [GenerationRequest(2, whole, 6, 1, parent=0)])
+    assert new.policy_version == 3
+    assert new.token_ids.tolist() == slow_sample(model, whole, 1, NEVER, 4, 6)[0]
+    engine.start(NEVER, 5)
+    with pytest.raises(ValueError, match="not held"):
+        engine.submit([GenerationRequest(3, whole, 6, 1, parent=0)])
+    (other,) = generate(engine, [GenerationRequest(3, whole, 6, 1)])
+    assert other.token_ids.tolist() != new.token_ids.tolist()
+
+
+def test_an_error_leaves_an_engine_that_can_start_again():
+    model = make_model(12)
+    engine = started(model, NEVER)
+    prompt = random_prompts(np.random.default_rng(5), [4])[0]
+    good = generate(engine, [GenerationRequest(0, prompt, 5, 1)])[0]
+    weight = model.output_weight()
+    saved = weight[2].detach().clone()
+    with torch.no_grad():
+        weight[2] = float("nan")
+    engine.submit([GenerationRequest(0, prompt, 5, 1)])
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.poll()
+    assert engine.pages_in_use == 0
+    with torch.no_grad():
+        weight[2] = saved
+    with pytest.raises(ValueError, match="not started"):
+        engine.submit([GenerationRequest(0, prompt, 5, 1)])
+    engine.start(NEVER, 4)
+    assert generate(engine, [GenerationRequest(0, prompt, 5, 1)])[0].token_ids.tolist() == good.token_ids.tolist()
+
+
+def test_what_cannot_be_sampled_is_refused():
+    model = make_model(13)
+    engine = started(model, NEVER, block_size=8, pages=5)
+    prompt = random_prompts(np.random.default_rng(6), [10])[0]
+    generate(engine, [GenerationRequest(1, prompt, 1, 1, hold=True)])
+    for request, words in (
+        (GenerationRequest(1, prompt, 1, 1), "in use"),
+        (GenerationRequest(2, prompt, 87, 1), "--max-position-embeddings 96"),
+        (GenerationRequest(2, prompt, 31, 1), "--inference-dynamic-batching-buffer-size-gb: 5 pages"),
+        (GenerationRequest(2, prompt[:0], 1, 1), "empty"),
+        (GenerationRequest(2, prompt + VOCAB, 1, 1), "vocabulary"),
+        (GenerationRequest(2, prompt, 0, 1), "max_tokens"),
+        (GenerationRequest(2, prompt, 1, -1), "key"),
+        (GenerationRequest(2, prompt, 1, 1, parent=9), "not held"),
+        (GenerationRequest(2, (prompt + 1) % VOCAB, 1, 1, parent=1), "no prefix"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.submit([GenerationRequest(5, prompt, 1, 1), request])
+        assert engine.poll() == []
+    assert len(generate(engine, [GenerationRequest(2, prompt, 30, 1)])[0].token_ids) == 30

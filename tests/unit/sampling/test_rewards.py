@@ -1,0 +1,318 @@
+"""Rewards, the arithmetic task, and the source and evaluation that close the loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import ModelConfig, SamplingConfig
+from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.rollouts import load_rollouts
+from megatron_dta.sampling.engines.build import build_engine
+from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
+from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
+from megatron_dta.sampling.rewards.registry import compute_reward, exact_match, load_reward_function
+from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource
+from megatron_dta.sampling.task import build_task
+
+USER_REWARDS = """
+import math
+
+CALLS = []
+
+def length(prompt, response, response_token_ids):
+    CALLS.append(prompt)
+    prompt["answer"] = "changed"
+    response_token_ids.clear()
+    return len(response)
+
+def not_a_number(prompt, response, response_token_ids):
+    return math.nan
+
+def infinite(prompt, response, response_token_ids):
+    return -math.inf
+
+def text(prompt, response, response_token_ids):
+    return "1.0"
+
+def nothing(prompt, response, response_token_ids):
+    pass
+
+def broken(prompt, response, response_token_ids):
+    return {}["missing key"]
+
+def flag(prompt, response, response_token_ids):
+    return response == "19"
+
+value = 3
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    file = tmp_path / "rewards.py"
+    file.write_text(USER_REWARDS)
+    return file
+
+
+def test_user_reward(user_file: Path):
+    record, ids = {"answer": 19}, [1, 9, 15]
+    assert compute_reward(load_reward_function(f"{user_file}:length"), "p", record, "19", ids) == 2.0
+    assert record == {"answer": 19}
+    assert ids == [1, 9, 15]
+    assert compute_reward(load_reward_function(f"{user_file}:flag"), "p", record, "19", ids) == 1.0
+    assert compute_reward(lambda *_: np.float32(0.5), "p", record, "19", ids) == 0.5
+    assert compute_reward(lambda *_: np.bool_(True), "p", record, "19", ids) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("not_a_number", "must return a finite number, got nan"),
+        ("infinite", "must return a finite number, got -inf"),
+        ("text", "must return a number, got str"),
+        ("nothing", "must return a number, got NoneType"),
+        ("broken", r"raised KeyError: 'missing key' \(rewards.py, line 25\)"),
+    ],
+)
+def test_bad_reward_values(user_file: Path, name: str, message: str):
+    function = load_reward_function(f"{user_file}:{name}")
+    with pytest.raises(InputError, match=message) as caught:
+        compute_reward(function, "prompt-7", {}, "12\n34", [1])
+    assert "'prompt-7'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_reward_flags(user_file: Path, tmp_path: Path):
+    syntax = tmp_path / "syntax.py"
+    syntax.write_text("def f(:\n")
+    for spec, message in (
+        ("best", "must be exact_match, math_verify, code_tests, remote or FILE.py:NAME"),
+        (str(user_file), "must be exact_match"),
+        (f"{user_file}:no-name", "must be exact_match"),
+        (f"{tmp_path}/none.py:f", "no such file"),
+        (f"{user_file}:missing", "has no function missing"),
+        (f"{user_file}:value", "has no function value"),
+        (f"{syntax}:f", "the file does not run: SyntaxError"),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            load_reward_function(spec)
+        assert "\n" not in str(caught.value)
+
+
+def test_exact_match():
+    for answer, response, expected in ((19, "19", 1), ("19", " 19 ", 1), (19, "190", 0), (-2, "-2", 1), (19, "", 0)):
+        assert compute_reward(exact_match, "p", {"answer": answer}, response, []) == expected
+    with pytest.raises(InputError, match="no field 'answer'"):
+        compute_reward(exact_match, "p", {}, "19", [])
+
+
+def test_math_verify():
+    try:
+        import math_verify  # noqa: F401
+    except ImportError:
+        with pytest.raises(InputError, match="pip install math-verify"):
+            load_reward_function("math_verify")
+        return
+    function = load_reward_function("math_verify")
+    assert compute_reward(function, "p", {"answer": "1/2"}, r"so it is $\boxed{\frac{2}{4}}$", []) == 1.0
+    assert compute_reward(function, "p", {"answer": "1/2"}, r"so it is $\boxed{\frac{2}{5}}$", []) == 0.0
+    assert compute_reward(function, "p", {"answer": 42}, "the answer is 42.", []) == 1.0
+
+
+@pytest.mark.parametrize(("max_operand", "operators"), [(9, "+"), (19, "+-"), (12, "*+-"), (1, "+")])
+def test_arithmetic_split(max_operand: int, operators: str):
+    task = ArithmeticTask(max_operand, operators)
+    train, held_out = task.train_prompts, task.held_out_prompts
+    assert len(held_out) == task.held_out_problems >= 1
+
+    def keys(prompts):
+        for prompt in prompts:
+            text = prompt.prompt_id.removesuffix("=")
+            operator = next(op for op in operators if op in text)
+            left, right = map(int, text.split(operator))
+            value = {"+": left + right, "-": left - right, "*": left * right}[operator]
+            assert prompt.record["answer"] == value
+            assert task.tokenizer.decode(prompt.token_ids) == prompt.record["question"] == text + "="
+            assert len(str(value)) + 1 <= task.longest_answer_tokens
+            yield (operator, *sorted((left, right))) if operator != "-" else (operator, left, right)
+
+    train_keys, held_out_keys = list(keys(train)), list(keys(held_out))
+    assert not set(train_keys) & set(held_out_keys)
+    assert len(train) + len(held_out) <= len(operators) * (max_operand + 1) ** 2
+    assert len(set(train_keys) | set(held_out_keys)) == len(
+        {(op, *(sorted((a, b)) if op != "-" else (a, b))) for op in operators for a in range(max_operand + 1)
+         for b in range(max_operand + 1)}
+    )  # fmt: skip
+    again = ArithmeticTask(max_operand, operators)
+    assert [p.prompt_id for p in again.held_out_prompts] == [p.prompt_id for p in held_out]
+    other = ArithmeticTask(max_operand, operators, seed=1)
+    assert max_operand == 1 or [p.prompt_id for p in other.held_out_prompts] != [p.prompt_id for p in held_out]
+
+
+def test_bad_arithmetic_settings():
+    for arguments, message in (
+        (dict(max_operand=0), "--arithmetic-max-operand"),
+        (dict(max_operand=1000), "--arithmetic-max-operand"),
+        (dict(operators=""), "--arithmetic-operators"),
+        (dict(operators="++"), "--arithmetic-operators"),
+        (dict(operators="/"), "--arithmetic-operators"),
+        (dict(max_operand=3, held_out_problems=8), "cannot be held out"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ArithmeticTask(**arguments)
+
+
+def test_warmup_rollouts_are_right_answers(tmp_path: Path):
+    output = tmp_path / "warmup.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_dta.sampling.prompts.arithmetic",
+        "--output",
+        str(output),
+        "--count",
+        "300",
+    ]
+    subprocess.run([*command, "--arithmetic-max-operand", "19", "--arithmetic-operators", "+-"], check=True)
+    task = ArithmeticTask(19, "+-")
+    held_out = {prompt.prompt_id for prompt in task.held_out_prompts}
+    rollouts = load_rollouts(output, vocab_size=task.tokenizer.vocab_size)
+    assert len(rollouts) == 300
+    for rollout in rollouts:
+        question = task.tokenizer.decode(rollout.token_ids[~rollout.loss_mask])
+        trained = rollout.token_ids[rollout.loss_mask]
+        assert question not in held_out
+        assert question.endswith("=")
+        assert trained[-1] == task.tokenizer.eos_id
+        # eval is safe here: the alphabet holds digits and operators only
+        assert int(task.tokenizer.decode(trained)) == eval(question[:-1])
+    bad = subprocess.run([*command, "--arithmetic-max-operand", "0"], capture_output=True, text=True)
+    assert bad.returncode == 2
+    assert bad.stderr.startswith("error: --arithmetic-max-operand")
+    assert bad.stderr.count("\n") == 1
+
+
+def small_model(vocab_size: int):
+    device = initialize_parallel(3)
+    config = ModelConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=vocab_size, max_position_embeddings=32,
+        init_method_std=0.3, params_dtype=torch.float64,
+    )  # fmt: skip
+    return build_model(config, device)
+
+
+def test_source_and_evaluation():
+    config = SamplingConfig(
+        task="arithmetic", arithmetic_max_operand=9, rollout_batch_size=3, n_samples_per_prompt=4,
+        rollout_max_response_len=5, temperature=1.5, eval_temperature=0.0,
+    )  # fmt: skip
+    task = build_task(config, max_position_embeddings=32)
+    model = small_model(task.tokenizer.vocab_size)
+    source = SamplingSource(build_engine(config, model), task, config, seed=11)
+    batches = [source.next_batch(step) for step in range(4)]
+    for step, batch in enumerate(batches):
+        assert len(batch) == 12
+        groups = [rollout.group_id for rollout in batch]
+        assert groups == [group for group in dict.fromkeys(groups) for _ in range(4)]
+        assert len(set(groups)) == 3
+        for rollout in batch:
+            response = rollout.token_ids[rollout.loss_mask]
+            question = task.tokenizer.decode(rollout.token_ids[~rollout.loss_mask])
+            assert rollout.group_id.endswith(":" + question)
+            assert 1 <= len(response) <= 5
+            assert (response[:-1] != task.tokenizer.eos_id).all()
+            assert response[-1] == task.tokenizer.eos_id or len(response) == 5
+            assert rollout.reward == float(task.tokenizer.decode(response) == str(eval(question[:-1])))
+            assert (rollout.logprobs[rollout.loss_mask] < 0).all()
+            assert rollout.policy_version == step
+    # A source made anew, as after a restart, gives the same collections in any order.
+    again = SamplingSource(build_engine(config, model), task, config, seed=11)
+    for step in (3, 0, 2):
+        for a, b in zip(again.next_batch(step), batches[step], strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert np.array_equal(a.logprobs, b.logprobs)
+    other = SamplingSource(build_engine(config, model), task, config, seed=12).next_batch(0)
+    assert [r.token_ids.tolist() for r in other] != [r.token_ids.tolist() for r in batches[0]]
+
+    evaluation = SamplingEvaluation(build_engine(config, model), task, config, seed=11, max_prompts=7)
+    metrics = evaluation.evaluate(5)
+    assert metrics == evaluation.evaluate(6)
+    assert 0 <= metrics["reward"] <= 1
+    assert 1 <= metrics["response_tokens"] <= 5
+
+
+def test_an_evaluation_draws_numbers_that_training_never_draws():
+    """The same prompts, temperature and seed: with training's numbers the evaluation would be of its own rollouts."""
+    config = SamplingConfig(
+        task="arithmetic", arithmetic_max_operand=9, rollout_batch_size=1, n_samples_per_prompt=8,
+        n_samples_per_eval_prompt=8, rollout_max_response_len=5,
+    )  # fmt: skip
+    task = build_task(config, max_position_embeddings=32)
+    found: list[list[int]] = []
+    recorded = replace(
+        task,
+        prompts=task.prompts[:1],
+        eval_prompts=task.prompts[:1],
+        reward_function=lambda prompt, response, ids: found.append(ids) or 0.0,
+    )
+    engine = build_engine(config, small_model(task.tokenizer.vocab_size))
+    trained = [r.token_ids[r.loss_mask].tolist() for r in SamplingSource(engine, recorded, config, 11).next_batch(0)]
+    assert found == trained
+    found.clear()
+    SamplingEvaluation(engine, recorded, config, seed=11).evaluate(0)
+    assert len(found) == 8
+    assert sum(a == b for a, b in zip(found, trained, strict=True)) < 4
+
+
+def test_right_answers_get_reward_one():
+    """Every problem's answer, tokenized, ended and decoded as the source does it, and one digit off."""
+    config = SamplingConfig(
+        task="arithmetic", arithmetic_max_operand=12, arithmetic_operators="-*", rollout_max_response_len=4
+    )
+    task = build_task(config, max_position_embeddings=32)
+    for prompt in task.prompts + task.eval_prompts:
+        for offset in (0, 1):
+            answer = str(prompt.record["answer"] + offset)
+            ids = [*task.tokenizer.encode(answer).tolist(), task.tokenizer.eos_id]
+            text = task.tokenizer.decode(ids)
+            reward = compute_reward(task.reward_function, prompt.prompt_id, prompt.record, text, ids)
+            assert reward == 1.0 - offset
+
+
+def test_task_from_a_prompt_file(tmp_path: Path, user_file: Path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"question": "1+1=", "answer": 2}\n{"question": "2+1=", "answer": 3}\n')
+    config = SamplingConfig(
+        prompt_data=[str(file)], eval_prompt_data=[str(file)], tokenizer_type="CharacterTokenizer",
+        reward_function=f"{user_file}:length", rollout_batch_size=3, n_samples_per_prompt=2, rollout_max_response_len=3,
+    )  # fmt: skip
+    task = build_task(config, max_position_embeddings=32, vocab_size=20)
+    model = small_model(20)
+    rollouts = SamplingSource(build_engine(config, model), task, config, seed=1).next_batch(0)
+    assert len({rollout.group_id for rollout in rollouts}) == 3  # the file's two prompts and the first one again
+    tokenizer = CharacterTokenizer()
+    for rollout in rollouts:
+        assert rollout.reward == len(tokenizer.decode(rollout.token_ids[rollout.loss_mask]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions", "vocab_size", "message"),
+    [
+        (dict(rollout_max_response_len=32), 32, None, "leaves no room for a prompt"),
+        (dict(rollout_max_response_len=2), 32, None, "--rollout-max-response-len 2 cuts right answers"),
+        (dict(), 10, None, "--max-position-embeddings leaves 5"),
+        (dict(), 32, 9, "--vocab-size 9: --task arithmetic has 16 tokens"),
+    ],
+)
+def test_settings_that_do_not_fit_the_task(changes: dict, positions: int, vocab_size: int | None, message: str):
+    config = SamplingConfig(**{"task": "arithmetic", "rollout_max_response_len": 5, **changes})
+    with pytest.raises(InputError, match=message):
+        build_task(config, positions, vocab_size)

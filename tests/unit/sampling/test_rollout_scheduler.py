@@ -1,0 +1,206 @@
+"""The in-process engine's scheduler without a model: a store remembers for which prefix each slot was written.
+
+Thousands of requests over a vocabulary of two tokens, so that prefixes coincide by accident too. At every pass every
+position that a row attends to must hold the row's own prefix, no row may write into a page that another one holds, and
+the pool must count exactly what the tables say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.sampling.engines.in_process.pages import PagePool
+from megatron_dta.sampling.engines.in_process.scheduler import Pass, Scheduler, Sequence
+from megatron_dta.sampling.engines.interface import GenerationRequest
+
+
+class Store:
+    """What a device would hold: of each slot, the prefix whose K and V were written there."""
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._slots: dict[tuple[int, int], bytes] = {}
+
+    def run(self, plan: Pass, pool: PagePool) -> None:
+        copied = {
+            (target, i): self._slots.get((source, i)) for source, target in plan.copies for i in range(self._size)
+        }
+        self._slots.update(copied)
+        assert len({target for _, target in plan.copies}) == len(plan.copies)
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            assert count >= 1
+            for position in range(row.computed, row.computed + count):
+                page = int(row.table[position // self._size])
+                assert position // self._size < row.num_pages
+                assert pool.holders(page) == 1
+                self._slots[page, position % self._size] = row.tokens[: position + 1].tobytes()
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            for position in range(row.computed + count):
+                page = int(row.table[position // self._size])
+                assert self._slots[page, position % self._size] == row.tokens[: position + 1].tobytes()
+
+    def run_draft(self, row: Sequence, draft: np.ndarray, pool: PagePool) -> None:
+        """Write what belongs to guesses behind the row's tokens."""
+        guessed = np.concatenate([row.tokens[: row.known], draft])
+        for position in range(row.known, len(guessed)):
+            page = int(row.table[position // self._size])
+            assert position // self._size < row.num_pages
+            assert pool.holders(page) == 1
+            self._slots[page, position % self._size] = guessed[: position + 1].tobytes()
+
+
+def check_pages(pool: PagePool, scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    held = Counter(page for sequence in sequences for page in sequence.pages)
+    assert held == Counter({page: pool.holders(page) for page in range(pool.num_pages) if pool.holders(page)})
+    assert pool.pages_in_use == len(held)
+    assert pool.max_pages is None or pool.num_pages <= pool.max_pages
+    assert len(scheduler.running) <= scheduler.max_requests
+    assert all(sequence.num_pages == 0 for sequence in scheduler.waiting)
+
+
+# Page size, pages (None: no bound), rows, tokens of a pass.
+CASES = [
+    (4, None, 9, 40),
+    (4, 12, 9, 40),
+    (1, 30, 5, 7),
+    (3, 10, 1, 1),
+    (7, 9, 30, 100),
+    (16, 4, 6, 5),
+    (2, 60, 40, 64),
+]
+
+
+def run_drafts(rng: np.random.Generator, scheduler: Scheduler, store: Store, plan: Pass) -> dict[Sequence, np.ndarray]:
+    """Guessed tokens behind the rows that get a token now, with whatever K and V belong to the guesses."""
+    drafts = {}
+    for row, count in zip(plan.rows, plan.counts, strict=True):
+        most = min(9, len(row.tokens) - row.known - 1)
+        if row.computed + count < row.known or most < 1 or rng.random() < 0.3:
+            continue
+        before = row.num_pages
+        end = scheduler.look_ahead(row, row.known + int(rng.integers(1, most + 1)))
+        # Pages for guesses are never those that running rows need for their next token.
+        assert row.num_pages == before or scheduler.pool.has_room(len(scheduler.running))
+        drafts[row] = rng.integers(0, 2, end - row.known).astype(np.int32)
+        store.run_draft(row, drafts[row], scheduler.pool)
+    return drafts
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("seed", "is_drafted"), [(0, False), (1, False), (2, False), (3, True), (4, True), (5, True)])
+def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int, is_drafted: bool):
+    size, pages, rows, tokens = case
+    rng = seed_all(1000 * seed + size)
+    rejected = 0
+    pool = PagePool(size, pages)
+    scheduler, store = Scheduler(pool, rows, tokens), Store(size)
+    longest = size * pages if pages is not None else 60
+    everything: list[Sequence] = []
+    held: list[Sequence] = []
+    open_requests, finished = 300, 0
+    while open_requests or not scheduler.is_idle:
+        for _ in range(int(rng.integers(0, 6)) if open_requests else 0):
+            sequence = new_sequence(rng, len(everything), size, longest, held)
+            everything.append(sequence)
+            scheduler.submit(sequence)
+            open_requests = max(0, open_requests - 1)
+        if scheduler.is_idle:
+            continue
+        plan = scheduler.next_pass()
+        assert plan.rows
+        assert sum(plan.counts) <= tokens
+        assert len(set(plan.rows)) == len(plan.rows)
+        check_pages(pool, scheduler, everything)
+        store.run(plan, pool)
+        drafts = run_drafts(rng, scheduler, store, plan) if is_drafted else {}
+        for sequence in scheduler.complete(plan):
+            draft = drafts.get(sequence, np.zeros(0, np.int32))
+            sampled = rng.integers(0, 2, len(draft) + 1)
+            accepted = int((sampled[:-1] == draft).cumprod().sum())
+            sequence.extend(sampled[: accepted + 1], np.zeros(accepted + 1))
+            if len(draft):
+                scheduler.settle(sequence, accepted)
+                rejected += len(draft) - accepted
+                assert sequence.computed == sequence.known - 1
+                # Pages that only rejected guesses have used are free again.
+                assert sequence.num_pages == -(-sequence.computed // size)
+            if sequence.known == len(sequence.tokens) or rng.random() < 0.2:
+                scheduler.finish(sequence)
+                finished += 1
+                if sequence.request.hold:
+                    held.append(sequence)
+        if held and rng.random() < 0.3:
+            scheduler.release(held.pop(int(rng.integers(len(held)))))
+        check_pages(pool, scheduler, everything)
+    assert finished == len(everything) >= 300
+    assert rejected > 20 or not is_drafted
+    counts = scheduler.counts
+    assert counts["prefilled_tokens"] + counts["reused_tokens"] == sum(s.context_length for s in everything)
+    if pages is None:
+        assert counts["preemptions"] == counts["evictions"] == counts["recomputed_tokens"] == 0
+        assert counts["reused_tokens"] > counts["prefilled_tokens"] / 2
+    for sequence in held:
+        scheduler.release(sequence)
+    assert pool.pages_in_use == scheduler.num_held == 0
+    pool.clear()
+
+
+def new_sequence(rng: np.random.Generator, index: int, size: int, longest: int, held: list[Sequence]) -> Sequence:
+    """A new prompt, a held sequence continued or cut somewhere, sometimes with the right parent named."""
+    parent = held[int(rng.integers(len(held)))] if held and rng.random() < 0.7 else None
+    context = rng.integers(0, 2, int(rng.integers(1, max(2, longest // 2)))).astype(np.int32)
+    if parent is not None:
+        cut = int(rng.integers(1, parent.known + 1)) if rng.random() < 0.4 else parent.known
+        more = rng.integers(0, 2, int(rng.choice([0, 0, 1, 5]))).astype(np.int32)
+        context = np.concatenate([parent.tokens[:cut], more])
+    context = context[: longest - 1]
+    most = int(rng.integers(1, min(12, longest - len(context)) + 1))
+    request = GenerationRequest(index, context, most, 0, hold=bool(rng.random() < 0.5))
+    return Sequence(request, index, size, parent if rng.random() < 0.7 else None)
+
+
+def test_the_small_pools_did_preempt_and_evict():
+    """The cases above would say nothing of preemption if the pools were large enough."""
+    rng = seed_all(5)
+    pool = PagePool(4, 12)
+    scheduler = Scheduler(pool, 9, 40)
+    for index in range(40):
+        context = rng.integers(0, 50, 9).astype(np.int32)
+        scheduler.submit(Sequence(GenerationRequest(index, context, 24, 0, hold=index % 2 == 0), index, 4, None))
+    order = []
+    while not scheduler.is_idle:
+        for sequence in scheduler.complete(scheduler.next_pass()):
+            sequence.extend(np.ones(1, np.int32), np.zeros(1))
+            if sequence.known == len(sequence.tokens):
+                scheduler.finish(sequence)
+                order.append(sequence.request.request_id)
+    assert scheduler.counts["preemptions"] > 5
+    assert scheduler.counts["evictions"] > 5
+    assert pool.peak_pages == 12
+    # Who came first is finished first: preemption takes from the latest.
+    assert np.abs(np.array(order) - np.arange(40)).max() <= 9
+
+
+def test_a_prompt_is_computed_once_for_all_samples_at_once():
+    scheduler = Scheduler(PagePool(4), 100, 50)
+    context = np.arange(70, dtype=np.int32)
+    for index in range(20):
+        scheduler.submit(Sequence(GenerationRequest(index, context, 2, 0), index, 4, None))
+    # Another prompt begins with the same 40 tokens: it waits for those, not for the others' last.
+    other = np.concatenate([context[:40], np.full(5, 99, np.int32)])
+    scheduler.submit(Sequence(GenerationRequest(20, other, 2, 0), 20, 4, None))
+    passes = []
+    while not scheduler.is_idle:
+        plan = scheduler.next_pass()
+        passes.append(sorted(plan.counts, reverse=True))
+        for sequence in scheduler.complete(plan):
+            sequence.extend(np.ones(1, np.int32), np.zeros(1))
+            if sequence.known == len(sequence.tokens):
+                scheduler.finish(sequence)
+    assert passes[:2] == [[50], [20, 5]]
+    assert scheduler.counts["prefilled_tokens"] == 70 + 19 + 5
+    assert scheduler.counts["reused_tokens"] == 19 * 69 + 40

@@ -1,0 +1,211 @@
+"""Tokenizers and prompt files: round trips, the end of sequence, the order of prompts, and one line for bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import rollout_file
+from megatron_dta.common.errors import InputError
+from megatron_dta.sampling.prompts.load import Prompt, load_prompts, prompts_at
+from megatron_dta.sampling.prompts.tokenizer import (
+    ARITHMETIC_ALPHABET,
+    CharacterTokenizer,
+    NullTokenizer,
+    build_tokenizer,
+)
+from tokenizers_cases import TEXT
+
+
+@pytest.fixture
+def sentencepiece_model(tmp_path: Path) -> Path:
+    import sentencepiece
+
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(TEXT * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(tmp_path / "sp"), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+    )
+    return tmp_path / "sp.model"
+
+
+def test_character_tokenizer():
+    tokenizer = build_tokenizer("CharacterTokenizer")
+    ids = tokenizer.encode("12+7=")
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [1, 2, 10, 7, ARITHMETIC_ALPHABET.index("=")]
+    assert tokenizer.decode([*ids, tokenizer.eos_id]) == "12+7="
+    assert tokenizer.eos_id == tokenizer.vocab_size - 1 == len(ARITHMETIC_ALPHABET)
+    with pytest.raises(InputError, match=r"cannot encode 'x'.*--tokenizer-type"):
+        tokenizer.encode("1x")
+    with pytest.raises(ValueError, match="twice"):
+        CharacterTokenizer("aa")
+
+
+def test_hugging_face_tokenizer(tokenizer_json: Path):
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json))
+    for text in (*TEXT, "naïve ☃ \n\ttext", ""):
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int32
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_id == 0
+    assert tokenizer.decode([*tokenizer.encode("fox"), 0, tokenizer.vocab_size]) == "fox"
+    whole_range = json.loads(tokenizer_json.read_text())
+    last = max([*whole_range["model"]["vocab"].values(), *(token["id"] for token in whole_range["added_tokens"])])
+    assert tokenizer.vocab_size == last + 1
+    # The directory works like the file; tokenizer_config.json and --eos-id take precedence, in that order.
+    config = tokenizer_json.with_name("tokenizer_config.json")
+    config.write_text(json.dumps({"eos_token": {"content": "<extra>"}}))
+    assert build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json.parent)).eos_id == last
+    assert build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json), eos_id=7).eos_id == 7
+    config.write_text("[")
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: not a JSON object"):
+        build_tokenizer("HuggingFaceTokenizer", str(tokenizer_json))
+
+
+def test_sentencepiece_tokenizer(sentencepiece_model: Path):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(sentencepiece_model))
+    for text in TEXT:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int32
+        assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
+    assert tokenizer.eos_id == 2
+    assert 2 < tokenizer.vocab_size <= 60
+    assert build_tokenizer("SentencePieceTokenizer", str(sentencepiece_model), eos_id=5).eos_id == 5
+    # A model's vocabulary may be larger than its tokenizer's.
+    assert tokenizer.decode([*tokenizer.encode("lazy dog"), tokenizer.vocab_size]) == "lazy dog"
+
+
+def test_null_tokenizer():
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100, eos_id=99)
+    assert isinstance(tokenizer, NullTokenizer)
+    assert tokenizer.decode([3, 14, 99]) == "3 14"
+    assert tokenizer.encode("3 14").tolist() == [3, 14]
+    with pytest.raises(InputError, match="prompt_token_ids"):
+        tokenizer.encode("three")
+
+
+def test_bad_tokenizer_flags(tmp_path: Path, tokenizer_json: Path, sentencepiece_model: Path):
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"model": 3')
+    cases = [
+        (dict(tokenizer_type="WordTokenizer"), r"--tokenizer-type WordTokenizer is unknown"),
+        (dict(tokenizer_type="HuggingFaceTokenizer"), r"needs --tokenizer-model"),
+        (dict(tokenizer_type="SentencePieceTokenizer"), r"needs --tokenizer-model"),
+        (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "none.json")), "no such file"),
+        (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(broken)), r"not a tokenizer\.json"),
+        (dict(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tokenizer_json)), "not a SentencePiece"),
+        (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(sentencepiece_model)), r"not a tokenizer"),
+        (dict(tokenizer_type="CharacterTokenizer", tokenizer_model="x"), r"--tokenizer-model is not used"),
+        (dict(tokenizer_type="CharacterTokenizer", eos_id=1), r"--eos-id is not used"),
+        (dict(tokenizer_type="CharacterTokenizer", vocab_size=3), r"--vocab-size 3 is smaller than the tokenizer's 16"),
+        (
+            # Not "raise --vocab-size": the checkpoint decides it.
+            dict(tokenizer_type="CharacterTokenizer", vocab_size=3, checkpoint="runs/a"),
+            "has 16 ids, more than the vocabulary of 3 of the model in runs/a: it is another model's tokenizer",
+        ),
+        (dict(tokenizer_type="NullTokenizer", vocab_size=9), r"needs --vocab-size and --eos-id"),
+        (dict(tokenizer_type="NullTokenizer", vocab_size=9, eos_id=9), r"--eos-id 9 is outside"),
+        (dict(tokenizer_type="NullTokenizer", tokenizer_model="x"), r"--tokenizer-model is not used"),
+        (
+            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_json), eos_id=10**6),
+            r"--eos-id 1000000 is outside",
+        ),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(InputError, match=message) as caught:
+            build_tokenizer(**arguments)
+        assert "\n" not in str(caught.value)
+
+
+def test_no_end_of_sequence_found(tmp_path: Path):
+    from tokenizers import Tokenizer, models
+
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")).save(str(file))
+    with pytest.raises(InputError, match="--eos-id"):
+        build_tokenizer("HuggingFaceTokenizer", str(file))
+    assert build_tokenizer("HuggingFaceTokenizer", str(file), eos_id=1).eos_id == 1
+
+
+def test_prompt_file(tmp_path: Path):
+    tokenizer = CharacterTokenizer()
+    file = tmp_path / "prompts.jsonl"
+    rows = [
+        {"question": "1+1=", "answer": 2, "id": "a"},
+        {"prompt": "2+2=", "answer": "4", "source": {"file": 3}},
+        {"prompt_token_ids": [3, 10, 3, 13], "id": 7},
+    ]
+    file.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    prompts = load_prompts(file, tokenizer, max_prompt_tokens=4)
+    assert [prompt.prompt_id for prompt in prompts] == ["a", "3", "7"]  # rows are counted as lines of the file
+    assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == ["1+1=", "2+2=", "3+3="]
+    assert [dict(prompt.record) for prompt in prompts] == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "1+', "row 2: not valid JSON"),
+        ("[1, 2]", "row 2: must be a JSON object, got list"),
+        ('{"answer": 3}', "row 2: needs exactly one of the fields .*got none"),
+        ('{"question": "1", "prompt": "2"}', "row 2: needs exactly one of the fields .*got prompt, question"),
+        ("[" * 100_000, "row 2: not valid JSON: maximum recursion depth"),
+        ('{"question": "1\\ud800"}', "row 2: question: is no valid text"),
+        ('{"question": [{"role": "user"}]}', "row 2: question: .* messages need --apply-chat-template"),
+        ('{"question": 12}', "row 2: question: must be a string, got int"),
+        ('{"question": ""}', "row 2: question: is empty"),
+        ('{"question": "1?"}', "row 2: question: CharacterTokenizer cannot encode"),
+        ('{"question": "123456789"}', "row 2: question: 9 tokens, but .*--max-position-embeddings"),
+        ('{"question": "1", "id": 1.5}', "row 2: id: must be a string or an integer"),
+        ('{"question": "1", "id": "first"}', "row 2: id: 'first' was already used in row 1"),
+        ('{"prompt_token_ids": "12"}', "row 2: prompt_token_ids: must be a list of integers"),
+        ('{"prompt_token_ids": [1, true]}', "row 2: prompt_token_ids: must be a list of integers"),
+        ('{"prompt_token_ids": [1, 16]}', "row 2: prompt_token_ids: 16 is outside the vocabulary of 16"),
+        ('{"prompt_token_ids": [-1]}', "row 2: prompt_token_ids: -1 is outside"),
+        ('{"prompt_token_ids": []}', "row 2: prompt_token_ids: is empty"),
+    ],
+)
+def test_bad_prompt_rows(tmp_path: Path, line: str, message: str):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"question": "1+1=", "id": "first"}\n' + line + "\n")
+    with pytest.raises(InputError, match=message) as caught:
+        load_prompts(file, CharacterTokenizer(), max_prompt_tokens=8)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_prompt_files(tmp_path: Path):
+    with pytest.raises(InputError, match="no such prompt file"):
+        load_prompts(tmp_path / "none.jsonl", CharacterTokenizer())
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n \n")
+    with pytest.raises(InputError, match="no prompts"):
+        load_prompts(file, CharacterTokenizer())
+    file.write_bytes(b'{"question": "1"}\n{"question": "\xff"}\n')
+    with pytest.raises(InputError, match="not UTF-8"):
+        load_prompts(file, CharacterTokenizer())
+
+
+@pytest.mark.parametrize("name", ["arith_tiny_train.jsonl"])
+def test_real_prompt_file(name: str):
+    tokenizer = CharacterTokenizer()
+    prompts = load_prompts(rollout_file(name), tokenizer)
+    assert len(prompts) == 1024
+    assert all(tokenizer.decode(prompt.token_ids) == prompt.record["question"] for prompt in prompts)
+
+
+def test_the_order_of_prompts_is_a_function_of_the_place():
+    prompts = [Prompt(str(i), np.array([i], dtype=np.int32), {}) for i in range(7)]
+    stream = [prompt.prompt_id for prompt in prompts_at(prompts, 0, 70, seed=3)]
+    for epoch in range(10):
+        assert sorted(stream[7 * epoch : 7 * epoch + 7]) == sorted(prompt.prompt_id for prompt in prompts)
+    assert len({tuple(stream[7 * epoch : 7 * epoch + 7]) for epoch in range(10)}) > 5
+    for first, count in ((0, 1), (5, 4), (6, 16), (13, 2), (69, 1)):
+        assert [prompt.prompt_id for prompt in prompts_at(prompts, first, count, seed=3)] == stream[
+            first : first + count
+        ]
+    assert [prompt.prompt_id for prompt in prompts_at(prompts, 0, 70, seed=4)] != stream

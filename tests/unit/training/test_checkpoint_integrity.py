@@ -1,0 +1,157 @@
+"""Checksums of checkpoints: changed bytes are found when it is loaded, by training and by the converter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpoint_cases import MODEL, Run
+from conftest import seed_all
+from conversion_cases import save_huggingface, to_megatron
+from conversion_refused_cases import run_tool
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import CheckpointConfig, TrainConfig
+from megatron_dta.conversion.integrity import CHECKSUMS, read_checksums, refuse_open_to_all, verify_checksums
+from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.checkpoint.save_load import CheckpointSaver, load_checkpoint, load_weights
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << (position % 8)
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["at once", "async"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A run, and its folder with a checkpoint."""
+    folder, run = tmp_path_factory.mktemp("saved"), Run(1)
+    run.step()
+    settings = CheckpointConfig(save=str(folder), async_save=request.param)
+    saver = CheckpointSaver(replace(run.config, checkpoint=settings), run.model, run.optimizer)
+    saver.save(1, {})
+    saver.finish()
+    return run, folder
+
+
+def test_every_file_has_a_checksum(saved: tuple[Run, Path]) -> None:
+    path = find_checkpoint(saved[1])
+    assert read_checksums(path).keys() == {file.name for file in path.iterdir()} - {CHECKSUMS}
+    assert {name for name in read_checksums(path) if name.endswith(".distcp")}
+    verify_checksums(path)
+
+
+def test_changed_bytes_are_found(saved: tuple[Run, Path], tmp_path: Path) -> None:
+    """Anywhere: in tensors too, where PyTorch reads other numbers without a word."""
+    rng, (run, folder) = seed_all(4), saved
+    shutil.copytree(folder, tmp_path / "copy")
+    path = find_checkpoint(tmp_path / "copy")
+    for file in sorted(path.iterdir()):
+        for position in rng.integers(0, file.stat().st_size, 3):
+            flip(file, int(position))
+            with pytest.raises(InputError, match=r"iter_0000001") as caught:
+                run.load(path)
+            assert "\n" not in str(caught.value)
+            flip(file, int(position))
+    assert run.load(path)[0] == 1
+    tensors = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    flip(tensors, tensors.stat().st_size // 2)
+    with pytest.raises(InputError, match=rf"{tensors}: is damaged: \d+ bytes with checksum .*--skip-checkpoint-checks"):
+        load_weights(path, MODEL, run.model)
+    unchecked = replace(run.config, checkpoint=CheckpointConfig(skip_checkpoint_checks=True))
+    run.config, checked = unchecked, run.config
+    assert run.load(path)[0] == 1
+    run.config = checked
+
+
+def test_checkpoints_without_checksums_are_read(saved: tuple[Run, Path], tmp_path: Path) -> None:
+    run, folder = saved
+    shutil.copytree(folder, tmp_path / "copy")
+    path = find_checkpoint(tmp_path / "copy")
+    (path / CHECKSUMS).unlink()
+    assert run.load(path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged"),
+        ("[" * 100_000, "is damaged"),
+        ("[]", "is damaged"),
+        ('{"algorithm": "md5", "files": {}}', "has 'md5' checksums"),
+        ('{"algorithm": "crc32", "files": {"a": 3}}', "is damaged"),
+        ('{"algorithm": "crc32", "files": {"../a": [3, "00"]}}', "is damaged"),
+        ('{"algorithm": "crc32", "files": {"a": [3, "00"]}}', "a: cannot be read"),
+        ('{"algorithm": "crc32", "files": {"a\\u0000": [3, "00"]}}', "cannot be read"),
+        ('{"algorithm": "crc32", "files": {"\\ud800": [3, "00"]}}', "cannot be read"),
+    ],
+)
+def test_damaged_lists(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / CHECKSUMS).write_text(content)
+    with pytest.raises(InputError, match=message):
+        verify_checksums(tmp_path)
+
+
+def test_shares_cover_all_files(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"{number}").write_bytes(bytes(number))
+    entries = {f"{number}": [number, "0"] for number in range(7)}
+    (tmp_path / CHECKSUMS).write_text(json.dumps({"algorithm": "crc32", "files": entries}))
+    found = set()
+    for share in range(3):
+        with pytest.raises(InputError) as caught:
+            verify_checksums(tmp_path, (share, 3))
+        found.add(str(caught.value))
+    assert len(found) == 3
+
+
+def test_a_pipe_does_not_keep_it_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    (tmp_path / CHECKSUMS).write_text('{"algorithm": "crc32", "files": {"a": [3, "00"]}}')
+    with pytest.raises(InputError, match="a: cannot be read"):
+        verify_checksums(tmp_path)
+
+
+def test_folders_open_to_every_user(saved: tuple[Run, Path], tmp_path: Path) -> None:
+    run, folder = saved
+    shutil.copytree(folder, tmp_path / "copy")
+    path = find_checkpoint(tmp_path / "copy")
+    for open_to_all in (path, path / ".metadata"):
+        mode = open_to_all.stat().st_mode
+        open_to_all.chmod(mode | 0o002)
+        with pytest.raises(InputError, match=rf"{open_to_all}: every user may write to it; chmod -R o-w {path}"):
+            run.load(path)
+        open_to_all.chmod(mode)
+    refuse_open_to_all(path)
+
+
+def test_the_converter_compares_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_huggingface(tmp_path / "hf", "qwen2", 60)
+    checkpoint = to_megatron(tmp_path / "hf", tmp_path / "megatron", tensor_size=2)
+    assert read_checksums(checkpoint).keys() == {file.name for file in checkpoint.iterdir()} - {CHECKSUMS}
+    file = max(checkpoint.glob("*.distcp"), key=lambda each: each.stat().st_size)
+    content = file.read_bytes()
+    # A number in the middle of a tensor.
+    for position in range(len(content) // 2, len(content)):
+        if content[position : position + 64].count(0) == 0:
+            break
+    flip(file, position + 32)
+    command = f"--load {tmp_path}/megatron --hf-checkpoint {tmp_path}/hf --save-hf {tmp_path}/out"
+    with pytest.raises(InputError, match=f"{file.name}: is damaged"):
+        run_tool(monkeypatch, "convert_megatron_to_hf", command)
+    assert not (tmp_path / "out").exists()
+    run_tool(monkeypatch, "convert_megatron_to_hf", f"{command} --skip-checkpoint-checks")
+    assert (tmp_path / "out").exists()
+
+
+def test_weights_alone_are_no_run_to_continue(tmp_path: Path) -> None:
+    """--load without --finetune."""
+    save_huggingface(tmp_path / "hf", "qwen2", 60)
+    checkpoint = to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    with pytest.raises(InputError, match="has no state to continue from; add --finetune"):
+        load_checkpoint(checkpoint, TrainConfig(model=None), None, None)

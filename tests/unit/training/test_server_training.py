@@ -1,0 +1,360 @@
+"""Training on rollouts of servers: weights pushed and loaded back, staleness, resuming, servers and replays ending."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from conftest import seed_all
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.common.errors import InputError
+from megatron_dta.rollouts import Rollout, write_rollouts
+from megatron_dta.training.loop import Trainer
+from megatron_dta.training.setup import build_trainer
+from mesh_worker import run_on_ranks
+from rollout_runs import EOS, VOCABULARY, Runs, assert_same, metrics_of, weights_of
+from rollout_server_forms import log_softmax
+
+
+@pytest.fixture
+def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
+    with ExitStack() as stack:
+        yield Runs(stack, tmp_path, seed_all(len(request.node.name)))
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_three_steps_with_the_weights_pushed_before_each(runs: Runs, kind: str) -> None:
+    first, second = runs.add_servers(kind, 2)
+    trainer, _ = runs.trainer(f"--train-iters 3 --save {runs.folder / 'run'}")
+    at_step = [weights_of(trainer)]
+    seen: list[list[Rollout]] = []
+    step, collect = trainer.optimizer.step, trainer.source.next_batch
+
+    def record_step(loss, skip_above=None):
+        outcome = step(loss)
+        at_step.append(weights_of(trainer))
+        return outcome
+
+    def record_rollouts(number):
+        seen.append(collect(number))
+        return seen[-1]
+
+    trainer.optimizer.step, trainer.source.next_batch = record_step, record_rollouts
+    trainer.run()
+    trainer.metrics.close()
+    assert not torch.equal(at_step[0]["lm_head.weight"], at_step[3]["lm_head.weight"])
+    for server in (first, second):
+        assert len(server.loaded) == 3
+        for pushed, own in zip(server.loaded, at_step, strict=False):
+            assert_same(pushed, own)
+        assert not server.violations
+    assert len(first.bodies) + len(second.bodies) == 3 * 12
+    assert len(seen) == 3
+    for version, rollouts in enumerate(seen):
+        assert {rollout.policy_version for rollout in rollouts} == {version}
+        assert len({rollout.group_id for rollout in rollouts}) == 3
+    # Nothing is left behind, and the folder itself is not a checkpoint to resume from.
+    assert list((runs.folder / "run" / "rollout-weights").iterdir()) == []
+    rows = metrics_of(runs.folder / "run")
+    assert [row["rollout_staleness"] for row in rows] == [0, 0, 0]
+    assert [row["timing"]["rollout_servers"] for row in rows] == [2, 2, 2]
+
+
+def versions_used(trainer: Trainer) -> list[tuple[int, int]]:
+    """For each collection the steps done when it was taken and the version that sampled it, filled as it runs."""
+    found: list[tuple[int, int]] = []
+    collect = trainer.source.next_batch
+
+    def record(number):
+        rollouts = collect(number)
+        (version,) = {rollout.policy_version for rollout in rollouts}
+        found.append((trainer.progress.iteration, version))
+        return rollouts
+
+    trainer.source.next_batch = record
+    return found
+
+
+@pytest.mark.parametrize(("bound", "steps"), [(1, 1), (2, 1), (3, 3)])
+def test_rollouts_are_never_older_than_the_bound(runs: Runs, bound: int, steps: int) -> None:
+    runs.add_servers("sglang", 2, delay_s=0.02)
+    trainer, _ = runs.trainer(
+        f"--train-iters {4 * steps} --rollout-weights-dir {runs.folder / 'w'} --rollout-max-staleness {bound} "
+        f"--num-steps-per-rollout {steps} --metrics-file {runs.folder / 'metrics.jsonl'}"
+    )
+    found = versions_used(trainer)
+    trainer.run()
+    trainer.metrics.close()
+    ages = [step - version for step, version in found]
+    assert [step for step, _ in found] == list(range(0, 4 * steps, steps))
+    assert ages[0] == 0
+    assert all(0 <= age <= bound for age in ages)
+    # Sampled ahead, as the bound allows; on a busy machine a collection may begin late, and with newer weights.
+    assert max(ages[1:]) >= steps
+    assert len(runs.servers[0].bodies) + len(runs.servers[1].bodies) == 4 * 12
+    assert not any(server.violations for server in runs.servers)
+    rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
+    # At every step, also those that train a collection further.
+    expected = [age + step for age in ages for step in range(steps)]
+    assert [row["rollout_staleness"] for row in rows] == expected
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_resumed_run_trains_on_the_same_rollouts(runs: Runs, bound: int) -> None:
+    """Collections sampled ahead are kept: they are of weights that a continued run does not have."""
+    # Slower than training: what is sampled ahead is still under way when the checkpoint is written.
+    runs.add_servers("vllm", 1, delay_s=0.3)
+    ahead = f"--rollout-max-staleness {bound}" if bound else ""
+    whole, _ = runs.run(f"--train-iters 4 {ahead} --save {runs.folder / 'whole'} --save-interval 2")
+    broken, _ = runs.trainer(f"--train-iters 4 {ahead} --save {runs.folder / 'broken'} --save-interval 2")
+    report = broken._report
+
+    def stop(record):
+        report(record)
+        if record["iteration"] == 3:
+            raise KeyboardInterrupt
+
+    # Stopped after the checkpoint of step 2, within step 3.
+    broken._report = stop
+    with pytest.raises(KeyboardInterrupt):
+        broken.run()
+    broken.metrics.close()
+    continued, output = runs.run(f"--train-iters 4 {ahead} --save {runs.folder / 'broken'} --save-interval 2")
+    assert "after step 2" in output
+    assert_same(weights_of(whole), weights_of(continued))
+    expected, found = (metrics_of(runs.folder / name) for name in ("whole", "broken"))
+    for row in expected + found:
+        row.pop("timing")
+    assert found == expected
+
+
+def test_a_server_that_dies_mid_step_does_not_change_the_run(runs: Runs) -> None:
+    runs.add_servers("vllm", 1)
+    whole, _ = runs.run(f"--train-iters 2 --rollout-weights-dir {runs.folder / 'w'}")
+    runs.servers.clear()
+    runs.add_servers("vllm", 2, delay_s=0.02)
+    runs.servers[0].faults[runs.servers[0].generate_path] = [None] * 3 + ["die"]
+    with_death, output = runs.run(f"--train-iters 2 --rollout-weights-dir {runs.folder / 'w'}")
+    assert f"rollout server {runs.servers[0].url} is left out" in output
+    assert_same(weights_of(whole), weights_of(with_death))
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_when_all_servers_die_what_was_trained_is_kept(runs: Runs, bound: int) -> None:
+    save = runs.folder / "run"
+    ahead = f"--rollout-max-staleness {bound}" if bound else ""
+    (server,) = runs.add_servers("sglang", 1)
+    server.faults[server.generate_path] = [None] * 30 + ["die"]  # in the third collection
+    with pytest.raises(InputError, match=r"^after step 2: request \d+ .*no rollout server is left.*is saved") as caught:
+        runs.run(f"--train-iters 4 {ahead} --save {save}")
+    assert "\n" not in str(caught.value)
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+    runs.servers.clear()
+    runs.add_servers("sglang", 1)
+    continued, output = runs.run(f"--train-iters 4 {ahead} --save {save}")
+    assert "after step 2" in output
+    assert continued.progress.iteration == 4
+    assert [row["iteration"] for row in metrics_of(save)] == [1, 2, 3, 4]
+
+
+def test_sigterm_does_not_wait_for_what_is_sampled_ahead(runs: Runs) -> None:
+    (server,) = runs.add_servers("sglang", 1)
+    command = f"--train-iters 3 --rollout-max-staleness 1 --save {runs.folder / 'run'}"
+    trainer, _ = runs.trainer(command)
+    report = trainer._report
+    ended: list[float] = []
+
+    def stop(record):
+        report(record)
+        if record["iteration"] == 1:
+            trainer.signals.name = "SIGTERM"
+            ended.append(time.monotonic())
+
+    trainer._report = stop
+    collect = trainer.source.next_batch
+
+    def slow_down(number):
+        rollouts = collect(number)
+        server.delay_s = 15.0
+        return rollouts
+
+    trainer.source.next_batch = slow_down
+    # The collection after the first one hangs from its first request on.
+    server.faults[server.generate_path] = [None] * 12 + ["hang"] * 12
+    trainer.run()
+    trainer.metrics.close()
+    assert time.monotonic() - ended[0] < 10
+    server.delay_s = 0.0
+    server.faults.clear()
+    continued, output = runs.run(command)
+    assert "after step 1" in output
+    assert continued.progress.iteration == 3
+
+
+def test_evaluation_runs_on_the_servers_with_the_weights_of_its_step(runs: Runs) -> None:
+    (server,) = runs.add_servers("sglang", 1)
+    save = runs.folder / "run"
+    trainer, _ = runs.run(
+        f"--train-iters 3 --save {save} --rollout-max-staleness 1 --eval-interval 1 "
+        f"--eval-prompt-data {runs.folder / 'prompts.jsonl'} --eval-temperature 0"
+    )
+    assert [row["iteration"] for row in metrics_of(save)] == [0, 1, 2, 3]
+    assert all("eval_reward" in row for row in metrics_of(save))
+    assert_same(server.loaded[-1], weights_of(trainer))
+    assert not server.violations
+    greedy = [body for body in server.bodies if body["sampling_params"]["temperature"] == 0]
+    assert len(greedy) == 4 * 7
+
+
+REFUSED = [
+    ("--rollout-engine vllm", "needs --rollout-server-url"),
+    ("--rollout-engine vllm --rollout-server-url http://a:1", "needs --rollout-weights-dir"),
+    ("--rollout-engine replay", "needs --rollout-replay"),
+    ("--rollout-max-staleness 1", "needs --rollout-engine vllm or sglang"),
+    ("--rollout-server-url http://a:1", "has no effect without --rollout-engine vllm or sglang"),
+    ("--rollout-engine replay --rollout-replay f --inference-max-requests 3", "has no effect without"),
+    (
+        "--rollout-engine replay --rollout-replay f --rollout-max-staleness 1",
+        "has no effect on --rollout-engine replay",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --inference-dynamic-batching-block-size 8",
+        "has no effect without --rollout-engine in-process",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-temperature 0.5 --rollout-top-p 0.5",
+        "add --old-logprobs recompute",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-max-staleness 1 "
+        "--old-logprobs recompute",
+        "conflicts with --old-logprobs recompute",
+    ),
+    (
+        "--rollout-engine vllm --rollout-server-url http://a:1 --save s --rollout-max-staleness 1 "
+        "--num-steps-per-rollout 3",
+        "raise it to 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "match"), REFUSED)
+def test_engines_without_what_they_need_are_refused(runs: Runs, flags: str, match: str) -> None:
+    engine = flags.split()[1] if "--rollout-engine" in flags else "in-process"
+    rest = flags.replace(f"--rollout-engine {engine}", "")
+    with pytest.raises(InputError, match=match) as caught:
+        runs.trainer(f"--train-iters 1 {rest}", engine)
+    # Several problems have a line each.
+    assert any(match in line for line in str(caught.value).splitlines())
+
+
+def test_servers_need_a_template_of_the_checkpoint() -> None:
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 64"
+    engine = "--rollout-engine vllm --rollout-server-url http://a:1 --save s"
+    with pytest.raises(InputError, match="needs --load-hf or --hf-checkpoint"):
+        parse_arguments(f"{shape} --task arithmetic --train-iters 1 {engine}".split())
+
+
+TREES = "--rollout-method treepo --treepo-segment-length 2 --treepo-initial-branches 2"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_trees_grow_on_servers(runs: Runs, kind: str) -> None:
+    """A tree's branches follow its prompt to one server, and every leaf is there with its logprobs."""
+    servers = runs.add_servers(kind, 3)
+    trainer, _ = runs.trainer(f"--train-iters 2 --rollout-weights-dir {runs.folder / 'w'} {TREES}")
+    seen: list[list[Rollout]] = []
+    collect = trainer.source.next_batch
+    trainer.source.next_batch = lambda number: seen.append(collect(number)) or seen[-1]
+    trainer.run()
+    trainer.metrics.close()
+    assert [len(rollouts) for rollouts in seen] == [12, 12]
+    name = "prompt" if kind == "vllm" else "input_ids"
+    contexts = [[tuple(body[name]) for body in server.bodies] for server in servers]
+    assert sum(len(found) > 0 for found in contexts) == 3
+    for rollout in seen[1]:
+        assert rollout.policy_version == 1
+        prompt = tuple(rollout.token_ids[: rollout.segment_ends[0]].tolist())
+        table = servers[0].table
+        for position in np.flatnonzero(rollout.loss_mask):
+            row = log_softmax(table[rollout.token_ids[position - 1]])
+            assert abs(row[rollout.token_ids[position]] - rollout.logprobs[position]) < 1e-5
+        assert any(prompt in found for found in contexts)
+    assert not any(server.violations for server in servers)
+
+
+def train_on_rank(rank: int, commands: list[str]) -> list[dict[str, Any]]:
+    """Run commands one after another: weights and metrics, or the error."""
+    from megatron_dta.model import destroy_parallel
+
+    os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
+    found: list[dict[str, Any]] = []
+    for command in commands:
+        destroy_parallel()
+        trainer = build_trainer(parse_arguments(command.split()), Console(file=io.StringIO()))
+        try:
+            trainer.run()
+            found.append({"weights": weights_of(trainer), "threads": threading.active_count()})
+        except InputError as error:
+            found.append({"error": str(error)})
+        finally:
+            trainer.metrics.close()
+    return found
+
+
+def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> None:
+    (server,) = runs.add_servers("sglang", 1, delay_s=0.01)
+    base = runs.command(
+        f"--train-iters 2 --rollout-max-staleness 1 --eval-interval 2 --lr 1e-3 "
+        f"--eval-prompt-data {runs.folder / 'prompts.jsonl'}"
+    )
+    one, _ = runs.run(f"--train-iters 2 --rollout-max-staleness 1 --lr 1e-3 --rollout-weights-dir {runs.folder / 'w'}")
+    meshes = {"dp": "", "tp": "--tensor-model-parallel-size 2", "pp": "--pipeline-model-parallel-size 2"}
+    calls = len(server.bodies)
+    commands = [f"{base} {flags} --save {runs.folder / name}" for name, flags in meshes.items()]
+    ranks = run_on_ranks(train_on_rank, commands, 2, runs.folder / "ranks")
+    assert len(server.bodies) - calls == 3 * (2 * 12 + 2 * 7)
+    for place in range(len(meshes)):
+        first, second = (rank[place]["weights"] for rank in ranks)
+        assert_same(first, second)
+        for name, values in weights_of(one).items():
+            torch.testing.assert_close(first[name], values, rtol=2e-3, atol=2e-4)
+    # What the first rank meets all ranks tell.
+    server.faults[server.generate_path] = [None] * (7 + 12 + 5) + ["die"]
+    ranks = run_on_ranks(train_on_rank, [f"{base} --save {runs.folder / 'dies'}"], 2, runs.folder / "ranks_dies")
+    assert ranks[0][0]["error"] == ranks[1][0]["error"]
+    assert "after step 1: request" in ranks[0][0]["error"]
+    assert (runs.folder / "dies" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_training_replays_and_resumes_behind_what_it_has_used(runs: Runs) -> None:
+    rng = seed_all(11)
+    rows = (runs.folder / "prompts.jsonl").read_text().splitlines()
+    prompts = [json.loads(row)["prompt_token_ids"] for row in rows]
+    rollouts = []
+    for prompt in prompts:
+        for _ in range(8):
+            tokens = np.concatenate([prompt, rng.integers(4, VOCABULARY, rng.integers(1, 8)), [EOS]]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= len(prompt)
+            rollouts.append(Rollout(tokens, mask, logprobs=np.where(mask, -rng.random(len(tokens)), 0)))
+    write_rollouts(runs.folder / "recorded.jsonl", rollouts)
+    replay = f"--rollout-replay {runs.folder / 'recorded.jsonl'} --save-interval 1"
+    whole, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'whole'} {replay}", "replay")
+    runs.run(f"--train-iters 2 --save {runs.folder / 'parts'} {replay}", "replay")
+    parts, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'parts'} {replay}", "replay")
+    assert_same(weights_of(whole), weights_of(parts))
+    # 8 responses to each of 7 prompts are enough for 4 collections of 3 prompts and 4 samples; the fifth has none.
+    with pytest.raises(InputError, match="after step 4: --rollout-replay: all 8 recorded continuations"):
+        runs.run(f"--train-iters 6 --save {runs.folder / 'parts'} {replay}", "replay")

@@ -1,0 +1,386 @@
+"""The prefix forest against a slow twin made of nested dictionaries, and at the extremes of depth and width."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from conftest import rollout_file, seed_all
+from megatron_dta.common.errors import InputError
+from megatron_dta.tree import (
+    PrefixTree,
+    build_forest_without_sharing,
+    build_prefix_tree,
+    tree_statistics,
+)
+
+
+def random_sequences(rng: np.random.Generator) -> list[np.ndarray]:
+    """Few symbols and lengths around the chunk width: shared prefixes, prefixes of others and duplicates abound."""
+    symbols = int(rng.integers(1, 4))
+    stems = [rng.integers(0, symbols, int(rng.integers(0, 300))) for _ in range(int(rng.integers(1, 4)))]
+    sequences = []
+    for _ in range(int(rng.integers(0, 25))):
+        stem = stems[int(rng.integers(len(stems)))]
+        head = stem[: int(rng.choice([0, len(stem), rng.integers(0, len(stem) + 1)]))]
+        tokens = np.concatenate([head, rng.integers(0, symbols, int(rng.integers(0, 7)))])
+        if len(tokens):
+            sequences.append(tokens.astype(np.int32))
+    if sequences:
+        sequences += [sequences[int(i)].copy() for i in rng.integers(0, len(sequences), int(rng.integers(0, 4)))]
+        sequences = [sequences[int(i)] for i in rng.permutation(len(sequences))]
+    return sequences
+
+
+class Trie:
+    """One dictionary per token: child token -> (child, how many sequences end there)."""
+
+    def __init__(self, sequences: list[np.ndarray]) -> None:
+        self.prefixes: dict[tuple[int, ...], int] = {}  # prefix -> sequences that end with it
+        self.children: dict[tuple[int, ...], set[int]] = {}
+        for sequence in sequences:
+            tokens = tuple(sequence.tolist())
+            for length in range(1, len(tokens) + 1):
+                self.prefixes.setdefault(tokens[:length], 0)
+                self.children.setdefault(tokens[: length - 1], set()).add(tokens[length - 1])
+            self.prefixes[tokens] += 1
+
+    def node_starts(self) -> set[tuple[int, ...]]:
+        """Prefixes whose last token begins a node: a root, a branch, or what follows the end of a sequence."""
+        return {
+            prefix
+            for prefix in self.prefixes
+            if len(prefix) == 1 or len(self.children[prefix[:-1]]) > 1 or self.prefixes[prefix[:-1]]
+        }
+
+
+def prefix_of_each_token(tree: PrefixTree) -> list[tuple[int, ...]]:
+    prefixes: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids.tolist(), tree.parent.tolist(), strict=True):
+        assert parent < len(prefixes)
+        prefixes.append((prefixes[parent] if parent >= 0 else ()) + (token,))
+    return prefixes
+
+
+def check_structure(tree: PrefixTree, sequences: list[np.ndarray]) -> None:
+    """What holds for every forest of these sequences, shared or not: dtypes, preorder, subtrees, nodes, maps."""
+    n, m, q = tree.num_tokens, tree.num_nodes, tree.num_sequences
+    for array, dtype, size in (
+        (tree.token_ids, np.int32, n),
+        (tree.parent, np.int32, n),
+        (tree.position, np.int32, n),
+        (tree.subtree_end, np.int32, n),
+        (tree.node_start, np.int64, m + 1),
+        (tree.node_parent, np.int32, m),
+        (tree.node_position, np.int32, m),
+        (tree.node_subtree_end, np.int32, m),
+        (tree.sequence_node, np.int32, q),
+        (tree.sequence_lengths, np.int64, q),
+    ):
+        assert array.dtype == dtype
+        assert array.shape == (size,)
+    parent = tree.parent.tolist()
+    ancestors: list[set[int]] = []
+    for i in range(n):
+        ancestors.append({i} | (ancestors[parent[i]] if parent[i] >= 0 else set()))
+        assert tree.position[i] == len(ancestors[i]) - 1
+    for k in range(n):  # The visibility rule is the ancestor relation.
+        sees = [q_index for q_index in range(n) if k in ancestors[q_index]]
+        assert sees == list(range(k, tree.subtree_end[k]))
+    node_of = np.repeat(np.arange(m), np.diff(tree.node_start))
+    assert len(node_of) == n
+    for node in range(m):
+        begin, end = tree.node_start[node], tree.node_start[node + 1]
+        assert end > begin
+        assert parent[begin + 1 : end] == list(range(begin, end - 1))
+        up = parent[begin]
+        assert tree.node_parent[node] == (node_of[up] if up >= 0 else -1)
+        assert up < 0 or up == tree.node_start[node_of[up] + 1] - 1
+        assert tree.node_position[node] == tree.position[begin]
+        assert tree.node_depth[node] == len({node_of[i] for i in ancestors[begin]}) - 1
+        after = tree.subtree_end[begin]
+        assert tree.node_subtree_end[node] == (node_of[after] if after < n else m)
+    assert tree.num_leaves == m - len(set(tree.node_parent.tolist()) - {-1})
+    assert tree.sequence_lengths.tolist() == [len(sequence) for sequence in sequences]
+    picked = np.arange(q)[::-1]
+    everything, offsets = tree.stream_indices_of(picked)
+    assert everything.dtype == np.int32
+    assert offsets.dtype == np.int64
+    for index, sequence in enumerate(sequences):
+        indices = tree.stream_indices(index)
+        assert indices.dtype == np.int32
+        np.testing.assert_array_equal(tree.token_ids[indices], sequence)
+        assert set(indices.tolist()) == ancestors[indices[-1]]
+        assert indices[-1] == tree.node_start[tree.sequence_node[index] + 1] - 1
+        place = q - 1 - index
+        np.testing.assert_array_equal(everything[offsets[place] : offsets[place + 1]], indices)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_forests_against_a_trie(seed: int) -> None:
+    rng = seed_all(seed)
+    sequences = random_sequences(rng)
+    tree, trie = build_prefix_tree(sequences), Trie(sequences)
+    check_structure(tree, sequences)
+    prefixes = prefix_of_each_token(tree)
+    assert len(set(prefixes)) == len(prefixes)
+    assert set(prefixes) == set(trie.prefixes)
+    assert {prefixes[start] for start in tree.node_start[:-1]} == trie.node_starts()
+    by_tokens: dict[tuple[int, ...], int] = {}
+    for sequence, node in zip(sequences, tree.sequence_node.tolist(), strict=True):
+        assert by_tokens.setdefault(tuple(sequence.tolist()), node) == node
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_forest_does_not_depend_on_the_order_of_the_sequences(seed: int) -> None:
+    rng = seed_all(seed)
+    sequences = random_sequences(rng)
+    permutation = rng.permutation(len(sequences))
+    tree, shuffled = build_prefix_tree(sequences), build_prefix_tree([sequences[int(i)] for i in permutation])
+    for name in ("token_ids", "parent", "position", "subtree_end", "node_start", "node_parent"):
+        np.testing.assert_array_equal(getattr(tree, name), getattr(shuffled, name))
+    np.testing.assert_array_equal(tree.sequence_node[permutation], shuffled.sequence_node)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_forest_without_sharing(seed: int) -> None:
+    rng = seed_all(seed)
+    sequences = random_sequences(rng)
+    tree = build_forest_without_sharing(sequences)
+    check_structure(tree, sequences)
+    np.testing.assert_array_equal(tree.token_ids, np.concatenate([np.zeros(0, np.int32), *sequences]))
+    assert tree.num_nodes == tree.num_leaves == len(sequences)
+    assert tree_statistics(tree).token_reuse == tree_statistics(tree).attention_reuse == 1.0
+
+
+def random_preorder(rng: np.random.Generator, tree: PrefixTree) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.node_parent.tolist()):
+        children.setdefault(parent, []).append(node)
+    order, stack = [], [-1]
+    while stack:
+        node = stack.pop()
+        if node >= 0:
+            order.append(node)
+        below = children.get(node, [])
+        stack += [below[int(i)] for i in rng.permutation(len(below))]
+    return order
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_siblings_reordered(seed: int) -> None:
+    rng = seed_all(seed)
+    sequences = random_sequences(rng)
+    tree = build_prefix_tree(sequences)
+    order = random_preorder(rng, tree)
+    reordered = tree.with_node_order(np.asarray(order, dtype=np.int64))
+    check_structure(reordered, sequences)
+    assert sorted(prefix_of_each_token(reordered)) == sorted(prefix_of_each_token(tree))
+    starts = tree.node_start
+    moved = [tree.token_ids[starts[node] : starts[node + 1]] for node in order]
+    np.testing.assert_array_equal(reordered.token_ids, np.concatenate([np.zeros(0, np.int32), *moved]))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_orders_that_are_no_preorder_are_refused(seed: int) -> None:
+    """Every permutation of a small tree's nodes: accepted exactly when a walk from the roots can produce it."""
+    rng = seed_all(seed)
+    tree = build_prefix_tree([rng.integers(0, 2, int(rng.integers(1, 5))).astype(np.int32) for _ in range(5)])
+    parent = tree.node_parent.tolist()
+    accepted = 0
+    for _ in range(400):
+        order = rng.permutation(tree.num_nodes).tolist()
+        path: list[int] = []
+        is_preorder = True
+        for node in order:
+            while path and path[-1] != parent[node]:
+                path.pop()
+            is_preorder &= bool(path) or parent[node] < 0
+            path.append(node)
+        # A subtree that was left must not be entered again: its parent would no longer stand on the path.
+        if is_preorder:
+            accepted += 1
+            assert tree.with_node_order(order).num_nodes == tree.num_nodes
+        else:
+            with pytest.raises(ValueError, match="preorder"):
+                tree.with_node_order(order)
+    assert accepted or tree.num_nodes > 6
+    with pytest.raises(ValueError, match="each of the"):
+        tree.with_node_order([0] * (tree.num_nodes + 1))
+
+
+def test_no_sequences() -> None:
+    for tree in (build_prefix_tree([]), build_forest_without_sharing([])):
+        check_structure(tree, [])
+        assert tree.num_tokens == tree.num_nodes == tree.num_leaves == 0
+        indices, offsets = tree.stream_indices_of(np.zeros(0, np.int64))
+        assert len(indices) == 0
+        assert offsets.tolist() == [0]
+        statistics = tree_statistics(tree.with_node_order([]))
+        assert (statistics.tokens, statistics.token_reuse, statistics.attention_reuse, statistics.depth) == (0, 1, 1, 0)
+
+
+def test_single_tokens_and_duplicates() -> None:
+    sequences = [np.array([token], np.int32) for token in (7, 0, 7, 7, 2**31 - 1)]
+    tree = build_prefix_tree(sequences)
+    check_structure(tree, sequences)
+    assert tree.num_tokens == 3
+    same = [np.arange(129, dtype=np.int32)] * 5
+    tree = build_prefix_tree(same)
+    assert (tree.num_tokens, tree.num_nodes, tree.sequence_node.tolist()) == (129, 1, [0] * 5)
+    assert tree_statistics(tree).token_reuse == 5.0
+
+
+def test_a_longer_chunk_of_zeros_is_not_a_shorter_sequence() -> None:
+    """Chunks are padded with zeros when compared: token id 0 must not be taken for padding."""
+    sequences = [np.zeros(length, np.int32) for length in (1, 2, 63, 64, 65, 191, 192, 193, 700)]
+    sequences += [np.append(np.zeros(length, np.int32), np.int32(1)) for length in (1, 64, 192, 448)]
+    check_structure(build_prefix_tree(sequences), sequences)
+
+
+def test_other_integer_types_and_views() -> None:
+    base = np.arange(40, dtype=np.int64)
+    sequences = [base[::2], base[::2].astype(">i4"), base[:20:2].astype(np.uint16), [0, 2, 4]]
+    tree = build_prefix_tree(sequences)
+    assert tree.num_tokens == 20
+    assert tree.token_ids.dtype == np.int32
+    np.testing.assert_array_equal(tree.token_ids[tree.stream_indices(1)], base[::2])
+
+
+@pytest.mark.parametrize("build", [build_prefix_tree, build_forest_without_sharing])
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (np.zeros(0, np.int32), "sequence 1 .* one or more"),
+        (np.zeros((2, 2), np.int32), "sequence 1 .* flat"),
+        (np.zeros(2, np.float32), "sequence 1 .* integer"),
+        (np.zeros(2, bool), "sequence 1 .* integer"),
+        (np.array([1, 2**31]), "sequence 1 .* 32 bits"),
+    ],
+)
+def test_bad_sequences_are_refused(build, bad: np.ndarray, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        build([np.ones(3, np.int32), bad])
+
+
+def test_a_deep_chain() -> None:
+    """A chain of 100,000 tokens, and 100,000 nodes on one path: no recursion, and seconds rather than minutes."""
+    depth = 100_000
+    assert depth > sys.getrecursionlimit()
+    chain = np.random.default_rng(0).integers(0, 1000, depth).astype(np.int32)
+    tree = build_prefix_tree([chain, chain[: depth // 2], chain])
+    np.testing.assert_array_equal(tree.stream_indices(0), np.arange(depth))
+    assert tree.num_nodes == 2
+    # A node per token, as where every token ends a sequence; the last sequence's path is all of them.
+    caterpillar = PrefixTree(
+        token_ids=chain,
+        node_start=np.arange(depth + 1),
+        node_parent=np.arange(-1, depth - 1, dtype=np.int32),
+        node_position=np.arange(depth, dtype=np.int32),
+        node_subtree_end=np.full(depth, depth, np.int32),
+        sequence_node=np.array([depth - 1], np.int32),
+        sequence_lengths=np.array([depth]),
+    )
+    np.testing.assert_array_equal(caterpillar.stream_indices(0), np.arange(depth))
+    assert tree_statistics(caterpillar).depth == depth
+    np.testing.assert_array_equal(caterpillar.with_node_order(np.arange(depth)).subtree_end, np.full(depth, depth))
+
+
+def test_many_nodes_on_one_path_are_built() -> None:
+    """Every prefix of a chain is a sequence: as many nodes on the path as tokens, and no shared length twice."""
+    chain = np.random.default_rng(1).integers(0, 5, 3000).astype(np.int32)
+    tree = build_prefix_tree([chain[:length] for length in range(1, len(chain) + 1)][::-1])
+    assert tree.num_nodes == tree.num_tokens == tree_statistics(tree).depth == len(chain)
+    np.testing.assert_array_equal(tree.token_ids, chain)
+    np.testing.assert_array_equal(tree.node_parent, np.arange(-1, len(chain) - 1))
+
+
+def test_a_wide_tree() -> None:
+    """100,000 leaves below one root, in well under the time that a loop of numpy calls per sequence would take."""
+    width = 100_000
+    rng = seed_all(3)
+    sequences = list(np.stack([np.full(width, 5), rng.permutation(width), np.arange(width)], axis=1).astype(np.int32))
+    begin = time.perf_counter()
+    tree = build_prefix_tree(sequences)
+    assert time.perf_counter() - begin < 5.0
+    assert tree.num_nodes == tree.num_leaves + 1 == width + 1
+    assert tree.num_tokens == 1 + 2 * width
+    assert np.all(tree.parent[tree.node_start[1:-1]] == 0)
+    assert tree.subtree_end[0] == tree.num_tokens
+    indices, _ = tree.stream_indices_of(np.arange(width))
+    np.testing.assert_array_equal(tree.token_ids[indices], np.concatenate(sequences))
+    assert tree_statistics(tree).max_branching == width
+
+
+def test_memory_stays_within_four_times_the_tokens() -> None:
+    """Peak of building and of all arrays per token, as allocated; nothing shared is the worst case (slack: nodes)."""
+    rng = seed_all(4)
+    stem = rng.integers(0, 1000, 3000).astype(np.int32)
+    shared = [np.concatenate([stem, rng.integers(0, 1000, 1000).astype(np.int32)]) for _ in range(200)]
+    alone = [rng.integers(0, 10**6, 4000).astype(np.int32) for _ in range(200)]
+    for sequences, limit in ((shared, 2.0), (alone, 4.05)):
+        tracemalloc.start()
+        tree = build_prefix_tree(sequences)
+        building = tracemalloc.get_traced_memory()[1]
+        _ = tree.parent, tree.position, tree.subtree_end
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        own = sum(sequence.nbytes for sequence in sequences)
+        assert building < 2.0 * own
+        assert peak < limit * own
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_statistics_against_counting(seed: int) -> None:
+    rng = seed_all(100 + seed)
+    sequences = random_sequences(rng)
+    statistics, trie = tree_statistics(build_prefix_tree(sequences)), Trie(sequences)
+    lengths = [len(sequence) for sequence in sequences]
+    starts = trie.node_starts()
+    ends = [prefix for prefix in trie.prefixes if len(trie.children.get(prefix, ())) != 1 or trie.prefixes[prefix]]
+    branching = [len(trie.children[prefix]) for prefix in trie.prefixes if len(trie.children.get(prefix, ())) > 1]
+    assert statistics.sequences == len(sequences)
+    assert statistics.tokens == sum(lengths)
+    assert statistics.unique_tokens == len(trie.prefixes)
+    assert statistics.trees == len(trie.children.get((), ()))
+    assert statistics.nodes == len(starts) == len(ends)
+    assert statistics.leaves == sum(prefix not in trie.children for prefix in trie.prefixes)
+    depths = [sum(prefix[:i] in starts for i in range(1, len(prefix) + 1)) for prefix in trie.prefixes]
+    assert statistics.depth == max(depths, default=0)
+    assert statistics.branching == pytest.approx(float(np.mean(branching)) if branching else 0.0, rel=1e-15)
+    assert statistics.longest_sequence == max(lengths, default=0)
+    if sequences:
+        assert statistics.token_reuse == sum(lengths) / len(trie.prefixes)
+        separate = sum(sum(range(1, length + 1)) for length in lengths)
+        assert statistics.attention_reuse == separate / sum(map(len, trie.prefixes))
+
+
+@pytest.mark.parametrize("name", ["mint_math_thinkstrip_perturn.npz", "math_qwen25_8x100.npz"])
+def test_a_real_set_against_hashes_of_its_prefixes(name: str) -> None:
+    """Unique tokens and visible pairs counted with one running 64-bit hash per prefix, apart from the tree's code."""
+    with np.load(rollout_file(name)) as file:
+        tokens, offsets = file["tokens"].astype(np.int32), file["offsets"]
+    sequences = [tokens[a:b] for a, b in itertools.pairwise(offsets) if b > a]
+    hashes = set()
+    visible = 0
+    modulus = (1 << 61) - 1
+    for sequence in sequences:
+        value = 0
+        for position, token in enumerate(sequence.tolist()):
+            value = (value * 1_000_003 + token + 1) % modulus
+            if value not in hashes:
+                hashes.add(value)
+                visible += position + 1
+    tree = build_prefix_tree(sequences)
+    statistics = tree_statistics(tree)
+    lengths = np.diff(offsets)
+    assert statistics.unique_tokens == len(hashes)
+    assert statistics.tokens == lengths.sum()
+    assert statistics.attention_reuse == int((lengths * (lengths + 1) // 2).sum()) / visible
+    indices, _ = tree.stream_indices_of(np.arange(len(sequences)))
+    np.testing.assert_array_equal(tree.token_ids[indices], np.concatenate(sequences))
