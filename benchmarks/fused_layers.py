@@ -24,7 +24,7 @@ from dta_kernels.layers.swiglu import swiglu, swiglu_into
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.measurement import Report
-from megatron_dta.config.named_shapes import SHAPES
+from megatron_dta.config.derived.named_shapes import SHAPES
 
 DTYPE, EPS = torch.bfloat16, 1e-6
 # More than any GPU's cache, so that inputs come from memory as they do in a step.

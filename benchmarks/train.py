@@ -41,8 +41,8 @@ from megatron_dta.common.measurement import Report
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
 from megatron_dta.config.checks.experts import check_experts
-from megatron_dta.config.device_queues import set_device_queues
-from megatron_dta.config.named_shapes import SHAPES, benchmark_model
+from megatron_dta.config.derived.device_queues import set_device_queues
+from megatron_dta.config.derived.named_shapes import SHAPES, benchmark_model
 from megatron_dta.engine import StepResult, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import make_objective

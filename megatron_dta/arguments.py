@@ -19,9 +19,9 @@ from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.checks.all import check_config
+from megatron_dta.config.checks.other_names import name_here
+from megatron_dta.config.derived.treepo_preset import add_treepo_preset
 from megatron_dta.config.options import flag_of
-from megatron_dta.config.other_names import name_here
-from megatron_dta.config.treepo_preset import add_treepo_preset
 from megatron_dta.conversion.hf.arguments import add_hf_settings
 
 

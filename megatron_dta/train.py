@@ -30,7 +30,7 @@ def main() -> int:
     from rich.console import Console
 
     from megatron_dta.arguments import parse_arguments
-    from megatron_dta.config.device_queues import set_device_queues
+    from megatron_dta.config.derived.device_queues import set_device_queues
 
     config = parse_arguments()
     parallel = config.parallel

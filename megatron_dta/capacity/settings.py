@@ -73,7 +73,7 @@ def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], St
     from megatron_dta.arguments import parse_settings
     from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
     from megatron_dta.config.checks.experts import check_experts
-    from megatron_dta.config.pipeline_layout import stage_layers
+    from megatron_dta.config.derived.pipeline_layout import stage_layers
 
     if not os.path.isfile(path):
         raise InputError(f"--args-file {path}: there is no such file")

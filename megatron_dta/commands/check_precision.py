@@ -36,7 +36,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.common.measurement import measured_on
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks.transformer_engine import check_fp8, check_fp8_support, check_transformer_impl
-from megatron_dta.config.named_shapes import SHAPES, benchmark_model
+from megatron_dta.config.derived.named_shapes import SHAPES, benchmark_model
 from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.conversion.mappings import ModelShape
 from megatron_dta.conversion.model_weights import HfWeights

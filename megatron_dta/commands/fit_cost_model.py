@@ -40,7 +40,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.common.measurement import Report
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
-from megatron_dta.config.named_shapes import SHAPES, benchmark_model
+from megatron_dta.config.derived.named_shapes import SHAPES, benchmark_model
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.cost_inputs import cost_shape
 from megatron_dta.engine.stage_run import StageRun

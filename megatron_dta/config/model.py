@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dta.config.moe_layers import parse_moe_layer_freq
+from megatron_dta.config.derived.moe_layers import parse_moe_layer_freq
 from megatron_dta.config.options import REQUIRED, option
 
 # Megatron's linear layers that can have a LoRA adapter.

@@ -6,17 +6,14 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from megatron_dta.config.critic import CriticConfig
-from megatron_dta.config.data import DataConfig, SamplingConfig
-from megatron_dta.config.environment import EnvironmentConfig
-from megatron_dta.config.filtering import FilterConfig
+from megatron_dta.config.data import DataConfig
 from megatron_dta.config.model import ModelConfig
-from megatron_dta.config.objective import ObjectiveConfig
+from megatron_dta.config.objective import CriticConfig, ObjectiveConfig
 from megatron_dta.config.optimization import OptimizationConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.output import CheckpointConfig, LoggingConfig
 from megatron_dta.config.parallel import ParallelConfig
-from megatron_dta.config.reward import RewardConfig
+from megatron_dta.config.sampling import EnvironmentConfig, FilterConfig, RewardConfig, SamplingConfig
 from megatron_dta.config.speculation import SpeculationConfig
 from megatron_dta.config.tree import TreeConfig
 from megatron_dta.config.treepo import TreePOConfig

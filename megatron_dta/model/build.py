@@ -31,7 +31,7 @@ from megatron_dta.config.checks.transformer_engine import (
     check_fp8_support,
     check_transformer_impl,
 )
-from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.model.attention.core_attention import TreeAttention
 from megatron_dta.model.experts.router import TreeRouter, keep_balance_in_float32
 from megatron_dta.model.experts.spec import expert_layer_spec, expert_settings

@@ -25,7 +25,7 @@ from megatron_dta.capacity.memory import InFlight, RankMemory, RunMesh, StateSet
 from megatron_dta.capacity.shape import RunShape
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
-from megatron_dta.config.lora_sizes import adapter_parameters
+from megatron_dta.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.conversion.hf.config import architecture, read_hf_config
 from megatron_dta.conversion.integrity import check_parts
 from megatron_dta.conversion.mappings import ModelShape, parameters_of

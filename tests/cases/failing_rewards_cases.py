@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.config.reward import RewardConfig
+from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_reward import CodeTests
 
 QUICK = RewardConfig(code_time_seconds=1.0, code_memory_mb=256, code_processes=4)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dta.config.device_queues import MANY_QUEUES, QUEUES, set_device_queues
+from megatron_dta.config.derived.device_queues import MANY_QUEUES, QUEUES, set_device_queues
 from mesh_worker import MeshCase, run_cases, run_on_ranks
 from pipeline_shared import ARCHITECTURES, CUTS, GRPO, MESHES, _samples
 from tree_engine_cases import TEMPERATURE, model_config, tree_config, weights_of

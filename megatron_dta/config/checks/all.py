@@ -20,10 +20,10 @@ from megatron_dta.config.checks.rollouts import check_rollout_engine, rollout_co
 from megatron_dta.config.checks.transformer_engine import check_transformer_impl
 from megatron_dta.config.checks.tree import check_tree
 from megatron_dta.config.checks.treepo import check_treepo, treepo_conditions
+from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
-from megatron_dta.config.pipeline_layout import stage_layers
 from megatron_dta.config.train import TrainConfig, settings_of
 
 

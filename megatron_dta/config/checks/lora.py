@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.config.model import LORA_TARGETS, ModelConfig
 from megatron_dta.config.objective import ObjectiveConfig
 from megatron_dta.config.output import CheckpointConfig
 from megatron_dta.config.parallel import ParallelConfig
-from megatron_dta.config.pipeline_layout import stage_layers
 
 
 def check_lora(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from megatron_dta.config.critic import CriticConfig
+from megatron_dta.config.objective import CriticConfig
 from megatron_dta.config.train import TrainConfig
 
 POLICY_GRADIENT = ("grpo", "ppo", "gspo", "gspo-token", "cispo")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.config.derived.moe_layers import parse_moe_layer_freq
 from megatron_dta.config.model import ModelConfig
-from megatron_dta.config.moe_layers import parse_moe_layer_freq
 from megatron_dta.config.options import flag_of
 from megatron_dta.conversion.hf.families import FAMILIES, Family, architecture
 from megatron_dta.conversion.hf.rope import rope_settings

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.config.reward import RewardConfig
+from megatron_dta.config.sampling import RewardConfig
 
 MOST_OUTPUT_BYTES = 1 << 20
 SANDBOX = Path(__file__).with_name("code_sandbox") / "run.py"

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_dta.common.errors import InputError, one_line
-from megatron_dta.config.reward import RewardConfig
+from megatron_dta.config.sampling import RewardConfig
 
 BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
 REMOTE_SECONDS = 60.0

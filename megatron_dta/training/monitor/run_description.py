@@ -15,7 +15,7 @@ import torch
 from megatron_dta.capacity.memory import RunMesh
 from megatron_dta.capacity.shape import RunShape
 from megatron_dta.config import TrainConfig
-from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.model import Mesh
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS

@@ -6,7 +6,7 @@ import pytest
 
 from arguments_cases import SAMPLED, parse
 from megatron_dta.common.errors import InputError
-from megatron_dta.config.moe_layers import parse_moe_layer_freq
+from megatron_dta.config.derived.moe_layers import parse_moe_layer_freq
 
 MOE = f"{SAMPLED} --swiglu --disable-bias-linear --num-experts 8"
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.config.pipeline_layout import stage_layers
+from megatron_dta.config.derived.pipeline_layout import stage_layers
 
 
 def layers_of(num_layers: int, layout: str | None, stages: int, chunks: int = 1, vocab_size: int = 100) -> list[int]:

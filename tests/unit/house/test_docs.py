@@ -12,8 +12,8 @@ import pytest
 
 from conftest import REPOSITORY, seed_all
 from megatron_dta.arguments import build_parser
-from megatron_dta.config.other_names import markdown_table
-from megatron_dta.config.reward import RewardConfig
+from megatron_dta.config.checks.other_names import markdown_table
+from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.sampling.prompts import load as prompts
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
 from megatron_dta.sampling.prompts.load import PromptReader

@@ -14,7 +14,7 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import OptimizationConfig, ParallelConfig
 from megatron_dta.config.checks.lora import check_lora
-from megatron_dta.config.lora_sizes import adapter_parameters
+from megatron_dta.config.derived.lora_sizes import adapter_parameters
 from megatron_dta.config.model import LORA_TARGETS
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import adapters_of, build_model, initialize_parallel, without_adapters

@@ -10,7 +10,7 @@ import hostile_programs
 from conftest import REPOSITORY
 from failing_rewards_cases import ADD, fenced, isolated
 from hostile_programs import ATTACKS, RECORDS
-from megatron_dta.config.reward import RewardConfig
+from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards import code_reward
 from megatron_dta.sampling.rewards.code_reward import ISOLATIONS, CodeTests
 from megatron_dta.sampling.rewards.code_sandbox import kernel

@@ -14,7 +14,7 @@ from conftest import seed_all
 from failing_rewards_cases import ADD, QUICK, fenced, isolated
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
-from megatron_dta.config.reward import RewardConfig
+from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.rollouts.collection_order import RolloutError
 from megatron_dta.sampling.rewards import code_reward
 from megatron_dta.sampling.rewards.code_reward import ISOLATIONS, CodeTests, program_in
