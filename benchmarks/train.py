@@ -73,7 +73,9 @@ PARALLEL = (
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
-    parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
+    parser.add_argument(
+        "--sample-granularity", choices=("trajectory", "turn"), default="trajectory", help="of .npz files"
+    )
     parser.add_argument(
         "--renumber-tokens", action="store_true", help="number the tokens that occur from 0: for another vocabulary"
     )
@@ -145,7 +147,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def load_samples(arguments: argparse.Namespace, file: str) -> list[TrainingSample]:
     """The sequences of a file, of which the first are taken."""
-    rollouts = load_rollouts(file, framing=arguments.framing, max_sequences=arguments.max_sequences)
+    rollouts = load_rollouts(
+        file, sample_granularity=arguments.sample_granularity, max_sequences=arguments.max_sequences
+    )
     token_ids = [rollout.token_ids for rollout in rollouts]
     if arguments.renumber_tokens:
         # The distinct tokens in their order: the same forest.

@@ -59,7 +59,9 @@ class Row:
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts as .jsonl, .parquet or .npz")
-    parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="what one sequence is")
+    parser.add_argument(
+        "--sample-granularity", choices=("trajectory", "turn"), default="trajectory", help="what one sequence is"
+    )
     parser.add_argument("--max-sequences", type=int, default=16, help="use the file's first N sequences (default 16)")
     parser.add_argument("--max-length", type=int, default=256, help="cut them to this many tokens (default 256)")
     parser.add_argument("--tolerance", type=float, default=1e-12, help="for float64 against Megatron (default 1e-12)")
@@ -108,7 +110,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def load_samples(arguments: argparse.Namespace) -> tuple[list[TrainingSample], int]:
     """The file's first sequences, cut, with random fields; and the size of their renumbered vocabulary."""
-    rollouts = load_rollouts(arguments.file, framing=arguments.framing, max_sequences=arguments.max_sequences)
+    rollouts = load_rollouts(
+        arguments.file, sample_granularity=arguments.sample_granularity, max_sequences=arguments.max_sequences
+    )
     sequences = [rollout.token_ids[: arguments.max_length] for rollout in rollouts]
     masks = [rollout.loss_mask[: arguments.max_length] for rollout in rollouts]
     # A cut may leave nothing trained (long system prompts): such a sequence is trained on all its tokens.

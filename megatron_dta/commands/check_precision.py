@@ -74,7 +74,9 @@ class Candidate:
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts as .jsonl, .parquet or .npz")
-    parser.add_argument("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
+    parser.add_argument(
+        "--sample-granularity", choices=("trajectory", "turn"), default="trajectory", help="of .npz files"
+    )
     parser.add_argument("--max-sequences", type=int, default=8, help="use the file's first N sequences (default 8)")
     parser.add_argument("--max-length", type=int, help="cut them to this many tokens")
     parser.add_argument("--model", choices=list(SHAPES), help="shape of random weights (default: tiny)")
@@ -107,7 +109,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def load_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
     """The file's first sequences that have a trained token."""
-    rollouts = load_rollouts(arguments.file, framing=arguments.framing, max_sequences=arguments.max_sequences)
+    rollouts = load_rollouts(
+        arguments.file, sample_granularity=arguments.sample_granularity, max_sequences=arguments.max_sequences
+    )
     cut = slice(arguments.max_length)
     samples = [TrainingSample(each.token_ids[cut], each.loss_mask[cut]) for each in rollouts]
     samples = [sample for sample in samples if sample.num_trained]

@@ -1,6 +1,6 @@
 """Says what prefix sharing is worth in a file of rollouts, and how its tree is cut into segments.
 
-    python tools/inspect_tree.py FILE [--framing turn] [--json] [--plot tree.png]
+    python tools/inspect_tree.py FILE [--sample-granularity turn] [--json] [--plot tree.png]
 
 FILE is a rollout file (.jsonl, .parquet or .npz). Token reuse is the tokens of all sequences over the unique ones;
 attention reuse the same for the (query, key) pairs of causal attention. Fill is how full the segments are on average,
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_dta.common.command_line import CommandLineParser, add_framing, check_at_least, print_json
+from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
@@ -28,7 +28,7 @@ SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
-    add_framing(parser)
+    add_sample_granularity(parser)
     parser.add_argument(
         "--tree-segment-tokens",
         type=int,
@@ -114,7 +114,7 @@ def main() -> None:
     arguments = parse_arguments()
     rollouts = load_rollouts(
         arguments.file,
-        framing=arguments.framing,
+        sample_granularity=arguments.sample_granularity,
         max_sequences=arguments.max_sequences,
         max_length=arguments.max_length,
     )
@@ -124,7 +124,7 @@ def main() -> None:
     _ = tree.parent, tree.position, tree.subtree_end  # Derived on first use: part of the tree's cost.
     build_seconds = time.perf_counter() - begin
     plan = plan_segments(tree, arguments.tree_segment_tokens, arguments.tree_memory_tokens)
-    title = f"{Path(arguments.file).name}, one sequence per {arguments.framing}"
+    title = f"{Path(arguments.file).name}, one sequence per {arguments.sample_granularity}"
     values = figures(tree_statistics(tree), plan, build_seconds)
     print_table(values, title)
     if arguments.plot:

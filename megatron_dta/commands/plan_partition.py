@@ -1,6 +1,6 @@
 """Divides the sequences of a rollout file over data-parallel ranks and says how even the ranks are.
 
-    python tools/plan_partition.py FILE --data-parallel-size 8 [--framing turn] [--json]
+    python tools/plan_partition.py FILE --data-parallel-size 8 [--sample-granularity turn] [--json]
 
 FILE is a rollout file (.jsonl, .parquet or .npz). Costs are predicted seconds of a rank's forward and backward by the
 cost model (megatron_dta/planning/costs/model.py), shared prefixes counted on each rank that computes them; duplicated
@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.capacity.predicted_costs import add_cost_flags, read_costs
-from megatron_dta.common.command_line import CommandLineParser, add_framing, check_at_least, print_json
+from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
 from megatron_dta.planning.partition.divide import Partition, least_slowest, partition_costs, trained_parts
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument("--data-parallel-size", type=int, metavar="N", required=True, help="number of ranks")
-    add_framing(parser)
+    add_sample_granularity(parser)
     parser.add_argument(
         "--keep-together",
         choices=("sequence", "trajectory", "group"),
@@ -145,12 +145,12 @@ def main() -> None:
     model, source = read_costs(arguments)
     rollouts = load_rollouts(
         arguments.file,
-        framing=arguments.framing,
+        sample_granularity=arguments.sample_granularity,
         max_sequences=arguments.max_sequences,
         max_length=arguments.max_length,
     )
     values = compare(rollouts, arguments, model) | {"costs": source}
-    name = f"{Path(arguments.file).name}, one sequence per {arguments.framing}"
+    name = f"{Path(arguments.file).name}, one sequence per {arguments.sample_granularity}"
     counts = f"{values['sequences']:,} sequences, {values['unique_tokens']:,} of {values['tokens']:,} tokens unique"
     print_table(values, f"{name}: {counts}, {arguments.data_parallel_size} ranks")
     if arguments.json:

@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="rollouts of one step: .jsonl, .parquet or .npz")
-    add("--framing", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
+    add("--sample-granularity", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
     add("--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone")
     for name in ("max_sequences", "max_length", *STEP_FLAGS):
         add(_flag(name), type=int, metavar="N", help=HELP[name])
@@ -172,7 +172,7 @@ def read_step(arguments: argparse.Namespace) -> tuple[list[np.ndarray], list[np.
         )
     rollouts = load_rollouts(
         arguments.file,
-        framing=arguments.framing,
+        sample_granularity=arguments.sample_granularity,
         max_sequences=arguments.max_sequences,
         max_length=arguments.max_length,
     )

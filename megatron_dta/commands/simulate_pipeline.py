@@ -31,7 +31,7 @@ from rich.table import Table
 
 from megatron_dta.capacity.predicted_costs import SHAPE, add_cost_flags, read_costs
 from megatron_dta.capacity.simulated_training import print_training, training_figures
-from megatron_dta.common.command_line import CommandLineParser, add_framing, check_at_least, print_json
+from megatron_dta.common.command_line import CommandLineParser, add_sample_granularity, check_at_least, print_json
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_counts import segment_counts
@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     counts = ["--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"]
     parser.add_argument(counts[0], type=int, metavar="P", required=True, help="stages")
     parser.add_argument(counts[1], type=int, metavar="N", default=1, help="parts of the model on each stage")
-    add_framing(parser)
+    add_sample_granularity(parser)
     parser.add_argument(
         "--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone"
     )
@@ -154,7 +154,7 @@ def read_sequences(arguments: argparse.Namespace) -> tuple[list[np.ndarray], lis
     """What a step computes of the file's sequences, and their loss masks."""
     rollouts = load_rollouts(
         arguments.file,
-        framing=arguments.framing,
+        sample_granularity=arguments.sample_granularity,
         max_sequences=arguments.max_sequences,
         max_length=arguments.max_length,
     )
@@ -319,7 +319,9 @@ def main() -> None:
     training = plan_of_training(arguments, model, *step)
     plan, layers, seconds = plan_file(arguments, model, *step)
     values = figures(plan, layers, seconds, arguments) | {"training": training, "costs": source}
-    title = f"{Path(arguments.file).name}, one sequence per {arguments.framing}, {values['num_stages']} stages"
+    title = (
+        f"{Path(arguments.file).name}, one sequence per {arguments.sample_granularity}, {values['num_stages']} stages"
+    )
     print_training(training, title)
     print_table(values, "what a search finds, on stages of equal cost")
     print(f"seconds: {source}")

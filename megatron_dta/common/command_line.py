@@ -65,10 +65,10 @@ class CommandLineParser(argparse.ArgumentParser):
         yield from sorted((other for other in known if words in (known[other].help or "").lower()), key=len)
 
 
-def add_framing(parser: argparse.ArgumentParser) -> None:
+def add_sample_granularity(parser: argparse.ArgumentParser) -> None:
     """The flag that says what one sequence of stored rollouts is."""
     parser.add_argument(
-        "--framing",
+        "--sample-granularity",
         choices=("trajectory", "turn"),
         default="trajectory",
         help="one sequence per stored rollout, or per turn of it with all turns before (default: %(default)s)",

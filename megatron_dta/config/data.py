@@ -17,7 +17,7 @@ class DataConfig:
         "for --objective sft, chosen and rejected answers for --objective dpo (.jsonl, .parquet).",
     )
     eval_rollouts: list[str] | None = option(None, "Held-out stored rollouts; their loss is reported.")
-    rollout_framing: str = option(
+    rollout_sample_granularity: str = option(
         "trajectory",
         "One training sample per trajectory, or one per assistant turn.",
         choices=("trajectory", "turn"),

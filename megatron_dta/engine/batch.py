@@ -34,7 +34,7 @@ class TreeBatch:
         num_sequences: sequences of the whole step, those of other ranks included.
         owned: bool [P], pairs that count in the loss; None for all.
         sequences: int64 [Q], number of each sequence in the whole step.
-        couples: int64 [K, 2], coupled sequences of the whole step by these numbers; None without.
+        preference_pairs: int64 [K, 2], coupled sequences of the whole step by these numbers; None without.
         routed_experts: int16 [stream tokens, L, K], see ``TrainingSample``; None if no sample has them.
     """
 
@@ -45,7 +45,7 @@ class TreeBatch:
     num_sequences: int
     owned: np.ndarray | None = None
     sequences: np.ndarray | None = None
-    couples: np.ndarray | None = None
+    preference_pairs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
 
     @property
@@ -85,7 +85,7 @@ def prepare_batch(
     pipeline: PipelineShape | None = None,
     loss_length: float | None = None,
     sequences: Sequence[int] | None = None,
-    couples: np.ndarray | None = None,
+    preference_pairs: np.ndarray | None = None,
 ) -> TreeBatch:
     """Plan a step over ``samples``, and gather the fields of its loss.
 
@@ -94,12 +94,12 @@ def prepare_batch(
     Args:
         tree: mode, segment size and budgets.
         loss_aggregation: one of ``objectives.weights.AGGREGATIONS``, over the whole step; not used with
-            ``couples``, whose loss is the mean over the pairs.
+            ``preference_pairs``, whose loss is the mean over the pairs.
         counts: what the whole step trains, where ``samples`` (maybe none) are only this rank's part of it.
         pipeline: the stages that share the model (``TreeEngine.pipeline``); None if one process has it all.
         loss_length: constant length of "sequence-sum".
         sequences: numbers of the samples in the whole step, where they are only a part of it.
-        couples: int [K, 2], coupled samples by their numbers in the whole step (objectives of pairs).
+        preference_pairs: int [K, 2], coupled samples by their numbers in the whole step (objectives of pairs).
     """
     if tree.tree_memory_gib is not None and (pipeline is None or pipeline.memory is None):
         raise ValueError("tree_memory_gib is set: call TreeEngine.limit_memory and give pipeline=engine.pipeline(...)")
@@ -122,9 +122,9 @@ def prepare_batch(
     num_sequences = len(samples) if counts is None else counts.sequences
     numbers = np.arange(len(samples)) if sequences is None else np.asarray(sequences, np.int64)
     owned = None
-    if couples is not None:
+    if preference_pairs is not None:
         # A pair's loss is divided among the logprobs of both sequences: every token gets the same factor.
-        loss_weights_P = np.full(plan.num_pairs, 1 / max(1, len(couples)))
+        loss_weights_P = np.full(plan.num_pairs, 1 / max(1, len(preference_pairs)))
     else:
         sequence_weights = np.array([sample.weight for sample in samples])
         counted = np.array([sample.num_counted for sample in samples], np.int64)
@@ -133,7 +133,7 @@ def prepare_batch(
         if any(sample.owned is not None for sample in samples):
             owned = np.concatenate([sample.counted_mask[mask] for sample, mask in zip(samples, masks, strict=True)])
     return TreeBatch(
-        plan, masks, loss_weights_P, fields, num_sequences, owned, numbers, couples, _routing(samples, plan)
+        plan, masks, loss_weights_P, fields, num_sequences, owned, numbers, preference_pairs, _routing(samples, plan)
     )
 
 

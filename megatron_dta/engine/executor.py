@@ -28,7 +28,7 @@ from megatron_dta.model import Mesh, Model, weights_quantized_once
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import MemoryBudget, SegmentBytes
-from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, plan_in_step
+from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.planning.step.flops import StepCounts
 from megatron_dta.planning.step.passes import PipelineShape
@@ -151,10 +151,10 @@ class TreeEngine(RankModel):
             record_timeline: measure when each op runs; all ranks must agree in it.
         """
         pair_metrics: dict[str, float] = {}
-        couple = getattr(objective, "couple", None)
-        if couple is not None:
-            batch, pair_metrics = with_pair_terms(batch, couple, self.compute_logprobs(batch), self.mesh)
-        batch = self._in_step(batch)
+        pair_function = getattr(objective, "pair_function", None)
+        if pair_function is not None:
+            batch, pair_metrics = with_pair_terms(batch, pair_function, self.compute_logprobs(batch), self.mesh)
+        batch = self._synchronized(batch)
         self._check_agreement(batch, training=True)
         run = StageRun(self, batch, objective, OpClock(self.mesh, self.device) if record_timeline else None)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext(), self._constant_weights():
@@ -173,7 +173,7 @@ class TreeEngine(RankModel):
         """Let the passes of a step share what is made of the weights."""
         return weights_quantized_once(self.tree_models) if self.config.fp8 else nullcontext()
 
-    def _in_step(self, batch: TreeBatch) -> TreeBatch:
+    def _synchronized(self, batch: TreeBatch) -> TreeBatch:
         """``batch`` with what this rank runs on empty segments, because other ranks wait for it.
 
         Ranks that share experts run the same ops. A rank without any, where gradients are reduced in a backward, runs
@@ -187,13 +187,13 @@ class TreeEngine(RankModel):
             ranks = self.mesh.gather_over_experts(RankPlan.of(step))
             own = self.mesh.expert_data_ranks.index(self.mesh.data_rank)
             shape = self.pipeline(step.segments.segment_tokens)
-            self._stepped = step, plan_in_step(step, ranks, own, shape, least)
+            self._stepped = step, synchronized_plan(step, ranks, own, shape, least)
         return replace(batch, plan=self._stepped[1])
 
     @torch.no_grad()
     def compute_logprobs(self, batch: TreeBatch) -> list[np.ndarray]:
         """Logprobs of the trained tokens under the current weights, one array [T] per sequence, 0 elsewhere."""
-        batch = self._in_step(batch)
+        batch = self._synchronized(batch)
         self._check_agreement(batch, training=False)
         run = StageRun(self, batch, objective=None)
         with self._constant_weights():

@@ -1,4 +1,4 @@
-"""Losses that couple two sequences, before the pass that trains them: see ``objectives.dpo`` for why one number each
+"""Losses that pair_function two sequences, before the pass that trains them: see ``objectives.dpo`` for why one number each
 is enough.
 
 The sequences of a pair may be on different data-parallel ranks, so ranks exchange one sum for each sequence.
@@ -16,7 +16,7 @@ from megatron_dta.objectives.fields import PairFunction
 
 
 def with_pair_terms(
-    batch: TreeBatch, couple: PairFunction, logprobs: Sequence[np.ndarray], mesh: Mesh
+    batch: TreeBatch, pair_function: PairFunction, logprobs: Sequence[np.ndarray], mesh: Mesh
 ) -> tuple[TreeBatch, dict[str, float]]:
     """``batch`` with ``pair_gradient`` and ``pair_loss``, and metrics of all pairs, the same on every rank.
 
@@ -24,8 +24,8 @@ def with_pair_terms(
         couple: the objective's part.
         logprobs: of this rank's sequences under the weights being trained, [T] each, 0 where not trained.
     """
-    if batch.couples is None or not len(batch.couples):
-        raise ValueError("the objective couples sequences, but prepare_batch was given no couples")
+    if batch.preference_pairs is None or not len(batch.preference_pairs):
+        raise ValueError("the objective preference_pairs sequences, but prepare_batch was given no preference_pairs")
     reference = batch.fields["ref_logprobs"]
     if reference is None and len(logprobs):
         raise ValueError("the objective compares with a reference, but the samples have no ref_logprobs")
@@ -37,7 +37,7 @@ def with_pair_terms(
     of_all = dict(pair for part in mesh.gather_over_data(sums) for pair in part)
     totals = np.zeros(max(of_all) + 1)
     totals[list(of_all)] = list(of_all.values())
-    terms = couple(totals, batch.couples)
+    terms = pair_function(totals, batch.preference_pairs)
     fields: dict[str, list[np.ndarray]] = {"pair_gradient": [], "pair_loss": []}
     for number, mask in zip(batch.sequences, batch.loss_mask, strict=True):
         fields["pair_gradient"].append(np.full(len(mask), terms.gradient[number]))

@@ -90,7 +90,7 @@ class Objective:
     """Whether the loss has advantages and a ratio to old logprobs."""
     needs_critic: bool = False
     """Whether the advantages come from a critic's values."""
-    couple: PairFunction | None = None
+    pair_function: PairFunction | None = None
     """For losses of pairs of sequences: the derivative of their loss by each sequence's logprobs."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, fields: LossFields) -> TokenLosses:

@@ -13,14 +13,14 @@ from megatron_dta.rollouts.jsonl import read_jsonl, write_jsonl
 from megatron_dta.rollouts.npz import read_npz
 from megatron_dta.rollouts.paths import NodeCheck
 from megatron_dta.rollouts.record import Rollout, check_required, check_vocabulary, row_error
-from megatron_dta.rollouts.sample_granularity import FRAMINGS, cut_length, cut_turns
+from megatron_dta.rollouts.sample_granularity import SAMPLE_GRANULARITIES, cut_length, cut_turns
 
 logger = logging.getLogger(__name__)
 
 
 def load_rollouts(
     path: str | Path,
-    framing: str = "trajectory",
+    sample_granularity: str = "trajectory",
     vocab_size: int | None = None,
     max_sequences: int | None = None,
     max_length: int | None = None,
@@ -28,7 +28,7 @@ def load_rollouts(
 ) -> list[Rollout]:
     """The rollouts of a ``.jsonl``, ``.parquet`` or ``.npz`` file, all of it checked before the first is returned.
 
-    framing: "trajectory", one sample per stored row, or "turn", one per run of trained tokens (``framing.py``).
+    sample_granularity: "trajectory", one sample per stored row, or "turn", one per run of trained tokens (``sample_granularity.py``).
     vocab_size: token ids at or above it are refused. max_length: longer samples are cut there; those left without a
     trained token are dropped, which is logged. max_sequences: only the first so many of the samples that remain.
     require: fields without which the objective cannot train, ``"reward|advantages"`` meaning either.
@@ -36,8 +36,10 @@ def load_rollouts(
     Raises ``InputError`` naming the file, the row (from 1; the line of a JSONL file), the field and the reason.
     """
     path = Path(path)
-    if framing not in FRAMINGS:
-        raise InputError(f"framing '{framing}' is not known; choose from {', '.join(FRAMINGS)}")
+    if sample_granularity not in SAMPLE_GRANULARITIES:
+        raise InputError(
+            f"sample_granularity '{sample_granularity}' is not known; choose from {', '.join(SAMPLE_GRANULARITIES)}"
+        )
     for name, limit in (("max_sequences", max_sequences), ("max_length", max_length), ("vocab_size", vocab_size)):
         if limit is not None and limit < 1:
             raise InputError(f"{name} is {limit}; it must be at least 1")
@@ -58,7 +60,7 @@ def load_rollouts(
             raise row_error(path, row, error) from None
         if max_sequences is not None and len(samples) >= max_sequences:
             continue
-        for sample in [rollout] if framing == "trajectory" else cut_turns(rollout, f"row {row}", turns):
+        for sample in [rollout] if sample_granularity == "trajectory" else cut_turns(rollout, f"row {row}", turns):
             kept = sample if max_length is None else cut_length(sample, max_length)
             if kept is None:
                 untrained += 1

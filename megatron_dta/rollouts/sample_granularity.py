@@ -1,4 +1,4 @@
-"""The two framings of a rollout: one sample for the whole trajectory, or one for each of its turns.
+"""The two sample granularities of a rollout: one sample for the whole trajectory, or one for each of its turns.
 
 A turn is a run of trained tokens. Its sample holds every token up to the end of the turn and trains the turn alone, so
 the samples of one trajectory are prefixes of each other; they share a ``trajectory_id``, by which group statistics
@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_dta.rollouts.record import Rollout
 
-FRAMINGS = ("trajectory", "turn")
+SAMPLE_GRANULARITIES = ("trajectory", "turn")
 
 
 def mask_runs(loss_mask: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Is a pass with drafts worth it where passes without any could run in a burst? A gate for whole passes, and its purse.
+"""Is a pass with drafts worth it where passes without any could run in a burst? A gate for whole passes, and its overhead budget.
 
 A pass with drafts is a round of its own: the host makes the drafts, waits for the samples and inserts them before it
 knows the next ones, while passes without drafts follow each other on the device. So its cost is not the weights and
@@ -11,7 +11,7 @@ the rest.
 
 A pass has drafts where the expected gain exceeds the extra. Expectations can be wrong, so what came of each such pass
 is booked: when the extra has exceeded the gain by ``LOSS_SHARE`` of all time and ``CREDIT`` passes, no pass has drafts
-until enough time has gone by. That bounds what speculation can cost whatever the samples are. The same purse pays for
+until enough time has gone by. That bounds what speculation can cost whatever the samples are. The same overhead budget pays for
 probes, passes with drafts against the gate's advice, without which wrong estimates would stay. After rounds in vain
 drafts are looked for ever less often, so that looking costs ``ASKING_SHARE`` of the time.
 
@@ -42,7 +42,7 @@ _MOST_CREDIT = 0.03
 
 
 class Rounds:
-    """Costs and purse of one engine.
+    """Costs and overhead budget of one engine.
 
     Args:
         plain: a pass in a burst, by live sequences. drafted: a pass with drafts, by tokens. burst: passes of a burst.
@@ -72,13 +72,13 @@ class Rounds:
         self._scale = {False: 1.0, True: 1.0}
 
     def unlearned(self) -> Rounds:
-        """Of the same costs, with nothing measured and a purse of its own."""
+        """Of the same costs, with nothing measured and a overhead budget of its own."""
         fresh = Rounds(self.plain_cost, self.drafted_cost, self.burst, self.prices_whole)
         fresh.is_measured = self.is_measured
         return fresh
 
     def end_step(self) -> None:
-        """A collection is over: the purse is filled for the next."""
+        """A collection is over: the overhead budget is filled for the next."""
         self.elapsed = self.loss = 0.0
         self.is_hopeful = False
         self._vain = self._wait = self._probe_wait = self._asked_live = 0
@@ -127,12 +127,12 @@ class Rounds:
         return True
 
     def pays(self, gain: float, live: int, tokens: int) -> bool:
-        """Whether a pass of ``tokens`` tokens with that expected gain is worth it, and the purse allows for it."""
+        """Whether a pass of ``tokens`` tokens with that expected gain is worth it, and the overhead_budget allows for it."""
         extra = self.drafted(tokens) - self.plain(live)
         return gain > extra and (extra <= 0 or self.loss <= self._allowed(extra))
 
     def may_probe(self, gain: float, live: int, tokens: int) -> bool:
-        """Whether the purse pays for a pass that is not expected to be worth it; if so it is to run. What drafts have
+        """Whether the overhead budget pays for a pass that is not expected to be worth it; if so it is to run. What drafts have
         gained is not for probes, and after probes in vain the next one is ever further off."""
         if self._probe_wait:
             self._probe_wait -= 1

@@ -1,7 +1,7 @@
 """Sampled rollouts: the engine that ``--rollout-engine`` names, and the source and evaluation that use it.
 
 The engine in this process runs on all ranks, on the weights they share. Servers and recorded rollouts are used by the
-first rank alone, and all ranks get what it gets (``sampling.first_rank``).
+first rank alone, and all ranks get what it gets (``sampling.rank0``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_dta.sampling.engines.build import build_drafting, build_engine, re
 from megatron_dta.sampling.engines.in_process.pass_costs import measure_passes
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.sources.independent import sampling_params
-from megatron_dta.sampling.sources.rank0_source import FirstRankEvaluation, FirstRankSource
+from megatron_dta.sampling.sources.rank0_source import Rank0Evaluation, Rank0Source
 from megatron_dta.sampling.sources.server_corpus import DraftingServersSource, RolloutCorpus
 from megatron_dta.sampling.sources.speculating_source import SpeculatingSource
 from megatron_dta.sampling.sources.stopping_source import StoppingSource
@@ -63,7 +63,7 @@ def build_sampled_data(
             das = config.speculation
             corpus = RolloutCorpus(weights_folder(config), task.tokenizer, das.das_window, das.das_max_tokens)
         inner = DraftingServersSource(inner, engine, corpus)
-    source = FirstRankSource(
+    source = Rank0Source(
         inner,
         engine,
         None if is_replay else RolloutWeights(config, model),
@@ -74,7 +74,7 @@ def build_sampled_data(
     )
     if not evaluated:
         return source, []
-    return source, [FirstRankEvaluation(build_sampling_evaluation(engine, task, config) if first else None, source)]
+    return source, [Rank0Evaluation(build_sampling_evaluation(engine, task, config) if first else None, source)]
 
 
 def _responses_of_a_replica(config: TrainConfig) -> int:

@@ -15,7 +15,7 @@ from megatron_dta.objectives import make_objective
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
 from megatron_dta.parity.plain_router import PlainRouter
 from megatron_dta.parity.shards import join_shards
-from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, plan_in_step
+from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import PipelineShape
 from megatron_dta.planning.step.plan import plan_step
@@ -152,7 +152,7 @@ def test_ranks_of_other_shapes_run_in_slots(references) -> None:
         for part in references.meshes["ep2-shapes"][2]
     ]
     plans = [
-        plan_in_step(step, [RankPlan.of(s) for s in steps], own, PipelineShape()) for own, step in enumerate(steps)
+        synchronized_plan(step, [RankPlan.of(s) for s in steps], own, PipelineShape()) for own, step in enumerate(steps)
     ]
     together: dict[OpKind, set[tuple[int, ...]]] = {OpKind.FORWARD: set(), OpKind.BACKWARD: set()}
     for ops in zip(*(plan.training.schedule.ops[0] for plan in plans), strict=True):
@@ -241,7 +241,7 @@ def test_initial_weights_do_not_depend_on_the_division(references, results):
     ],
     ids=["unequal", "idle", "ep2-tp2"],
 )
-def test_ranks_that_share_experts_sample_in_step(references, tmp_path, world_size, parallel, shares):
+def test_ranks_that_share_experts_sample_synchronously(references, tmp_path, world_size, parallel, shares):
     model, weights = references.models["qwen3"], references.weights["qwen3"]
     (alone,) = run_on_ranks(sample, (model, ParallelConfig(), weights, [list(range(8))]), 1, tmp_path / "alone")
     ranks = run_on_ranks(sample, (model, parallel, weights, shares), world_size, tmp_path / "ranks")

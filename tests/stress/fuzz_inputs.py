@@ -115,7 +115,7 @@ class Files:
         path.write_bytes(content)
         try:
             rollouts = load_rollouts(
-                path, framing=rng.choice(("trajectory", "turn")), vocab_size=rng.choice((None, 41))
+                path, sample_granularity=rng.choice(("trajectory", "turn")), vocab_size=rng.choice((None, 41))
             )
         except InputError as error:
             told_well(str(error), f"{path}: ")

@@ -318,7 +318,7 @@ def _check_no_effect(config: TrainConfig) -> Iterator[str]:
         ),
         **_tokenizer_conditions(config),
         "--task arithmetic": (config.sampling.task is not None, "arithmetic_max_operand arithmetic_operators"),
-        "--rollouts": (not sampled, "rollout_framing eval_rollouts seq_length moe_routing_replay"),
+        "--rollouts": (not sampled, "rollout_sample_granularity eval_rollouts seq_length moe_routing_replay"),
         "--eval-interval": (
             evaluated,
             "keep_best_checkpoint eval_iters eval_rollouts eval_prompt_data eval_temperature",

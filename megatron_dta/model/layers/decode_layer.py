@@ -1,10 +1,10 @@
-"""A whole transformer layer of a decoding pass: the kernels and products of ``direct_layer``'s forward, and no modules.
+"""A whole transformer layer of a decoding pass: the kernels and products of ``fused_autograd_layer``'s forward, and no modules.
 
 A decoding pass is short, so what counts is how many kernels it has, and without a CUDA graph how long the host takes to
 launch them. The addition of a layer's last branch to the stream goes with the next layer's norm: the context carries
 the branch there, and the last layer adds it up itself. Numbers are the modules' own, bit for bit.
 
-It takes what ``direct_layer`` takes, gradient buffers or not, and either all layers of a part of the model or none.
+It takes what ``fused_autograd_layer`` takes, gradient buffers or not, and either all layers of a part of the model or none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dta_kernels.layers.qkv_rope import qkv_rope_into, values_of
 from dta_kernels.layers.rms_norm import rms_norm_forward
 from dta_kernels.layers.swiglu import swiglu_into
 from megatron_dta.model.attention.paged_context import PagedContext
-from megatron_dta.model.layers.fused_autograd_layer import DirectLayer, product
+from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer, product
 
 
 class DecodeLayer:
@@ -27,7 +27,7 @@ class DecodeLayer:
     """
 
     def __init__(self, layer: Module) -> None:
-        self._weights, self._layer_number = DirectLayer(layer), layer.layer_number
+        self._weights, self._layer_number = FusedAutogradLayer(layer), layer.layer_number
 
     @property
     def is_free(self) -> bool:

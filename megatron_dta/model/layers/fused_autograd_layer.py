@@ -42,7 +42,7 @@ _LINEAR = (MainGradColumnParallelLinear, MainGradRowParallelLinear)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class DirectLayer:
+class FusedAutogradLayer:
     """The weights of a layer in the plain case, and its two passes.
 
     Args:
@@ -167,7 +167,7 @@ class _Layer(torch.autograd.Function):
     """Tensors are kept beside autograd, so that they are free when the layer's backward is done and not the graph's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: DirectLayer, context: SegmentContext) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: FusedAutogradLayer, context: SegmentContext) -> Tensor:
         ctx.layer, ctx.context = layer, context
         output, ctx.kept = layer.forward(x, context)
         return output
@@ -200,7 +200,7 @@ def _buffers(weights: tuple[Parameter, ...]) -> tuple[Tensor, ...]:
 
 
 def has_plain_modules(layer: Module) -> bool:
-    """Whether a ``FusedLayer`` with SwiGLU consists of modules whose forward ``DirectLayer`` computes."""
+    """Whether a ``FusedLayer`` with SwiGLU consists of modules whose forward ``FusedAutogradLayer`` computes."""
     if layer.config.tensor_model_parallel_size > 1 or not all(hasattr(layer, name) for name in _HOOKS):
         return False
     attention, mlp, norms = layer.self_attention, layer.mlp, (layer.input_layernorm, layer.pre_mlp_layernorm)
@@ -213,7 +213,7 @@ def has_plain_modules(layer: Module) -> bool:
 
 
 def is_plain(layer: Module) -> bool:
-    """Whether the layer is one that ``DirectLayer`` computes, with all its gradient buffers in place."""
+    """Whether the layer is one that ``FusedAutogradLayer`` computes, with all its gradient buffers in place."""
     if not has_plain_modules(layer):
         return False
     attention, mlp = layer.self_attention, layer.mlp

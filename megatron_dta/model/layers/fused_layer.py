@@ -29,7 +29,7 @@ from megatron_dta.model.experts.spec import replace_experts
 from megatron_dta.model.experts.token_dispatcher import TreeDispatcher
 from megatron_dta.model.layers.decode_layer import DecodeLayer
 from megatron_dta.model.layers.fused_attention import FusedSelfAttention
-from megatron_dta.model.layers.fused_autograd_layer import DirectLayer, has_plain_modules, is_plain
+from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer, has_plain_modules, is_plain
 from megatron_dta.model.layers.fused_norm import FusedRMSNorm
 from megatron_dta.model.layers.rematerialize import call_without_keeping_input, mark_recomputable
 
@@ -64,9 +64,9 @@ class FusedRoutedLayer(RoutedLayer):
 
 
 class FusedLayer(TransformerLayer):
-    """Megatron's layer without experts and dropout; the same submodules, or in the plain case ``direct_layer``."""
+    """Megatron's layer without experts and dropout; the same submodules, or in the plain case ``fused_autograd_layer``."""
 
-    direct: DirectLayer | None = None
+    direct: FusedAutogradLayer | None = None
     decoding: DecodeLayer | None = None
 
     @property
@@ -91,7 +91,7 @@ class FusedLayer(TransformerLayer):
             return self.decoding(hidden_states, context), None
         # Gradient buffers come after the layer is built; with them it is complete.
         if self.direct is None and is_swiglu(self.config) and is_plain(self):
-            self.direct = DirectLayer(self)
+            self.direct = FusedAutogradLayer(self)
         if self.direct is not None and self.direct.takes(hidden_states, context):
             return self.direct(hidden_states, context), None
         normed, residual = _normed(self.input_layernorm, hidden_states)

@@ -4,7 +4,7 @@ Ranks that share experts meet in every layer of every op, so the k-th op is a fo
 all of them. Where a backward runs its forward again, no more than that must be alike: what a rank runs in a *slot* is
 its own choice among its segments that may run, and where it has none it runs an empty segment. Only a backward slot of
 the same segments as the forward slot right before it needs no second forward on any rank. A common tree
-(``common_tree``) asks for more: that whoever runs together forward runs together backward. It must where activations
+(``merged_segment_tree``) asks for more: that whoever runs together forward runs together backward. It must where activations
 are kept, because what a rank has computed for another's tokens in a forward hangs on its own segment of that forward.
 But it keeps a rank whose branch has ended waiting for the others' branches, and where the ranks' trees have other
 shapes most of its nodes are empty, so that running all forwards twice may still be faster (``lockstep`` compares).
@@ -55,7 +55,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class CommonSlots:
+class MergedOpList:
     """Slots in order, and what they cost: the times of their largest segments."""
 
     slots: list[Slot]
@@ -66,7 +66,7 @@ class CommonSlots:
 FORWARD, BACKWARD, BACKWARD_AGAIN = 1, 2, 3
 
 
-def build_common_slots(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> CommonSlots:
+def build_merged_op_list(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> MergedOpList:
     """The cheapest list found for the ranks' forests; the same for the same forests, wherever it is built.
 
     Args:
@@ -140,7 +140,7 @@ class _Run:
         self._ranks = [_Rank(tree, order) for tree in trees]
         self._budget, self._weight = budget, weight
 
-    def slots(self) -> CommonSlots:
+    def slots(self) -> MergedOpList:
         found: list[Slot] = []
         cost = 0
         while any(rank.left or rank.empty for rank in self._ranks):
@@ -151,7 +151,7 @@ class _Run:
                 slot = replace(slot, runs_again=True)
             found.append(slot)
             cost += largest * (BACKWARD_AGAIN if slot.runs_again else BACKWARD if slot.is_backward else FORWARD)
-        return CommonSlots(found, cost)
+        return MergedOpList(found, cost)
 
     def _next(self) -> tuple[Slot, int]:
         """The next slot and its largest segment's cost."""

@@ -44,7 +44,7 @@ class SegmentForest:
 
 
 @dataclass(frozen=True, eq=False)
-class CommonTree:
+class MergedSegmentTree:
     """The tree that all ranks run; named like a ``SegmentPlan``, so schedules are made of either.
 
     Attributes:
@@ -68,7 +68,7 @@ class CommonTree:
         return int(_path_totals(self.segment_parent.tolist(), self.lengths.tolist()).max(initial=0))
 
 
-def build_common_tree(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> CommonTree:
+def build_merged_segment_tree(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> MergedSegmentTree:
     """The common tree of the ranks' forests; the same for the same forests, wherever it is built."""
     walks = [SegmentTree(forest) for forest in forests]
     budget = max([memory_tokens, *(walk.peak for walk in walks)])
@@ -84,7 +84,7 @@ def build_common_tree(forests: Sequence[SegmentForest], memory_tokens: int = 0) 
                 best = cost, parents, members
     _, parents, members = best
     lengths = [max(walk.lengths[s] for walk, s in zip(walks, node, strict=True) if s >= 0) for node in members]
-    return CommonTree(
+    return MergedSegmentTree(
         np.asarray(parents, dtype=np.int32),
         np.asarray(members, dtype=np.int32).reshape(-1, len(forests)).T,
         np.asarray(lengths, dtype=np.int64),

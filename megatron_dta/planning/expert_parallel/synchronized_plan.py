@@ -1,7 +1,7 @@
 """A step's plan for a rank that must run in step with others: the same ops on every rank, some on empty segments.
 
 The ranks tell each other their segment trees, and every one makes the same plan of all: a list of slots
-(``common_slots``) or, where that is no slower or there are several stages, a common tree (``common_tree``) over which
+(``merged_op_list``) or, where that is no slower or there are several stages, a common tree (``merged_segment_tree``) over which
 the passes are planned. A slot or a node is one of the rank's segments or an *empty segment*: one of no tokens behind
 the end of the stream, with no rows, edges, pairs or losses, whose forward and backward join whatever the ranks do
 together in every layer and change nothing. Nothing else in a plan knows of them.
@@ -21,14 +21,14 @@ from megatron_dta.planning.expert_parallel.merged_op_list import (
     BACKWARD,
     BACKWARD_AGAIN,
     FORWARD,
-    CommonSlots,
-    build_common_slots,
+    MergedOpList,
+    build_merged_op_list,
 )
 from megatron_dta.planning.expert_parallel.merged_segment_tree import (
-    CommonTree,
+    MergedSegmentTree,
     SegmentForest,
     SegmentTree,
-    build_common_tree,
+    build_merged_segment_tree,
 )
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.schedule import (
@@ -71,7 +71,7 @@ class RankPlan:
         )
 
 
-def plan_in_step(
+def synchronized_plan(
     step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, least_segments: int = 0
 ) -> StepPlan:
     """``step`` with empty segments, and passes that are the same on all ``ranks``, of which it is number ``own``.
@@ -79,11 +79,11 @@ def plan_in_step(
     Args:
         least_segments: run this many segments even if no rank has any.
     """
-    tree = build_common_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+    tree = build_merged_segment_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
     kept = choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
     num_forwards = max([least_segments, *(len(rank.edges) for rank in ranks)])
     if shape.num_stages == 1 and len(ranks) > 1 and tree.num_segments >= max(1, least_segments):
-        slots = build_common_slots([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+        slots = build_merged_op_list([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
         if slots.cost < _tree_cost(tree, ranks, kept):
             return _plan_slots(step, ranks, own, shape, slots, num_forwards)
     segment_of = tree.segment_of[own]
@@ -102,17 +102,17 @@ def plan_in_step(
     )
 
 
-def _tree_cost(tree: CommonTree, ranks: Sequence[RankPlan], kept: np.ndarray) -> int:
-    """What the common tree takes, in the unit of ``CommonSlots.cost``."""
+def _tree_cost(tree: MergedSegmentTree, ranks: Sequence[RankPlan], kept: np.ndarray) -> int:
+    """What the common tree takes, in the unit of ``MergedOpList.cost``."""
     costs = [np.append(np.asarray(SegmentTree(rank.forest).costs, dtype=np.int64), 0) for rank in ranks]
     largest = np.max([of_rank[nodes] for of_rank, nodes in zip(costs, tree.segment_of, strict=True)], axis=0)
     return int((largest * (FORWARD + np.where(kept, BACKWARD, BACKWARD_AGAIN))).sum())
 
 
 def _plan_slots(
-    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, slots: CommonSlots, num_forwards: int
+    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, slots: MergedOpList, num_forwards: int
 ) -> StepPlan:
-    """``plan_in_step`` by slots. Of a rank's empty segments the one begun last ends first."""
+    """``synchronized_plan`` by slots. Of a rank's empty segments the one begun last ends first."""
     num_own = step.segments.num_segments
     num_empty, waiting, kept = 0, list[int](), list[int]()
     ops = []
@@ -136,15 +136,15 @@ def _plan_slots(
     )
 
 
-def _empty_tree(num_segments: int, num_ranks: int) -> CommonTree:
-    return CommonTree(
+def _empty_tree(num_segments: int, num_ranks: int) -> MergedSegmentTree:
+    return MergedSegmentTree(
         np.full(num_segments, -1, dtype=np.int32),
         np.full((num_ranks, num_segments), -1, dtype=np.int32),
         np.zeros(num_segments, dtype=np.int64),
     )
 
 
-def _largest_counts(tree: CommonTree, ranks: Sequence[RankPlan]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _largest_counts(tree: MergedSegmentTree, ranks: Sequence[RankPlan]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, attention pairs and trained edges at the nodes of the common tree, each of the rank that has most."""
     pairs, edges = (
         np.max([_at_nodes(getattr(rank, name), nodes) for rank, nodes in zip(ranks, tree.segment_of, strict=True)], 0)

@@ -16,7 +16,7 @@ LONGER = 1 / 16
 TRIED = 32
 
 
-def merge_slivers(plan: SegmentPlan, memory_tokens: int) -> SegmentPlan:
+def merge_small_segments(plan: SegmentPlan, memory_tokens: int) -> SegmentPlan:
     """``plan`` with neighbours merged that together are no longer than its segments may be, or a little longer.
 
     Args:

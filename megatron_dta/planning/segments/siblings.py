@@ -59,7 +59,7 @@ class Siblings:
         """The largest child."""
         return self.of_size(self._sizes[-1])
 
-    def neediest(self) -> int:
+    def most_constrained(self) -> int:
         """The child that comes last in the order of need."""
         return self._last_left(self._by_need)
 
@@ -73,8 +73,8 @@ class Siblings:
                 return self._height[other]
         return 0
 
-    def neediest_above(self, limit: int) -> int | None:
-        """The neediest child of more than ``limit`` tokens; among many, one of the neediest or the largest."""
+    def most_constrained_above(self, limit: int) -> int | None:
+        """The most_constrained child of more than ``limit`` tokens; among many, one of the most_constrained or the largest."""
         if self._sizes[-1] <= limit:
             return None
         self._last_left(self._by_need)

@@ -8,7 +8,7 @@ The walk keeps two facts at every step, so it never runs into a dead end:
   enough for them: they will find all of it in flight.
 
 What it can choose is which child comes next, and whether to close the current segment before it. A child that goes on
-in a segment that began deep in another subtree (*straddling*) saves the room left there, but has that subtree's path in
+in a segment that began deep in another subtree (*crossing a boundary*) saves the room left there, but has that subtree's path in
 flight until it is done: *debt*. Closing wastes the room, and the child finds nothing in flight but its ancestors'
 segments. Subtrees that fit the budget whatever their shape can be laid out straight, with no room wasted; a run of them
 is chosen to end with a segment.
@@ -219,7 +219,7 @@ class Walk:
         node.close_at = -1
         if node.siblings.tokens <= self._headroom():
             return self._all_fit(node, cap, room, here)
-        return self._go_on(node, cap, room) if here else self._straddle(node, cap, room)
+        return self._go_on(node, cap, room) if here else self._cross_boundary(node, cap, room)
 
     def _headroom(self) -> int:
         return self.budget - self._in_flight(self.current)
@@ -228,7 +228,7 @@ class Walk:
         """Open a new segment below the branch: with what does not fit straight, else with a run."""
         node.queue, node.close_at = [], -1
         headroom = self.budget - self._in_flight(node.segment)
-        child = node.siblings.neediest_above(headroom)
+        child = node.siblings.most_constrained_above(headroom)
         if child is None:
             sizes = node.siblings.sizes_within(headroom)
             run = least_wasteful(sizes, self.segment_tokens, self.segment_tokens, headroom)
@@ -270,7 +270,7 @@ class Walk:
     def _go_on(self, node: _Open, cap: int, room: int) -> _Choice:
         """The branch ended in the current segment: what else goes in will be in flight for all its other children."""
         siblings = node.siblings
-        child = siblings.neediest()
+        child = siblings.most_constrained()
         if siblings.count == 1:
             return _Choice(child, close=False, cap=cap, pressure_above=node.pressure_above)
         used, headroom = self.used[self.current], self._headroom()
@@ -304,7 +304,7 @@ class Walk:
             cost += tokens * self.segment_tokens * (1 / after - 1 / min(before, self.segment_tokens))
         return cost
 
-    def _straddle(self, node: _Open, cap: int, room: int) -> _Choice:
+    def _cross_boundary(self, node: _Open, cap: int, room: int) -> _Choice:
         """The current segment began elsewhere: go on with what costs least, or close it."""
         siblings, headroom = node.siblings, self._headroom()
         fresh = self.budget - self._in_flight(node.segment)

@@ -24,7 +24,7 @@ from megatron_dta.planning.pipeline.segments import plan_pipeline_segments, toke
 from megatron_dta.planning.segments.cut import default_memory_tokens
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import choose_kept_segments
-from megatron_dta.planning.step.evaluate import StepChoice, judge, too_little, with_peak
+from megatron_dta.planning.step.evaluate import StepChoice, judge, out_of_memory_error, with_peak
 from megatron_dta.planning.step.passes import PipelineShape, plan_passes, stage_peak_bytes
 from megatron_dta.planning.step.search import StepSearch
 from megatron_dta.tree import PrefixTree
@@ -108,7 +108,7 @@ def _for_pipeline(
         if short < missing:
             missing, stage = short, rank
     if best is None:
-        raise too_little(shape.memory, stage, missing, tree, candidates[-1][3].segment_tokens, memory_tokens)
+        raise out_of_memory_error(shape.memory, stage, missing, tree, candidates[-1][3].segment_tokens, memory_tokens)
     return best
 
 
@@ -177,5 +177,5 @@ def choose_kept_of(
     else:
         choice, missing, stage = _within_memory(segments, loss_masks, shape, 0)
     if choice is None:
-        raise too_little(shape.memory, stage, missing, segments.tree, segments.segment_tokens, None)
+        raise out_of_memory_error(shape.memory, stage, missing, segments.tree, segments.segment_tokens, None)
     return choice

@@ -86,7 +86,7 @@ def with_peak(choice: StepChoice, shape: PipelineShape) -> StepChoice:
     return replace(choice, passes=passes, peak_bytes=(peak,))
 
 
-def too_little(
+def out_of_memory_error(
     memory: MemoryBudget,
     rank: int,
     missing: float,

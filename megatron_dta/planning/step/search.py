@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_dta.planning.segments.cut import STRATEGIES, default_memory_tokens, plan_segments
-from megatron_dta.planning.segments.merge_small import merge_slivers
-from megatron_dta.planning.step.evaluate import StepChoice, judge, too_little, with_peak
+from megatron_dta.planning.segments.merge_small import merge_small_segments
+from megatron_dta.planning.step.evaluate import StepChoice, judge, out_of_memory_error, with_peak
 from megatron_dta.planning.step.passes import PipelineShape
 from megatron_dta.tree import PrefixTree
 
@@ -104,7 +104,7 @@ class StepSearch:
         self.looks += 1 if strategies == LOOKED_AT else CARE_LOOKS
         planned = plan_segments(self.tree, size, budget, strategies)
         if self.is_free:
-            planned = merge_slivers(planned, budget)
+            planned = merge_small_segments(planned, budget)
         choice, self.work, self.missing = judge(planned, self.loss_masks, self.shape, budget, self.activation_tokens)
         before = self.found.get((size, budget))
         if before is None or (choice is not None and choice.seconds < before.seconds):
@@ -180,5 +180,5 @@ class StepSearch:
             self._look(least_size, self.memory_tokens or self._longest, strategies=len(STRATEGIES))
         best = self._best()
         if best is None:
-            raise too_little(self.shape.memory, 0, self.missing, self.tree, least_size, self.memory_tokens)
+            raise out_of_memory_error(self.shape.memory, 0, self.missing, self.tree, least_size, self.memory_tokens)
         return with_peak(best, self.shape)

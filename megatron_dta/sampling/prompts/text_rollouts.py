@@ -48,7 +48,7 @@ class TextReader:
 
     Args:
         template: the chat template, where it is to be applied.
-        framing: one sample a conversation ("trajectory"), or one for each turn of the assistant ("turn").
+        sample_granularity: one sample a conversation ("trajectory"), or one for each turn of the assistant ("turn").
         max_length: longer samples are cut there; those left without a trained token are dropped, which is logged.
     """
 
@@ -58,13 +58,13 @@ class TextReader:
         template: ChatTemplate | None = None,
         input_key: str | None = None,
         label_key: str | None = None,
-        framing: str = "trajectory",
+        sample_granularity: str = "trajectory",
         max_length: int | None = None,
     ) -> None:
         self.tokenizer, self._template = tokenizer, template
         self._encoder = None if template is None else ConversationEncoder(tokenizer, template)
         self._input_key, self._label_key = input_key, label_key
-        self._framing, self._max_length = framing, max_length
+        self._framing, self._max_length = sample_granularity, max_length
 
     def read(self, path: str | Path, pairs: bool) -> list[Rollout]:
         """The rollouts of a file, all of it checked; ``InputError`` names file, row (from 1) and field of a bad row.
@@ -141,7 +141,7 @@ class TextReader:
     def _pair(self, record: dict[str, Any], tools: Any) -> list[MaskedTokens]:
         """The chosen and the rejected sequence of a row, what follows their prompt trained."""
         if self._framing == "turn":
-            raise InputError("--rollout-framing turn cuts what --objective dpo compares; leave it out")
+            raise InputError("--rollout-sample-granularity turn cuts what --objective dpo compares; leave it out")
         for name in ("chosen", "rejected"):
             if record.get(name) is None:
                 raise InputError(f"has no field '{name}'")

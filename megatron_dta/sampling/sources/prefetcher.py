@@ -1,6 +1,6 @@
 """A thread that samples collections of rollouts while training goes on, with a bound on how old their weights may be.
 
-    training                          producer
+    training                          prefetcher
     offers weights of step v   ---->  newest weights offered
     takes collection k         <----  collections sampled: k, k + 1, ...
 
@@ -26,7 +26,7 @@ from megatron_dta.model.parallel.mesh import alone
 from megatron_dta.rollouts import Rollout
 
 
-class RolloutProducer:
+class RolloutPrefetcher:
     """Samples ahead, in a thread of its own.
 
     Args:
@@ -57,7 +57,7 @@ class RolloutProducer:
         self._next = 0
         self._error: BaseException | None = None
         self._stops = False
-        self._thread = threading.Thread(target=self._run, name="rollout producer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollout prefetcher", daemon=True)
 
     def offer(self, version: int, folder: Path | None) -> None:
         """There are new weights."""

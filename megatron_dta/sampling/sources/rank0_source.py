@@ -29,7 +29,7 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.collection_order import Evaluation, RolloutError, RolloutSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.replay import ReplayEngine
-from megatron_dta.sampling.sources.prefetcher import RolloutProducer
+from megatron_dta.sampling.sources.prefetcher import RolloutPrefetcher
 
 _WAIT_S = 1.0
 
@@ -49,14 +49,14 @@ class WeightsWriter(Protocol):
         """Delete all folders; the first rank calls this."""
 
 
-class FirstRankSource(RolloutSource):
+class Rank0Source(RolloutSource):
     """Hands out what ``inner`` collects on the first rank.
 
     Args:
         inner, engine: the source and what it samples with; None on the other ranks.
         writer: where the engine's weights come from; None where it needs none. On all ranks or none.
         current_step: optimizer steps done so far.
-        steps_per_collection, max_staleness, num_collections: see ``RolloutProducer``.
+        steps_per_collection, max_staleness, num_collections: see ``RolloutPrefetcher``.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class FirstRankSource(RolloutSource):
         self._mesh = current_mesh()
         self._inner = inner
         self._engine, self._writer, self._current_step = engine, writer, current_step
-        self._producer: RolloutProducer | None = None
+        self._prefetcher: RolloutPrefetcher | None = None
         if self._mesh.rank == 0:
-            self._producer = RolloutProducer(
+            self._prefetcher = RolloutPrefetcher(
                 self._collect, self._update, steps_per_collection, max_staleness, num_collections
             )
         self._written: int | None = None
@@ -93,13 +93,13 @@ class FirstRankSource(RolloutSource):
         return rollouts
 
     def _collect(self, number: int) -> list[Rollout]:
-        """In the producer's thread: the next collection may be sampled before this one is handed out."""
+        """In the prefetcher's thread: the next collection may be sampled before this one is handed out."""
         rollouts = self._inner.next_batch(number)
         self._waiting_statistics[number] = self._inner.statistics()
         return rollouts
 
     def _take(self, number: int, current: int) -> tuple[list[Rollout], dict[str, float]] | None:
-        rollouts = self._producer.take(number, current, _WAIT_S)
+        rollouts = self._prefetcher.take(number, current, _WAIT_S)
         return None if rollouts is None else (rollouts, self._waiting_statistics.pop(number, {}))
 
     def statistics(self) -> dict[str, float]:
@@ -121,10 +121,10 @@ class FirstRankSource(RolloutSource):
         if wait:
             # Training has all it needs for now; an error comes when it wants more.
             with suppress(RolloutError):
-                self._from_first(lambda: self._producer.finish_begun(_WAIT_S) or None)
+                self._from_first(lambda: self._prefetcher.finish_begun(_WAIT_S) or None)
         state: dict[str, Any] = {}
-        if self._producer is not None:
-            ready = self._producer.ready()
+        if self._prefetcher is not None:
+            ready = self._prefetcher.ready()
             state["numbers"] = sorted(ready)
             state["collections"] = [[pack_rollout(r) for r in ready[number]] for number in sorted(ready)]
             state["statistics"] = [self._waiting_statistics.get(number, {}) for number in sorted(ready)]
@@ -137,9 +137,9 @@ class FirstRankSource(RolloutSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``RolloutSource``."""
-        if self._producer is not None and state:
+        if self._prefetcher is not None and state:
             collections = [[unpack_rollout(packed) for packed in collection] for collection in state["collections"]]
-            self._producer.restore(dict(zip(state["numbers"], collections, strict=True)))
+            self._prefetcher.restore(dict(zip(state["numbers"], collections, strict=True)))
             # Checkpoints of before have none.
             self._waiting_statistics = dict(zip(state["numbers"], state.get("statistics", []), strict=False))
             if isinstance(self._engine, ReplayEngine) and "replay" in state:
@@ -148,9 +148,9 @@ class FirstRankSource(RolloutSource):
 
     def close(self) -> None:
         """See ``RolloutSource``."""
-        if self._producer is not None:
+        if self._prefetcher is not None:
             self._engine.interrupt()
-            self._producer.close()
+            self._prefetcher.close()
             self._inner.close()
             self._engine.close()
             if self._writer is not None:
@@ -159,7 +159,7 @@ class FirstRankSource(RolloutSource):
     def call(self, job: Callable[[], Answer] | None, step: int) -> Answer:
         """What ``job`` returns on the first rank, called with the weights of ``step`` between two collections."""
         self._offer_weights(step)
-        done: Future[Answer] | None = None if self._producer is None else self._producer.run(job)
+        done: Future[Answer] | None = None if self._prefetcher is None else self._prefetcher.run(job)
 
         def ask() -> Answer | None:
             try:
@@ -177,8 +177,8 @@ class FirstRankSource(RolloutSource):
             return
         folder = self._writer.write(step) if self._writer is not None else None
         self._written = step
-        if self._producer is not None:
-            self._producer.offer(step, folder)
+        if self._prefetcher is not None:
+            self._prefetcher.offer(step, folder)
 
     def _update(self, version: int, folder: Path | None) -> None:
         self._engine.update_weights(version, folder)
@@ -207,10 +207,10 @@ class FirstRankSource(RolloutSource):
                 raise error or RuntimeError(value)
 
 
-class FirstRankEvaluation(Evaluation):
+class Rank0Evaluation(Evaluation):
     """Runs ``inner`` (None on the other ranks) on the first rank, between the collections of ``source``."""
 
-    def __init__(self, inner: Evaluation | None, source: FirstRankSource) -> None:
+    def __init__(self, inner: Evaluation | None, source: Rank0Source) -> None:
         self._inner, self._source = inner, source
 
     def evaluate(self, step: int) -> dict[str, float]:

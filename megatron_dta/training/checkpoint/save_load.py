@@ -36,7 +36,7 @@ from megatron_dta.training.checkpoint.files import TRACKER, iteration_folder, pr
 from megatron_dta.training.checkpoint.frozen_base import ADAPTERS_ONLY, adapter_part, base_part, load_part, trained_part
 from megatron_dta.training.checkpoint.random_state import capture_random_state, restore_random_state
 from megatron_dta.training.checkpoint.reader import check_files, read_checkpoint, read_common
-from megatron_dta.training.checkpoint.writer import CheckpointWrite, on_first_rank
+from megatron_dta.training.checkpoint.writer import CheckpointWrite, on_rank0
 from megatron_dta.training.optimizer import TrainingOptimizer
 
 REFERENCE = "reference"
@@ -105,7 +105,7 @@ class CheckpointSaver:
     def set_best(self, best: BestCheckpoint | None) -> None:
         """The best checkpoint from now on: named in the folder, and never deleted. It must count already."""
         if best is not None and best != self._best:
-            on_first_rank(self._folder, lambda: best.write(self._folder))
+            on_rank0(self._folder, lambda: best.write(self._folder))
         self._best = best
 
     def save(self, iteration: int, progress: dict[str, Any], best: BestCheckpoint | None = None) -> None:
@@ -139,7 +139,7 @@ class CheckpointSaver:
         if self._config.checkpoint.keep_checkpoints is not None:
             keep, best = self._config.checkpoint.keep_checkpoints, self._best
             number = None if best is None else best.iteration
-            on_first_rank(write.path, lambda: prune_checkpoints(self._folder, keep, number))
+            on_rank0(write.path, lambda: prune_checkpoints(self._folder, keep, number))
 
 
 def save_checkpoint(
@@ -164,7 +164,7 @@ def save_checkpoint(
 
 def _let_count(write: CheckpointWrite, iteration: int) -> None:
     write.finish()
-    on_first_rank(write.path, lambda: replace_text(write.path.parent / TRACKER, str(iteration)))
+    on_rank0(write.path, lambda: replace_text(write.path.parent / TRACKER, str(iteration)))
 
 
 def _complete_state(

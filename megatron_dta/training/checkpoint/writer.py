@@ -75,7 +75,7 @@ class CheckpointWrite:
         self._error: BaseException | None = None
         self._checksums: Checksums = {}
         self._request: Any = None
-        on_first_rank(path, self._make_folder)
+        on_rank0(path, self._make_folder)
         if background:
             _copy_host_tensors(state)
         strategy = _AgreeingStrategy(path, fully_parallel)
@@ -115,7 +115,7 @@ class CheckpointWrite:
             known = {
                 name: entry for own in current_mesh().gather_from_all(self._checksums) for name, entry in own.items()
             }
-            on_first_rank(self.path, lambda: self._publish(known))
+            on_rank0(self.path, lambda: self._publish(known))
         except InputError:
             self._discard()
             raise
@@ -200,7 +200,7 @@ def _text(error: BaseException) -> str:
     return "a file could not be written whole; is the disk full?" if "inline_container" in text else text
 
 
-def on_first_rank(path: Path, act: Any) -> None:
+def on_rank0(path: Path, act: Any) -> None:
     """Let the first rank act on files while the others wait; its failure is everybody's."""
     error = None
     if current_mesh().rank == 0:

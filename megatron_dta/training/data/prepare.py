@@ -81,9 +81,9 @@ class SamplePreparation:
         statistics = rollout_statistics(rollouts)
         num_rollouts = len(rollouts)
         rollouts = select_rollouts(rollouts, self.filtering)
-        couples = None
-        if self.objective.couple is not None:
-            rollouts, couples = _coupled(rollouts, self.settings.dpo_pairs)
+        preference_pairs = None
+        if self.objective.pair_function is not None:
+            rollouts, preference_pairs = _select_pairs(rollouts, self.settings.dpo_pairs)
         if not rollouts:
             return []
         # How many groups have something to train depends on the rollouts: whole ones are dropped where rewards fail.
@@ -100,9 +100,11 @@ class SamplePreparation:
                 step.statistics |= {"collected_rollouts": float(num_rollouts)}
                 if "reward" in statistics:
                     step.statistics["collected_reward"] = statistics["reward"]
-            if couples is not None:
+            if preference_pairs is not None:
                 place = {number: i for i, number in enumerate(chosen)}
-                step.couples = np.array([[place[a], place[b]] for a, b in couples if a in place]).reshape(-1, 2)
+                step.preference_pairs = np.array(
+                    [[place[a], place[b]] for a, b in preference_pairs if a in place]
+                ).reshape(-1, 2)
             for name, arrays in self._passes(step, own).items():
                 found.setdefault(name, [None] * len(rollouts))
                 for i, array in zip(chosen, arrays, strict=True):
@@ -219,12 +221,12 @@ class SamplePreparation:
     def _fields_of_the_loss(self) -> set[str]:
         """What the training pass reads: a reference that only shapes rewards is not kept."""
         fields = {"advantages", "old_logprobs", "old_values", "returns"}
-        if self.settings.kl_loss_coef or self.objective.couple is not None:
+        if self.settings.kl_loss_coef or self.objective.pair_function is not None:
             fields.add("ref_logprobs")
         return fields
 
 
-def _coupled(rollouts: Sequence[Rollout], choice: str) -> tuple[list[Rollout], np.ndarray]:
+def _select_pairs(rollouts: Sequence[Rollout], choice: str) -> tuple[list[Rollout], np.ndarray]:
     """The rollouts of some pair, and the pairs by their numbers among these."""
     for i, rollout in enumerate(rollouts):
         if rollout.reward is None:
@@ -233,7 +235,7 @@ def _coupled(rollouts: Sequence[Rollout], choice: str) -> tuple[list[Rollout], n
     if len(whole) < sum(rollout.trajectory_id is not None for rollout in rollouts):
         raise InputError(
             "--objective dpo compares whole trajectories, but some samples are parts of one (equal trajectory_id); "
-            "give --rollout-framing trajectory"
+            "give --rollout-sample-granularity trajectory"
         )
     pairs = preference_pairs([r.reward for r in rollouts], [r.group_id for r in rollouts], choice)
     used = np.unique(pairs)

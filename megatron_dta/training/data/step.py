@@ -38,7 +38,7 @@ class StepSamples:
     """The samples of one optimizer step, those of all ranks, and statistics of the rollouts they were made from.
 
     Attributes:
-        couples: int64 [K, 2], samples whose losses are coupled; None for objectives of single sequences.
+        preference_pairs: int64 [K, 2], samples whose losses are coupled; None for objectives of single sequences.
         age: optimizer steps since the collection was sampled; at 0 the weights are those of its passes.
         rollouts: what the samples were made from, in their order; None after a checkpoint, which does not keep them.
     """
@@ -48,7 +48,7 @@ class StepSamples:
     planned: TreeBatch | None = None
     own: list[int] | None = None
     plan_seconds: float = 0.0
-    couples: np.ndarray | None = None
+    preference_pairs: np.ndarray | None = None
     age: int = 0
     rollouts: list[Rollout] | None = None
 
@@ -77,7 +77,7 @@ class StepSamples:
                 engine.pipeline(tree.tree_segment_tokens),
                 settings.loss_length,
                 self.own,
-                self.couples,
+                self.preference_pairs,
             )
             self.plan_seconds = time.perf_counter() - start
         return self.planned
@@ -188,7 +188,7 @@ def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
         state["lengths"] = [len(sample.token_ids) for sample in step.samples]
         state["weights"] = [sample.weight for sample in step.samples]
         state["age"] = step.age
-        state["couples"] = None if step.couples is None else torch.from_numpy(step.couples)
+        state["preference_pairs"] = None if step.preference_pairs is None else torch.from_numpy(step.preference_pairs)
         for name in _ARRAYS:
             arrays = [getattr(sample, name) for sample in step.samples]
             state[name] = None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
@@ -207,12 +207,12 @@ def unpack_steps(packed: Sequence[dict[str, Any]]) -> list[StepSamples]:
             TrainingSample(**dict(zip(arrays, values, strict=True)), weight=weight)
             for values, weight in zip(zip(*arrays.values(), strict=True), weights, strict=True)
         ]
-        couples = state.get("couples")
+        preference_pairs = state.get("preference_pairs")
         steps.append(
             StepSamples(
                 samples,
                 state["statistics"],
-                couples=None if couples is None else couples.numpy(),
+                preference_pairs=None if preference_pairs is None else preference_pairs.numpy(),
                 age=state.get("age", 0),
             )
         )

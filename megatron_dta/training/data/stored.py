@@ -120,7 +120,7 @@ def load_files(
         else:
             found = load_rollouts(
                 file,
-                framing=config.data.rollout_framing,
+                sample_granularity=config.data.rollout_sample_granularity,
                 vocab_size=vocab_size,
                 max_length=_longest(config),
                 require=require,
@@ -165,9 +165,9 @@ def text_reader(config: TrainConfig) -> TextReader | None:
     if sampling.tokenizer_type is None or not _text_files(config):
         return None
     template = chat_template(sampling)
-    framing = config.data.rollout_framing
+    sample_granularity = config.data.rollout_sample_granularity
     return TextReader(
-        stored_tokenizer(config), template, sampling.input_key, sampling.label_key, framing, _longest(config)
+        stored_tokenizer(config), template, sampling.input_key, sampling.label_key, sample_granularity, _longest(config)
     )
 
 
@@ -212,6 +212,6 @@ def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRol
 def _unit(rollout: Rollout, index: int, objective: Objective, by_group: bool) -> str:
     """Name of what a rollout stays together with."""
     grouped = rollout.advantages is None or rollout.group_id.rpartition(":")[2] != _UNNAMED_GROUP
-    if (objective.is_policy_gradient or objective.couple is not None or by_group) and grouped:
+    if (objective.is_policy_gradient or objective.pair_function is not None or by_group) and grouped:
         return f"group {rollout.group_id}"
     return f"trajectory {rollout.trajectory_id or index} of group {rollout.group_id}"

@@ -41,17 +41,17 @@ class RolloutWeights:
             self._delete(lambda version: True)
 
     def write(self, version: int) -> Path:
-        """See ``sampling.first_rank.WeightsWriter``."""
+        """See ``sampling.rank0.WeightsWriter``."""
         target = self._folder / f"weights-{version}"
         write_hf(self._config, self._model, target, "--rollout-weights-dir")
         return target
 
     def delete_before(self, version: int) -> None:
-        """See ``sampling.first_rank.WeightsWriter``."""
+        """See ``sampling.rank0.WeightsWriter``."""
         self._delete(lambda found: found < version)
 
     def close(self) -> None:
-        """See ``sampling.first_rank.WeightsWriter``."""
+        """See ``sampling.rank0.WeightsWriter``."""
         self._delete(lambda version: True)
 
     def _delete(self, chosen: Callable[[int], bool]) -> None:

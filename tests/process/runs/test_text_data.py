@@ -124,9 +124,9 @@ def test_a_token_does_not_reach_over_the_beginning_of_a_turn(tmp_path: Path) -> 
 def test_turns_that_are_written_differently_later(tmp_path: Path) -> None:
     folder = make_chat_folder(tmp_path / "model", THINKING)
     file = write(tmp_path / "t.jsonl", [{"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}])
-    with pytest.raises(InputError, match=r"row 1: messages: message 2: .*--rollout-framing turn"):
+    with pytest.raises(InputError, match=r"row 1: messages: message 2: .*--rollout-sample-granularity turn"):
         reader(folder).read(file, pairs=False)
-    first, second = reader(folder, framing="turn").read(file, pairs=False)
+    first, second = reader(folder, sample_granularity="turn").read(file, pairs=False)
     assert trained_text(folder, first) == "<think></think>b<|im_end|>"
     assert trained_text(folder, second) == "<think></think>d<|im_end|>"
     assert first.trajectory_id == second.trajectory_id is not None

@@ -30,7 +30,7 @@ def run(tool, monkeypatch, capsys, *arguments: str) -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize(
-    ("name", "framing"),
+    ("name", "sample_granularity"),
     [
         ("tau1_airline_qwen25_3x50.npz", "turn"),
         ("mint_math_thinkstrip_perturn.npz", "trajectory"),
@@ -39,9 +39,18 @@ def run(tool, monkeypatch, capsys, *arguments: str) -> tuple[int, dict]:
         ("humaneval_codegen16b_100x40.npz", "trajectory"),
     ],
 )
-def test_real_rollouts_agree_with_both_references(tool, monkeypatch, capsys, name, framing):
+def test_real_rollouts_agree_with_both_references(tool, monkeypatch, capsys, name, sample_granularity):
     path = str(rollout_file(name))
-    cut = ["--max-sequences", "12", "--max-length", "160", "--framing", framing, "--hidden-size", "32"]
+    cut = [
+        "--max-sequences",
+        "12",
+        "--max-length",
+        "160",
+        "--sample-granularity",
+        sample_granularity,
+        "--hidden-size",
+        "32",
+    ]
     status, summary = run(tool, monkeypatch, capsys, path, *cut)
     assert status == 0
     assert summary["passed"] is True

@@ -96,14 +96,14 @@ def expected(sequences: list[tuple[int, ...]]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("seed", "framing"), [(0, "trajectory"), (1, "turn")])
-def test_figures_against_sets_of_prefixes(tmp_path: Path, seed: int, framing: str) -> None:
+@pytest.mark.parametrize(("seed", "sample_granularity"), [(0, "trajectory"), (1, "turn")])
+def test_figures_against_sets_of_prefixes(tmp_path: Path, seed: int, sample_granularity: str) -> None:
     rng = seed_all(seed)
     rows = random_rows(rng)
     path = write_rows(tmp_path / "rollouts.jsonl", rows)
-    sequences = [tuple(row["token_ids"]) for row in rows] if framing == "trajectory" else turns_of(rows)
+    sequences = [tuple(row["token_ids"]) for row in rows] if sample_granularity == "trajectory" else turns_of(rows)
     segment_tokens = 23
-    figures = inspect_json(path, "--framing", framing, "--tree-segment-tokens", segment_tokens)
+    figures = inspect_json(path, "--sample-granularity", sample_granularity, "--tree-segment-tokens", segment_tokens)
     assert figures.keys() >= JSON_KEYS
     for key, value in expected(sequences).items():
         assert figures[key] == pytest.approx(value, rel=1e-12), key
@@ -176,7 +176,11 @@ def test_the_default_segment_is_that_of_training(tmp_path: Path) -> None:
         (None, (), ("rollouts.jsonl", "no such file")),
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--tree-segment-tokens", "0"), ("--tree-segment-tokens",)),
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--max-length", "x"), ("--max-length",)),
-        ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--framing", "row"), ("--framing", "trajectory")),
+        (
+            '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n',
+            ("--sample-granularity", "row"),
+            ("--sample-granularity", "trajectory"),
+        ),
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--plot", "tree.gif"), ("tree.gif", ".png")),
         ('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n', ("--plot", "no/such/tree.png"), ("no/such/tree.png",)),
     ],

@@ -86,11 +86,18 @@ def test_the_cost_model_and_the_framing_are_used(tmp_path: Path) -> None:
         {"token_ids": [*range(30), 7], "loss_mask": [int(i == 30) for i in range(31)]},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for framing, sequences in (("trajectory", 2), ("turn", 4)):
-        values = plan_json(path, "--data-parallel-size", 2, "--framing", framing)
+    for sample_granularity, sequences in (("trajectory", 2), ("turn", 4)):
+        values = plan_json(path, "--data-parallel-size", 2, "--sample-granularity", sample_granularity)
         assert (values["sequences"], values["unique_tokens"]) == (sequences, 41)
     together = plan_json(
-        path, "--data-parallel-size", 4, "--framing", "turn", "--keep-together", "trajectory", "--fill-idle-ranks"
+        path,
+        "--data-parallel-size",
+        4,
+        "--sample-granularity",
+        "turn",
+        "--keep-together",
+        "trajectory",
+        "--fill-idle-ranks",
     )
     assert sorted(together["sequences_per_rank"]) == [0, 0, 1, 3]
     assert plan_json(path, "--data-parallel-size", 2, "--max-sequences", 1, "--max-length", 15)["tokens"] == 10
@@ -115,7 +122,7 @@ def test_the_table_names_every_method_and_json_is_only_on_demand(tmp_path: Path)
         (GOOD, (), ("--data-parallel-size",)),
         (GOOD, ("--data-parallel-size", "0"), ("--data-parallel-size", "at least 1")),
         (GOOD, ("--data-parallel-size", "two"), ("--data-parallel-size", "two")),
-        (GOOD, ("--data-parallel-size", "2", "--framing", "row"), ("--framing", "trajectory")),
+        (GOOD, ("--data-parallel-size", "2", "--sample-granularity", "row"), ("--sample-granularity", "trajectory")),
         (GOOD, ("--data-parallel-size", "2", "--keep-together", "x"), ("--keep-together", "group")),
         (GOOD, ("--data-parallel-size", "2", "--max-length", "0"), ("--max-length", "at least 1")),
         (GOOD, ("--data-parallel-size", "2", "--max-length", "1"), ("rollouts.jsonl", "--max-length")),
@@ -150,7 +157,9 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
 
 def test_a_real_set(tmp_path: Path) -> None:
     begin = time.perf_counter()
-    values = plan_json(rollout_file("tau1_airline_gpt4o_4x50.npz"), "--data-parallel-size", 8, "--framing", "turn")
+    values = plan_json(
+        rollout_file("tau1_airline_gpt4o_4x50.npz"), "--data-parallel-size", 8, "--sample-granularity", "turn"
+    )
     assert time.perf_counter() - begin < 20, "two seconds on an idle machine; the rest is room for a busy one"
     assert values["max_over_mean"] <= 1.03
     for name in METHODS:

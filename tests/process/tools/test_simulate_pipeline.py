@@ -206,8 +206,8 @@ def test_no_torch_is_loaded(rollouts: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("framing", ["trajectory", "turn"])
-def test_a_real_set(framing: str) -> None:
-    values = run_json(rollout_file("tau1_airline_qwen25_3x50.npz"), P, 8, "--framing", framing)
+@pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
+def test_a_real_set(sample_granularity: str) -> None:
+    values = run_json(rollout_file("tau1_airline_qwen25_3x50.npz"), P, 8, "--sample-granularity", sample_granularity)
     assert values["utilisation"] >= 0.95 * values["ideal_utilisation"]
     assert max(values["peak_in_flight_tokens"]) <= 1.5 * values["one_stage_in_flight_tokens"]

@@ -159,14 +159,14 @@ def test_dpo_equals_both_sequences_in_one_graph(case, smoothing):
     loss, expected = reference_gradients(model, weights, samples, plain_dpo(pairs, 0.3, smoothing))
     settings = {"objective": "dpo", "dpo_beta": 0.3, "dpo_label_smoothing": smoothing}
     for cut in CUTS:
-        result, gradients = train(case, settings, cut, couples=pairs)
+        result, gradients = train(case, settings, cut, preference_pairs=pairs)
         assert float(result.loss) == pytest.approx(loss, rel=1e-12)
         assert largest_error(gradients, expected) < 1e-12, cut
     assert 0 <= float(result.metrics["dpo_accuracy"]) <= 1
 
 
 def test_dpo_needs_pairs(case):
-    with pytest.raises(ValueError, match="no couples"):
+    with pytest.raises(ValueError, match="no preference_pairs"):
         train(case, {"objective": "dpo"}, CUTS[0])
 
 
@@ -304,7 +304,7 @@ def test_meshes_give_the_same(case, mesh, tmp_path):
         given = case
         if own.pop("owned", None) is not None:
             given = (model, weights, [replace(s, owned=mask) for s, mask in zip(samples, owned, strict=True)])
-        result, gradients = train(given, own, CUTS[0], aggregation, couples=PAIRS if name == "dpo" else None)
+        result, gradients = train(given, own, CUTS[0], aggregation, preference_pairs=PAIRS if name == "dpo" else None)
         norm = sum(float((gradient**2).sum()) for gradient in gradients.values()) ** 0.5
         for rank in ranks:
             assert rank[name]["loss"] == pytest.approx(float(result.loss), rel=1e-12)

@@ -228,11 +228,11 @@ def test_first_fit() -> None:
     assert first_fit(np.array([4, 4, 4]), 2).tolist() == [0, 1, 0]
 
 
-@pytest.mark.parametrize("framing", ["trajectory", "turn"])
+@pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
 @pytest.mark.parametrize("name", ROLLOUTS)
-def test_real_rollouts(name: str, framing: str) -> None:
+def test_real_rollouts(name: str, sample_granularity: str) -> None:
     """Even ranks wherever that is possible, at no more cost in all than contiguous runs of leaves, and soon."""
-    rollouts = load_rollouts(rollout_file(f"{name}.npz"), framing=framing)
+    rollouts = load_rollouts(rollout_file(f"{name}.npz"), sample_granularity=sample_granularity)
     sequences, masks = trained_parts(rollouts)
     for ranks, even in ((8, 1.03), (64, 1.05)):
         begin = time.process_time()

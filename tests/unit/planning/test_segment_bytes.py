@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from direct_layer_cases import fused
 from dta_kernels.layers import qkv_rope, rms_norm
+from fused_autograd_layer_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ObjectiveConfig, TreeConfig
@@ -162,7 +162,7 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypat
     assert max(used) > 0.5
 
 
-def test_the_room_of_a_segment_is_that_of_its_neediest_time():
+def test_a_segment_needs_the_memory_of_its_peak():
     each = SegmentBytes.of_shape(2048, 6144, 16, 8, 128, 151936, logit_rows=883)
     hidden, query, mixed, ffn = 4096, 4096, 8192, 12288
     assert each.kept_per_token_and_layer == 2 * hidden + mixed + query + 2 * ffn + 2 * 4 + 16 * 4

@@ -96,7 +96,7 @@ def test_plans_of_random_forests(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_of_forests_of_long_branches(seed: int) -> None:
-    """Branches of many segments, where straddling, early ends and runs come into play; quick checks only."""
+    """Branches of many segments, where crossing a boundary, early ends and runs come into play; quick checks only."""
     rng = seed_all(seed)
     for _ in range(15):
         sequences = random_sequences(rng, int(rng.integers(1, 60)), 2, int(rng.integers(20, 120)))
@@ -179,15 +179,15 @@ def test_planner_against_all_plans() -> None:
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
-@pytest.mark.parametrize("framing", ["trajectory", "turn"])
-def test_goals_on_real_rollouts(name: str, framing: str) -> None:
+@pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
+def test_goals_on_real_rollouts(name: str, sample_granularity: str) -> None:
     """Fill of at least 0.9 in 1.5 times the longest sequence or 8 segments; least budget kept too."""
     segment_tokens = 2048
-    rollouts = load_rollouts(rollout_file(f"{name}.npz"), framing=framing)
+    rollouts = load_rollouts(rollout_file(f"{name}.npz"), sample_granularity=sample_granularity)
     tree = build_prefix_tree([rollout.token_ids for rollout in rollouts])
     longest = int(tree.sequence_lengths.max())
     plan = plan_segments(tree, segment_tokens)
-    print(f"{name} {framing}: fill {plan.fill:.3f}, peak {plan.peak_in_flight_tokens}, longest {longest}")
+    print(f"{name} {sample_granularity}: fill {plan.fill:.3f}, peak {plan.peak_in_flight_tokens}, longest {longest}")
     assert plan.lengths.max() <= segment_tokens
     assert plan.peak_in_flight_tokens <= max(1.5 * longest, 8 * segment_tokens)
     assert plan.fill >= 0.9

@@ -16,7 +16,7 @@ from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget, Segment
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.segments import recompute
 from megatron_dta.planning.segments.cut import plan_segments
-from megatron_dta.planning.segments.merge_small import merge_slivers
+from megatron_dta.planning.segments.merge_small import merge_small_segments
 from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
 from megatron_dta.planning.segments.recompute import choose_kept_by_memory
 from megatron_dta.planning.segments.schedule import OpKind, depth_first_schedule
@@ -117,13 +117,13 @@ def test_counts_of_segments_token_by_token(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_slivers_go_into_their_neighbours(seed: int) -> None:
+def test_small_segments_merge_into_neighbours(seed: int) -> None:
     rng = seed_all(seed)
     tree = build_prefix_tree(random_sequences(rng, 12, 3, 60))
     longest = int(tree.sequence_lengths.max())
     plan = plan_segments(tree, 32, longest + int(rng.integers(0, 40)))
     budget = plan.peak_in_flight_tokens + int(rng.integers(0, 30))
-    merged = merge_slivers(plan, budget)
+    merged = merge_small_segments(plan, budget)
     assert set(merged.segment_start.tolist()) <= set(plan.segment_start.tolist())
     assert merged.segment_start[[0, -1]].tolist() == [0, tree.num_tokens]
     np.testing.assert_array_equal(merged.segment_parent, segment_parents(merged.tree, merged.segment_start))
@@ -136,11 +136,11 @@ def test_slivers_go_into_their_neighbours(seed: int) -> None:
         assert other.lengths.max() > 34 or other.peak_in_flight_tokens > budget
 
 
-def test_a_sliver_is_merged() -> None:
+def test_a_small_segment_is_merged() -> None:
     tree = build_prefix_tree([np.arange(67, dtype=np.int32)])
     plan = plan_segments(tree, 33, 67)
     assert plan.lengths.tolist() == [33, 33, 1]
-    assert merge_slivers(plan, 67).lengths.tolist() == [33, 34]
+    assert merge_small_segments(plan, 67).lengths.tolist() == [33, 34]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""Rollout files: exact round trips, both framings against plain loops, and every bad record refused with its place."""
+"""Rollout files: exact round trips, both sample granularities against plain loops, and every bad record refused with its place."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_example_file_loads() -> None:
     rollouts = load_rollouts(path, vocab_size=40, require=["reward|advantages"])
     assert len(rollouts) == 4
     assert rollouts[3].advantages.tolist() == [0, 0, 0, 1.5, -0.25]
-    turns = load_rollouts(path, framing="turn")
+    turns = load_rollouts(path, sample_granularity="turn")
     assert [len(turn) for turn in turns] == [6, 6, 5, 9, 5]
     assert [turn.trajectory_id for turn in turns] == ["row 1", "row 2", "7+7/0", "7+7/0", "row 4"]
 
@@ -118,7 +118,7 @@ def test_untrained_logprobs_are_dropped_and_blank_lines_skipped(tmp_path: Path) 
     assert load_rollouts(path)[0].logprobs.tolist() == [0, -2, 0]
 
 
-# ---------------------------------------------------------------------------------------------------- framing, cutting
+# ---------------------------------------------------------------------------------------------------- sample granularity, cutting
 
 
 def turns_by_loop(rollout: Rollout) -> list[tuple[list[int], list[bool]]]:
@@ -140,7 +140,7 @@ def test_turn_framing_matches_loop(tmp_path: Path, form: str, seed: int) -> None
     rng = seed_all(seed)
     rollouts = [random_rollout(rng) for _ in range(50)]
     write_rollouts(tmp_path / f"r{form}", rollouts)
-    samples = load_rollouts(tmp_path / f"r{form}", framing="turn")
+    samples = load_rollouts(tmp_path / f"r{form}", sample_granularity="turn")
     at = 0
     for row, rollout in enumerate(rollouts, start=1):
         for tokens, mask in turns_by_loop(rollout):
@@ -160,8 +160,8 @@ def test_turn_framing_matches_loop(tmp_path: Path, form: str, seed: int) -> None
     assert at == len(samples)
 
 
-@pytest.mark.parametrize("framing", ["trajectory", "turn"])
-def test_cutting_and_limits(tmp_path: Path, framing: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
+def test_cutting_and_limits(tmp_path: Path, sample_granularity: str, caplog: pytest.LogCaptureFixture) -> None:
     rng = seed_all(1)
     rollouts = [random_rollout(rng, length) for length in (2, 9, 30, 31, 50, 7)]
     late = np.zeros(40, bool)
@@ -169,22 +169,22 @@ def test_cutting_and_limits(tmp_path: Path, framing: str, caplog: pytest.LogCapt
     rollouts.insert(1, Rollout(np.arange(40), late))
     path = tmp_path / "r.jsonl"
     write_rollouts(path, rollouts)
-    whole = load_rollouts(path, framing=framing)
+    whole = load_rollouts(path, sample_granularity=sample_granularity)
     expected = [s for s in whole if s.loss_mask[:30].any()]
     with caplog.at_level(logging.WARNING):
-        cut = load_rollouts(path, framing=framing, max_length=30)
+        cut = load_rollouts(path, sample_granularity=sample_granularity, max_length=30)
     assert f"left out {len(whole) - len(expected)} samples" in caplog.text
     for a, b in zip(cut, expected, strict=True):
         np.testing.assert_array_equal(a.token_ids, b.token_ids[:30])
         np.testing.assert_array_equal(a.loss_mask, b.loss_mask[:30])
         if b.advantages is not None:
             np.testing.assert_array_equal(a.advantages, b.advantages[:30])
-    few = load_rollouts(path, framing=framing, max_length=30, max_sequences=3)
+    few = load_rollouts(path, sample_granularity=sample_granularity, max_length=30, max_sequences=3)
     for a, b in zip(few, cut[:3], strict=True):
         assert_same(a, b)
     with pytest.raises(InputError, match="tokens; raise that limit"):
-        load_rollouts(path, framing=framing, max_length=1)
-    for limits in ({"max_length": 0}, {"max_sequences": -1}, {"vocab_size": 0}, {"framing": "step"}):
+        load_rollouts(path, sample_granularity=sample_granularity, max_length=1)
+    for limits in ({"max_length": 0}, {"max_sequences": -1}, {"vocab_size": 0}, {"sample_granularity": "step"}):
         with pytest.raises(InputError, match=f"{next(iter(limits))}"):
             load_rollouts(path, **limits)
 
@@ -202,17 +202,19 @@ def test_bad_last_row_stops_a_run_that_would_not_reach_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "name", ["tau1_airline_qwen25_3x50.npz", "tot_game24_bfs.npz", "mint_math_thinkstrip_perturn.npz"]
 )
-@pytest.mark.parametrize("framing", ["trajectory", "turn"])
-def test_real_npz_matches_plain_reading(name: str, framing: str) -> None:
+@pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
+def test_real_npz_matches_plain_reading(name: str, sample_granularity: str) -> None:
     path = rollout_file(name)
-    rollouts = load_rollouts(path, framing=framing)
+    rollouts = load_rollouts(path, sample_granularity=sample_granularity)
     with np.load(path, allow_pickle=False) as data:
         z = {key: data[key] for key in data.files}
     expected = []
     for i in range(len(z["offsets"]) - 1):
         tokens = z["tokens"][z["offsets"][i] : z["offsets"][i + 1]]
         spans = [(int(z["span_beg"][k]), int(z["span_end"][k])) for k in range(z["span_off"][i], z["span_off"][i + 1])]
-        for end, trained in [(e, [(b, e)]) for b, e in spans] if framing == "turn" else [(len(tokens), spans)]:
+        for end, trained in (
+            [(e, [(b, e)]) for b, e in spans] if sample_granularity == "turn" else [(len(tokens), spans)]
+        ):
             mask = np.zeros(end, bool)
             for b, e in trained:
                 mask[b:e] = True
@@ -228,14 +230,14 @@ def test_real_npz_matches_plain_reading(name: str, framing: str) -> None:
     if "turn" in z:  # several stored rows are one trajectory
         keys = set(zip(z["group"].tolist(), z["model"].tolist(), z["trial"].tolist(), strict=True))
         assert len(rows_of) == len(keys) < len(expected)
-    elif framing == "turn":
+    elif sample_granularity == "turn":
         assert all(len(rows) == 1 for rows in rows_of.values())
     else:
         assert set(rows_of) == {None}
 
 
 def test_real_npz_to_parquet_and_back(tmp_path: Path) -> None:
-    rollouts = load_rollouts(rollout_file("tau1_airline_qwen25_3x50.npz"), framing="turn", max_sequences=150)
+    rollouts = load_rollouts(rollout_file("tau1_airline_qwen25_3x50.npz"), sample_granularity="turn", max_sequences=150)
     write_rollouts(tmp_path / "r.parquet", rollouts)
     for a, b in zip(load_rollouts(tmp_path / "r.parquet"), rollouts, strict=True):
         assert_same(a, b)
@@ -249,7 +251,7 @@ def test_small_npz(tmp_path: Path) -> None:
     assert_same(second, Rollout([4, 5, 6], [0, 0, 1], None, group_id="y"))
     touching = {**GOOD_NPZ, "span_beg": np.array([1, 3, 2]), "span_end": np.array([3, 4, 3])}
     np.savez(path, **touching)
-    assert [len(sample) for sample in load_rollouts(path, framing="turn")] == [3, 4, 3]
+    assert [len(sample) for sample in load_rollouts(path, sample_granularity="turn")] == [3, 4, 3]
 
 
 # ---------------------------------------------------------------------------------------------------- the record itself

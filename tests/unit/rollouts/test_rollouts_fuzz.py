@@ -22,7 +22,7 @@ VALUES += [[], {}, [[]], [0, 1], [0.0, -1.0], [False, True], ["x"], [None], {"to
 def load_or_refuse(path: Path) -> tuple[list[Rollout], str]:
     """The records or the message; anything but an ``InputError`` of one line with the file's name fails the test."""
     try:
-        rollouts = load_rollouts(path, framing="turn", vocab_size=2**31)
+        rollouts = load_rollouts(path, sample_granularity="turn", vocab_size=2**31)
     except InputError as error:
         message = str(error)
         assert message.startswith(f"{path}: ")
@@ -121,7 +121,7 @@ def test_no_flipped_bit_of_a_parquet_file_changes_a_record(tmp_path: Path) -> No
     path = tmp_path / "r.parquet"
     rollouts = small_rollouts(7)
     write_rollouts(path, rollouts)
-    expected = load_rollouts(path, framing="turn", vocab_size=2**31)
+    expected = load_rollouts(path, sample_granularity="turn", vocab_size=2**31)
     content, refused = path.read_bytes(), 0
     rng = random.Random(7)
     for at in range(0, len(content), 3):

@@ -82,7 +82,7 @@ def run_drafts(rng: np.random.Generator, scheduler: Scheduler, store: Store, pla
         if row.computed + count < row.known or most < 1 or rng.random() < 0.3:
             continue
         before = row.num_pages
-        end = scheduler.look_ahead(row, row.known + int(rng.integers(1, most + 1)))
+        end = scheduler.reserve_pages(row, row.known + int(rng.integers(1, most + 1)))
         # Pages for guesses are never those that running rows need for their next token.
         assert row.num_pages == before or scheduler.pool.has_room(len(scheduler.running))
         drafts[row] = rng.integers(0, 2, end - row.known).astype(np.int32)
@@ -123,7 +123,7 @@ def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int, is_drafted:
             accepted = int((sampled[:-1] == draft).cumprod().sum())
             sequence.extend(sampled[: accepted + 1], np.zeros(accepted + 1))
             if len(draft):
-                scheduler.settle(sequence, accepted)
+                scheduler.commit_draft(sequence, accepted)
                 rejected += len(draft) - accepted
                 assert sequence.computed == sequence.known - 1
                 # Pages that only rejected guesses have used are free again.

@@ -85,7 +85,7 @@ def test_preferences_are_learned(tmp_path: Path) -> None:
     trainer, _ = make_trainer(f"{flags} --dpo-pairs all")
     (step,) = trainer.preparation.prepare(trainer.source.next_batch(0))
     assert len(step.samples) == 24
-    assert len(step.couples) == 24
+    assert len(step.preference_pairs) == 24
     parts = [replace(rollout, trajectory_id=rollout.group_id) for rollout in rollouts]
     with pytest.raises(InputError, match="compares whole trajectories"):
         trainer.preparation.prepare(parts)

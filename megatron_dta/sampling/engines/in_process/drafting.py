@@ -132,7 +132,7 @@ def drafts_of(plan: Pass, drafting: Drafting | None, scheduler: Scheduler, most_
     for i, row, draft in zip(ready, rows, drafting.propose(rows, most), strict=True):
         length = min(len(draft), budget)
         if length:
-            length = scheduler.look_ahead(row, row.known + length) - row.known
+            length = scheduler.reserve_pages(row, row.known + length) - row.known
             drafts[i] = draft[:length]
             budget -= length
     return drafts

@@ -243,7 +243,7 @@ class InProcessEngine(RolloutEngine):
         rows, is_drafted = plan.rows, any(map(len, drafts))
         is_short = self.drafting is not None and self._undrafted < _BURSTS_IN_VAIN and self.drafting.is_hopeful
         most = min(self._burst, _PASSES_BETWEEN_DRAFTS) if is_short else self._burst
-        steps = self._scheduler.steps_ahead(rows, 1 if is_drafted else most)
+        steps = self._scheduler.max_burst_steps(rows, 1 if is_drafted else most)
         cache = self._cache_for(plan)
         pieces = []
         for row, draft in zip(rows, drafts, strict=True):
@@ -291,7 +291,7 @@ class InProcessEngine(RolloutEngine):
             is_end = self._append(sequence, own, logprobs, draft)
             appended.append(own[: sequence.known - known])
             if draft is None or len(draft):
-                self._scheduler.settle(sequence, len(appended[-1]) - 1)
+                self._scheduler.commit_draft(sequence, len(appended[-1]) - 1)
             if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)

@@ -182,7 +182,7 @@ class Scheduler:
             self._has_computed(sequence, count)
         return [sequence for sequence in plan.rows if sequence.computed == sequence.known]
 
-    def look_ahead(self, sequence: Sequence, end: int) -> int:
+    def reserve_pages(self, sequence: Sequence, end: int) -> int:
         """Give a running sequence pages for positions before ``end``, as far as there are some that nobody needs now;
         before which position it has pages."""
         size = sequence.page_size
@@ -195,7 +195,7 @@ class Scheduler:
             sequence.add_pages(self.pool.take(missing))
         return min(end, sequence.num_pages * size)
 
-    def steps_ahead(self, sequences: list[Sequence], most: int) -> np.ndarray:
+    def max_burst_steps(self, sequences: list[Sequence], most: int) -> np.ndarray:
         """How many tokens each of these running sequences can get one after the other, int64: as many as it may have,
         ``most``, and as far as there are pages, which it is given."""
         steps = np.ones(len(sequences), np.int64)
@@ -204,10 +204,10 @@ class Scheduler:
             if wanted > 1 and sequence.computed + wanted <= sequence.num_pages * sequence.page_size:
                 steps[i] = wanted
             elif wanted > 1:
-                steps[i] = self.look_ahead(sequence, sequence.computed + wanted) - sequence.computed
+                steps[i] = self.reserve_pages(sequence, sequence.computed + wanted) - sequence.computed
         return steps
 
-    def settle(self, sequence: Sequence, accepted: int) -> None:
+    def commit_draft(self, sequence: Sequence, accepted: int) -> None:
         """Of what was run beyond ``computed`` the first ``accepted`` tokens were right; pages for more are free."""
         self._has_computed(sequence, accepted)
         kept = -(-sequence.computed // sequence.page_size)

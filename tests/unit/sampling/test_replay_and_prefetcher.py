@@ -15,7 +15,7 @@ from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequ
 from megatron_dta.sampling.engines.replay import ReplayEngine
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.sampling.sources.prefetcher import RolloutProducer
+from megatron_dta.sampling.sources.prefetcher import RolloutPrefetcher
 from megatron_dta.sampling.sources.rank0_source import pack_rollout, unpack_rollout
 
 VOCABULARY = 37
@@ -104,24 +104,24 @@ def test_producer_keeps_its_bound_whatever_the_speeds(seed: int) -> None:
         busy.release()
         return one(version)
 
-    producer = RolloutProducer(collect, lambda version, folder: state.update(version=version), steps, bound, total)
+    prefetcher = RolloutPrefetcher(collect, lambda version, folder: state.update(version=version), steps, bound, total)
     step, newest = 0, []
     for number in range(total):
-        producer.offer(step, None)
+        prefetcher.offer(step, None)
         found = None
         while found is None:
-            found = producer.take(number, step, 0.02)
+            found = prefetcher.take(number, step, 0.02)
         age = step - found[0].policy_version
         assert 0 <= age <= bound
         newest.append(age)
         if number == 5:
-            while not producer.finish_begun(0.02):
+            while not prefetcher.finish_begun(0.02):
                 pass
-            ahead = producer.ready()
+            ahead = prefetcher.ready()
             assert len(ahead) == min(bound // steps, total - 6)
         time.sleep(rng.random() * 0.01)
         step += steps
-    producer.close()
+    prefetcher.close()
     assert collected == list(range(total))
     if bound < steps:
         assert newest == [0] * total
@@ -133,19 +133,19 @@ def test_an_error_of_the_producer_reaches_who_takes_next() -> None:
             raise RolloutError("no more")
         return one(0)
 
-    producer = RolloutProducer(collect, lambda version, folder: None, 1, 4, 100)
-    producer.offer(0, None)
-    assert producer.run(lambda: 3).result(5) == 3
-    assert producer.take(0, 0, 5) is not None
-    assert producer.take(1, 1, 5) is not None  # sampled before the error
+    prefetcher = RolloutPrefetcher(collect, lambda version, folder: None, 1, 4, 100)
+    prefetcher.offer(0, None)
+    assert prefetcher.run(lambda: 3).result(5) == 3
+    assert prefetcher.take(0, 0, 5) is not None
+    assert prefetcher.take(1, 1, 5) is not None  # sampled before the error
     with pytest.raises(RolloutError, match="no more"):
-        producer.take(2, 2, 5)
+        prefetcher.take(2, 2, 5)
     with pytest.raises(RolloutError, match="no more"):
-        producer.take(2, 2, 5)
-    late = producer.run(lambda: 4)
+        prefetcher.take(2, 2, 5)
+    late = prefetcher.run(lambda: 4)
     with pytest.raises(RolloutError, match="no more"):
         late.result(5)
-    producer.close()
+    prefetcher.close()
 
 
 @pytest.mark.parametrize("bound", [0, 3])
@@ -157,11 +157,11 @@ def test_a_run_that_needs_more_collections_than_planned_gets_them(bound: int) ->
         collected.append(number)
         return one(0)
 
-    producer = RolloutProducer(collect, lambda version, folder: None, 1, bound, 2)
-    producer.offer(0, None)
+    prefetcher = RolloutPrefetcher(collect, lambda version, folder: None, 1, bound, 2)
+    prefetcher.offer(0, None)
     for number in range(4):
-        assert producer.take(number, 0, 5) is not None, number
-        assert producer.finish_begun(5)
+        assert prefetcher.take(number, 0, 5) is not None, number
+        assert prefetcher.finish_begun(5)
     time.sleep(0.05)
     assert collected == [0, 1, 2, 3]  # none that nobody has asked for
-    producer.close()
+    prefetcher.close()

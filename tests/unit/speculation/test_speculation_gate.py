@@ -1,4 +1,4 @@
-"""The gate for whole passes with drafts: what it lets through, and that it can lose no more than its purse holds."""
+"""The gate for whole passes with drafts: what it lets through, and that it can lose no more than its overhead budget holds."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_losses_are_bounded_whatever_is_expected(seed: int):
             rounds.ran(live, 8, 8 * float(PLAIN.seconds(live)))
             passes, spent = passes + 8, spent + 8 * float(PLAIN.seconds(live))
         plain = passes * float(PLAIN.seconds(live))
-        # One pass may overdraw the purse.
+        # One pass may overdraw the overhead budget.
         largest = 1.5 * float(DRAFTED.seconds(live + 200))
         most = max(most, spent - plain - LOSS_SHARE * plain - (1 + CREDIT) * largest)
     assert 3 < drafted < 600

@@ -7,13 +7,17 @@ import time
 import numpy as np
 import pytest
 
-from common_tree_cases import path_of, peak_of, random_forest
 from conftest import seed_all
-from megatron_dta.planning.expert_parallel.merged_segment_tree import CommonTree, SegmentForest, build_common_tree
+from megatron_dta.planning.expert_parallel.merged_segment_tree import (
+    MergedSegmentTree,
+    SegmentForest,
+    build_merged_segment_tree,
+)
 from megatron_dta.planning.segments.schedule import Op, allocate_slots, depth_first_schedule
+from merged_segment_tree_cases import path_of, peak_of, random_forest
 
 
-def check_embedding(forests: list[SegmentForest], tree: CommonTree, memory_tokens: int) -> None:
+def check_embedding(forests: list[SegmentForest], tree: MergedSegmentTree, memory_tokens: int) -> None:
     parents = tree.segment_parent.tolist()
     path: list[int] = []
     for node, parent in enumerate(parents):  # preorder: the parent is on the path of the node before
@@ -44,11 +48,11 @@ def test_every_tree_is_embedded(seed: int) -> None:
     generator = seed_all(seed)
     forests = [random_forest(generator, int(generator.integers(0, 25))) for _ in range(generator.integers(1, 5))]
     memory_tokens = int(generator.integers(0, 1500))
-    tree = build_common_tree(forests, memory_tokens)
+    tree = build_merged_segment_tree(forests, memory_tokens)
     check_embedding(forests, tree, memory_tokens)
     sizes = [len(forest.segment_parent) for forest in forests]
     assert max(sizes) <= tree.num_segments <= sum(sizes)
-    again = build_common_tree(forests, memory_tokens)
+    again = build_merged_segment_tree(forests, memory_tokens)
     assert np.array_equal(again.segment_of, tree.segment_of)
     assert np.array_equal(again.segment_parent, tree.segment_parent)
 
@@ -57,11 +61,11 @@ def test_every_tree_is_embedded(seed: int) -> None:
 def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
     generator = seed_all(100 + seed)
     forests = [random_forest(generator, int(generator.integers(0, 30))) for _ in range(3)]
-    tree = build_common_tree(forests, 600)
+    tree = build_merged_segment_tree(forests, 600)
     ops = depth_first_schedule(tree)
     for forest, segment_of in zip(forests, tree.segment_of, strict=True):
         own = [Op(op.kind, int(segment_of[op.segment])) for op in ops if segment_of[op.segment] >= 0]
-        alone = CommonTree(
+        alone = MergedSegmentTree(
             np.asarray(forest.segment_parent, dtype=np.int32),
             np.arange(len(forest.lengths), dtype=np.int32)[None],
             np.asarray(forest.lengths, dtype=np.int64),
@@ -74,23 +78,25 @@ def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_equal_trees_cost_nothing_more(seed: int) -> None:
     forest = random_forest(seed_all(200 + seed), 40)
-    tree = build_common_tree([forest] * 4)
+    tree = build_merged_segment_tree([forest] * 4)
     assert tree.num_segments == 40
     assert tree.lengths.sum() == sum(forest.lengths)
 
 
 def test_idle_ranks_and_no_ranks_with_segments() -> None:
     forest, none = random_forest(seed_all(1), 9), SegmentForest([], [])
-    assert build_common_tree([none, forest, none]).num_segments == 9
-    assert build_common_tree([none, none]).num_segments == 0
+    assert build_merged_segment_tree([none, forest, none]).num_segments == 9
+    assert build_merged_segment_tree([none, none]).num_segments == 0
 
 
 def test_memory_makes_trees_of_other_shapes_fit() -> None:
     """A chain and a star: one path in flight lets them share a node only; with more, the star runs inside the chain."""
     chain, star = SegmentForest(list(range(-1, 5)), [10] * 6), SegmentForest([-1] * 20, [10] * 20)
-    assert build_common_tree([chain, star]).num_segments == 20
+    assert build_merged_segment_tree([chain, star]).num_segments == 20
     fork = SegmentForest([-1] + [0] * 7, [10] * 8)
-    sizes = [build_common_tree([fork, SegmentForest([-1, 0] * 4 + [], [10] * 8)], m).num_segments for m in (0, 80)]
+    sizes = [
+        build_merged_segment_tree([fork, SegmentForest([-1, 0] * 4 + [], [10] * 8)], m).num_segments for m in (0, 80)
+    ]
     assert sizes[1] <= sizes[0] <= 12
 
 
@@ -134,7 +140,7 @@ def test_close_to_the_smallest_that_keeps_every_order() -> None:
         forests = [random_forest(generator, int(generator.integers(3, 13))) for _ in range(2)]
         forests = [SegmentForest(f.segment_parent, [1] * len(f.lengths)) for f in forests]
         least = smallest_common_size(*(list(forest.segment_parent) for forest in forests))
-        sizes.append((build_common_tree(forests).num_segments, least))
+        sizes.append((build_merged_segment_tree(forests).num_segments, least))
     found, least = np.asarray(sizes).sum(axis=0)
     assert found <= 1.05 * least, (found, least)
 
@@ -143,5 +149,5 @@ def test_many_large_forests_take_little_time() -> None:
     generator = seed_all(8)
     forests = [random_forest(generator, 150) for _ in range(16)]
     start = time.perf_counter()
-    build_common_tree(forests)
+    build_merged_segment_tree(forests)
     assert time.perf_counter() - start < 3

@@ -7,32 +7,32 @@ import time
 import numpy as np
 import pytest
 
-from common_tree_cases import peak_of, random_forest
 from conftest import seed_all
-from megatron_dta.planning.expert_parallel.merged_op_list import CommonSlots, Slot, build_common_slots
+from megatron_dta.planning.expert_parallel.merged_op_list import MergedOpList, Slot, build_merged_op_list
 from megatron_dta.planning.expert_parallel.merged_segment_tree import (
-    CommonTree,
+    MergedSegmentTree,
     SegmentForest,
     SegmentTree,
-    build_common_tree,
+    build_merged_segment_tree,
 )
-from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, plan_in_step
+from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots
 from megatron_dta.planning.step.passes import PipelineShape
 from megatron_dta.planning.step.plan import plan_step
 from megatron_dta.planning.step.sample import TrainingSample
+from merged_segment_tree_cases import peak_of, random_forest
 
 
-def plan_of(forest: SegmentForest) -> CommonTree:
+def plan_of(forest: SegmentForest) -> MergedSegmentTree:
     """A rank's tree as a plan of segments."""
-    return CommonTree(
+    return MergedSegmentTree(
         np.asarray(forest.segment_parent, dtype=np.int32),
         np.arange(len(forest.lengths), dtype=np.int32)[None],
         np.asarray(forest.lengths, dtype=np.int64),
     )
 
 
-def check_slots(forests: list[SegmentForest], found: CommonSlots, memory_tokens: int) -> None:
+def check_slots(forests: list[SegmentForest], found: MergedOpList, memory_tokens: int) -> None:
     budget = max([memory_tokens, *(peak_of(forest) for forest in forests)])
     trees = [SegmentTree(forest) for forest in forests]
     cost = 0
@@ -67,11 +67,11 @@ def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
     generator = seed_all(seed)
     forests = [random_forest(generator, int(generator.integers(0, 25))) for _ in range(generator.integers(1, 6))]
     memory_tokens = int(generator.integers(0, 1500))
-    found = build_common_slots(forests, memory_tokens)
+    found = build_merged_op_list(forests, memory_tokens)
     check_slots(forests, found, memory_tokens)
     sizes = [len(forest.lengths) for forest in forests]
     assert 2 * max(sizes) <= len(found.slots) <= 2 * sum(sizes) + 2
-    assert build_common_slots(forests, memory_tokens) == found
+    assert build_merged_op_list(forests, memory_tokens) == found
     least = max(sum(SegmentTree(forest).costs) for forest in forests)
     assert found.cost >= least * 3
 
@@ -81,16 +81,16 @@ def test_equal_trees_cost_nothing_more(seed: int) -> None:
     forest = random_forest(seed_all(200 + seed), 40)
     costs = SegmentTree(forest).costs
     inner = sum(costs[segment] for segment in set(forest.segment_parent) - {-1})
-    assert build_common_slots([forest] * 4).cost == 3 * sum(costs) + inner  # only leaves run backward at once
-    assert len(build_common_slots([forest] * 4).slots) == 80
+    assert build_merged_op_list([forest] * 4).cost == 3 * sum(costs) + inner  # only leaves run backward at once
+    assert len(build_merged_op_list([forest] * 4).slots) == 80
 
 
 def test_idle_ranks() -> None:
     forest, none = random_forest(seed_all(1), 9), SegmentForest([], [])
-    found = build_common_slots([none, forest, none])
+    found = build_merged_op_list([none, forest, none])
     assert len(found.slots) == 18
     check_slots([none, forest, none], found, 0)
-    assert build_common_slots([none, none]).slots == []
+    assert build_merged_op_list([none, none]).slots == []
 
 
 def test_a_branch_need_not_wait_for_the_others_branches() -> None:
@@ -98,10 +98,10 @@ def test_a_branch_need_not_wait_for_the_others_branches() -> None:
     long = SegmentForest([-1, 0, 1, 2, 3, 4, 0, 6, 7, 8, 9], [10] * 11)
     short = SegmentForest([-1, 0, 1, 2, 0, 4, 5, 0, 7, 8, 0], [10] * 11)
     for budget, slots, nodes in ((60, 28, 16), (80, 22, 15)):
-        found = build_common_slots([long, short], budget)
+        found = build_merged_op_list([long, short], budget)
         check_slots([long, short], found, budget)
         assert len(found.slots) <= slots < 2 * nodes
-        assert build_common_tree([long, short], budget).num_segments >= nodes  # the reason for slots
+        assert build_merged_segment_tree([long, short], budget).num_segments >= nodes  # the reason for slots
 
 
 def test_slots_beat_trees_where_shapes_differ() -> None:
@@ -110,7 +110,7 @@ def test_slots_beat_trees_where_shapes_differ() -> None:
         generator = seed_all(400 + seed)
         forests = [random_forest(generator, 60) for _ in range(8)]
         budget = 3 * max(peak_of(forest) for forest in forests) // 2
-        found, tree = build_common_slots(forests, budget), build_common_tree(forests, budget)
+        found, tree = build_merged_op_list(forests, budget), build_merged_segment_tree(forests, budget)
         check_slots(forests, found, budget)
         trees = [SegmentTree(forest) for forest in forests]
         nodes = (max(t.costs[s] for t, s in zip(trees, node, strict=True) if s >= 0) for node in tree.segment_of.T)
@@ -123,7 +123,7 @@ def test_many_large_forests_take_little_time() -> None:
     generator = seed_all(5)
     forests = [random_forest(generator, 400) for _ in range(16)]
     begin = time.process_time()
-    build_common_slots(forests, 5000)
+    build_merged_op_list(forests, 5000)
     assert time.process_time() - begin < 8
 
 
@@ -147,7 +147,7 @@ def test_plans_of_ranks_have_the_same_ops(seed: int, activation_tokens: int | No
         for count in (7, 1, 12)
     ]
     ranks = [RankPlan.of(step) for step in steps]
-    plans = [plan_in_step(step, ranks, own, PipelineShape()) for own, step in enumerate(steps)]
+    plans = [synchronized_plan(step, ranks, own, PipelineShape()) for own, step in enumerate(steps)]
     ops = [plan.training.schedule.ops[0] for plan in plans]
     kinds = [[op.kind for op in of_rank] for of_rank in ops]
     assert kinds[0] == kinds[1] == kinds[2]
@@ -166,7 +166,7 @@ def test_plans_of_ranks_have_the_same_ops(seed: int, activation_tokens: int | No
         assert again[0] == [not found for found in at_once]
         assert any(at_once)
         assert not all(at_once)
-    tree = build_common_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+    tree = build_merged_segment_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
     assert len(ops[0]) <= 2 * tree.num_segments
     for step, plan, of_rank in zip(steps, plans, ops, strict=True):
         segments = plan.segments

@@ -11,14 +11,14 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from direct_layer_cases import fused
 from dta_kernels.layers.partial_sums import add_partial_sums
 from dta_kernels.tree_attention.gather_keys import gather_keys
+from fused_autograd_layer_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.model.layers import fused_autograd_layer as direct_layer
-from megatron_dta.model.layers.fused_autograd_layer import DirectLayer
+from megatron_dta.model.layers import fused_autograd_layer as fused_autograd_layer
+from megatron_dta.model.layers.fused_autograd_layer import FusedAutogradLayer
 from megatron_dta.parity import random_training_samples
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import (
@@ -50,14 +50,14 @@ class Counted:
     """How often layers went the direct way, and whether they may."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allowed, self.passes, takes = True, 0, DirectLayer.takes
+        self.allowed, self.passes, takes = True, 0, FusedAutogradLayer.takes
 
-        def counted(layer: DirectLayer, *arguments: object) -> bool:
+        def counted(layer: FusedAutogradLayer, *arguments: object) -> bool:
             taken = self.allowed and takes(layer, *arguments)
             self.passes += taken
             return taken
 
-        monkeypatch.setattr(DirectLayer, "takes", counted)
+        monkeypatch.setattr(FusedAutogradLayer, "takes", counted)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def check_equal(outcomes: list[tuple], tolerance: float) -> None:
 @pytest.mark.parametrize("name", ["add_weight_gradient", "add_partial_sums"])
 def test_what_is_not_added_is_missing(counted, name, monkeypatch):
     """The control of the test above."""
-    monkeypatch.setattr(direct_layer, name, lambda *_: None)
+    monkeypatch.setattr(fused_autograd_layer, name, lambda *_: None)
     (_, expected), (_, found) = both_ways(counted, fused(**QWEN3), DIRECT)
     wrong = {key for key, gradient in expected.items() if (found[key] - gradient).norm() > 1e-2 * gradient.norm()}
     assert wrong == {key for key in expected if "layers." in key and ("norm" in key) == (name == "add_partial_sums")}
@@ -189,7 +189,7 @@ def test_a_second_backward_is_refused():
         def backward(self, grad, kept, context):
             return grad * 2
 
-    out = direct_layer._Layer.apply(torch.ones(2, requires_grad=True), Layer(), Context())
+    out = fused_autograd_layer._Layer.apply(torch.ones(2, requires_grad=True), Layer(), Context())
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="can run once"):
         out.sum().backward()
