@@ -14,10 +14,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[*find_packages(include=["megatron_dta", "megatron_dta.*"]), "dta_kernels"],
+    packages=[*find_packages(include=["megatron_dta", "megatron_dta.*"]), *find_packages("kernels")],
     package_dir={"dta_kernels": "kernels/dta_kernels"},
     # Compiled where it is used; without a compiler its twin in Python serves.
-    package_data={"megatron_dta.speculation": ["suffix_forest.c", "suffix_nodes.h"]},
+    package_data={"megatron_dta": ["py.typed"], "megatron_dta.speculation": ["suffix_forest.c", "suffix_nodes.h"]},
+    entry_points={"console_scripts": ["megatron-dta = megatron_dta.cli:run"]},
     install_requires=[
         # 0.16.1 is the newest for Python 3.11; 0.17 and later need Python 3.12.
         "megatron-core>=0.16.1,<0.20",

@@ -1,0 +1,68 @@
+"""The console command ``megatron-dta``: finds the module of a subcommand and runs it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+
+import megatron_dta
+from megatron_dta.common.errors import InputError, run_entry_point
+
+COMMANDS = {
+    "train": "train a model on sampled or stored rollouts",
+    "inspect-tree": "show how much rollouts share and how the planner cuts them",
+    "plan-run": "predict the memory and time of a run and choose its mesh",
+    "plan-partition": "divide sequences over data-parallel ranks",
+    "simulate-pipeline": "simulate the pipeline schedule of a step",
+    "fit-cost-model": "measure segments on this machine for --cost-model",
+    "convert-hf-to-megatron": "convert a Hugging Face checkpoint",
+    "convert-megatron-to-hf": "convert a Megatron checkpoint back",
+    "verify-checkpoint": "compare both forms of a checkpoint",
+    "check-parity": "compare tree training with one sequence at a time",
+    "check-precision": "compare a step in bfloat16 or FP8 with a reference",
+    "sample-rollouts": "sample rollouts from a checkpoint",
+    "evaluate-sampling": "measure pass@k and maj@k of a checkpoint",
+    "replay-das": "replay speculative drafts on stored rollouts",
+    "rollout-server-command": "print the command line of a vLLM or SGLang server",
+    "report-run": "write the HTML report of a run",
+}
+
+
+def main() -> int | None:
+    """Run ``megatron-dta COMMAND ARGUMENTS``; returns the command's exit status."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"megatron-dta {megatron_dta.__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "megatron-dta --help lists the commands"
+        raise InputError(f"there is no command '{command}'; {hint}")
+    name = command.replace("-", "_")
+    module = importlib.import_module("megatron_dta.train" if command == "train" else f"megatron_dta.commands.{name}")
+    sys.argv = [f"megatron-dta {command}", *rest]
+    return module.main()
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    run_entry_point(main)
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: megatron-dta COMMAND [ARGUMENTS]",
+            "",
+            *lines,
+            "",
+            "megatron-dta COMMAND --help lists a command's flags.",
+        ]
+    )
