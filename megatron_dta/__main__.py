@@ -1,4 +1,4 @@
-"""``python -m megatron_dta COMMAND``, the same as ``megatron-dta COMMAND``; ``torchrun -m megatron_dta`` starts it so."""
+"""``python -m megatron_dta COMMAND`` is ``megatron-dta COMMAND``; ``torchrun`` starts it as a module."""
 
 from megatron_dta.cli import run
 

@@ -1,5 +1,6 @@
-"""Losses that pair_function two sequences, before the pass that trains them: see ``objectives.dpo`` for why one number each
-is enough.
+"""Computes the terms of pairwise losses (DPO) before the training pass.
+
+``objectives.dpo`` explains why one number for each sequence is enough.
 
 The sequences of a pair may be on different data-parallel ranks, so ranks exchange one sum for each sequence.
 """
@@ -25,7 +26,7 @@ def with_pair_terms(
         logprobs: of this rank's sequences under the weights being trained, [T] each, 0 where not trained.
     """
     if batch.preference_pairs is None or not len(batch.preference_pairs):
-        raise ValueError("the objective preference_pairs sequences, but prepare_batch was given no preference_pairs")
+        raise ValueError("the objective is over pairs of sequences, but prepare_batch was given no preference_pairs")
     reference = batch.fields["ref_logprobs"]
     if reference is None and len(logprobs):
         raise ValueError("the objective compares with a reference, but the samples have no ref_logprobs")

@@ -28,7 +28,7 @@ def load_rollouts(
 ) -> list[Rollout]:
     """The rollouts of a ``.jsonl``, ``.parquet`` or ``.npz`` file, all of it checked before the first is returned.
 
-    sample_granularity: "trajectory", one sample per stored row, or "turn", one per run of trained tokens (``sample_granularity.py``).
+    sample_granularity: "trajectory", one sample per stored row, or "turn", one per run of trained tokens.
     vocab_size: token ids at or above it are refused. max_length: longer samples are cut there; those left without a
     trained token are dropped, which is logged. max_sequences: only the first so many of the samples that remain.
     require: fields without which the objective cannot train, ``"reward|advantages"`` meaning either.

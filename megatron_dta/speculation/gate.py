@@ -1,4 +1,4 @@
-"""Is a pass with drafts worth it where passes without any could run in a burst? A gate for whole passes, and its overhead budget.
+"""Decides for each decoding pass whether drafting is expected to pay, within a bounded overhead.
 
 A pass with drafts is a round of its own: the host makes the drafts, waits for the samples and inserts them before it
 knows the next ones, while passes without drafts follow each other on the device. So its cost is not the weights and
@@ -11,9 +11,9 @@ the rest.
 
 A pass has drafts where the expected gain exceeds the extra. Expectations can be wrong, so what came of each such pass
 is booked: when the extra has exceeded the gain by ``LOSS_SHARE`` of all time and ``CREDIT`` passes, no pass has drafts
-until enough time has gone by. That bounds what speculation can cost whatever the samples are. The same overhead budget pays for
-probes, passes with drafts against the gate's advice, without which wrong estimates would stay. After rounds in vain
-drafts are looked for ever less often, so that looking costs ``ASKING_SHARE`` of the time.
+until enough time has gone by. That bounds what speculation can cost whatever the samples are. The same overhead budget
+pays for probes, passes with drafts against the gate's advice, without which wrong estimates would stay. After rounds in
+vain drafts are looked for ever less often, so that looking costs ``ASKING_SHARE`` of the time.
 
 A clock decides here, so the ranks of a replica may decide by their own clocks only where a replica is one rank;
 elsewhere ``is_measured`` is off and the calibrated seconds stand for the measured ones.
@@ -127,12 +127,12 @@ class Rounds:
         return True
 
     def pays(self, gain: float, live: int, tokens: int) -> bool:
-        """Whether a pass of ``tokens`` tokens with that expected gain is worth it, and the overhead_budget allows for it."""
+        """Whether a pass of ``tokens`` tokens with that expected gain pays and the overhead budget allows it."""
         extra = self.drafted(tokens) - self.plain(live)
         return gain > extra and (extra <= 0 or self.loss <= self._allowed(extra))
 
     def may_probe(self, gain: float, live: int, tokens: int) -> bool:
-        """Whether the overhead budget pays for a pass that is not expected to be worth it; if so it is to run. What drafts have
+        """Whether the overhead budget pays for a pass that is not expected to pay; if so it is to run. What drafts have
         gained is not for probes, and after probes in vain the next one is ever further off."""
         if self._probe_wait:
             self._probe_wait -= 1

@@ -1,6 +1,6 @@
 """Mutated checkpoint files: each is read, or refused by one line that names it, within bounded memory.
 
-    python tests/stress/fuzz_checkpoints.py [--count 5000] [--seed 0] [--kinds safetensors index metadata common] [--whole 20]
+    python tests/stress/fuzz_checkpoints.py [--count 5000] [--seed 0] [--kinds index ...] [--whole 20]
 
 For each kind so many files, each made from a good one by a few random edits of its bytes or of what it says; all follow
 from the seed. Each goes through the code that reads it in the converters and in the loader of training. ``--whole`` of

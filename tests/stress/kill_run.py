@@ -1,6 +1,6 @@
 """Kills training runs again and again, at random moments, and compares what they end with to unbroken runs.
 
-    python tests/stress/kill_run.py [--runs plain async-save ...] [--kills 20] [--processes 1 2] [--seed 0] [--folder FOLDER]
+    python tests/stress/kill_run.py [--runs plain ...] [--kills 20] [--processes 1 2] [--seed 0] [--folder DIR]
                              [training flags]
 
 Every kind of run (``RUNS``; all of them unless some are named) is killed ``--kills`` times on every number of

@@ -7,8 +7,8 @@ optimizer and frozen weights know no difference. (PyTorch's ``grouped_mm`` would
 tensor and rounds their gradients; Megatron's own grouped experts need another package or Transformer Engine.)
 
 Kept for the backward are the rows as they came in and the first product; the activation is computed again. Gradients of
-weights go straight into their buffers where they have them (``main_grad``). As in ``fused_autograd_layer`` autograd then need
-not know of the parameters, unless their hooks must run (``SegmentContext.runs_hooks``).
+weights go straight into their buffers where they have them (``main_grad``). As in ``fused_autograd_layer`` autograd
+then need not know of the parameters, unless their hooks must run (``SegmentContext.runs_hooks``).
 
 Here the products are loops over the experts, for any device and dtype, for which the host fetches each expert's number
 of rows; ``fused_experts`` has those of the kernels, to which the device's numbers are enough.

@@ -1,10 +1,11 @@
-"""A whole transformer layer of a decoding pass: the kernels and products of ``fused_autograd_layer``'s forward, and no modules.
+"""A transformer layer of a decoding pass: the kernels of ``fused_autograd_layer``'s forward, without modules.
 
 A decoding pass is short, so what counts is how many kernels it has, and without a CUDA graph how long the host takes to
 launch them. The addition of a layer's last branch to the stream goes with the next layer's norm: the context carries
 the branch there, and the last layer adds it up itself. Numbers are the modules' own, bit for bit.
 
-It takes what ``fused_autograd_layer`` takes, gradient buffers or not, and either all layers of a part of the model or none.
+It takes what ``fused_autograd_layer`` takes, gradient buffers or not, and either all layers of a part of the model or
+none.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class FusedRoutedLayer(RoutedLayer):
 
 
 class FusedLayer(TransformerLayer):
-    """Megatron's layer without experts and dropout; the same submodules, or in the plain case ``fused_autograd_layer``."""
+    """Megatron's layer without experts and dropout; in the plain case it runs as ``fused_autograd_layer``."""
 
     direct: FusedAutogradLayer | None = None
     decoding: DecodeLayer | None = None

@@ -14,11 +14,11 @@
 Weights, gradients and optimizer states are constant through a step and no part of this. The last segment of a path
 keeps its activations for nothing: its backward, which needs them, is the next op.
 
-Layers that run as one autograd function (``model.fused_autograd_layer``) are counted tensor by tensor. Against 28 steps that
-were measured on an H200 the count of their tensors is short by the same 0.12 GiB, which is in ``FIXED_BYTES``, and in a
-few of them by up to 0.7% more: PyTorch's allocator does not divide a free block of which less than 1 MiB would be left
-over, and counts all of it as allocated. For that a budget leaves ``UNDIVIDED`` of a step's bytes free, so that a limit
-is one of the peak that the allocator reports (``torch.cuda.max_memory_allocated``).
+Layers that run as one autograd function (``model.fused_autograd_layer``) are counted tensor by tensor. Against 28 steps
+that were measured on an H200 the count of their tensors is short by the same 0.12 GiB, which is in ``FIXED_BYTES``, and
+in a few of them by up to 0.7% more: PyTorch's allocator does not divide a free block of which less than 1 MiB would be
+left over, and counts all of it as allocated. For that a budget leaves ``UNDIVIDED`` of a step's bytes free, so that a
+limit is one of the peak that the allocator reports (``torch.cuda.max_memory_allocated``).
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ Ranks that share experts meet in every layer of every op, so the k-th op is a fo
 all of them. Where a backward runs its forward again, no more than that must be alike: what a rank runs in a *slot* is
 its own choice among its segments that may run, and where it has none it runs an empty segment. Only a backward slot of
 the same segments as the forward slot right before it needs no second forward on any rank. A common tree
-(``merged_segment_tree``) asks for more: that whoever runs together forward runs together backward. It must where activations
-are kept, because what a rank has computed for another's tokens in a forward hangs on its own segment of that forward.
-But it keeps a rank whose branch has ended waiting for the others' branches, and where the ranks' trees have other
-shapes most of its nodes are empty, so that running all forwards twice may still be faster (``lockstep`` compares).
+(``merged_segment_tree``) asks for more: that whoever runs together forward runs together backward. It must where
+activations are kept, because what a rank has computed for another's tokens in a forward hangs on its own segment of
+that forward. But it keeps a rank whose branch has ended waiting for the others' branches, and where the ranks' trees
+have other shapes most of its nodes are empty, so that running all forwards twice may still be faster (``lockstep``
+compares).
 
 A slot takes as long as its largest segment. The next slot is a backward if that is what more of the ranks' time is used
 by, weighted; else a forward. In a forward a rank begins a segment whose parent is in flight, if the whole branch below

@@ -1,10 +1,10 @@
 """A step's plan for a rank that must run in step with others: the same ops on every rank, some on empty segments.
 
 The ranks tell each other their segment trees, and every one makes the same plan of all: a list of slots
-(``merged_op_list``) or, where that is no slower or there are several stages, a common tree (``merged_segment_tree``) over which
-the passes are planned. A slot or a node is one of the rank's segments or an *empty segment*: one of no tokens behind
-the end of the stream, with no rows, edges, pairs or losses, whose forward and backward join whatever the ranks do
-together in every layer and change nothing. Nothing else in a plan knows of them.
+(``merged_op_list``) or, where that is no slower or there are several stages, a common tree (``merged_segment_tree``)
+over which the passes are planned. A slot or a node is one of the rank's segments or an *empty segment*: one of no
+tokens behind the end of the stream, with no rows, edges, pairs or losses, whose forward and backward join whatever the
+ranks do together in every layer and change nothing. Nothing else in a plan knows of them.
 
 Which segments are recomputed is chosen on the common tree too: a second forward is one that all ranks run. In slots
 nearly all segments are, which takes longer for each of them and is done only where fewer empty ones outweigh it.

@@ -74,7 +74,7 @@ class Siblings:
         return 0
 
     def most_constrained_above(self, limit: int) -> int | None:
-        """The most_constrained child of more than ``limit`` tokens; among many, one of the most_constrained or the largest."""
+        """The most constrained child above ``limit`` tokens; among many, one of the most constrained or largest."""
         if self._sizes[-1] <= limit:
             return None
         self._last_left(self._by_need)

@@ -8,10 +8,10 @@ The walk keeps two facts at every step, so it never runs into a dead end:
   enough for them: they will find all of it in flight.
 
 What it can choose is which child comes next, and whether to close the current segment before it. A child that goes on
-in a segment that began deep in another subtree (*crossing a boundary*) saves the room left there, but has that subtree's path in
-flight until it is done: *debt*. Closing wastes the room, and the child finds nothing in flight but its ancestors'
-segments. Subtrees that fit the budget whatever their shape can be laid out straight, with no room wasted; a run of them
-is chosen to end with a segment.
+in a segment that began deep in another subtree (*crossing a boundary*) saves the room left there, but has that
+subtree's path in flight until it is done: *debt*. Closing wastes the room, and the child finds nothing in flight but
+its ancestors' segments. Subtrees that fit the budget whatever their shape can be laid out straight, with no room
+wasted; a run of them is chosen to end with a segment.
 
 Costs are in tokens of wasted room. With headroom H (budget less what is in flight) some run must be ended about every H
 tokens, which wastes a share ``waste_per_end`` of a segment of S tokens: T tokens cost w T S / H, and losing D of the

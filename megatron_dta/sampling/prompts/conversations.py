@@ -46,7 +46,8 @@ class ConversationEncoder:
             if not text.startswith(after) or not before.startswith(done):
                 raise InputError(
                     f"message {number + 1}: the chat template writes this turn differently when others follow it, so "
-                    "one sequence cannot hold what the model sees at every turn; give --rollout-sample-granularity turn for one "
+                    "one sequence cannot hold what the model sees at every turn; give "
+                    "--rollout-sample-granularity turn for one "
                     "sample a turn"
                 )
             ids = self._extended(ids, done, before)

@@ -20,7 +20,10 @@ from megatron_dta.training.checkpoint import run_lock
 from megatron_dta.training.checkpoint.run_lock import LOCK, RunLock
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])}
-HOLD = "import sys, time; from megatron_dta.training.checkpoint.run_lock import RunLock; RunLock(sys.argv[1]); print(1, flush=True)"
+HOLD = (
+    "import sys, time; from megatron_dta.training.checkpoint.run_lock import RunLock; "
+    "RunLock(sys.argv[1]); print(1, flush=True)"
+)
 
 
 @pytest.fixture

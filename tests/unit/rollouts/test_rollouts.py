@@ -1,4 +1,4 @@
-"""Rollout files: exact round trips, both sample granularities against plain loops, and every bad record refused with its place."""
+"""Rollout files: exact round trips, both sample granularities against loops, bad records refused with their place."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_untrained_logprobs_are_dropped_and_blank_lines_skipped(tmp_path: Path) 
     assert load_rollouts(path)[0].logprobs.tolist() == [0, -2, 0]
 
 
-# ---------------------------------------------------------------------------------------------------- sample granularity, cutting
+# -------------------------------------------------------------------------------------- sample granularity, cutting
 
 
 def turns_by_loop(rollout: Rollout) -> list[tuple[list[int], list[bool]]]:

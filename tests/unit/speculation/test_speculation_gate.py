@@ -1,4 +1,4 @@
-"""The gate for whole passes with drafts: what it lets through, and that it can lose no more than its overhead budget holds."""
+"""The gate for passes with drafts: what it lets through, and that losses stay within its overhead budget."""
 
 from __future__ import annotations
 
