@@ -15,8 +15,8 @@ state, so all ranks of a group propose the same. A sample whose drafts were not 
 pause that doubles up to a bound, which keeps the CPU's part below about ``_QUERY_SHARE`` of a forward; rare short
 drafts against the gate's advice keep the estimates of acceptance alive (``exploration.py``).
 
-With ``rounds`` (an engine's) whole passes have a gate of their own (``gate.py``), which probes within an overhead budget
-in place of the rare drafts. Its costs may be measured ones.
+With ``rounds`` (an engine's) whole passes have a gate of their own (``gate.py``), which probes within an overhead
+budget in place of the rare drafts. Its costs may be measured ones.
 """
 
 from __future__ import annotations
