@@ -7,9 +7,9 @@ a forward. So a token is drafted only where its probability of being accepted, g
     c_tok / (c_tok + c_base / S)
 
 and where a forward is flat up to a knee, as many as are free below it, the most probable ones first. S is the live
-batch; or, better, the inverse of the probability that the sample is the last to end
-(``completion_probability.py``), since only the last one's forwards make the batch end later. Nothing may draft more than the gate allows, save for a rare, short
-exploration that keeps the estimates alive.
+batch; or, better, the inverse of the probability that the sample is the last to end (``completion_probability.py``),
+since only the last one's forwards make the batch end later. Nothing may draft more than the gate allows, save for a
+rare, short exploration that keeps the estimates alive.
 
 **Length classes** (short, medium, long: terciles of recent lengths; equal lengths are of one class, and the longest
 are long, so samples that ran into the length cap are long however many there are). A problem's class is that of most of
