@@ -6,6 +6,7 @@ second instead of the ten of a fresh import each.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
 import traceback
@@ -14,12 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.planning.step.sample import TrainingSample
 
-TIMEOUT_S = 240
+# On a loaded machine ranks get slower; ranks that wait for each other for ever use no processor time.
+STALLED_S = 120
+LONGEST_S = 1800
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,16 @@ def run_on_ranks(function: Callable[[int, Any], Any], argument: Any, world_size:
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + LONGEST_S
+    used, last_progress = 0.0, time.monotonic()
     try:
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
+                break
+            now = _processor_seconds(processes)
+            if now > used + 0.5:
+                used, last_progress = now, time.monotonic()
+            if time.monotonic() > last_progress + STALLED_S:
                 break
             time.sleep(0.05)
     finally:
@@ -89,6 +99,16 @@ def run_on_ranks(function: Callable[[int, Any], Any], argument: Any, world_size:
     if failures or missing:
         raise RuntimeError(f"ranks {missing} gave no result:\n" + "\n".join(failures))
     return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _processor_seconds(processes: list[Any]) -> float:
+    """Processor time that the live ones among ``processes`` have used."""
+    total = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(process.pid).cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def _process(function: Callable[[int, Any], Any], rank: int, world_size: int, folder: str) -> None:
