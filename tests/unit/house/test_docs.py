@@ -37,7 +37,16 @@ OWN = (
     "from_verl_and_slime.md",
 )
 # Flags of other programs that pages name: servers, torchrun, pip, Slurm; and slime's, which a table translates.
-FOREIGN = {"--standalone", "--nproc-per-node", "--nnodes", "--port", "--model-path", "--tp", "--tensor-parallel-size"}
+FOREIGN = {
+    "--standalone",
+    "--nproc-per-node",
+    "--nnodes",
+    "--max-restarts",
+    "--port",
+    "--model-path",
+    "--tp",
+    "--tensor-parallel-size",
+}
 
 
 def flags_of_this_project() -> set[str]:
