@@ -1,16 +1,20 @@
-"""The balancing loss of experts on a tree, exactly that of training each sequence alone.
+"""Computes the balancing loss of experts on a tree; it equals that of training each sequence alone.
 
-Megatron's sequence-level loss (``seq_aux_loss``) of one sequence of T tokens in one layer, with E experts of which
-each token goes to K: coefficient x E x sum over experts of (tokens routed there / (K T)) x (mean score). A step's loss
-is its mean over the step's sequences, summed over layers; a sequence counts up to its last trained token. The fraction
-routed is a constant to the gradient, so a token's score of expert e has the gradient
+For one sequence of T tokens in one layer, Megatron's sequence-level loss (``seq_aux_loss``) is
+
+    coefficient x E x sum over experts of (tokens routed to the expert / (K T)) x (mean score of the expert)
+
+with E experts, of which K are chosen for each token. The loss of a step is the mean over its sequences, summed over
+layers; a sequence counts up to its last trained token. The routed fraction is a constant for the gradient, so the
+gradient by a token's score of expert e is
 
     sum over the sequences through the token of  coefficient E / (K T^2 Q) x tokens of the sequence routed to e
 
-with Q sequences in the step. Every sequence through a segment has run forward to its end when the segment's backward
-begins, so one pass suffices, and neither segments nor packs nor ranks change the result.
+with Q sequences in the step. When the backward of a segment begins, every sequence through it has run forward to its
+end. One pass therefore suffices, and the result does not depend on segments, packs or ranks.
 
-Legend: N stream tokens, n tokens of a segment, A its ancestors', L layers with experts, Q sequences of this rank.
+Legend: N stream tokens, n tokens of a segment, A tokens of its ancestors, L layers with experts, Q sequences of this
+rank.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class BalanceLoss:
     Args:
         layer_numbers: Megatron's numbers of the layers with experts.
         coefficient: coefficient x E / (K Q) of the formula above.
-        group: the tensor group whose ranks route a part of the tokens each; None where a rank routes all.
+        group: the tensor group, if each of its ranks routes a part of the tokens; None if a rank routes all of them.
     """
 
     def __init__(
@@ -54,14 +58,14 @@ class BalanceLoss:
         self.last_Q = torch.from_numpy(self.last).to(device)
         lengths = np.asarray(tree.sequence_lengths, dtype=np.float64)[order]
         self.weights_Q = torch.from_numpy(coefficient / lengths**2).to(device, dtype)
-        # NaN until a sequence has run to its end: a gradient asked for too early cannot pass unnoticed.
+        # NaN until a sequence has run to its end, so that a premature request for a gradient is noticed.
         self.loads_QLE = torch.full((len(last), len(layer_numbers), num_experts), torch.nan, dtype=dtype, device=device)
         self.experts_NLK = torch.zeros(tree.num_tokens, len(layer_numbers), topk, dtype=torch.int16, device=device)
         starts, ends = step.segments.segment_start, tree.subtree_end
         self.reach = [int(ends[a:b].max(initial=a)) for a, b in itertools.pairwise(starts.tolist())]
 
     def store(self, segment: int, routing: TokenRouting) -> None:
-        """Take the experts of a segment's first forward, and the loads of the sequences that end in it."""
+        """Store the experts of a segment's first forward, and the loads of the sequences that end in the segment."""
         begin, end = self.plan.start[segment], self.plan.start[segment + 1]
         experts_LnK = torch.stack([routing.balanced[number] for number in self.layer_numbers])
         if self.group is not None:
@@ -89,7 +93,7 @@ class BalanceLoss:
 
 
 def _joined(experts_LrK: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """The rows of all ranks of a tensor group, in their order."""
+    """The rows of all ranks of a tensor group, in rank order."""
     own = experts_LrK.transpose(0, 1).to(torch.int32).contiguous()
     whole = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
     torch.distributed.all_gather_into_tensor(whole, own, group=group)

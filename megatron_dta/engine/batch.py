@@ -1,7 +1,7 @@
-"""A step's plan together with the numbers of its loss: what the trainer hands to the engine.
+"""Joins a step's plan with the fields of its loss: the input of the engine.
 
-The plan depends on tokens and masks alone, so one plan serves every pass of the step; ``with_fields`` fills in what
-an earlier pass computed. Fields are kept for trained tokens only, flat, in sequence order (the pairs of the plan).
+The plan depends on tokens and masks alone, so one plan serves every pass of the step. ``with_fields`` adds values that
+an earlier pass computed. Fields cover trained tokens only; they are flat, in sequence order (the pairs of the plan).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TreeBatch:
         num_sequences: sequences of the whole step, those of other ranks included.
         owned: bool [P], pairs that count in the loss; None for all.
         sequences: int64 [Q], number of each sequence in the whole step.
-        preference_pairs: int64 [K, 2], coupled sequences of the whole step by these numbers; None without.
+        preference_pairs: int64 [K, 2], paired sequences by these numbers; None if the objective has no pairs.
         routed_experts: int16 [stream tokens, L, K], see ``TrainingSample``; None if no sample has them.
     """
 
@@ -54,12 +54,12 @@ class TreeBatch:
         return self.plan.num_pairs if self.owned is None else int(np.count_nonzero(self.owned))
 
     def with_fields(self, **fields: Sequence[np.ndarray]) -> TreeBatch:
-        """The same batch with fields replaced, each given as one array [T] per sequence."""
+        """The same batch with the given fields replaced; each field is one array [T] per sequence."""
         flat = {name: self._flat(name, arrays) for name, arrays in fields.items()}
         return replace(self, fields=self.fields | flat)
 
     def per_sequence(self, pairs: np.ndarray) -> list[np.ndarray]:
-        """Spread ``pairs`` [P] to one array [T] per sequence, 0 where a token is not trained."""
+        """Distribute ``pairs`` [P] to one array [T] per sequence, 0 where a token is not trained."""
         outputs = []
         for mask, begin, end in zip(
             self.loss_mask, self.plan.sequence_pairs[:-1], self.plan.sequence_pairs[1:], strict=True
@@ -89,17 +89,18 @@ def prepare_batch(
 ) -> TreeBatch:
     """Plan a step over ``samples``, and gather the fields of its loss.
 
-    Samples without a trained token are refused (``ValueError``), as is a field that only some samples have.
-
     Args:
         tree: mode, segment size and budgets.
         loss_aggregation: one of ``objectives.weights.AGGREGATIONS``, over the whole step; not used with
             ``preference_pairs``, whose loss is the mean over the pairs.
-        counts: what the whole step trains, where ``samples`` (maybe none) are only this rank's part of it.
-        pipeline: the stages that share the model (``TreeEngine.pipeline``); None if one process has it all.
+        counts: what the whole step trains, if ``samples`` (possibly empty) are only this rank's part of it.
+        pipeline: the stages that share the model (``TreeEngine.pipeline``); None if one process holds all of it.
         loss_length: constant length of "sequence-sum".
-        sequences: numbers of the samples in the whole step, where they are only a part of it.
-        preference_pairs: int [K, 2], coupled samples by their numbers in the whole step (objectives of pairs).
+        sequences: numbers of the samples in the whole step, if they are only a part of it.
+        preference_pairs: int [K, 2], paired samples by their numbers in the whole step, for pairwise objectives.
+
+    Raises:
+        ValueError: a sample has no trained token, or only some samples have a field.
     """
     if tree.tree_memory_gib is not None and (pipeline is None or pipeline.memory is None):
         raise ValueError("tree_memory_gib is set: call TreeEngine.limit_memory and give pipeline=engine.pipeline(...)")
@@ -123,7 +124,7 @@ def prepare_batch(
     numbers = np.arange(len(samples)) if sequences is None else np.asarray(sequences, np.int64)
     owned = None
     if preference_pairs is not None:
-        # A pair's loss is divided among the logprobs of both sequences: every token gets the same factor.
+        # The loss of a pair is divided among the logprobs of both sequences: every token gets the same factor.
         loss_weights_P = np.full(plan.num_pairs, 1 / max(1, len(preference_pairs)))
     else:
         sequence_weights = np.array([sample.weight for sample in samples])

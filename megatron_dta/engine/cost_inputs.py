@@ -1,4 +1,4 @@
-"""What planning must know of a built model to cost it: its shape in the terms of a cost file, and counted bytes."""
+"""Derives the planner's cost inputs from a built model: its shape for a cost file, and byte counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_dta.planning.costs.segment_bytes import SegmentBytes
 
 
 def cost_shape(config: TransformerConfig, vocab_size: int, dtype: torch.dtype) -> CostShape:
-    """The shape that a measurement of the model holds for; raises InputError for a model with experts."""
+    """The shape for which a measurement of the model is valid; raises InputError for a model with experts."""
     if config.num_moe_experts is not None:
         raise InputError("--cost-model: models with experts cannot be measured; leave it out")
     return CostShape(
@@ -37,13 +37,13 @@ def counted_bytes(
     fused_attention: bool = False,
     in_buffers: bool = False,
 ) -> SegmentBytes:
-    """Bytes of one of the model's tokens where nothing was measured; raises InputError for a model with experts.
+    """Bytes for each token of the model, counted instead of measured; raises InputError for a model with experts.
 
     Args:
         logit_rows: rows of logits that exist at once.
-        fused, fused_attention: whether layers and attention run on the kernels. Without RMSNorm and SwiGLU, layers keep
-            what Megatron's modules do even so.
-        in_buffers: whether gradients of weights are added up in buffers (``main_grad``).
+        fused, fused_attention: whether layers and attention run on the kernels. Layers without RMSNorm and SwiGLU keep
+            the same tensors as Megatron's modules even on the kernels.
+        in_buffers: whether weight gradients are accumulated in buffers (``main_grad``).
     """
     if config.num_moe_experts is not None:
         raise InputError("--tree-memory-gib: how many tokens an expert gets is not known ahead; leave it out")

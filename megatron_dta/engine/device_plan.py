@@ -1,6 +1,6 @@
-"""The plan's arrays on the model's device, uploaded once before the step.
+"""Holds the plan's arrays on the model's device; they are uploaded once, before the step.
 
-Inside the step everything is a view of these tensors and every length is known on the host, so nothing waits for the
+Within the step, every array is a view of these tensors and every length is known on the host, so nothing waits for the
 device.
 """
 
@@ -19,24 +19,24 @@ from megatron_dta.planning.step.plan import StepPlan
 
 @dataclass(frozen=True)
 class SegmentEdges:
-    """What the logprob head computes for one segment (R rows, E edges of the segment).
+    """Edges whose logprobs the head computes for one segment (R rows, E edges of the segment).
 
     Attributes:
         rows: int64 [R], rows within the segment's tokens.
         edge_row: int64 [E], row of each edge within ``rows``; ``target`` int64 [E], its token id.
-        chunks: ranges of rows whose logits are alive together.
+        logit_chunks: ranges of rows whose logits are alive together.
     """
 
     rows: Tensor
     edge_row: Tensor
     target: Tensor
-    chunks: list[RowChunk]
+    logit_chunks: list[RowChunk]
 
 
 @dataclass(frozen=True)
 class DeviceLossBatch:
-    """Sequences whose loss is one call: pairs [B, T] in sequence order, where the pad index P marks the end of a
-    row.
+    """Sequences whose losses are computed in one call: pairs [B, T] in sequence order; the pad index P fills the end of
+    a row.
     """
 
     pair_index: Tensor
@@ -44,13 +44,13 @@ class DeviceLossBatch:
 
 
 class DevicePlan:
-    """Tensors of a ``StepPlan`` on ``device``; see there for the orders of edges, rows and pairs.
+    """Tensors of a ``StepPlan`` on ``device``; ``StepPlan`` defines the orders of edges, rows and pairs.
 
-    What holds for one part of the model only, its slots, are lists with an entry for each of the rank's parts.
+    Slots belong to one model chunk: their attributes are lists with an entry for each of the rank's model chunks.
     """
 
     def __init__(
-        self, plan: StepPlan, device: torch.device, program: StageProgram, forward_only: bool, chunk_rows: int
+        self, plan: StepPlan, device: torch.device, program: StageProgram, forward_only: bool, rows_per_chunk: int
     ) -> None:
         segments, tree = plan.segments, plan.segments.tree
         self.start = segments.segment_start.tolist()
@@ -82,10 +82,10 @@ class DevicePlan:
         self.local_edge_row = upload(plan.edge_row - plan.segment_rows[segment_of_edge])
         self.edge_target = upload(plan.edge_target)
         self.pairs_per_edge, self.pairs_per_row = upload(plan.pairs_per_edge), upload(plan.pairs_per_row)
-        # One more entry for the pad index: it reads edge 0 and writes behind the last pair.
+        # The additional entry is for the pad index: it reads edge 0 and writes behind the last pair.
         self.pair_edge = upload(np.append(plan.pair_edge, 0))
         self.pair_rank = upload(np.append(plan.pair_rank, plan.num_pairs))
-        self.chunks = [_row_chunks(plan, segment, chunk_rows) for segment in range(segments.num_segments)]
+        self.logit_chunks = [_logit_chunks(plan, segment, rows_per_chunk) for segment in range(segments.num_segments)]
         self.loss_batches = [
             []
             if forward_only
@@ -99,23 +99,23 @@ class DevicePlan:
         rows = slice(self.segment_rows[segment], self.segment_rows[segment + 1])
         edges = slice(self.segment_edges[segment], self.segment_edges[segment + 1])
         return SegmentEdges(
-            self.local_row[rows], self.local_edge_row[edges], self.edge_target[edges], self.chunks[segment]
+            self.local_row[rows], self.local_edge_row[edges], self.edge_target[edges], self.logit_chunks[segment]
         )
 
     def path_of(self, segment: int) -> Tensor:
         """Stream indices int64 [A] of the segment's ancestors in earlier segments, in order."""
         runs = slice(self.segment_runs[segment], self.segment_runs[segment + 1])
         begin, length = self.run_begin[runs], self.run_length[runs]
-        # Token i of the path is token i - (tokens of earlier runs) of its run; the size is given, so nothing waits.
+        # Token i of the path is token i - (tokens of earlier runs) of its run. The size is given, so nothing waits.
         shift = begin - (length.cumsum(0) - length)
         tokens = self.path_lengths[segment]
         return self.stream[:tokens] + shift.repeat_interleave(length, output_size=tokens)
 
 
-def _row_chunks(plan: StepPlan, segment: int, chunk_rows: int) -> list[RowChunk]:
+def _logit_chunks(plan: StepPlan, segment: int, rows_per_chunk: int) -> list[RowChunk]:
     row_begin, row_end = plan.segment_rows[segment : segment + 2].tolist()
     edge_begin = int(plan.segment_edges[segment])
-    bounds = [*range(row_begin, row_end, chunk_rows), row_end]
+    bounds = [*range(row_begin, row_end, rows_per_chunk), row_end]
     edges = np.searchsorted(plan.edge_row, bounds)
     return [
         RowChunk(

@@ -1,9 +1,9 @@
-"""The engine: runs the passes of a step on this rank's part of the model and brings the ranks' results together.
+"""Runs the passes of a step on this rank's part of the model and combines the results of all ranks.
 
-A pass is a walk over an op list (``stage_run``). Every sequence through a segment ends in it or in a descendant, and a
-segment's backward comes after its descendants', so the loss is always there when a backward asks for it: objectives of
-whole sequences need no second pass. Dense and packed training are other forests in the same op list, and a pass for
-logprobs only is an op list without backwards.
+A pass executes an op list (``stage_run``). Every sequence through a segment ends in that segment or in a descendant,
+and the backward of a segment comes after those of its descendants. A backward therefore always finds its loss computed,
+and objectives over whole sequences need no second pass. Dense and packed training are other forests for the same op
+list. A pass for logprobs only is an op list without backwards.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class TreeEngine(RankModel):
     Args:
         model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay: see ``RankModel``.
         pipeline_in_flight_tokens: most tokens that a pipeline stage holds; None for the planner's default.
-        costs: measured costs of this model; None for counts of operations. Another model's are refused (InputError).
+        costs: measured costs of this model, None to count operations; costs of another model raise InputError.
 
     Attributes:
-        memory: what a step may use; None for no limit, until ``limit_memory`` sets one.
+        memory: the memory that a step may use; None means no limit. ``limit_memory`` sets it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TreeEngine(RankModel):
     ) -> None:
         super().__init__(model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay)
         self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
-        # The last step that other ranks were asked about, and what came of it: one plan serves all passes of a step.
+        # The last step that was synchronized with other ranks, and its result: one plan serves all passes of a step.
         self._stepped: tuple[StepPlan, StepPlan] | None = None
         self.memory: MemoryBudget | None = None
         self.costs = costs
@@ -76,18 +76,18 @@ class TreeEngine(RankModel):
         self.memory = MemoryBudget(gib, tuple(constant), each or self.counted_bytes())
 
     def counted_bytes(self) -> SegmentBytes:
-        """What a step takes for each token, by counting."""
+        """Bytes that a step needs for each token, by counting."""
         part, rows = self.tree_models[0], self.logprob_chunk_tokens
         in_buffers = part.adds_to_main_grad and all(parameter.requires_grad for parameter in part.parameters())
         ways = (part.has_fused_layers, self.uses_kernels, in_buffers)
         return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, *ways)
 
     def cost_model(self, segment_tokens: int | None) -> CostModel:
-        """What the whole model needs for tokens, pairs of attention and logprobs, up to a factor of all.
+        """Costs of tokens, attention pairs and logprobs for the whole model, up to a common factor.
 
         Args:
-            segment_tokens: most tokens of a segment; None where they are chosen: the usual number, or with measured
-                costs the most that the choice may be.
+            segment_tokens: most tokens of a segment. None if the planner chooses the segment size: the costs are then
+                for the usual size or, if they were measured, for the largest size that may be chosen.
         """
         config = self.config
         if self.costs is not None:
@@ -105,7 +105,7 @@ class TreeEngine(RankModel):
         )
 
     def pipeline(self, segment_tokens: int | None) -> PipelineShape:
-        """What a step must be planned for (``prepare_batch``)."""
+        """The pipeline for which a step must be planned (``prepare_batch``)."""
         return PipelineShape(
             num_stages=self.mesh.pipeline_size,
             num_chunks=len(self.chunks),
@@ -117,7 +117,7 @@ class TreeEngine(RankModel):
         )
 
     def operations(self, plan: StepPlan) -> tuple[float, float]:
-        """Floating-point operations of the whole model's forward and backward over the plan's forest, and over its
+        """Floating-point operations of forward and backward of the whole model: over the plan's forest, and over its
         sequences one by one (``planning.flops``).
         """
         config = self.config
@@ -143,12 +143,12 @@ class TreeEngine(RankModel):
     ) -> StepResult:
         """Add the gradient of the batch's loss to the parameters' gradients.
 
-        With several data-parallel ranks every rank calls this with its own part of the step, which may be empty. The
-        ranks of a pipeline all call it with the same batch.
+        Every data-parallel rank must call this with its own part of the step, which may be empty. All ranks of a
+        pipeline must call it with the same batch.
 
         Args:
-            forbid_synchronization: on a GPU, raise where an op would wait for the device (a check of this engine).
-            record_timeline: measure when each op runs; all ranks must agree in it.
+            forbid_synchronization: on a GPU, raise an error if an op waits for the device (a check of this engine).
+            record_timeline: measure when each op runs; must be the same on all ranks.
         """
         pair_metrics: dict[str, float] = {}
         pair_function = getattr(objective, "pair_function", None)
@@ -170,14 +170,14 @@ class TreeEngine(RankModel):
         return replace(result, timeline=timeline, plan=batch.plan)
 
     def _constant_weights(self) -> AbstractContextManager:
-        """Let the passes of a step share what is made of the weights."""
+        """Share tensors that are derived from the weights among the passes of a step."""
         return weights_quantized_once(self.tree_models) if self.config.fp8 else nullcontext()
 
     def _synchronized(self, batch: TreeBatch) -> TreeBatch:
-        """``batch`` with what this rank runs on empty segments, because other ranks wait for it.
+        """``batch`` with the empty segments that this rank runs so that other ranks need not wait for it.
 
-        Ranks that share experts run the same ops. A rank without any, where gradients are reduced in a backward, runs
-        one all the same, so that it joins the reduction in the same order.
+        Ranks that share experts run the same ops. If gradients are reduced in a backward, a rank without segments runs
+        an empty one, so that it joins the reduction in the same order.
         """
         step, alone = batch.plan, len(self.mesh.expert_data_ranks) == 1
         least = int(self.syncs_in_backward)
@@ -204,17 +204,17 @@ class TreeEngine(RankModel):
         return batch.per_sequence(pairs)
 
     def _check_agreement(self, batch: TreeBatch, training: bool) -> None:
-        """Compare the plans of a pipeline's ranks: different ones would wait for each other for ever."""
+        """Compare the plans of a pipeline's ranks; ranks with different plans would wait for each other forever."""
         if self.mesh.pipeline_size == 1:
             return
         plan = batch.plan.training if training else batch.plan.forward_only
         if plan.schedule.num_stages != self.mesh.pipeline_size or plan.schedule.num_chunks != len(self.chunks):
             raise ValueError(
                 f"the step is planned for {plan.schedule.num_stages} pipeline stages of {plan.schedule.num_chunks} "
-                f"parts, the model is on {self.mesh.pipeline_size} of {len(self.chunks)}; give prepare_batch "
+                f"model chunks, the model is on {self.mesh.pipeline_size} of {len(self.chunks)}; give prepare_batch "
                 "pipeline=engine.pipeline(...)"
             )
-        # What a message of 8 tokens is: neither side could tell that the other's are of another shape.
+        # The shape and dtype of a message of 8 tokens. A rank cannot detect in a message that its shape is wrong.
         message = (*self.tree_models[0].stage_shape(8), str(self.dtype))
         ranks = self.mesh.gather_over_replica((self.mesh.rank, batch.plan.digest(plan), message))
         for rank, digest, other in ranks:
@@ -226,10 +226,10 @@ class TreeEngine(RankModel):
 
 
 def _result(run: StageRun, batch: TreeBatch, mesh: Mesh) -> StepResult:
-    """The step's result, the same on every rank: what the ranks found is added up in their order.
+    """The step's result, the same on every rank: the ranks' results are added in rank order.
 
-    A rank without sequences, or before the last stage, knows no metrics by name, so what is exchanged are small objects
-    on the host.
+    A rank without sequences, or before the last stage, does not know the names of the metrics, so the ranks exchange
+    small objects on the host.
     """
     plan, loss, num_parts = batch.plan, run.loss.loss, len(run.pools)
     counts = (
@@ -248,11 +248,11 @@ def _result(run: StageRun, batch: TreeBatch, mesh: Mesh) -> StepResult:
         loss = loss.new_tensor(sum(losses))
         metric_sums = {name: loss.new_tensor(sum(of_rank.get(name, 0.0) for of_rank in sums)) for name in names}
         names = next((list(of_rank) for of_rank in largest if of_rank), [])
-        # NumPy's largest is NaN if one of them is; Python's depends on where that one stands.
+        # NumPy's maximum is NaN if any value is NaN; the result of Python's max depends on the position of the NaN.
         peaks = {name: np.max([of_rank.get(name, 0.0) for of_rank in largest]) for name in names}
         maxima = {name: loss.new_tensor(float(value)) for name, value in peaks.items()}
         counts = tuple(map(sum, zip(*all_counts, strict=True)))
-        # Stages run different forwards again: of each replica the one with most.
+        # Stages recompute different forwards: take the stage with the most recomputed tokens of each replica.
         recomputed = sum(max(of_stage[-2][-1] for of_stage in stages) for stages in gathered)
         counts = (*counts[:-1], recomputed)
         peak = max(of_stage[-1] for stages in gathered for of_stage in stages)

@@ -1,11 +1,11 @@
-"""What one pass of the engine over a batch has to do because the model has experts.
+"""Supplies and collects the expert routing of one pass of the engine over a batch.
 
-Every segment's forward gets a ``TokenRouting``: how often its tokens count in the loads and in the auxiliary losses,
-and which experts were chosen when they were sampled. Passes for logprobs count nothing.
+The forward of every segment gets a ``TokenRouting``: how often its tokens count in the loads and in the auxiliary
+losses, and which experts were chosen when the tokens were sampled. Passes for logprobs only count nothing.
 
-Definitions, all of them those of training each sequence alone: the balancing loss is in ``balance_loss``; the z-loss of
-a sequence is the mean over its tokens of the squared log-sum-exp of the router's logits, and the step's is the mean
-over its sequences; an expert's load is the number of (sequence, token) pairs routed to it.
+All quantities equal those of training each sequence alone. ``balance_loss`` defines the balancing loss. The z-loss of a
+sequence is the mean over its tokens of the squared log-sum-exp of the router's logits, and the z-loss of the step is
+the mean over its sequences. The load of an expert is the number of (sequence, token) pairs routed to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_dta.tree.multiplicity import token_weights
 
 
 class ExpertPass:
-    """Routing of one part of the model in one walk over the ops; does nothing for a part without experts.
+    """Routing of one model chunk in one pass over the ops; does nothing for a model chunk without experts.
 
     Args:
         replays: route by the batch's ``routed_experts``.
@@ -63,7 +63,7 @@ class ExpertPass:
             self.balance = BalanceLoss(batch.plan, plan, layers, experts, topk, factor, dtype, group)
 
     def routing(self, segment: int) -> TokenRouting | None:
-        """Routing of a segment's pass, first forward and recomputation alike."""
+        """Routing of a segment; the first forward and a recomputation share it."""
         if not self.counts and self.replay_NLK is None:
             return None
         own = slice(self.plan.start[segment], self.plan.start[segment + 1])
@@ -76,13 +76,13 @@ class ExpertPass:
         )
 
     def after_forward(self, segment: int, routing: TokenRouting | None) -> None:
-        """Call when a segment's first forward has run."""
+        """Must be called after the first forward of a segment."""
         if self.balance is not None and routing is not None:
             self.balance.store(segment, routing)
 
 
 def mean_ffn_width(config: TransformerConfig) -> int:
-    """Width of the feed-forward layers that one token goes through, a mean over the layers."""
+    """Mean over the layers of the feed-forward width that one token uses."""
     if config.num_moe_experts is None:
         return config.ffn_hidden_size
     experts = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
@@ -93,7 +93,7 @@ def mean_ffn_width(config: TransformerConfig) -> int:
 def with_auxiliary_losses(result: StepResult, passes: Sequence[ExpertPass], mesh: Mesh) -> StepResult:
     """``result`` with the step's auxiliary losses among its metrics, on every rank.
 
-    They come without their coefficients, as means over the layers with experts, as Megatron reports them.
+    The losses are means over the layers with experts, without their coefficients, as Megatron reports them.
     """
     if not passes:
         return result

@@ -1,9 +1,12 @@
-"""From unique edges to sequences and back: where the loss meets the tree.
+"""Computes the loss of sequences from the logprobs of unique edges, and scatters its gradient back to the edges.
 
-Gather: each (sequence, trained token) reads the logprob of its edge and the entropy of its row. The objective is an
-ordinary function of one sequence; it is called on rectangles of them. Scatter: its gradient is written once per pair,
-and a segment's backward sums the pairs of each edge and row. The sums run over sorted runs, in a fixed order and in
-float32 (float64 for a float64 model), so they are the same in every run, on a GPU too.
+Gather: each (sequence, trained token) pair reads the logprob of its edge and the entropy of its row. The objective is
+an ordinary function of one sequence; it is called on rectangles of several sequences. Scatter: the gradient is written
+once for each pair, and the backward of a segment sums the pairs of each edge and row. The sums run over sorted runs in
+a fixed order, in float32 (float64 for a float64 model), so they are reproducible, also on a GPU.
+
+Example: two sequences share their first trained token and then differ. They have 4 pairs but 3 edges. The gradients of
+pairs 0 and 2, which read the shared edge, are summed into its gradient.
 
 Legend: E edges, R rows, P pairs, B sequences of a loss batch, T their longest number of trained tokens.
 """
@@ -27,10 +30,9 @@ class LossPass:
     """The loss of one step.
 
     Attributes:
-        logprobs_E, entropy_R: filled in by the forwards; NaN until then, so an edge read too early cannot pass
-            unnoticed.
-        loss: scalar so far; ``metric_sums``: per metric, its sum over the tokens that count so far; ``maxima``: per
-            metric of that kind, its largest value so far.
+        logprobs_E, entropy_R: filled by the forwards and NaN before, so that a premature read is noticed.
+        loss: scalar, the sum so far; ``metric_sums``: for each summed metric, its sum so far over the tokens that
+            count; ``maxima``: for each metric that is a maximum, its largest value so far.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class LossPass:
         if objective is None:
             return
         self.grad_logprobs_P = torch.full((plan.num_pairs + 1,), torch.nan, dtype=dtype, device=device)
-        self.grad_entropy_P: Tensor | None = None  # made when the objective turns out to use entropies
+        self.grad_entropy_P: Tensor | None = None  # allocated when the objective first uses entropies
         self.weights_P = self._upload(batch.loss_weights)
         self.owned_P = None if batch.owned is None else self._upload(batch.owned) > 0
         self.fields_P = {
@@ -54,11 +56,11 @@ class LossPass:
         }
 
     def _upload(self, values_P: np.ndarray) -> Tensor:
-        """Values of the pairs and a 0 for the pad index."""
+        """Values of the pairs, followed by a 0 for the pad index."""
         return torch.from_numpy(np.append(values_P, 0.0)).to(self.loss.device, self.dtype)
 
     def store(self, segment: int, logprobs: Tensor, entropy: Tensor) -> None:
-        """Take a segment's logprobs and entropies."""
+        """Store a segment's logprobs and entropies."""
         edges = slice(self.plan.segment_edges[segment], self.plan.segment_edges[segment + 1])
         rows = slice(self.plan.segment_rows[segment], self.plan.segment_rows[segment + 1])
         self.logprobs_E[edges] = logprobs.detach()
@@ -69,7 +71,7 @@ class LossPass:
         return self.logprobs_E[self.plan.pair_edge[:-1]]
 
     def complete(self, segment: int) -> None:
-        """Compute the loss of the sequences whose last row is in ``segment`` and keep its gradient."""
+        """Compute the loss of the sequences whose last row is in ``segment``, and store its gradient."""
         for loss_batch in self.plan.loss_batches[segment]:
             self._loss(loss_batch)
 
@@ -96,7 +98,7 @@ class LossPass:
         for name, values in losses.maxima.items():
             largest = torch.where(mask_BT, values, 0).max()
             self.maxima[name] = torch.maximum(self.maxima.get(name, largest), largest)
-        # Pad positions write behind the last pair, where nothing reads.
+        # Pad positions write behind the last pair; these values are never read.
         rank_BT = self.plan.pair_rank[index_BT]
         self.grad_logprobs_P[rank_BT] = grad_logprobs_BT
         if grad_entropy_BT is not None:
@@ -105,8 +107,8 @@ class LossPass:
             self.grad_entropy_P[rank_BT] = grad_entropy_BT
 
     def gradients(self, segment: int) -> tuple[Tensor, Tensor | None]:
-        """Gradient of the step's loss by a segment's logprobs [E] and entropies [R], None if they are not in the
-        loss.
+        """Gradient of the step's loss by a segment's logprobs [E] and entropies [R]; None for entropies that the loss
+        does not use.
         """
         plan = self.plan
         pairs = slice(plan.segment_pairs[segment], plan.segment_pairs[segment + 1])
@@ -119,5 +121,5 @@ class LossPass:
 
 
 def _sum_runs(values: Tensor, lengths: Tensor) -> Tensor:
-    # unsafe skips the check of the lengths, which would wait for the device.
+    # unsafe=True skips the check of the lengths, which would wait for the device.
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

@@ -1,10 +1,10 @@
-"""When each op of a step really ran on this rank: the measured side of a planned timeline.
+"""Measures when each op of a step runs on this rank, for comparison with the planned timeline.
 
-On a GPU an op's times are those of CUDA events on the stream, read after the step, so that measuring waits for nothing
-within it. What an op waits for, its message from another stage, comes before its start and is an event of its own of
-kind "wait", which counts as no work. An op that the host launches slower than the device runs it is as long as the
-launches. What remains between events is the host's too. Time 0 is one moment for all ranks of a replica, up to the time
-that a barrier takes.
+On a GPU, the times are CUDA events on the stream. They are read after the step, so measuring adds no wait within it.
+The time in which an op waits for its message from another stage comes before its start and is a separate event of kind
+"wait", which does not count as work. If the host launches an op more slowly than the device runs it, the duration of
+the op is that of the launches. Gaps between events are time on the host, too. Time 0 is the same moment on all ranks of
+a replica, up to the duration of a barrier.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_dta.planning.pipeline.timeline import TimelineEvent
 
 
 class OpClock:
-    """Made by all ranks of a replica just before a pass; see the top of the file."""
+    """Clock of one pass; all ranks of a replica must create it together, just before the pass."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._stage, self._on_gpu = mesh.pipeline_rank, device.type == "cuda"
@@ -33,13 +33,13 @@ class OpClock:
 
     @contextmanager
     def measure(self, op: PipelineOp) -> Iterator[None]:
-        """Note when the block runs, as ``op``."""
+        """Record the duration of the block as that of ``op``."""
         with self._mark(op.kind.value, op):
             yield
 
     @contextmanager
     def waiting(self, op: PipelineOp) -> Iterator[None]:
-        """Note when the block runs, as waiting for what ``op`` needs."""
+        """Record the duration of the block as waiting for the input of ``op``."""
         with self._mark("wait", op):
             yield
 
@@ -50,7 +50,7 @@ class OpClock:
         self._marks.append((kind, op, start, self._now()))
 
     def events(self) -> list[TimelineEvent]:
-        """What was measured; waits for the device."""
+        """The measured events; waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return [

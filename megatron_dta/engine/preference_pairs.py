@@ -1,8 +1,7 @@
 """Computes the terms of pairwise losses (DPO) before the training pass.
 
-``objectives.dpo`` explains why one number for each sequence is enough.
-
-The sequences of a pair may be on different data-parallel ranks, so ranks exchange one sum for each sequence.
+``objectives.dpo`` explains why one number for each sequence is enough. The two sequences of a pair may be on different
+data-parallel ranks, so the ranks exchange one sum for each sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def with_pair_terms(
     """``batch`` with ``pair_gradient`` and ``pair_loss``, and metrics of all pairs, the same on every rank.
 
     Args:
-        couple: the objective's part.
+        pair_function: the pairwise part of the objective.
         logprobs: of this rank's sequences under the weights being trained, [T] each, 0 where not trained.
     """
     if batch.preference_pairs is None or not len(batch.preference_pairs):

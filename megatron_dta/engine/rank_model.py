@@ -1,4 +1,4 @@
-"""This rank's part of the model as a pass through it needs it: its chunks, where they are and how they compute."""
+"""Holds this rank's model chunks together with the settings that every pass uses."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
 
-# Logits alive at once by default: enough rows to fill a GPU; on a CPU more of them gain nothing.
+# Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.
 LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
 
 
 class RankModel:
-    """The parts of a model on a rank, with the settings that all passes share.
+    """The model chunks of a rank, with the settings that all passes share.
 
     Args:
-        model: a ``TreeGPTModel`` or ``StagedModel``, or its parts in Megatron's DistributedDataParallel.
+        model: a ``TreeGPTModel`` or ``StagedModel``, or its model chunks in Megatron's DistributedDataParallel.
         temperature: the logits are divided by it, in training as in sampling.
-        logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` over the vocabulary.
+        logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` divided by the vocabulary size.
         tree_attention_impl: "auto", "triton" or "reference", see ``TreeConfig``.
-        routing_replay: let experts be those that the rollouts' sampler chose.
+        routing_replay: use the experts that the sampler of the rollouts chose.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class RankModel:
         self.uses_kernels = choose_attention(tree_attention_impl, head_size, self.dtype, self.device)
 
     def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
-        """Keep a backward of a part from starting the reduction of its gradients, unless ``allowed``."""
+        """Keep the backward of a model chunk from starting the reduction of its gradients, unless ``allowed``."""
         part = self.chunks[chunk]
         return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
 
     @property
     def syncs_in_backward(self) -> bool:
-        """Whether replicas' gradients are reduced within the last backward, and not only after it."""
+        """Whether the gradients of replicas are reduced within the last backward, rather than after it."""
         part = self.chunks[0]
         return hasattr(part, "ddp_config") and part.ddp_config.overlap_grad_reduce

@@ -1,13 +1,14 @@
-"""One rank's walk over the ops of a pass: its stage's share of every segment's forward and backward.
+"""Executes the ops of a pass on one rank: its stage's share of every segment's forward and backward.
 
-    F(segment)  hidden states of the stage before in (the first: token ids); K and V stay in the stage's pool for
-                descendants; hidden states of the stage out (the last: logprobs and entropies of the segment's edges)
-    B(segment)  the next stage's gradient in (the last: the loss's at the segment's edges), and at K and V what the
-                descendants left; out come weight gradients, dK and dV of the ancestors, and the gradient for the stage
-                before; the segment's activations and slots are free afterwards
+    F(segment)  Input: hidden states of the previous stage (first stage: token ids). Output: hidden states for the next
+                stage (last stage: logprobs and entropies of the segment's edges). K and V stay in the stage's pool for
+                the descendants.
+    B(segment)  Input: the gradient of the next stage (last stage: that of the loss at the segment's edges), and the
+                gradients that the descendants left at K and V. Output: weight gradients, dK and dV of the ancestors,
+                and the gradient for the previous stage. Then the segment's activations and slots are free.
 
-One process is the case of one stage. What a rank holds of the model may be several parts (virtual stages): each has
-its own K and V, and an op names its part.
+A single process is a pipeline of one stage. A rank may hold several model chunks (virtual stages). Each model chunk has
+its own K and V, and an op names its model chunk.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from megatron_dta.planning.step.passes import stage_program
 
 @dataclass
 class _InFlight:
-    """A segment of one part between its forward and its backward.
+    """A segment in one model chunk between its forward and its backward.
 
     Attributes:
-        stage_input: hidden states that came in, a leaf; None on the first virtual stage.
-        graph: outputs of the forward, None where it is run again. Of an output that went to the next stage only the
-            place in the graph, so that its memory is free as soon as it is sent.
+        stage_input: received hidden states, a leaf; None on the first virtual stage.
+        graph: outputs of the forward; None if it is recomputed. An output that was sent to the next stage is kept as a
+            gradient edge only, so that its memory is free as soon as it is sent.
     """
 
     context: SegmentContext
@@ -49,7 +50,7 @@ class _InFlight:
 
 
 class StageRun:
-    """State of one walk over the ops; ``objective`` None is a pass for logprobs only."""
+    """State of one pass over the ops; ``objective`` None is a pass for logprobs only."""
 
     def __init__(
         self, model: RankModel, batch: TreeBatch, objective: Objective | None, clock: OpClock | None = None
@@ -85,7 +86,7 @@ class StageRun:
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
 
     def _expert_passes(self, batch: TreeBatch) -> list[ExpertPass]:
-        """One for each part of a model with experts."""
+        """One ``ExpertPass`` for each model chunk of a model with experts."""
         if self.model.config.num_moe_experts is None:
             return []
         replays = self.model.replays_routing
@@ -104,7 +105,7 @@ class StageRun:
         )
 
     def walk(self) -> None:
-        """Run all ops; gradients are reduced, where that overlaps, with the last backward of each part."""
+        """Run all ops; an overlapped reduction of gradients happens in the last backward of each model chunk."""
         for op in self.program.ops:
             try:
                 if op.kind is OpKind.FORWARD:
@@ -114,7 +115,7 @@ class StageRun:
                     with self.model.gradient_sync(op.chunk, allowed=is_last):
                         self._backward(op, is_last)
             except Exception as error:
-                # Where a job of many processes ends is found by what the first to fail was doing.
+                # In a job of many processes, the op that failed first locates the cause.
                 error.add_note(f"in {self._describe(op)}")
                 raise
         if self.transport is not None:
@@ -122,7 +123,7 @@ class StageRun:
 
     def _describe(self, op: PipelineOp) -> str:
         mesh = self.model.mesh
-        part = f", part {op.chunk}" if len(self.pools) > 1 else ""
+        part = f", model chunk {op.chunk}" if len(self.pools) > 1 else ""
         return f"{op.kind.value}({op.segment}) of pipeline stage {mesh.pipeline_rank}{part}, rank {mesh.rank}"
 
     def _timed(self, op: PipelineOp) -> AbstractContextManager:
@@ -136,14 +137,14 @@ class StageRun:
         return chunk * self.model.mesh.pipeline_size + self.model.mesh.pipeline_rank
 
     def _keeps(self, op: PipelineOp) -> bool:
-        """Whether a forward's activations stay for its backward."""
+        """Whether the activations of a forward are kept for its backward."""
         return self.training and bool(self.pass_plan.kept[self._virtual_stage(op.chunk), op.segment])
 
     def _is_last(self, chunk: int) -> bool:
         return self._virtual_stage(chunk) == len(self.pools) * self.model.mesh.pipeline_size - 1
 
     def _forward(self, op: PipelineOp, keep: bool) -> None:
-        """F: run the segment; ``keep`` holds its graph for the backward."""
+        """F: run the segment; with ``keep``, its graph is kept for the backward."""
         segment, chunk = op.segment, op.chunk
         stage, stage_input = self._virtual_stage(chunk), None
         if stage > 0:
@@ -169,7 +170,7 @@ class StageRun:
             self.peak_tokens = max(self.peak_tokens, self.tokens)
 
     def _backward(self, op: PipelineOp, is_last: bool) -> None:
-        """B: the segment's share of the gradient; its activations, K and V are free afterwards."""
+        """B: add the segment's share of the gradient and free its activations, K and V."""
         segment, chunk = op.segment, op.chunk
         stage, live = self._virtual_stage(chunk), self.in_flight.pop((op.segment, op.chunk))
         graph, arrived = live.graph, None
@@ -190,13 +191,14 @@ class StageRun:
         self.tokens -= self.lengths[segment]
 
     def _at_the_loss(self, segment: int, graph: list[Tensor], is_last: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs of the last stage's forward with the gradient of the loss by each.
+        """Outputs of the last stage's forward, and the gradient of the loss by each output.
 
-        The step's last backward reaches every parameter, the output weight too: it may be what starts its reduction.
+        The step's last backward reaches every parameter, including the output weight, because it may start the
+        reduction of their gradients.
         """
         hidden, logprobs, entropy = graph
         if not logprobs.shape[0] and not is_last:
-            # Without edges of its own a segment still passes on what its descendants left at its K and V.
+            # A segment without edges of its own still passes on the gradients that its descendants left at its K and V.
             return [hidden], [torch.zeros_like(hidden)]
         grad_logprobs, grad_entropy = self.loss.gradients(segment)
         outputs, gradients = [logprobs], [grad_logprobs]
@@ -206,7 +208,7 @@ class StageRun:
         return outputs, gradients
 
     def _run_model(self, op: PipelineOp, context: SegmentContext, stage_input: Tensor | None) -> list[Tensor]:
-        """The part's outputs: hidden states; on the last stage with logprobs of the edges and entropies of the rows."""
+        """Hidden states of the model chunk; on the last stage also logprobs of the edges and entropies of the rows."""
         tokens = self.plan.token_ids[self.plan.start[op.segment] : self.plan.start[op.segment + 1]]
         part = self.model.tree_models[op.chunk]
         if stage_input is not None:
@@ -216,7 +218,7 @@ class StageRun:
             return [hidden]
         edges = self.plan.edges_of(op.segment)
         logprobs, entropy = part.edge_logprobs(
-            hidden.index_select(0, edges.rows), edges.edge_row, edges.target, edges.chunks, self.model.temperature
+            hidden.index_select(0, edges.rows), edges.edge_row, edges.target, edges.logit_chunks, self.model.temperature
         )
         return [hidden, logprobs, entropy]
 

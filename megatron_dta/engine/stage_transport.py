@@ -1,11 +1,11 @@
-"""Messages between pipeline stages: hidden states go to the next virtual stage, their gradients to the one before.
+"""Sends hidden states to the next virtual stage and their gradients to the previous one.
 
-Every rank knows the whole schedule, so nothing is negotiated: shapes follow from the plan, and all ranks post their
-sends and receives in one common order (``message_order``), which is the order of an execution that works. So it cannot
-deadlock even where two ranks share a single channel on which each message waits for its receiver, as with NCCL. A
-receive is posted as soon as no earlier send is outstanding, so about one op before it is needed, and no send is waited
-for: both run beside the computation. Messages up and down the ranks have channels of their own (``stage_channels``),
-which is why they are not Megatron-Core's own communicator's: on it the two directions wait for each other.
+Every rank knows the whole schedule, so the ranks negotiate nothing: shapes follow from the plan, and all ranks post
+their sends and receives in one common order (``message_order``), that of a valid execution. This order cannot deadlock,
+even if two ranks share a single channel on which each message waits for its receiver, as with NCCL. A receive is posted
+as soon as no earlier send is outstanding, which is about one op before its message is needed. Nothing waits for a send.
+Both therefore overlap with the computation. Messages to higher and to lower ranks have separate channels
+(``stage_channels``). Megatron-Core's own communicator is not used because its two directions wait for each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_dta.planning.segments.schedule import OpKind
 
 
 class _Key(NamedTuple):
-    """A message as its sender and its receiver know it; the virtual stage is the sender's."""
+    """Identifies a message for its sender and its receiver; the virtual stage is that of the sender."""
 
     kind: OpKind
     segment: int
@@ -35,9 +35,9 @@ class StageTransport:
     """Sends and receives of one rank in one pass over the schedule.
 
     Args:
-        model: a part of the model.
-        channels: between the ranks of the pipeline.
-        stage: this rank's place among them.
+        model: a model chunk.
+        channels: process groups between the ranks of the pipeline.
+        stage: this rank's position in the pipeline.
         messages: all messages of the pass in the common order.
         lengths: tokens of each segment.
         dtype, device: of the hidden states.
@@ -61,8 +61,9 @@ class StageTransport:
         self._post_receives()
 
     def receive(self, kind: OpKind, segment: int, virtual_stage: int) -> Tensor:
-        """Input of ``kind`` (FORWARD: hidden states, BACKWARD: gradient) of this rank's ``virtual_stage``; waits (on a
-        GPU, its stream does).
+        """The input of ``kind`` (FORWARD: hidden states, BACKWARD: gradient) for this rank's ``virtual_stage``.
+
+        The host waits for the message; on a GPU, the stream waits for it instead.
         """
         source = virtual_stage - 1 if kind is OpKind.FORWARD else virtual_stage + 1
         tensor, work = self._arriving.pop(_Key(kind, segment, source))
@@ -70,7 +71,7 @@ class StageTransport:
         return tensor
 
     def send(self, kind: OpKind, segment: int, virtual_stage: int, tensor: Tensor) -> None:
-        """Send what this rank's ``virtual_stage`` made in its op of ``kind``; returns at once."""
+        """Send the output of this rank's ``virtual_stage`` in its op of ``kind``; returns at once."""
         if tuple(tensor.shape) != self._shapes[segment]:
             raise ValueError(f"the message has shape {list(tensor.shape)}, not {list(self._shapes[segment])}")
         expected = self._posts.popleft()
@@ -84,7 +85,7 @@ class StageTransport:
             self._leaving.popleft()
 
     def finish(self) -> None:
-        """Wait for what is still leaving."""
+        """Wait for the outstanding sends."""
         if self._posts or self._arriving:
             raise ValueError(f"{len(self._posts)} messages were not sent and {len(self._arriving)} not read")
         for _, work in self._leaving:
@@ -92,7 +93,7 @@ class StageTransport:
         self._leaving.clear()
 
     def _post_receives(self) -> None:
-        """Post the receives up to this rank's next send."""
+        """Post the receives that come before this rank's next send."""
         while self._posts and self._posts[0].receiver == self._stage:
             message = self._posts.popleft()
             tensor = torch.empty(self._shapes[message.segment], dtype=self._dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""What a step leaves beside the gradients: its loss, metrics and counts, the same on every rank."""
+"""Defines the result of a step besides its gradients: loss, metrics and counts, the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from megatron_dta.planning.step.plan import StepPlan
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one step, of all data-parallel ranks together; gradients are in the model's parameters.
+    """Outcome of one step over all data-parallel ranks; gradients are in the model's parameters.
 
-    Counts are sums over the replicas of the model: tokens that two of them compute count twice.
+    Counts are sums over the replicas of the model: a token that two replicas compute counts twice.
 
     Attributes:
         loss: scalar tensor, the step's loss under the one global denominator.
-        metrics: scalar tensors: means over the step's tokens that count in the loss, and largest values.
+        metrics: scalar tensors: means over the step's tokens that count in the loss, and maxima.
         sequence_tokens, computed_tokens, segments: tokens of the sequences counted separately, tokens of the forests,
             and the segments that they were cut into.
-        peak_in_flight_tokens: most tokens whose K and V were alive at once, as run, on any rank (with several parts of
-            the model on a rank, divided by their number).
-        recomputed_tokens: tokens whose forward ran twice, on the pipeline stage with most.
-        timeline: when each stage of this replica ran what; empty unless it was asked for.
-        plan: with a timeline, the plan that was run: the batch's, with empty segments where other ranks share experts.
+        peak_in_flight_tokens: most tokens of any rank whose K and V were alive at once, as executed; with several model
+            chunks on a rank, divided by their number.
+        recomputed_tokens: tokens whose forward ran twice, on the pipeline stage with the most of them.
+        timeline: the time of each op on each stage of this replica; empty unless it was requested.
+        plan: with a timeline, the plan that was executed: that of the batch, with empty segments where other ranks
+            share experts.
     """
 
     loss: Tensor

@@ -1,15 +1,28 @@
-"""Which blocks of keys a block of queries has to look at, worked out on the host before the step.
+"""Finds the blocks of keys that each block of queries attends to, on the host, before the step.
 
-One segment: N queries at positions ``A .. A + N - 1`` of a list of ``M = A + N`` keys, the A ancestors first. With
-``key_end`` in these positions (``local_key_end``), query i sees key m exactly when ``m <= A + i < key_end[m]``.
+One segment has N queries at positions ``A .. A + N - 1`` of a list of ``M = A + N`` keys; the first A keys are the
+ancestors. With ``key_end`` in these positions (``local_key_end``), query i sees key m exactly when
+``m <= A + i < key_end[m]``.
 
-A block of queries and a block of keys are *dead* together (no query sees any key), *full* (both are whole, and every
-query sees every key, so no mask is needed) or *partial*. Which of the three follows exactly from the least and largest
-``key_end`` of a block of keys. The queries of one root path share long full prefixes, so of every row (and column) of
-the block matrix the longest run of full blocks is kept as an interval, the other full blocks and the partial ones as
-lists. A kernel program handles one row (or one column); the programs with most to do come first.
+A pair of a query block and a key block is
 
-Pure numpy; nothing here knows a device.
+- *dead* if no query sees any key;
+- *full* if both blocks are whole and every query sees every key, so that no mask is needed;
+- *partial* otherwise.
+
+The minimum and maximum of ``key_end`` over the key block decide exactly which of the three it is. The queries of one
+root path share long full prefixes. For every row (and column) of the block matrix, the longest run of full blocks is
+therefore stored as an interval, and the other full blocks and the partial blocks as lists. A kernel program handles one
+row (or one column). The programs with the most work come first.
+
+Example: four ancestors and a segment of two branches, tokens 4-5 and 6-7, with ``key_end = [8 8 8 8 6 6 8 8]``. Blocks
+of two queries and two keys give this matrix, in which row 0 has the run [0, 2) and the partial list [2]:
+
+    keys           0-1   2-3   4-5      6-7
+    queries 4-5    full  full  partial  dead
+    queries 6-7    full  full  dead     partial
+
+This module uses NumPy only and no device.
 """
 
 from __future__ import annotations
@@ -25,12 +38,13 @@ PROGRAM_FIELDS = 8
 
 @dataclass(frozen=True)
 class BlockTable:
-    """What each kernel program visits.
+    """The blocks that each kernel program visits.
 
     Attributes:
-        programs: int32 [P, 8]: the program's own block; ``[run begin, run end)`` of other blocks that are full; in
-            ``blocks``: ``[list begin, list middle)`` full ones, ``[list middle, list end)`` partial ones; where its
-            tiles begin in ``tiles``; unused.
+        programs: int32 [P, 8], the fields of each program: its own block; run begin and run end, the interval of other
+            blocks that are full; list begin, list middle and list end, which refer to ``blocks``: full blocks are in
+            ``[list begin, list middle)``, partial ones in ``[list middle, list end)``; the begin of its entries in
+            ``tiles``; unused.
         blocks: int32, lists of other blocks.
         tiles: int32, for every live pair of blocks in the order run, full, partial: its number when all live pairs
             are counted row by row in that order.
@@ -43,9 +57,9 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class BlockTables:
-    """The block matrix of one segment, or of some of its rows, by rows (blocks of queries) and columns (of keys).
+    """Tables of one segment's block matrix, or of some of its rows: by rows (query blocks) and by columns (key blocks).
 
-    Columns without a live block are left out of all parts but the first.
+    Columns without a live block are omitted in all parts but the first.
     """
 
     rows: BlockTable
@@ -55,19 +69,19 @@ class BlockTables:
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """Which blocks are live and which of these are full, bool [blocks of queries, blocks of keys]."""
+    """Which blocks are live, and which of these are full; bool [query blocks, key blocks]."""
 
     live: np.ndarray
     full: np.ndarray
 
     def without(self, rows: int, columns: int) -> BlockMatrix:
-        """The matrix with its first ``rows`` x ``columns`` blocks dead: another kernel's."""
+        """The matrix with its first ``rows`` x ``columns`` blocks dead, because another kernel computes them."""
         live, full = self.live.copy(), self.full.copy()
         live[:rows, :columns] = full[:rows, :columns] = False
         return BlockMatrix(live, full)
 
     def row_parts(self, most_tiles: int) -> list[slice]:
-        """Consecutive rows in as few parts as possible with at most so many live blocks each (or a single row)."""
+        """Divide the rows into few consecutive parts of at most ``most_tiles`` live blocks (or a single row) each."""
         parts, begin, tiles = [], 0, 0
         for row, count in enumerate(self.live.sum(1).tolist()):
             if tiles and tiles + count > most_tiles:
@@ -133,7 +147,7 @@ def common_prefix(key_end: np.ndarray, num_queries: int, step_q: int, step_k: in
     counts = np.arange(step_q, num_queries + 1, step_q)
     if len(counts) == 0:
         return 0, 0
-    # Keys up to each one are seen at least so far; the first n queries see those with an end of A + n or more.
+    # least[m] bounds the ends of keys 0 .. m from below; the first n queries see a key if its end is A + n or more.
     least = np.minimum.accumulate(key_end[:num_ancestors])
     keys = np.searchsorted(-least, -(num_ancestors + counts), side="right") // step_k * step_k
     best = int(np.argmax(counts * keys))
@@ -141,7 +155,7 @@ def common_prefix(key_end: np.ndarray, num_queries: int, step_q: int, step_k: in
 
 
 def block_matrix(key_end: np.ndarray, num_queries: int, block_q: int, block_k: int) -> BlockMatrix:
-    """The matrix for blocks of ``block_q`` queries and ``block_k`` keys.
+    """The block matrix for blocks of ``block_q`` queries and ``block_k`` keys.
 
     Args:
         key_end: int32 [M] from ``local_key_end``; one past the last query position that sees the key, at most M.
@@ -154,24 +168,24 @@ def block_matrix(key_end: np.ndarray, num_queries: int, block_q: int, block_k: i
     key_first = np.arange(0, num_keys, block_k)
     key_last = key_first + block_k - 1
     most, least = np.maximum.reduceat(key_end, key_first), np.minimum.reduceat(key_end, key_first)
-    # A key at or after the block's first query is its own query's key: such a block is live by its position alone.
+    # The key of one of the block's own queries makes a block live by its position alone.
     reaches = (most > query_first[:, None]) | (np.minimum(key_last, num_keys - 1) >= query_first[:, None])
     live = (key_first <= query_last[:, None]) & reaches
-    # The last blocks may be cut short; they count as partial, so that they are read under a mask.
+    # The last blocks may be incomplete; they count as partial, so that they are read with a mask.
     full = (key_last <= query_first[:, None]) & (least > query_last[:, None]) & (key_last < num_keys)
     full &= (query_last - query_first + 1 == block_q)[:, None]
     return BlockMatrix(live, full)
 
 
 def _longest_runs(full: np.ndarray) -> np.ndarray:
-    """Begin and end of the longest run of true values of each row (the first of equals), [rows, 2]; 0, 0 for none."""
+    """Begin and end of the longest run of true values in each row (the first of equals), [rows, 2]; 0, 0 if none."""
     runs = np.zeros((full.shape[0], 2), dtype=np.int64)
     padded = np.zeros((full.shape[0], full.shape[1] + 2), dtype=np.int8)
     padded[:, 1:-1] = full
     change = np.diff(padded, axis=1)
     row, begin = np.divmod(np.flatnonzero(change == 1), change.shape[1])
     end = np.flatnonzero(change == -1) % change.shape[1]
-    # Of several entries of one row the last assignment stays: the longest, and of equals the first.
+    # Of several assignments to one row the last one stays: the longest run and, of equal lengths, the first.
     order = np.lexsort((-begin, end - begin))
     runs[row[order], 0], runs[row[order], 1] = begin[order], end[order]
     return runs
@@ -185,7 +199,7 @@ def _in_runs(runs: np.ndarray, num_blocks: int) -> np.ndarray:
 def _visits(live: np.ndarray, full: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``(row, kind, column)`` of all live pairs, row by row: the run (0), other full blocks (1), partial ones (2)."""
     in_run = _in_runs(runs, live.shape[1])
-    # Flat and divided afterwards: several times as fast as indices along three axes.
+    # Flat indices, divided afterwards: several times as fast as indices along three axes.
     found = np.flatnonzero(np.stack([in_run, full & ~in_run, live & ~full], axis=1))
     row_and_kind, column = np.divmod(found, live.shape[1])
     return row_and_kind // 3, row_and_kind % 3, column

@@ -1,8 +1,8 @@
-"""What the tree attention kernels need of segments, on the device: made once, uploaded in one copy.
+"""Prepares the block tables of the tree attention kernels and uploads those of several segments in one copy.
 
-A ``TreeAttentionPlan`` holds one segment's block tables (see ``tree_attention_blocks``) for the tile sizes of one
-configuration. Nothing in it depends on a layer, so all layers of a step share it. ``key_end`` itself is not part of
-it: an engine that has subtree ends on the device makes it there (``local_key_end_on_device``), without the copy.
+A ``TreeAttentionPlan`` holds the block tables of one segment (see ``blocks``) for the tile sizes of one configuration.
+The tables do not depend on the layer, so all layers of a step share them. ``key_end`` is not part of the plan: an
+engine that has subtree ends on the device computes it there (``local_key_end_on_device``), without a copy.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dta_kernels.tree_attention.blocks import (
 )
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig, default_config, supports
 
-# Every array starts at a multiple of so many int32 numbers.
+# Every array starts at a multiple of this number of int32 elements.
 _ALIGNMENT = 4
-# Programs that should be in a launch, two for each multiprocessor of a large GPU.
+# Smallest useful number of programs in a launch: two for each multiprocessor of a large GPU.
 _LEAST_PROGRAMS = 264
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What all segments have in common: H query heads, G key/value heads (H a multiple), head size and dtype."""
+    """Properties shared by all segments: H query heads, G key/value heads (G divides H), head size and dtype."""
 
     num_heads: int
     num_groups: int
@@ -60,7 +60,7 @@ class DeviceTable:
 
 @dataclass(frozen=True)
 class BackwardPart:
-    """Blocks of keys for dK and dV, and tiles of queries for dQ."""
+    """Blocks of keys for dK and dV, and tiles of queries for dQ, of one part of the backward pass."""
 
     columns: DeviceTable
     rows: DeviceTable
@@ -68,16 +68,16 @@ class BackwardPart:
 
 @dataclass(frozen=True)
 class TreeAttentionPlan:
-    """One segment, for one configuration.
+    """The block tables of one segment, for one configuration.
 
     Attributes:
         num_queries, num_keys: N and M = A + N.
-        prefix: queries and keys of the rectangle that a library's kernel computes; (0, 0) for none.
+        prefix: queries and keys of the rectangle that a library's kernel computes; (0, 0) if there is none.
         forward: tiles of queries in the forward pass.
-        parts: the backward pass, mostly in one part; where the tiles of dS of as many groups as fill the GPU are more
-            than may be stored, of some tiles of queries each.
-        stored_groups: key/value heads whose tiles of dS are stored at once; 0 where dS is computed again.
-        stored_elements: elements of the buffer for them: the most of the segments that are planned together.
+        parts: the backward pass, usually in one part. If the dS tiles of as many groups as fill the GPU exceed the
+            memory for them, it has several parts, each with some of the query tiles.
+        stored_groups: key/value heads whose dS tiles are stored at once; 0 if dS is recomputed.
+        stored_elements: elements of the dS buffer: the maximum over the segments that are planned together.
     """
 
     shape: AttentionShape
@@ -114,11 +114,11 @@ def plan_tree_attention(
     device: torch.device,
     config: TreeAttentionConfig | None = None,
 ) -> list[TreeAttentionPlan]:
-    """Plans of some segments of a step, in one upload that does not wait for the device.
+    """Plan several segments of a step and upload their tables in one copy, without waiting for the device.
 
     Args:
         segments: ``(key_end, N)`` of each segment, see ``local_key_end``; N at least 1.
-        config: None for the table's.
+        config: None for the configuration of the table (``default_config``).
     """
     config = config or default_config(shape.head_size, shape.dtype, device)
     if config.library_queries and device.type == "cuda" and shape.dtype == torch.float32:
@@ -164,8 +164,8 @@ def plan_from_indices(
     """Plan and ``key_end`` of one segment from stream indices, in the terms of ``tree_attention_reference``.
 
     Raises:
-        ValueError: the queries are not consecutive, or the keys are not ancestors in stream order and then the
-            queries' own.
+        ValueError: the queries are not consecutive, or the keys are not the ancestors in stream order followed by the
+            queries' own keys.
     """
     query_index, key_index, key_end = (np.asarray(array, dtype=np.int64) for array in (query_index, key_index, key_end))
     num_queries, num_ancestors = len(query_index), len(key_index) - len(query_index)
@@ -180,7 +180,7 @@ def plan_from_indices(
 
 
 def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:
-    """``local_key_end`` int32 [M] from stream indices of the queries and subtree ends of all keys, where they are."""
+    """``local_key_end`` as int32 [M], computed on the device from stream indices of queries and subtree ends of keys."""
     num_queries, num_keys = query_index_N.shape[0], key_end_M.shape[0]
     return ((key_end_M - query_index_N[:1]).clamp_(0, num_queries) + (num_keys - num_queries)).int()
 
@@ -207,11 +207,11 @@ def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, con
     if not config.stored_scores_bytes:
         again = matrix(config.query_gradients, pack).rows()
         return _HostPlan(num_queries, len(key_end), prefix, [forward, by_keys.tables().columns, again], 0, 0)
-    # Elements of a live block, all heads of a group together.
+    # Elements of a live block over all heads of a group.
     elements = group_size // pack * backward.rows * backward.keys
     most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)
     num_tiles = int(by_keys.live.sum())
-    # A launch of few groups and few blocks of keys would leave multiprocessors idle; parts read and write sums again.
+    # A launch with few groups and few key blocks leaves multiprocessors idle; more parts read and write sums more often.
     least_groups = min(shape.num_groups, -(-_LEAST_PROGRAMS // -(-len(key_end) // backward.keys)))
     if num_tiles * least_groups <= most_tiles:
         launches = -(-shape.num_groups // min(shape.num_groups, most_tiles // num_tiles))
