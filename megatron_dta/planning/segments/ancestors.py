@@ -1,9 +1,8 @@
-"""The root path of each segment: the tokens outside a segment whose keys its queries see, as runs of the stream.
+"""Computes the root path of each segment: the tokens outside the segment whose keys its queries see.
 
-All of a segment's ancestors in earlier segments lie on the root path of its first token, because a segment is a run of
-a preorder; there are as many as that token's position. A path of ten thousand tokens is a few runs of the stream, so
-runs
-are what is stored and uploaded: written out for every segment, the paths would be the largest tensors of a plan.
+A segment is a run of a preorder, so all of its tokens' ancestors in earlier segments lie on the root path of its first
+token; their number is that token's position. A path of ten thousand tokens is a few contiguous runs of the stream, so
+paths are stored and uploaded as runs. Written out for every segment, they would be the largest tensors of a plan.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ class RootPaths:
     """Root paths of all segments.
 
     Attributes:
-        run_begin, run_length: int64, stream runs of every path, root first, paths one after the other.
-        segment_runs: int64 [segments + 1], each segment's runs.
-        lengths: int64 [segments], tokens of each path.
+        run_begin, run_length: int64, runs of the stream of all paths concatenated, each from the root.
+        segment_runs: int64 [segments + 1], offsets of each segment's runs.
+        lengths: int64 [segments], number of tokens on each path.
     """
 
     run_begin: np.ndarray
@@ -31,7 +30,7 @@ class RootPaths:
     lengths: np.ndarray
 
     def stream_indices(self, segment: int) -> np.ndarray:
-        """The path of ``segment`` written out, int64, in stream order."""
+        """Stream indices of the path of ``segment``, int64, ascending."""
         runs = slice(self.segment_runs[segment], self.segment_runs[segment + 1])
         begins, lengths = self.run_begin[runs].tolist(), self.run_length[runs].tolist()
         parts = [np.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
@@ -39,9 +38,9 @@ class RootPaths:
 
 
 def root_paths(segments: SegmentPlan) -> RootPaths:
-    """Root paths of the segments of a plan.
+    """Compute the root paths of a plan's segments.
 
-    A path is the beginning of the parent segment's path, then what the visibility rule leaves of the parent segment.
+    A path is a prefix of the parent segment's path, followed by the tokens of the parent segment that are visible.
     """
     subtree_end, position = segments.tree.subtree_end, segments.tree.position
     start = segments.segment_start.tolist()
@@ -57,7 +56,7 @@ def root_paths(segments: SegmentPlan) -> RootPaths:
             continue
         own = start[parent] + np.flatnonzero(subtree_end[start[parent] : start[parent + 1]] > start[segment])
         first = np.flatnonzero(np.diff(own, prepend=-2) > 1)
-        # Tokens left over for the parent's path, of which they are the beginning.
+        # The remaining tokens are a prefix of the parent's path.
         ends = np.minimum(np.cumsum(lengths[parent]), total - len(own))
         kept = np.diff(ends, prepend=0)
         begins.append(np.concatenate([begins[parent][kept > 0], own[first]]))

@@ -1,7 +1,8 @@
-"""A forest as its *branches*: nodes with a single child joined with it, and the numbers that a planner asks of each.
+"""Joins the single-child nodes of a forest into *branches* and computes the sizes that the segment planner needs.
 
-The planner reorders siblings, so only places with several children matter to it. Sequence ends along a path (one sample
-per turn) make many nodes but no branches. All values are Python lists: the planner's walk reads them one at a time.
+The planner only reorders siblings, so only nodes with several children matter to it. Sequences that end along a path
+(one sample per turn) make many nodes but no branches. All values are Python lists because the planner reads them one
+at a time.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from megatron_dta.tree import PrefixTree
 
 @dataclass(frozen=True)
 class Branches:
-    """The K branches of a forest in preorder; entry K of ``depth`` and ``children`` is the place above the roots.
+    """The K branches of a forest in preorder. Entry K of ``depth`` and ``children`` is the root above all trees.
 
     Attributes:
-        length: tokens of each branch.
-        size: tokens of its subtree.
-        height: tokens of the longest path from its first token to a leaf.
-        depth: tokens of the path from the root to its last token.
+        length: number of tokens in each branch.
+        size: number of tokens in its subtree.
+        height: number of tokens on the longest path from its first token to a leaf.
+        depth: number of tokens on the path from the root to its last token.
         children: indices of its children.
         node_begin: first node of each branch; its nodes are consecutive.
         node_end: one past its last node.
@@ -42,7 +43,7 @@ class Branches:
         """The branches of ``tree``."""
         parent = tree.node_parent.astype(np.int64)
         num_children = np.bincount(parent + 1, minlength=tree.num_nodes + 1)[1:]
-        # parent -1 reads the last node, a leaf, which has no children either.
+        # A parent of -1 indexes the last node, which is a leaf and has no children.
         only_child = (parent >= 0) & (num_children[parent] == 1) if len(parent) else np.zeros(0, dtype=bool)
         begin = np.flatnonzero(~only_child)
         end = np.append(begin[1:], tree.num_nodes)[: len(begin)]

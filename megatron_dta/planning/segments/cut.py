@@ -1,10 +1,9 @@
-"""Cuts a forest's stream into segments under a budget of tokens in flight.
+"""Reorders a forest's siblings and cuts its token stream into segments within a budget of tokens in flight.
 
-``plan_segments`` reorders siblings and cuts so that segments are as full as the budget allows. Two bounds frame it: no
-plan has less in flight than the longest sequence, whose tokens are all needed when its last segment runs; and that
-budget always suffices, with segments that never leave a path. Between them a walk (``layout``) decides what shares a
-segment; it is run with a few strategies, and the plan with fewest segments is taken, among those the one with least in
-flight.
+The smallest possible budget is the length of the longest sequence: all of its tokens are in flight when its last
+segment runs. That budget always suffices, with segments that never leave one path. A larger budget allows fuller
+segments. ``plan_segments`` runs the walk of ``walk.py`` with several strategies and takes the plan with the fewest
+segments, and among those the one with the fewest tokens in flight.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.segments.branches import Branches
 from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
-from megatron_dta.planning.segments.walk import Layout, Pressure, Strategy, Walk
+from megatron_dta.planning.segments.walk import MemoryPressure, SegmentWalk, Strategy, WalkResult
 from megatron_dta.tree import PrefixTree
 
 __all__ = ["SegmentPlan", "plan_segments", "segment_parents"]
 
-# Each chosen for what it adds to those before it, on agent trajectories, samples per prompt and search trees.
+# Each strategy was chosen for its gain over those before it on agent trajectories, samples per prompt and search trees.
 STRATEGIES = (
     Strategy(1.0, tallest_first=False, tolerance=0.1, early_share=0.5),
     Strategy(2.0, tallest_first=False, tolerance=0.01, early_share=0.15),
@@ -33,14 +32,14 @@ STRATEGIES = (
     Strategy(1.0, tallest_first=False, tolerance=0.01, early_share=0.15),
     Strategy(2.0, tallest_first=True, tolerance=0.05, early_share=0.3),
 )
-# No further strategy is tried after this many choices, and so many for each segment that is needed at least: some 50
-# ms, and where a step has many segments, a small share of its time.
+# Limit on the choices of all walks, after which no further strategy starts: a constant (about 50 ms) plus a number for
+# each segment that any plan needs, so that planning takes a small share of a step with many segments.
 MAX_STEPS = 7000
 STEPS_PER_SEGMENT = 10
 
 
 def default_memory_tokens(tree: PrefixTree, segment_tokens: int) -> int:
-    """The budget of in-flight tokens where none is given: 1.5 times the longest sequence, or 8 segments if more."""
+    """Default budget of tokens in flight: 1.5 times the longest sequence, or 8 segments if that is more."""
     return max(3 * int(tree.sequence_lengths.max(initial=0)) // 2, 8 * segment_tokens)
 
 
@@ -50,11 +49,11 @@ def plan_segments(
     """Reorder siblings and cut the stream into segments, as full as the budget allows.
 
     Args:
-        tree: the forest; sibling order is free.
+        tree: the forest; its sibling order may change.
         segment_tokens: most tokens of a segment.
         memory_tokens: most tokens in flight (of a segment and its ancestors); None for the larger of 1.5 times the
             longest sequence and 8 segments.
-        num_strategies: most strategies to try, for a quick look at a size.
+        num_strategies: most strategies to try; fewer give a faster estimate.
 
     Returns:
         The plan, on the reordered forest. The same forest gives the same plan.
@@ -73,37 +72,37 @@ def plan_segments(
             f"its last segment runs; the least value that works is {longest}"
         )
     branches = Branches.of(tree)
-    layout = _best_layout(branches, segment_tokens, memory_tokens, STRATEGIES[:num_strategies])
-    reordered = tree.with_node_order(_node_order(branches, layout))
-    segment_start = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)]).astype(np.int64)
+    result = _best_walk(branches, segment_tokens, memory_tokens, STRATEGIES[:num_strategies])
+    reordered = tree.with_node_order(_node_order(branches, result))
+    segment_start = np.concatenate([[0], np.cumsum(result.lengths, dtype=np.int64)]).astype(np.int64)
     return SegmentPlan(reordered, segment_start, segment_parents(reordered, segment_start), segment_tokens)
 
 
-def _best_layout(
+def _best_walk(
     branches: Branches, segment_tokens: int, budget: int, strategies: Sequence[Strategy] = STRATEGIES
-) -> Layout:
-    """The layout with fewest segments, then least in flight, that the strategies find."""
-    pressure = Pressure(branches, segment_tokens, budget)
+) -> WalkResult:
+    """The walk with the fewest segments, then the fewest tokens in flight, over the strategies."""
+    pressure = MemoryPressure(branches, segment_tokens, budget)
     fewest = -(-sum(branches.length) // segment_tokens)
     steps = MAX_STEPS + STEPS_PER_SEGMENT * fewest
     best: tuple[int, int] | None = None
     for strategy in strategies:
-        layout = Walk(branches, pressure, segment_tokens, budget, strategy).run()
-        steps -= layout.steps
-        result = len(layout.lengths), max(layout.in_flight, default=0)
-        if best is None or result < best:
-            best, best_layout = result, layout
-        if len(layout.lengths) == fewest or steps < layout.steps:
+        result = SegmentWalk(branches, pressure, segment_tokens, budget, strategy).run()
+        steps -= result.steps
+        score = len(result.lengths), max(result.in_flight, default=0)
+        if best is None or score < best:
+            best, best_result = score, result
+        if len(result.lengths) == fewest or steps < result.steps:
             break
-    return best_layout
+    return best_result
 
 
-def _node_order(branches: Branches, layout: Layout) -> np.ndarray:
-    """The tree's nodes in the order of the layout, int64 [M]: each branch's own, or those of its whole subtree."""
-    order = np.asarray(layout.order, dtype=np.int64)
+def _node_order(branches: Branches, result: WalkResult) -> np.ndarray:
+    """The tree's nodes in the order of the walk, int64 [M]: each branch's own nodes, or those of its whole subtree."""
+    order = np.asarray(result.order, dtype=np.int64)
     begin = np.asarray(branches.node_begin, dtype=np.int64)[order]
     own_end = np.asarray(branches.node_end, dtype=np.int64)[order]
     subtree_end = np.asarray(branches.node_subtree_end, dtype=np.int64)[order]
-    counts = np.where(np.asarray(layout.whole, dtype=bool), subtree_end, own_end) - begin
+    counts = np.where(np.asarray(result.whole, dtype=bool), subtree_end, own_end) - begin
     offsets = np.cumsum(counts) - counts
     return np.repeat(begin - offsets, counts) + np.arange(counts.sum())

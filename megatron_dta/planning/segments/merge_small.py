@@ -1,8 +1,8 @@
-"""Puts segments of few tokens into their neighbours.
+"""Merges short segments with their neighbours in the stream.
 
-A forward takes what the host needs to launch it, however short it is. Where a cut leaves a segment of a few tokens, the
-one before or after it in the stream can take them, if it may be a little longer than the others. Any cut of the stream
-is a valid plan; only what is in flight changes, and that stays within its budget.
+Every forward has a minimum time, which the host needs to launch its kernels. A segment of a few tokens can join the
+segment before or after it if the result may be slightly longer than the others. Any cut of the stream is a valid plan.
+Only the tokens in flight change, and they stay within the budget.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ import numpy as np
 
 from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
 
-# A segment may be longer by this part, and so many pairs of neighbours are tried, those with the shortest first.
-LONGER = 1 / 16
-TRIED = 32
+# A merged segment may exceed ``segment_tokens`` by this share.
+EXTRA_LENGTH = 1 / 16
+# Most merges, and most pairs of neighbours that are tried for each, shortest segment first.
+MAX_TRIES = 32
 
 
 def merge_small_segments(plan: SegmentPlan, memory_tokens: int) -> SegmentPlan:
-    """``plan`` with neighbours merged that together are no longer than its segments may be, or a little longer.
+    """Merge neighbours whose total length is at most ``1 + EXTRA_LENGTH`` times ``plan.segment_tokens``.
 
     Args:
-        plan: the segments; the result's ``segment_tokens`` are more than its where a segment is.
-        memory_tokens: most tokens in flight; a plan that has more may keep as many.
+        plan: the segments.
+        memory_tokens: most tokens in flight. A plan that already exceeds it may not get more than it has.
+
+    Returns:
+        The merged plan. Its ``segment_tokens`` is larger than that of ``plan`` if one of its segments is.
     """
-    limit = int(plan.segment_tokens * (1 + LONGER))
+    limit = int(plan.segment_tokens * (1 + EXTRA_LENGTH))
     most = max(memory_tokens, plan.peak_in_flight_tokens)
-    for _ in range(TRIED):
+    for _ in range(MAX_TRIES):
         merged = _merge_one(plan, limit, most)
         if merged is None:
             break
@@ -37,11 +41,11 @@ def merge_small_segments(plan: SegmentPlan, memory_tokens: int) -> SegmentPlan:
 
 
 def _merge_one(plan: SegmentPlan, limit: int, most: int) -> SegmentPlan | None:
-    """The first merge, by the length of the shorter neighbour, that fits; None if none does."""
+    """The first merge that fits, by the length of the shorter neighbour; None if none does."""
     lengths = plan.lengths
     fits = np.flatnonzero(lengths[:-1] + lengths[1:] <= limit)
     shorter = np.minimum(lengths[fits], lengths[fits + 1])
-    for first in fits[np.argsort(shorter, kind="stable")][:TRIED].tolist():
+    for first in fits[np.argsort(shorter, kind="stable")][:MAX_TRIES].tolist():
         starts = np.delete(plan.segment_start, first + 1)
         merged = SegmentPlan(plan.tree, starts, segment_parents(plan.tree, starts), plan.segment_tokens)
         if merged.peak_in_flight_tokens <= most:

@@ -1,13 +1,13 @@
-"""A plan as data: the stream of a forest cut into segments, and the tree that these segments form.
+"""Describes a segment plan: a forest's token stream, cut into segments that form a tree.
 
-A *segment* is a contiguous run of the stream that goes through the model as one forward. Its queries need the keys of
-its own tokens and of the root path of its first token, nothing else, so the parent of a segment is the segment that
-holds the parent of its first token. Three facts follow and are tested on random forests:
+A *segment* is a contiguous run of the stream that goes through the model in one forward. Its queries need only the keys
+of its own tokens and of the root path of its first token. The parent of a segment is therefore the segment that holds
+the parent of its first token. Three facts follow, and tests check them on random forests:
 
-- the segments in stream order are a depth-first preorder of the segment tree;
-- every key that a query sees lies in the query's segment or in an ancestor of it;
-- when forwards run in stream order and a backward runs as soon as all children's have, the tokens in flight at a
-  segment are its own and its ancestors'.
+- The segments in stream order are a depth-first preorder of the segment tree.
+- Every key that a query sees lies in the query's segment or in one of its ancestors.
+- If forwards run in stream order and each backward runs as soon as the backwards of all its children are done, the
+  tokens in flight at a segment are its own and its ancestors'.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_dta.tree import PrefixTree
 
 
 def segment_parents(tree: PrefixTree, segment_start: np.ndarray) -> np.ndarray:
-    """The parent of each segment: the segment that holds the parent of its first token; -1 where that token is a root.
+    """The parent of each segment: the segment that holds the parent of its first token, or -1 if that token is a root.
 
     Args:
         tree: the forest whose stream is cut.
-        segment_start: int64 [num_segments + 1], bounds of the segments, from 0 to the number of tokens.
+        segment_start: int64 [num_segments + 1], bounds of the segments, from 0 to the number of tokens in the stream.
 
     Returns:
         int32 [num_segments].
@@ -44,10 +44,10 @@ class SegmentPlan:
     """A forest and the segments that its stream is cut into.
 
     Attributes:
-        tree: siblings in the order that the plan chose; this stream is what the segments cut.
+        tree: the forest, with its siblings in the order that the planner chose; the segments cut its stream.
         segment_start: int64 [num_segments + 1], bounds of the segments in the stream.
-        segment_parent: int32 [num_segments], see ``segment_parents``; always an earlier segment, -1 at a root.
-        segment_tokens: most tokens of a segment.
+        segment_parent: int32 [num_segments], see ``segment_parents``; an earlier segment, or -1 at a root.
+        segment_tokens: most tokens in a segment.
     """
 
     tree: PrefixTree
@@ -62,18 +62,18 @@ class SegmentPlan:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each segment, int64 [num_segments]."""
+        """Number of tokens in each segment, int64 [num_segments]."""
         return np.diff(self.segment_start)
 
     @property
     def fill(self) -> float:
-        """Tokens over the capacity of all segments; 1 for an empty forest."""
+        """Share of the capacity of all segments that tokens fill; 1 for an empty forest."""
         capacity = self.num_segments * self.segment_tokens
         return int(self.segment_start[-1]) / capacity if capacity else 1.0
 
     @cached_property
     def in_flight_tokens(self) -> np.ndarray:
-        """Tokens of each segment and all its ancestors, int64 [num_segments]: what is alive while it runs."""
+        """Number of tokens in flight while each segment runs, its own and its ancestors', int64 [num_segments]."""
         totals = self.lengths.tolist()
         for segment, parent in enumerate(self.segment_parent.tolist()):
             if parent >= 0:
@@ -82,12 +82,12 @@ class SegmentPlan:
 
     @property
     def peak_in_flight_tokens(self) -> int:
-        """Most tokens in flight at once."""
+        """Largest number of tokens in flight at once."""
         return int(self.in_flight_tokens.max(initial=0))
 
     @property
     def depth(self) -> int:
-        """Segments on the longest root path of the segment tree."""
+        """Number of segments on the longest root path of the segment tree."""
         levels = [0] * self.num_segments
         for segment, parent in enumerate(self.segment_parent.tolist()):
             levels[segment] = 1 + (levels[parent] if parent >= 0 else 0)

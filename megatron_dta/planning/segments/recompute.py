@@ -1,19 +1,18 @@
-"""Which segments keep their activations from forward to backward, and which run their forward a second time.
+"""Chooses which segments keep their activations from forward to backward, and which run their forward again.
 
-Keeping a segment saves one forward of it and costs its activations for as long as the segment is in flight. In flight
-is one root path of the segment tree, so the choice is: as much saved as possible, with no root path holding more of
-activations than the budget. Below equal sums the choice falls on the segments near the leaves, whose activations live
-shortest.
+Keeping a segment saves one of its forwards and costs the memory of its activations while the segment is in flight. The
+segments in flight are one root path of the segment tree. So the choice maximizes the saved work, subject to the
+activations on every root path fitting into the budget. Of equally good choices, it keeps the segments near the leaves,
+whose activations live shortest.
 
-A segment that runs backward has its activations at that time, kept or not, beside those that its ancestors keep. So a
-leaf of the segment tree keeps its own for nothing where its backward is the next op after its forward. On a single
-stage that holds for all leaves, and they are always kept. In a pipeline it depends on the schedule and on the stage:
-leaves are charged like other segments here, and ``stage_program`` keeps what costs nothing once the ops are known.
+A segment in its backward holds its own activations, kept or recomputed, beside those that its ancestors keep. Keeping a
+leaf of the segment tree is therefore free if its backward is the next op after its forward. On a single stage that
+holds for all leaves, and they are always kept. In a pipeline it depends on the schedule and on the stage. This module
+charges leaves like other segments there, and ``plan_training_pass`` keeps the free ones once the ops are known.
 
-There are two accounts of what a path holds. A budget of tokens (``--tree-activation-tokens``) counts the kept segments,
-all alike, and the forwards saved by their tokens; a leaf that does not fit beside those above it is there in its
-backward all the same, so it is kept too. A budget of memory counts bytes, and weighs forwards by their seconds, which
-are more where many ancestors are attended to.
+There are two kinds of budget. A budget of tokens (``--tree-activation-tokens``) counts the tokens of kept segments, and
+also measures the saved forwards in tokens; it keeps leaves that do not fit if they are free. A budget of memory counts
+bytes and measures forwards in seconds, which grow with the number of attended ancestors.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ import numpy as np
 
 from megatron_dta.planning.segments.plan import SegmentPlan
 
-# Above this many (segment, budget left) pairs the exact choice gives way: to "lowest first", exact for equal segments,
-# or to lengths in coarser units.
+# Most (segment, remaining budget) pairs of the exact search. Above it, a budget of tokens is spent from the leaves up
+# (exact for segments of equal length), and a budget of memory is searched in coarser units.
 MAX_STATES = 1 << 21
 COARSE_STATES = 1 << 16
 COARSEST = 24
 
 
 def choose_kept_segments(plan: SegmentPlan, activation_tokens: int | None, num_stages: int = 1) -> np.ndarray:
-    """The segments that keep their activations, by a budget of tokens.
+    """Choose the segments that keep their activations, within a budget of tokens.
 
     Args:
         plan: the segments.
-        activation_tokens: most tokens in flight at once whose activations are kept; None keeps all, 0 what costs
-            nothing.
-        num_stages: on a single stage every leaf of the segment tree is kept, whatever the budget.
+        activation_tokens: most tokens in flight whose activations are kept. None keeps all segments; 0 keeps only
+            those that are free.
+        num_stages: number of pipeline stages. On a single stage every leaf of the segment tree is kept.
 
     Returns:
-        bool [num_segments]. The kept tokens on every root path of the segment tree are within the budget, and no other
-        choice keeps more (where the exact search would be too large: nearly so). What is kept beyond the budget because
-        it costs nothing comes on top.
+        bool [num_segments]. The kept tokens on every root path of the segment tree are within the budget, not counting
+        free leaves. No other choice keeps more tokens; if the exact search would be too large, the choice is
+        approximate.
     """
     if activation_tokens is None or plan.peak_in_flight_tokens <= activation_tokens:
         return np.ones(plan.num_segments, dtype=bool)
@@ -53,9 +52,9 @@ def choose_kept_segments(plan: SegmentPlan, activation_tokens: int | None, num_s
 
 
 def kept_on_stages(kept: np.ndarray, segment_parent: np.ndarray, num_virtual_stages: int) -> np.ndarray:
-    """bool [virtual stages, num_segments], what a pipeline's stages keep before their ops are known.
+    """The segments that each pipeline stage keeps, before its ops are known: bool [virtual stages, num_segments].
 
-    The last stage has all that a leaf's backward needs when the leaf's forward ends, so schedules run it next there.
+    The last stage can run a leaf's backward right after its forward, and schedules do so, so leaves are free there.
     """
     found = np.tile(np.asarray(kept, dtype=bool), (num_virtual_stages, 1))
     found[-1] |= is_leaf(np.asarray(segment_parent))
@@ -63,39 +62,39 @@ def kept_on_stages(kept: np.ndarray, segment_parent: np.ndarray, num_virtual_sta
 
 
 def is_leaf(segment_parent: np.ndarray) -> np.ndarray:
-    """bool [num_segments], the segments without children."""
+    """Whether each segment has no children, bool [num_segments]."""
     leaf = np.ones(len(segment_parent), dtype=bool)
     leaf[segment_parent[segment_parent >= 0]] = False
     return leaf
 
 
 def least_activation_tokens(needed: np.ndarray) -> int:
-    """The least budget with which ``choose_kept_by_memory`` finds a choice; 0 without segments."""
+    """The smallest budget that ``choose_kept_by_memory`` accepts; 0 without segments."""
     return int(needed.max(initial=0))
 
 
 def choose_kept_by_memory(plan: SegmentPlan, budget_tokens: int, needed: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """The segments that keep their activations, by memory, in units of one token's activations.
+    """Choose the segments that keep their activations, by memory in units of one token's activations.
 
     Args:
         plan: the segments.
-        budget_tokens: what the activations of a path and the room of the running segment may take together.
-        needed: int64 [num_segments], what a segment takes while it runs, its activations with the room for its
-            backward; not less than its tokens.
-        seconds: float64 [num_segments], of each forward.
+        budget_tokens: limit on the activations of a path plus the working memory of the running segment.
+        needed: int64 [num_segments], memory that a segment needs while it runs: its activations and the working memory
+            of its backward. Not less than its tokens.
+        seconds: float64 [num_segments], time of each forward.
 
     Returns:
-        bool [num_segments]. For every segment, the tokens of kept segments above it and what it needs itself are
-        within the budget, and no other choice saves more seconds (where the exact search would be too large: nearly
-        so).
+        bool [num_segments]. For every segment, the tokens of its kept ancestors plus what it needs itself are within
+        the budget. No other choice saves more seconds; if the exact search would be too large, the choice is
+        approximate.
 
     Raises:
-        ValueError: a segment that needs more than the budget.
+        ValueError: a segment needs more than the budget.
     """
     if least_activation_tokens(needed) > budget_tokens:
         raise ValueError(f"a segment needs {least_activation_tokens(needed)} tokens, but the budget is {budget_tokens}")
     parents = plan.segment_parent.tolist()
-    below = np.zeros(plan.num_segments, dtype=np.int64)  # What the most needy segment below each needs.
+    below = np.zeros(plan.num_segments, dtype=np.int64)  # Largest need of a descendant of each segment.
     for segment in range(plan.num_segments - 1, -1, -1):
         parent = parents[segment]
         if parent >= 0:
@@ -106,7 +105,7 @@ def choose_kept_by_memory(plan: SegmentPlan, budget_tokens: int, needed: np.ndar
         search = _Search(parents, -(-charge // unit), -(-below // unit), -(-needed // unit))
         if search.enumerate(budget_tokens // unit, MAX_STATES if unit == 1 else COARSE_STATES):
             return search.best(seconds)
-        # Rounded up against a budget that is rounded down: what fits, fits.
+        # Needs are rounded up and the budget is rounded down, so every choice fits the exact budget.
         unit *= 4
         if least_activation_tokens(-(-needed // unit)) > budget_tokens // unit:
             break
@@ -114,7 +113,7 @@ def choose_kept_by_memory(plan: SegmentPlan, budget_tokens: int, needed: np.ndar
 
 
 def _lowest_first(plan: SegmentPlan, activation_tokens: int) -> np.ndarray:
-    """Keep each segment that fits over what its subtree keeps already."""
+    """From the leaves up, keep each segment that fits together with the kept segments of its subtree."""
     kept = np.zeros(plan.num_segments, dtype=bool)
     below = [0] * plan.num_segments
     lengths, parents = plan.lengths.tolist(), plan.segment_parent.tolist()
@@ -128,13 +127,15 @@ def _lowest_first(plan: SegmentPlan, activation_tokens: int) -> np.ndarray:
 
 
 class _Search:
-    """All budgets that choices above a segment can leave it, and the best choice over them.
+    """Dynamic program over (segment, remaining budget) pairs.
+
+    ``enumerate`` finds the budgets that the choices above a segment can leave it; ``best`` finds the best choice.
 
     Args:
-        parents: segment tree in preorder.
-        charge: what a kept segment takes of the budget of those below it.
-        reserve: what must be left of it for them; a segment may only be kept where that is so.
-        needed: least budget with which a segment can run at all.
+        parents: the segment tree in preorder.
+        charge: budget that a kept segment takes from its descendants.
+        reserve: budget that must remain for the descendants of a kept segment.
+        needed: smallest budget with which a segment can run.
     """
 
     def __init__(self, parents: list[int], charge: np.ndarray, reserve: np.ndarray, needed: np.ndarray) -> None:
@@ -143,10 +144,9 @@ class _Search:
         self.budgets: list[np.ndarray] = []
 
     def enumerate(self, budget: int, most: int) -> bool:
-        """Find the budgets of every segment, sorted; False if there are more than ``most``.
+        """Find the possible budgets of every segment, sorted. Return False if there are more than ``most`` in total.
 
-        A budget that holds every path of the subtree is as good as any larger one, so it is counted as the largest that
-        such a path takes.
+        Budgets that cover every path of the subtree are equivalent, so they are clipped to the height of the subtree.
         """
         height = list(self.needed)
         for segment in range(len(self.parents) - 1, -1, -1):
@@ -167,10 +167,10 @@ class _Search:
         return True
 
     def best(self, values: np.ndarray) -> np.ndarray:
-        """The choice of greatest value, bool [segments]: from the leaves up over all budgets, then from the roots."""
+        """The choice of greatest value, bool [segments]: values from the leaves up, then choices from the roots down."""
         budgets, parents, charge = self.budgets, self.parents, self.charge
         worth = np.asarray(values, dtype=np.float64).tolist()
-        # Most value below a segment when it is dropped, and below it when it is kept (negative: it does not fit).
+        # Greatest value below a segment if it is dropped, and if it is kept (-inf: keeping it does not fit).
         dropped = [np.zeros(len(budget)) for budget in budgets]
         below_kept = [np.where(budget - charge[s] >= self.reserve[s], 0.0, -np.inf) for s, budget in enumerate(budgets)]
         keeps: list[np.ndarray] = [np.zeros(0, dtype=bool)] * len(parents)

@@ -1,10 +1,14 @@
-"""The order in which segments run forward and backward, as a list of ops, and where their keys and values live
-meanwhile.
+"""Orders the forwards and backwards of segments as a list of ops, and allocates slots for their keys and values.
 
-A segment's forward needs its ancestors' keys and values; its backward needs its descendants' gradients of its own keys
-and values. So forwards in preorder, and each backward as soon as all children's are done, keep one path of the segment
-tree in flight. An op list is data: the executor walks it, and slots are assigned from it before the step begins. The
-allocation looks at nothing but when each segment is alive, so it serves any order that respects these needs.
+A segment's forward needs its ancestors' keys and values. Its backward needs its descendants' gradients with respect to
+its own keys and values. Running the forwards in preorder, and each backward as soon as the backwards of all its
+children are done, therefore keeps one path of the segment tree in flight.
+
+An op list is data: the executor follows it, and slots are assigned from it before the step begins. The allocation only
+uses the lifetime of each segment, so it serves any order that respects these dependencies.
+
+Example: segments 1 and 2 are children of segment 0, with 3, 4 and 2 tokens. The schedule is F0 F1 B1 F2 B2 B0. Segment
+0 takes slots 0 to 2 and segment 1 takes slots 3 to 6; segment 2 starts at slot 3 again, so 7 slots suffice.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from megatron_dta.planning.segments.plan import SegmentPlan
 
 
 class OpKind(Enum):
-    """What an op does with its segment. A backward is one op, or two: gradients of the inputs, then of the weights."""
+    """Kind of an op. A backward is one op, or two: gradients of the inputs, then gradients of the weights."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -36,7 +40,7 @@ class Op(NamedTuple):
 
 
 def depth_first_schedule(plan: SegmentPlan) -> list[Op]:
-    """Forwards in preorder and each backward as soon as all its children's are done: one root path in flight."""
+    """The schedule with one root path in flight: forwards in preorder, backwards as soon as all children's are done."""
     ops: list[Op] = []
     path: list[int] = []
     for segment, parent in enumerate(plan.segment_parent.tolist()):
@@ -49,23 +53,24 @@ def depth_first_schedule(plan: SegmentPlan) -> list[Op]:
 
 
 def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarray, int]:
-    """Slots for the keys and values of every segment, one a token, such that no two segments alive at once overlap.
+    """Allocate slots for keys and values, one per token, so that segments alive at the same time never overlap.
 
-    A segment is alive from its forward to its backward, or, where the schedule has no backward of it, to the last
-    forward among its descendants. Each takes the lowest free run that holds it (first fit). For the depth-first
-    schedules this is a stack: a segment begins where its parent ends, and there are as many slots as the plan's peak of
-    tokens in flight.
+    A segment is alive from its forward to its backward. If the schedule has no backward for it, it is alive until the
+    last forward among its descendants. Each segment takes the lowest free run that holds it (first fit). For
+    depth-first schedules this is a stack: a segment begins where its parent ends, and the number of slots is the plan's
+    peak of tokens in flight.
 
     Args:
         plan: the segments.
-        schedule: every segment's forward once, and its backward at most once. Weight gradients need no keys and values
-            of other segments, so those ops are passed over. Segments without tokens need no slots and may be left out.
+        schedule: every segment's forward once, and its backward at most once. Ops of weight gradients are ignored,
+            because they need no keys and values of other segments. Segments without tokens need no slots and may be
+            left out.
 
     Returns:
-        (int64 [num_segments], first slot of each segment; number of slots).
+        (first slot of each segment, int64 [num_segments]; number of slots).
 
     Raises:
-        ValueError: the schedule runs an op twice, leaves a forward out, or runs one before another that it needs.
+        ValueError: the schedule runs an op twice, lacks a forward, or runs an op before another that it depends on.
     """
     schedule = [op for op in schedule if op.kind is not OpKind.BACKWARD_WEIGHT]
     ends_with = _last_uses(plan, schedule)
@@ -82,7 +87,7 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
 
 
 def _last_uses(plan: SegmentPlan, schedule: Sequence[Op]) -> list[list[int]]:
-    """The segments whose life ends with each op; checks the schedule on the way."""
+    """The segments whose lifetime ends with each op; raises ValueError if the schedule is invalid."""
     parents = plan.segment_parent.tolist()
     never = len(schedule)
     forward_at, backward_at = [never] * plan.num_segments, [never] * plan.num_segments
@@ -114,7 +119,7 @@ def _last_uses(plan: SegmentPlan, schedule: Sequence[Op]) -> list[list[int]]:
 
 
 class _FreeSlots:
-    """Free runs below ``num_slots``, sorted and never adjacent; everything above is free too."""
+    """Free runs of slots below ``num_slots``, sorted and never adjacent. All slots above are free too."""
 
     def __init__(self) -> None:
         self.num_slots = 0
@@ -122,7 +127,7 @@ class _FreeSlots:
         self._ends: list[int] = []
 
     def take(self, length: int) -> int:
-        """First slot of the lowest free run of ``length`` slots, which is taken."""
+        """Take the lowest free run of ``length`` slots and return its first slot."""
         for i, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             if end - start >= length:
                 self._starts[i] += length
@@ -137,7 +142,7 @@ class _FreeSlots:
         return start
 
     def give_back(self, start: int, length: int) -> None:
-        """Free a run and join it with its free neighbours."""
+        """Free a run and merge it with adjacent free runs."""
         end = start + length
         i = bisect_left(self._starts, start)
         if i < len(self._starts) and self._starts[i] == end:

@@ -1,20 +1,25 @@
-"""The children of one branch that are yet to be laid out, by size, by height and by how much they need headroom."""
+"""Keeps the children of one branch that are not placed yet, ordered by size, by height and by constraint.
+
+The constraint key is the walk's: the child that comes last in its order is the hardest to place later.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-# How many children a choice looks at from either end of the sizes; more would cost time and hardly choose better.
+# A choice considers this many children from each end of the size order. More cost time and rarely change the choice.
 LOOK_AT = 20
 
 
 class Siblings:
-    """Children that are yet to be laid out; all orders are total, so every choice is reproducible.
+    """The children of one branch that are not placed yet.
+
+    All orders are total, so every choice is reproducible.
 
     Attributes:
-        count: how many are left.
-        tokens: tokens of their subtrees.
+        count: number of remaining children.
+        tokens: number of tokens in their subtrees.
     """
 
     def __init__(
@@ -22,7 +27,7 @@ class Siblings:
         children: Sequence[int],
         size: Sequence[int],
         height: Sequence[int],
-        need: Callable[[int], tuple[float, ...]],
+        constraint: Callable[[int], tuple[float, ...]],
     ) -> None:
         self._size, self._height = size, height
         self._of_size: dict[int, list[int]] = {}
@@ -31,13 +36,13 @@ class Siblings:
         self._left_of_size = {each: len(group) for each, group in self._of_size.items()}
         self._sizes = sorted(self._of_size)
         self._by_height = sorted(children, key=lambda child: (height[child], -child))
-        self._by_need = sorted(children, key=need)
+        self._by_constraint = sorted(children, key=constraint)
         self._taken: set[int] = set()
         self.count = len(children)
         self.tokens = sum(size[child] for child in children)
 
     def take(self, child: int) -> None:
-        """Remove a child."""
+        """Remove ``child``."""
         size = self._size[child]
         self._taken.add(child)
         self.count -= 1
@@ -47,11 +52,11 @@ class Siblings:
             del self._sizes[bisect_right(self._sizes, size) - 1]
 
     def of_size(self, size: int) -> int:
-        """A child of this size (there must be one)."""
+        """A remaining child of exactly ``size`` tokens; one must exist."""
         return self._last_left(self._of_size[size])
 
     def largest_within(self, limit: int) -> int | None:
-        """The largest child of at most ``limit`` tokens."""
+        """The largest child of at most ``limit`` tokens, or None."""
         i = bisect_right(self._sizes, limit)
         return self.of_size(self._sizes[i - 1]) if i else None
 
@@ -60,11 +65,11 @@ class Siblings:
         return self.of_size(self._sizes[-1])
 
     def most_constrained(self) -> int:
-        """The child that comes last in the order of need."""
-        return self._last_left(self._by_need)
+        """The child with the largest constraint key."""
+        return self._last_left(self._by_constraint)
 
     def tallest_besides(self, child: int) -> int:
-        """Height of the tallest child other than ``child``; 0 if there is none."""
+        """Height of the tallest remaining child other than ``child``; 0 if there is no other."""
         tallest = self._last_left(self._by_height)
         if tallest != child:
             return self._height[tallest]
@@ -74,17 +79,21 @@ class Siblings:
         return 0
 
     def most_constrained_above(self, limit: int) -> int | None:
-        """The most constrained child above ``limit`` tokens; among many, one of the most constrained or largest."""
+        """The most constrained child of more than ``limit`` tokens, or None.
+
+        Only the ``LOOK_AT`` most constrained children are considered; if none of them is larger than ``limit``, the
+        result is the largest child.
+        """
         if self._sizes[-1] <= limit:
             return None
-        self._last_left(self._by_need)
-        for child in self._by_need[: -LOOK_AT - 1 : -1]:
+        self._last_left(self._by_constraint)
+        for child in self._by_constraint[: -LOOK_AT - 1 : -1]:
             if child not in self._taken and self._size[child] > limit:
                 return child
         return self.largest()
 
     def some_above(self, limit: int) -> list[int]:
-        """Children of more than ``limit`` tokens of different sizes; among many, the smallest and the largest."""
+        """One child for each size above ``limit`` tokens; if there are too many sizes, the smallest and the largest."""
         i = bisect_right(self._sizes, limit)
         sizes = self._sizes[i:]
         if len(sizes) > LOOK_AT:
@@ -92,8 +101,10 @@ class Siblings:
         return [self.of_size(size) for size in sizes]
 
     def sizes_within(self, limit: int) -> list[int]:
-        """Ascending sizes of the children of at most ``limit`` tokens; among many, those of the smallest and the
-        largest."""
+        """Sizes of the children of at most ``limit`` tokens, ascending.
+
+        If there are too many, the result has the sizes of the smallest and of the largest ones.
+        """
         end = bisect_right(self._sizes, limit)
         largest: list[int] = []
         last = end
@@ -111,7 +122,7 @@ class Siblings:
         return [size] * min(self._left_of_size[size], LOOK_AT)
 
     def _last_left(self, children: list[int]) -> int:
-        """The last child of the list that is left; those after it are dropped from the list."""
+        """The last remaining child of ``children``; taken children behind it are removed from the list."""
         while children[-1] in self._taken:
             children.pop()
         return children[-1]

@@ -1,8 +1,10 @@
-"""Chooses which subtrees to lay out one after another so that a segment ends where the last of them does.
+"""Chooses subtrees whose total size ends at the end of a segment.
 
-Laid out straight, subtrees fill segment after segment; only where the run ends does room go to waste. Which subtrees to
-take is a subset-sum problem: the sums that can be made are the set bits of an integer, and adding a subtree is a shift
-and an or.
+A run of subtrees fills segment after segment, so room is wasted only in the last segment. Which subtrees to take is a
+subset-sum problem. The reachable sums are the set bits of an integer; adding a subtree is a shift and an OR.
+
+Example: sizes 2, 3 and 6, with 1 token of room in the current segment and 4 in each later one. The sums 5 and 9 end
+exactly at a segment's end (1 + 4 and 1 + 4 + 4), and the shortest run is 2 + 3.
 """
 
 from __future__ import annotations
@@ -10,28 +12,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Segments that a run of several subtrees may span.
+# Most segments that a run of several subtrees may span.
 MAX_SEGMENTS = 32
 
 
 class Run(NamedTuple):
-    """Subtrees to lay out, by their sizes, and the room left in the last segment."""
+    """Sizes of the subtrees in a run, and the tokens of room that it leaves in its last segment."""
 
     sizes: list[int]
     wasted: int
 
 
 def fewest_wasted(sizes: Sequence[int], room: int, segment_tokens: int, limit: int) -> Run | None:
-    """The run that wastes least; among equals the shortest.
+    """Find the run that wastes the least room; of equal runs, the shortest.
 
     Args:
-        sizes: tokens of the subtrees to choose from, ascending.
-        room: tokens left in the current segment.
+        sizes: number of tokens in each candidate subtree, ascending.
+        room: number of free tokens in the current segment.
         segment_tokens: capacity of the segments that follow.
-        limit: most tokens of the run.
+        limit: most tokens in the run.
 
     Returns:
-        The run, or None if no subtree is within the limit.
+        The run, or None if every subtree is above the limit.
     """
     sums = _Sums(sizes, room, segment_tokens, limit)
     totals = sums.totals_before_bounds()
@@ -42,7 +44,7 @@ def fewest_wasted(sizes: Sequence[int], room: int, segment_tokens: int, limit: i
 
 
 def least_wasteful(sizes: Sequence[int], room: int, segment_tokens: int, limit: int) -> Run | None:
-    """The run that wastes least per token laid out; arguments and result as ``fewest_wasted``."""
+    """Find the run that wastes the least room per token; arguments and result as in ``fewest_wasted``."""
     sums = _Sums(sizes, room, segment_tokens, limit)
     totals = sums.totals_before_bounds()
     if not totals:
@@ -52,7 +54,7 @@ def least_wasteful(sizes: Sequence[int], room: int, segment_tokens: int, limit: 
 
 
 def longest_within(sizes: Sequence[int], room: int, segment_tokens: int, limit: int, tolerance: int) -> Run | None:
-    """The longest run of at most ``limit`` tokens that ends a segment with at most ``tolerance`` wasted, or None."""
+    """Find the longest run of at most ``limit`` tokens that wastes at most ``tolerance`` tokens; None if none does."""
     sums = _Sums(sizes, room, segment_tokens, limit)
     for total in reversed(sums.totals_before_bounds()):
         wasted = (room - total) % segment_tokens
@@ -62,7 +64,7 @@ def longest_within(sizes: Sequence[int], room: int, segment_tokens: int, limit: 
 
 
 class _Sums:
-    """The sums up to ``limit`` of the choices among ``sizes``; one longer than a run of several may be, only alone."""
+    """All sums of subsets of ``sizes`` up to ``limit``; a size that exceeds the span of a run counts only alone."""
 
     def __init__(self, sizes: Sequence[int], room: int, segment_tokens: int, limit: int) -> None:
         span = room + MAX_SEGMENTS * segment_tokens
@@ -70,13 +72,13 @@ class _Sums:
         self.sizes = [size for size in sizes if size <= self.bounds[-1]]
         self.alone = [size for size in sizes if self.bounds[-1] < size <= limit]
         mask = (1 << (self.bounds[-1] + 1)) - 1
-        # reachable[i]: bit t is set where t is a sum of some of the sizes from i on.
+        # reachable[i]: bit t is set if some subset of sizes[i:] has the sum t.
         self.reachable = [1] * (len(self.sizes) + 1)
         for i in range(len(self.sizes) - 1, -1, -1):
             self.reachable[i] = (self.reachable[i + 1] | (self.reachable[i + 1] << self.sizes[i])) & mask
 
     def totals_before_bounds(self) -> list[int]:
-        """The largest sum before each segment bound and the limit, ascending, without 0; then single sizes."""
+        """The largest sum up to each segment bound and up to the limit, ascending and without 0; then single sizes."""
         totals = []
         bits = self.reachable[0]
         for bound in self.bounds:
@@ -86,7 +88,7 @@ class _Sums:
         return totals + self.alone
 
     def members(self, total: int) -> list[int]:
-        """Sizes that add up to ``total``, ascending."""
+        """The sizes of one subset with the sum ``total``, ascending."""
         if total > self.bounds[-1]:
             return [total]
         members = []
