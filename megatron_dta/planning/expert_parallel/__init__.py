@@ -1,1 +1,1 @@
-"""Gives ranks that share experts plans with equal numbers of operations."""
+"""Plans that give all ranks of an expert-parallel group the same sequence of operations."""

@@ -1,21 +1,35 @@
-"""One tree of segments for several ranks that must run in step, each with a tree of its own.
+"""Merges the segment trees of several ranks into one tree that all of them run.
 
-Ranks that share experts meet in every layer of every forward and backward, so all of them must run the same ops in the
-same order, though their segment trees differ. The *common tree* holds each rank's tree: a node stands for one segment
-of a rank or, where it has none, for an empty one. What a rank's tree has above a segment is above it in the common tree
-too, so every schedule of the common tree, with the empty nodes left out, runs the rank's own tree in a right order.
-Siblings may run in another order than the stream's, and a segment may lie below one that is no ancestor of its own:
-then both are in flight. No rank has more tokens in flight at a node than the budget, the most that any rank's own
-depth-first schedule has.
+Ranks that share experts communicate in every layer of every forward and backward, so all of them must run the same ops
+in the same order although their segment trees differ. A node of the *merged segment tree* stands for one segment of
+each rank, or for an empty segment on a rank that has none there. If segment a is an ancestor of segment b on a rank,
+then the node of a is an ancestor of the node of b. Hence every schedule of the merged tree, without its empty segments,
+is a valid schedule of each rank's own tree.
 
-A node takes the largest rank's time, so a tree costs the sum over its nodes of the largest of the ranks' costs there.
-How it is built: all ranks walk their trees depth first at once. The top of the common path is closed as soon as all
-that is below its segments has run. Otherwise the rank with most left below it opens its next child, and every other
-rank joins with a segment that may begin (its parent is open) and whose subtree is the largest that is no larger than
-the opened one times some factor: a larger one would keep the others waiting for its end. Several factors are tried, and
-the cheapest result wins. Nothing is random: every rank builds the same tree.
+Siblings may run in another order than in the stream, and a segment may lie below a node whose segment is not its
+ancestor; both segments are then in flight. At no node does a rank have more tokens in flight than the budget: the
+larger of ``memory_tokens`` and the longest root path of any rank.
 
-Legend: R ranks, C common nodes.
+Example: rank 0 has segment 0 (4 tokens) with children 1 (3) and 2 (3); rank 1 has segment 0 (4) with child 1 (3).
+
+    node   parent   rank 0   rank 1   tokens
+    0          -1        0        0        4
+    1           0        2        1        3
+    2           0        1    empty        3
+
+A node takes the time of its largest segment, so a tree costs the sum of the largest cost at each node.
+
+How the tree is built: all ranks walk their trees depth first, at the same time, along one path of the merged tree.
+
+1. If nothing is left below the segments at the end of the path, leave that node.
+2. Otherwise, the rank with most work left below its segment there opens the next child.
+3. Every other rank adds a segment whose parent is open and whose subtree fits into the budget: the largest one whose
+   cost is at most the opened subtree's times a factor. A larger one would keep the other ranks waiting.
+
+Several factors are tried, each with the largest or the smallest child first, and the cheapest tree is returned. The
+result is deterministic, so every rank builds the same tree.
+
+Legend: R ranks, C nodes of the merged tree.
 """
 
 from __future__ import annotations
@@ -32,7 +46,7 @@ FACTORS = (0.7, 1.0, 1.5, 4.0, 1e9)
 
 @dataclass(frozen=True)
 class SegmentForest:
-    """What a rank tells the others of its segments.
+    """The segments of one rank, as it sends them to the other ranks.
 
     Attributes:
         segment_parent: the parent of each segment, -1 at roots; segments in preorder.
@@ -45,12 +59,12 @@ class SegmentForest:
 
 @dataclass(frozen=True, eq=False)
 class MergedSegmentTree:
-    """The tree that all ranks run; named like a ``SegmentPlan``, so schedules are made of either.
+    """The tree that all ranks run. It has the attributes of a ``SegmentPlan`` that schedules are built from.
 
     Attributes:
         segment_parent: int32 [C], -1 at roots; nodes in preorder.
-        segment_of: int32 [R, C], each rank's segment at a node, -1 where it has none.
-        lengths: int64 [C], tokens of the largest of the segments at a node.
+        segment_of: int32 [R, C], segment of each rank at each node, -1 for an empty one.
+        lengths: int64 [C], tokens of the longest segment at each node.
     """
 
     segment_parent: np.ndarray
@@ -64,26 +78,31 @@ class MergedSegmentTree:
 
     @cached_property
     def peak_in_flight_tokens(self) -> int:
-        """Most tokens on a root path, counting the largest segment of every node: no rank has more in flight."""
+        """Tokens of the longest root path, counting the longest segment at each node: an upper bound for every rank."""
         return int(_path_totals(self.segment_parent.tolist(), self.lengths.tolist()).max(initial=0))
 
 
 def build_merged_segment_tree(forests: Sequence[SegmentForest], memory_tokens: int = 0) -> MergedSegmentTree:
-    """The common tree of the ranks' forests; the same for the same forests, wherever it is built."""
-    walks = [SegmentTree(forest) for forest in forests]
-    budget = max([memory_tokens, *(walk.peak for walk in walks)])
+    """Build the cheapest merged tree found for the forests of the ranks. Deterministic.
+
+    Args:
+        forests: segment forest of each rank.
+        memory_tokens: limit on the tokens in flight on a rank; raised to the longest root path of any rank.
+    """
+    trees = [SegmentTree(forest) for forest in forests]
+    budget = max([memory_tokens, *(tree.peak for tree in trees)])
     best: tuple[tuple[int, int], list[int], list[list[int]]] | None = None
     for factor in FACTORS:
         for largest_first in (True, False):
-            parents, members = _Zip(walks, budget, factor, largest_first).run()
+            parents, members = _MergedWalk(trees, budget, factor, largest_first).run()
             cost = (
-                sum(max(walk.costs[s] for walk, s in zip(walks, node, strict=True) if s >= 0) for node in members),
+                sum(max(tree.costs[s] for tree, s in zip(trees, node, strict=True) if s >= 0) for node in members),
                 len(parents),
             )
             if best is None or cost < best[0]:
                 best = cost, parents, members
     _, parents, members = best
-    lengths = [max(walk.lengths[s] for walk, s in zip(walks, node, strict=True) if s >= 0) for node in members]
+    lengths = [max(tree.lengths[s] for tree, s in zip(trees, node, strict=True) if s >= 0) for node in members]
     return MergedSegmentTree(
         np.asarray(parents, dtype=np.int32),
         np.asarray(members, dtype=np.int32).reshape(-1, len(forests)).T,
@@ -100,16 +119,24 @@ def _path_totals(parents: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
 
 
 class SegmentTree:
-    """A rank's tree with what its subtrees cost and hold.
+    """The segment tree of a rank, with the cost and height of every subtree.
 
-    A segment costs its tokens and, as it is not for nothing to run one at all, a share of the mean length.
+    A segment costs its tokens plus a fixed cost of one token and an eighth of the mean segment length, which stands for
+    the time to launch a segment.
+
+    Attributes:
+        parents, lengths: parent and tokens of each segment.
+        costs, subtree_costs: cost of each segment and of its subtree.
+        heights: tokens of the longest path down from each segment, with its own.
+        children, roots: children of each segment, and the segments without a parent.
+        peak: tokens of the longest root path.
     """
 
     def __init__(self, forest: SegmentForest) -> None:
         self.parents = [int(parent) for parent in forest.segment_parent]
         self.lengths = [int(length) for length in forest.lengths]
-        least = sum(self.lengths) // (8 * max(1, len(self.lengths))) + 1
-        self.costs = [length + least for length in self.lengths]
+        fixed = sum(self.lengths) // (8 * max(1, len(self.lengths))) + 1
+        self.costs = [length + fixed for length in self.lengths]
         self.subtree_costs, self.heights = list(self.costs), list(self.lengths)
         self.children: list[list[int]] = [[] for _ in self.parents]
         self.roots = [segment for segment, parent in enumerate(self.parents) if parent < 0]
@@ -122,27 +149,27 @@ class SegmentTree:
         self.peak = int(_path_totals(self.parents, self.lengths).max(initial=0))
 
 
-class _Zip:
-    """One way to walk all trees at once."""
+class _MergedWalk:
+    """Walks all trees at once, with one factor and one order of children."""
 
-    def __init__(self, walks: Sequence[SegmentTree], budget: int, factor: float, largest_first: bool) -> None:
-        self.walks, self.budget, self.factor, self.largest_first = walks, budget, factor, largest_first
-        # Of each rank: segments that may begin, sorted by the cost of their subtrees; tokens in flight; and for every
-        # segment the cost of what is left to run below it, for the last place that of the whole forest.
-        self.ready = [sorted((walk.subtree_costs[root], root) for root in walk.roots) for walk in walks]
-        self.in_flight = [0] * len(walks)
+    def __init__(self, trees: Sequence[SegmentTree], budget: int, factor: float, largest_first: bool) -> None:
+        self.trees, self.budget, self.factor, self.largest_first = trees, budget, factor, largest_first
+        # For each rank: segments that can begin, sorted by the cost of their subtrees; tokens in flight; and the cost
+        # left to run below each segment, with that of the whole forest in the last place (index -1).
+        self.ready = [sorted((tree.subtree_costs[root], root) for root in tree.roots) for tree in trees]
+        self.in_flight = [0] * len(trees)
         self.left = [
-            [cost - own for cost, own in zip(walk.subtree_costs, walk.costs, strict=True)] + [sum(walk.costs)]
-            for walk in walks
+            [cost - own for cost, own in zip(tree.subtree_costs, tree.costs, strict=True)] + [sum(tree.costs)]
+            for tree in trees
         ]
         self.parents: list[int] = []
         self.members: list[list[int]] = []
 
     def run(self) -> tuple[list[int], list[list[int]]]:
-        """Parents of the common nodes, and each rank's segment at each."""
+        """Parent of each node, and the segments of all ranks at each node."""
         path: list[int] = []
         while True:
-            top = self.members[path[-1]] if path else [-1] * len(self.walks)
+            top = self.members[path[-1]] if path else [-1] * len(self.trees)
             left = [self.left[r][s] if s >= 0 or not path else 0 for r, s in enumerate(top)]
             if not any(left):
                 if not path:
@@ -150,7 +177,7 @@ class _Zip:
                 path.pop()
                 for rank, segment in enumerate(top):
                     if segment >= 0:
-                        self.in_flight[rank] -= self.walks[rank].lengths[segment]
+                        self.in_flight[rank] -= self.trees[rank].lengths[segment]
                 continue
             node = self._open(top, left)
             self.parents.append(path[-1] if path else -1)
@@ -158,12 +185,12 @@ class _Zip:
             self.members.append(node)
 
     def _open(self, top: list[int], left: list[int]) -> list[int]:
-        """The segment of each rank at the next node below ``top``, begun; see the top of the file."""
+        """Open the next node below ``top`` (steps 2 and 3 of the module) and return the segment of each rank."""
         leader = max(range(len(left)), key=lambda rank: (left[rank], -rank))
-        node = [-1] * len(self.walks)
+        node = [-1] * len(self.trees)
         node[leader] = self._next_child(leader, top[leader])
-        target = self.walks[leader].subtree_costs[node[leader]]
-        for rank in range(len(self.walks)):
+        target = self.trees[leader].subtree_costs[node[leader]]
+        for rank in range(len(self.trees)):
             if rank != leader:
                 node[rank] = self._best_fit(rank, int(target * self.factor))
         for rank, segment in enumerate(node):
@@ -172,25 +199,25 @@ class _Zip:
         return node
 
     def _next_child(self, rank: int, segment: int) -> int:
-        """The child of ``segment`` (or the root, for -1) that has not begun, the largest or the smallest."""
-        candidates = [entry for entry in self.ready[rank] if self.walks[rank].parents[entry[1]] == segment]
+        """Largest or smallest child of ``segment`` that has not begun; for -1, a root."""
+        candidates = [entry for entry in self.ready[rank] if self.trees[rank].parents[entry[1]] == segment]
         return candidates[-1 if self.largest_first else 0][1]
 
     def _best_fit(self, rank: int, most: int) -> int:
-        """The largest subtree of cost ``most`` or less that may begin within the budget, -1 if there is none."""
-        ready, walk = self.ready[rank], self.walks[rank]
-        for i in range(bisect_right(ready, (most, len(walk.parents))) - 1, -1, -1):
-            if self.in_flight[rank] + walk.heights[ready[i][1]] <= self.budget:
+        """Root of the largest subtree of cost at most ``most`` that fits into the budget; -1 if there is none."""
+        ready, tree = self.ready[rank], self.trees[rank]
+        for i in range(bisect_right(ready, (most, len(tree.parents))) - 1, -1, -1):
+            if self.in_flight[rank] + tree.heights[ready[i][1]] <= self.budget:
                 return ready[i][1]
         return -1
 
     def _begin(self, rank: int, segment: int) -> None:
-        walk, ready = self.walks[rank], self.ready[rank]
-        ready.remove((walk.subtree_costs[segment], segment))
-        for child in walk.children[segment]:
-            insort(ready, (walk.subtree_costs[child], child))
-        self.in_flight[rank] += walk.lengths[segment]
+        tree, ready = self.trees[rank], self.ready[rank]
+        ready.remove((tree.subtree_costs[segment], segment))
+        for child in tree.children[segment]:
+            insort(ready, (tree.subtree_costs[child], child))
+        self.in_flight[rank] += tree.lengths[segment]
         above = segment
         while above >= 0:
-            above = walk.parents[above]
-            self.left[rank][above] -= walk.costs[segment]
+            above = tree.parents[above]
+            self.left[rank][above] -= tree.costs[segment]

@@ -1,13 +1,16 @@
-"""A step's plan for a rank that must run in step with others: the same ops on every rank, some on empty segments.
+"""Plans a step for a rank of an expert-parallel group: the same ops on every rank, some of them on empty segments.
 
-The ranks tell each other their segment trees, and every one makes the same plan of all: a list of slots
-(``merged_op_list``) or, where that is no slower or there are several stages, a common tree (``merged_segment_tree``)
-over which the passes are planned. A slot or a node is one of the rank's segments or an *empty segment*: one of no
-tokens behind the end of the stream, with no rows, edges, pairs or losses, whose forward and backward join whatever the
-ranks do together in every layer and change nothing. Nothing else in a plan knows of them.
+The ranks exchange their segment trees, and each of them computes the same plan for all. There are two forms:
 
-Which segments are recomputed is chosen on the common tree too: a second forward is one that all ranks run. In slots
-nearly all segments are, which takes longer for each of them and is done only where fewer empty ones outweigh it.
+- a merged segment tree (``merged_segment_tree``), over which the passes are planned as over a single rank's tree;
+- a list of ops (``merged_op_list``), for a single pipeline stage, if it is faster than the tree.
+
+A node or op stands for one of the rank's segments or for an *empty segment*. An empty segment has no tokens, rows,
+trained edges, (edge, sequence) pairs or losses, and starts at the end of the stream. Its forward and backward take part
+in the collective communication of every layer and change nothing. No other part of a plan treats it specially.
+
+The segments to recompute are chosen on the merged tree too, as all ranks must recompute together. A list of ops
+recomputes nearly all segments, so it is used only where it saves more empty segments than that costs.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import numpy as np
 
 from megatron_dta.planning.expert_parallel.merged_op_list import (
     BACKWARD,
-    BACKWARD_AGAIN,
     FORWARD,
+    RECOMPUTING_BACKWARD,
     MergedOpList,
     build_merged_op_list,
 )
@@ -46,12 +49,12 @@ from megatron_dta.planning.step.plan import StepPlan
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank tells the others of its step.
+    """The counts of a rank's step that it sends to the other ranks.
 
     Attributes:
-        forest: its segments.
+        forest: segments of the rank.
         pairs, edges: attention pairs and trained edges of each segment.
-        memory_tokens: most tokens that it may have in flight.
+        memory_tokens: limit on the tokens in flight.
     """
 
     forest: SegmentForest
@@ -61,7 +64,7 @@ class RankPlan:
 
     @classmethod
     def of(cls, step: StepPlan) -> RankPlan:
-        """What to tell of ``step``."""
+        """Extract the counts from ``step``."""
         segments = step.segments
         return cls(
             SegmentForest(segments.segment_parent.tolist(), segments.lengths.tolist()),
@@ -72,23 +75,27 @@ class RankPlan:
 
 
 def synchronized_plan(
-    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, least_segments: int = 0
+    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, min_segments: int = 0
 ) -> StepPlan:
-    """``step`` with empty segments, and passes that are the same on all ``ranks``, of which it is number ``own``.
+    """Return ``step`` with empty segments added and with passes that have the same ops on all ranks.
 
     Args:
-        least_segments: run this many segments even if no rank has any.
+        step: plan of this rank alone.
+        ranks: counts of all ranks of the group.
+        own: index of this rank in ``ranks``.
+        shape: stages of the pipeline and its costs.
+        min_segments: run at least this many segments, even if no rank has any.
     """
     tree = build_merged_segment_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
     kept = choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
-    num_forwards = max([least_segments, *(len(rank.edges) for rank in ranks)])
-    if shape.num_stages == 1 and len(ranks) > 1 and tree.num_segments >= max(1, least_segments):
-        slots = build_merged_op_list([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
-        if slots.cost < _tree_cost(tree, ranks, kept):
-            return _plan_slots(step, ranks, own, shape, slots, num_forwards)
+    num_forwards = max([min_segments, *(len(rank.edges) for rank in ranks)])
+    if shape.num_stages == 1 and len(ranks) > 1 and tree.num_segments >= max(1, min_segments):
+        merged = build_merged_op_list([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
+        if merged.cost < _tree_cost(tree, ranks, kept):
+            return _plan_op_list(step, ranks, own, shape, merged, num_forwards)
     segment_of = tree.segment_of[own]
-    if tree.num_segments < least_segments:
-        tree, segment_of = _empty_tree(least_segments, len(ranks)), np.full(least_segments, -1, dtype=np.int32)
+    if tree.num_segments < min_segments:
+        tree, segment_of = _empty_tree(min_segments, len(ranks)), np.full(min_segments, -1, dtype=np.int32)
         kept = choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
     num_own = step.segments.num_segments
     num_empty = max(int(np.count_nonzero(segment_of < 0)), num_forwards - num_own)
@@ -103,35 +110,35 @@ def synchronized_plan(
 
 
 def _tree_cost(tree: MergedSegmentTree, ranks: Sequence[RankPlan], kept: np.ndarray) -> int:
-    """What the common tree takes, in the unit of ``MergedOpList.cost``."""
+    """Cost of the merged segment tree, in the unit of ``MergedOpList.cost``."""
     costs = [np.append(np.asarray(SegmentTree(rank.forest).costs, dtype=np.int64), 0) for rank in ranks]
     largest = np.max([of_rank[nodes] for of_rank, nodes in zip(costs, tree.segment_of, strict=True)], axis=0)
-    return int((largest * (FORWARD + np.where(kept, BACKWARD, BACKWARD_AGAIN))).sum())
+    return int((largest * (FORWARD + np.where(kept, BACKWARD, RECOMPUTING_BACKWARD))).sum())
 
 
-def _plan_slots(
-    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, slots: MergedOpList, num_forwards: int
+def _plan_op_list(
+    step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, merged: MergedOpList, num_forwards: int
 ) -> StepPlan:
-    """``synchronized_plan`` by slots. Of a rank's empty segments the one begun last ends first."""
+    """``synchronized_plan`` with a list of ops. Of a rank's empty segments, the last one begun ends first."""
     num_own = step.segments.num_segments
-    num_empty, waiting, kept = 0, list[int](), list[int]()
+    num_empty, open_empty, kept = 0, list[int](), list[int]()
     ops = []
-    for slot in slots.slots:
-        segment = slot.segments[own]
-        if segment < 0 and slot.is_backward:
-            segment = waiting.pop()
+    for op in merged.ops:
+        segment = op.segments[own]
+        if segment < 0 and op.is_backward:
+            segment = open_empty.pop()
         elif segment < 0:
             segment, num_empty = num_own + num_empty, num_empty + 1
-            waiting.append(segment)
-        ops.append(PipelineOp(OpKind.BACKWARD if slot.is_backward else OpKind.FORWARD, segment))
-        if slot.is_backward and not slot.runs_again:
+            open_empty.append(segment)
+        ops.append(PipelineOp(OpKind.BACKWARD if op.is_backward else OpKind.FORWARD, segment))
+        if op.is_backward and not op.recomputes:
             kept.append(segment)
     num_empty = max(num_empty, num_forwards - num_own)
-    keeps = np.zeros((1, num_own + num_empty), dtype=bool)
-    keeps[0, kept] = True
+    kept_mask = np.zeros((1, num_own + num_empty), dtype=bool)
+    kept_mask[0, kept] = True
     return replace(
         _with_empty_segments(step, num_empty),
-        training=PassPlan(PipelineSchedule(1, 1, [ops]), [], None, keeps),
+        training=PassPlan(PipelineSchedule(1, 1, [ops]), [], None, kept_mask),
         forward_only=_forward_pass(num_forwards, ranks, shape),
     )
 
@@ -145,7 +152,7 @@ def _empty_tree(num_segments: int, num_ranks: int) -> MergedSegmentTree:
 
 
 def _largest_counts(tree: MergedSegmentTree, ranks: Sequence[RankPlan]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, attention pairs and trained edges at the nodes of the common tree, each of the rank that has most."""
+    """Largest numbers of tokens, attention pairs and trained edges of any rank at each node of the merged tree."""
     pairs, edges = (
         np.max([_at_nodes(getattr(rank, name), nodes) for rank, nodes in zip(ranks, tree.segment_of, strict=True)], 0)
         for name in ("pairs", "edges")
@@ -154,12 +161,12 @@ def _largest_counts(tree: MergedSegmentTree, ranks: Sequence[RankPlan]) -> tuple
 
 
 def _at_nodes(counts: Sequence[int], segment_of: np.ndarray) -> np.ndarray:
-    """Of a rank's segments at the nodes, 0 where it has none."""
+    """Counts of a rank's segments at the nodes, 0 for an empty segment."""
     return np.append(np.asarray(counts, dtype=np.int64), 0)[segment_of]
 
 
 def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineShape) -> PassPlan:
-    """The i-th segment of all ranks together, empty ones where a rank has no more."""
+    """Forward pass over the i-th segments of all ranks, with empty segments on ranks that have fewer."""
     schedule = forward_only_pipeline(num_forwards, shape.num_stages, shape.num_chunks)
     if shape.num_stages == 1:
         return PassPlan(schedule, [])
@@ -177,7 +184,7 @@ def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineS
 
 
 def _renumbered(plan: PassPlan, number: np.ndarray, num_segments: int) -> PassPlan:
-    """The same pass over segments in place of nodes; segments that are at no node run forward only."""
+    """Replace nodes by segments in a pass. Segments that are at no node run in the forward-only pass alone."""
     ops = [[op._replace(segment=int(number[op.segment])) for op in stage] for stage in plan.schedule.ops]
     messages = [message._replace(segment=int(number[message.segment])) for message in plan.messages]
     kept = np.ones((len(plan.kept), num_segments), dtype=bool)
@@ -186,27 +193,27 @@ def _renumbered(plan: PassPlan, number: np.ndarray, num_segments: int) -> PassPl
 
 
 def _with_empty_segments(step: StepPlan, count: int) -> StepPlan:
-    """``count`` segments without tokens behind the others, roots with nothing below them."""
+    """Append ``count`` segments without tokens, as roots without children."""
     segments, paths = step.segments, step.paths
 
-    def again(array: np.ndarray) -> np.ndarray:
+    def repeat_last(array: np.ndarray) -> np.ndarray:
         return np.append(array, np.repeat(array[-1:], count))
 
     return replace(
         step,
         segments=replace(
             segments,
-            segment_start=again(segments.segment_start),
+            segment_start=repeat_last(segments.segment_start),
             segment_parent=np.append(segments.segment_parent, np.full(count, -1, dtype=np.int32)),
         ),
-        segment_rows=again(step.segment_rows),
-        segment_edges=again(step.segment_edges),
-        segment_pairs=again(step.segment_pairs),
+        segment_rows=repeat_last(step.segment_rows),
+        segment_edges=repeat_last(step.segment_edges),
+        segment_pairs=repeat_last(step.segment_pairs),
         loss_batches=step.loss_batches + [[] for _ in range(count)],
         paths=RootPaths(
             paths.run_begin,
             paths.run_length,
-            again(paths.segment_runs),
+            repeat_last(paths.segment_runs),
             np.append(paths.lengths, np.zeros(count, dtype=np.int64)),
         ),
     )

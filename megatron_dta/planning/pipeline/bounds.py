@@ -1,14 +1,17 @@
-"""How fast no schedule of a pipeline can be faster than, whatever it interleaves.
+"""Lower bound on the makespan of any schedule of a pipeline.
 
-Three reasons hold for every schedule with the fixed orders of ``pipeline_schedule``:
+Every schedule with the fixed orders of ``planning.pipeline.schedule`` takes at least as long as each of these:
 
-work     a rank computes all its ops; before the first one the first segment comes down from stage 0, and after its
-         last one the gradients of the last segment go back up there
-chains   on each virtual stage every forward follows the last forward and every backward the last backward; the longest
-         path through these and the needs of the ops takes as long as it takes
-memory   a segment is in flight on virtual stage v at least as long as it takes to go from there to any later u, to run
-         all of its subtree there and to come back. Tokens times time in flight cannot be more than the rank's limit
-         times the makespan
+work     a rank computes all of its ops. Its first op waits for the first segment's forwards on the earlier stages, and
+         after its last op the last segment's backwards run on the earlier stages
+chains   on each virtual stage, every forward follows the previous forward and every backward the previous backward; the
+         bound is the longest path through these and the dependencies between ops
+memory   a segment is in flight on virtual stage v for at least the time to pass from v to any later virtual stage u, to
+         run its whole subtree there, and to come back; the sum of tokens times time in flight is at most the rank's
+         limit times the makespan
+
+Example: 3 segments on 2 stages, each forward takes 1 and each backward 2. Stage 1 computes 9, starts at 1 and is
+followed by a backward of 2 on stage 0: the makespan is at least 12.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ def makespan_bound(
     max_in_flight_tokens: float | None = None,
     split_backward: bool = False,
 ) -> float:
-    """A time that no schedule beats.
+    """Compute the lower bound; the unit of time is that of ``costs``.
 
     Args:
         segment_parent, lengths, costs, num_stages, num_chunks, split_backward: see ``plan_pipeline``.
-        max_in_flight_tokens: limit on every stage, counted as in ``peak_in_flight``; None for no limit.
+        max_in_flight_tokens: limit on every stage, counted as in ``peak_in_flight``; None means no limit.
     """
     parents, tokens = np.asarray(segment_parent).tolist(), np.asarray(lengths, dtype=np.float64)
     if not parents:
@@ -55,7 +58,7 @@ def makespan_bound(
 
 
 def _chain_bound(parents: list[int], forward: np.ndarray, backward: np.ndarray) -> float:
-    """End of the last backward where ranks never stand in each other's way."""
+    """End of the last backward if ops of different virtual stages never wait for the same rank."""
     begun = np.zeros(len(parents))
     forward_end = []
     for times in forward:
@@ -74,7 +77,7 @@ def _chain_bound(parents: list[int], forward: np.ndarray, backward: np.ndarray) 
 
 
 def _time_in_flight(parents: list[int], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Least time from the start of each segment's forward to the end of its backward, float64 [V, N]."""
+    """Minimum time from the start of each segment's forward to the end of its backward, float64 [V, N]."""
     both = forward + backward
     below = both.copy()
     for segment in range(len(parents) - 1, -1, -1):
@@ -83,7 +86,7 @@ def _time_in_flight(parents: list[int], forward: np.ndarray, backward: np.ndarra
     result = np.empty_like(both)
     longest = np.zeros(len(parents))
     for v in range(len(both) - 1, -1, -1):
-        # Either the subtree's work is done here, or the segment goes on to the next virtual stage and comes back.
+        # Either the subtree runs here, or the segment passes to the next virtual stage and comes back.
         longest = np.maximum(below[v], both[v] + longest)
         result[v] = longest
     return result

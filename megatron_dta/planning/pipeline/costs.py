@@ -1,15 +1,15 @@
-"""What a segment costs on each part of the model: the input of the pipeline's planner and simulation.
+"""Times of segments on each part of the model: the input of the pipeline's planner and simulation.
 
-A virtual stage holds a share of the layers; the first one also embeds tokens, the last one also computes logits and the
-loss. Costs come from the same counts and coefficients as those that divide work over data-parallel ranks
-(``cost_model``), segment by segment:
+A virtual stage holds a share of the layers. The first one also embeds tokens, and the last one computes logits and the
+loss. Times come from the counts and coefficients of the cost model that also divides work over data-parallel ranks
+(``planning.costs.model``), segment by segment:
 
     layers' share * (a * tokens + b * pairs)    on every virtual stage
     e * tokens                                  on the first one
     c * edges                                   on the last one
 
-and at least the layers' share of the floor, split into forward and backward by the shares of the cost model. A segment
-whose activations are recomputed runs its forward a second time in its backward.
+The time is at least the layers' share of the floor, and is split into forward and backward by the cost model's shares.
+A segment whose activations are recomputed runs its forward again in its backward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_dta.planning.costs.model import CostModel
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Times of all ops, in any unit. V virtual stages, N segments.
+    """Times of all ops in an arbitrary unit. V virtual stages, N segments.
 
     Attributes:
         forward: float64 [V, N].
         backward: float64 [V, N], input and weight gradients together.
-        backward_weight: float64 [V, N], the part of ``backward`` that a split leaves for later; None for half of it.
+        backward_weight: float64 [V, N], part of ``backward`` that computes weight gradients; None for half of it.
     """
 
     forward: np.ndarray
@@ -51,19 +51,19 @@ class PipelineCosts:
 
     @property
     def weight(self) -> np.ndarray:
-        """The part of the backward that makes weight gradients, float64 [V, N]."""
+        """Part of the backward that computes weight gradients, float64 [V, N]."""
         return np.asarray(self.backward) / 2 if self.backward_weight is None else np.asarray(self.backward_weight)
 
     @property
     def work(self) -> np.ndarray:
-        """Forward and backward of all segments on each virtual stage, float64 [V]."""
+        """Time of the forwards and backwards of all segments on each virtual stage, float64 [V]."""
         return (np.asarray(self.forward) + np.asarray(self.backward)).sum(axis=1)
 
     @classmethod
     def uniform(
         cls, num_segments: int, num_virtual_stages: int, forward: float = 1.0, backward: float = 2.0
     ) -> PipelineCosts:
-        """The same times for every segment on every virtual stage."""
+        """Create equal times for every segment on every virtual stage."""
         shape = num_virtual_stages, num_segments
         return cls(np.full(shape, float(forward)), np.full(shape, float(backward)))
 
@@ -78,15 +78,15 @@ class PipelineCosts:
         recomputed: np.ndarray | None = None,
         embedding_seconds_per_token: float = 0.0,
     ) -> PipelineCosts:
-        """Costs from the counts of each segment.
+        """Compute times from the counts of each segment.
 
         Args:
-            model: the coefficients of the whole model.
-            tokens, pairs, edges: int64 [N], see ``CostModel``; edges lie where their row of logits is computed.
-            layers: layers (or any measure of them) of each virtual stage; only their shares count.
-            recomputed: bool [N] or [V, N], segments whose forward runs a second time before their backward; None for
-                none.
-            embedding_seconds_per_token: forward and backward of the embedding, on the first virtual stage.
+            model: coefficients of the whole model.
+            tokens, pairs, edges: int64 [N], see ``CostModel``; an edge counts in the segment that computes its row
+                of logits.
+            layers: layers of each virtual stage, in any unit, as only the shares count.
+            recomputed: bool [N] or [V, N], whether the forward runs again before the backward; None for no segment.
+            embedding_seconds_per_token: time of the embedding's forward and backward, on the first virtual stage.
         """
         total = float(sum(layers))
         share = np.asarray(layers, dtype=np.float64)[:, None] / (total if total else 1.0)
@@ -94,18 +94,18 @@ class PipelineCosts:
         in_layers = model.linear_seconds(np.asarray(tokens), np.asarray(pairs), nothing)
         at_the_end = model.linear_seconds(nothing, nothing, np.asarray(edges))
         forward, backward = (share * seconds for seconds in in_layers)
-        # Of a backward, weight gradients are what attention is not, and as much as the forward of the same products.
+        # Weight gradients are part of the backward without attention, and take as long as the forward of its products.
         gemm = model.linear_seconds(np.asarray(tokens), nothing, nothing)
         weight = share * np.minimum(*gemm)
         embedding = embedding_seconds_per_token * np.asarray(tokens, dtype=np.float64)
-        # A look-up forward; the gradient of the table belongs to the weights.
+        # The forward is a look-up; the gradient of the table is a weight gradient.
         forward[0] += embedding / 2
         backward[0] += embedding / 2
         weight[0] += embedding / 2
         forward[-1] += at_the_end[0]
         backward[-1] += at_the_end[1]
         weight[-1] += np.minimum(*at_the_end)
-        # Of a backward that waits for the host, weight gradients are the same part.
+        # A backward that waits for the host keeps the same share of weight gradients.
         longer = np.maximum(backward, share * model.floors[1])
         weight *= np.divide(longer, backward, out=np.ones_like(backward), where=backward > 0)
         forward, backward = np.maximum(forward, share * model.floors[0]), longer

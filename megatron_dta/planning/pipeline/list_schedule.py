@@ -1,17 +1,28 @@
-"""A schedule by simulation: whenever a rank is free, it takes the most urgent of the ops that could begin.
+"""Builds a pipeline schedule by simulation: a rank that becomes free begins the most urgent op that is ready.
 
-The two orders of a virtual stage are fixed (forwards in preorder, backwards in postorder), so a free rank chooses among
-the next forward and the next backward of each of its chunks, and weight gradients that wait. What it chooses is a
-``Policy``, or follows the times of another schedule; under which limit on the tokens in flight says a ``Pipeline``.
-Every choice is deterministic.
+The order of ops on a virtual stage is fixed (forwards in preorder, backwards in postorder), so a free rank chooses
+among the next forward and the next backward of each of its model chunks, and the weight gradients that are due. A
+``Policy`` or the times of another schedule (``Urgency``) decide; ``Pipeline.limits`` bounds the tokens in flight. All
+choices are deterministic.
 
-A pipeline looks the same backwards in time: backwards read from the end are forwards in the preorder of the tree with
-all siblings in reverse. ``mirrored`` turns one into the other, so every policy has a twin that plans from the end.
+Example: a segment tree with root 0 and children 1 and 2, on 2 stages; each forward takes 1 and each backward 2.
 
-No limit of at least the tokens of the longest root path can bring a pipeline to a halt. Suppose that nothing runs and
-nothing can begin. Then no backward is waiting for its turn anywhere, so all virtual stages have run the same backwards,
-and each has only ancestors of its next forward in flight, if it is the furthest that has not run all forwards that the
-one before it has. That one has room: a chunk counts as no less than one longest root path, however little it holds.
+    stage 0   F0 F1 F2 B1 B2 B0
+    stage 1   F0 F1 B1 F2 B2 B0
+
+Stage 1 runs F0 from 1 to 2, F1 to 3, B1 to 5, F2 to 6, B2 to 8 and B0 to 10; stage 0 ends with B0 at 12, which is
+(N + P - 1) times 3. If segment 0 has 4 tokens, the others have 2, and the limit is 6 tokens instead of 8, then stage 0
+runs F2 only after B1, and the schedule takes 15.
+
+*Mirroring.* A pipeline looks the same backwards in time: backwards read from the end are forwards in the preorder of
+the tree with the order of all siblings reversed. ``mirrored`` exchanges the two, so every policy also yields a schedule
+that is built from the end.
+
+*No deadlock.* A schedule completes under every limit that is at least the longest root path. Suppose that no op runs
+and none can begin. Then no backward is ready on any virtual stage, so all of them have run the same backwards. Take the
+last virtual stage that has run fewer forwards than the one before it (or the first, if there is none). Only ancestors
+of its next forward are in flight there, so the forward has room: each model chunk reserves one longest root path,
+even while it holds less.
 """
 
 from __future__ import annotations
@@ -33,18 +44,18 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is to be scheduled. V virtual stages, N segments.
+    """The problem to schedule: V virtual stages, N segments.
 
     Attributes:
-        num_stages, num_chunks: V is their product.
+        num_stages, num_chunks: pipeline ranks, and model chunks of each; V is their product.
         parents: parent of each segment, in preorder.
         backwards: order of the backwards, children before parents.
         lengths: tokens of each segment.
-        forward, backward: times by virtual stage and segment; ``backward`` of the inputs only where it is split.
-        weight: times of the weight gradients, None where the backward is whole.
-        limits: most tokens in flight on each rank, summed over its chunks.
+        forward, backward: times [V][N]; with a split backward, ``backward`` is the time of the input gradients alone.
+        weight: times [V][N] of the weight gradients; None if the backward is not split.
+        limits: limit on the tokens in flight on each rank, summed over its model chunks.
         path_tokens: tokens of the longest root path.
-        send_seconds: time that a message takes between ranks.
+        send_seconds: time of a message between ranks.
     """
 
     num_stages: int
@@ -61,13 +72,13 @@ class Pipeline:
 
     @property
     def num_ops(self) -> int:
-        """Ops of all ranks."""
+        """Number of ops of all ranks."""
         return (2 if self.weight is None else 3) * len(self.parents) * len(self.forward)
 
     def mirrored(self) -> Pipeline:
         """The same pipeline with time reversed, its segments numbered by the reversed order of the backwards.
 
-        A split backward cannot be mirrored: its weight gradients would come first.
+        A split backward cannot be mirrored, because its weight gradients would come first.
         """
         assert self.weight is None
         order = self.backwards[::-1]
@@ -87,11 +98,11 @@ class Policy:
     """How a free rank chooses.
 
     Attributes:
-        alternate: after a backward a forward comes first, else always backwards.
-        patience: a forward is put off for a backward that will be ready within this share of the forward's time; where
-            ops are urgent by a table, any op for a more urgent one.
-        deep_first: of the forwards of several chunks, that of the last chunk comes first, else that of the segment
-            that is furthest behind, in groups of as many segments as there are stages.
+        alternate: whether a forward has priority after a backward; otherwise backwards always have priority.
+        patience: a forward waits for a backward that becomes ready within this share of the forward's time. With an
+            ``Urgency``, any op waits for a more urgent one.
+        deep_first: whether the last model chunk's forward has priority; otherwise the earliest segment has, in groups
+            of ``num_stages`` segments.
     """
 
     alternate: bool = False
@@ -101,7 +112,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Urgency:
-    """A table for the choice between forwards and backwards: the least value comes first. By virtual stage, segment."""
+    """Priorities [V][N] of forwards and backwards; the op with the smallest value comes first."""
 
     forward: list[list[float]]
     backward: list[list[float]]
@@ -109,7 +120,7 @@ class Urgency:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A schedule and when its ops end, by virtual stage and segment."""
+    """A schedule and the end times [V][N] of its ops."""
 
     schedule: PipelineSchedule
     forward_end: list[list[float]]
@@ -117,7 +128,11 @@ class Outcome:
     makespan: float
 
     def mirrored_urgency(self, backwards: list[int]) -> Urgency:
-        """What the mirrored pipeline is to run first: what ends last here. ``backwards`` is this pipeline's order."""
+        """Priorities for the mirrored pipeline: ops that end last here come first.
+
+        Args:
+            backwards: order of the backwards of this pipeline.
+        """
         order = backwards[::-1]
         return Urgency(
             forward=[[-ends[segment] for segment in order] for ends in self.backward_end],
@@ -125,7 +140,7 @@ class Outcome:
         )
 
     def mirrored_schedule(self, backwards: list[int]) -> PipelineSchedule:
-        """The schedule of the mirrored pipeline, each rank's ops from the last to the first."""
+        """The schedule of the mirrored pipeline: the ops of each rank in reverse order."""
         number = _inverse(backwards[::-1])
         schedule = self.schedule
         ops = [
@@ -152,7 +167,7 @@ def pipeline_of(
     split_backward: bool,
     send_seconds: float,
 ) -> Pipeline:
-    """The input of ``list_schedule`` as plain lists."""
+    """Convert arrays and costs to the input of ``list_schedule``."""
     parents, tokens = np.asarray(segment_parent).tolist(), np.asarray(lengths).tolist()
     times = op_times(costs)
     return Pipeline(
@@ -171,7 +186,7 @@ def pipeline_of(
 
 
 def longest_path_tokens(parents: Sequence[int], lengths: Sequence[int]) -> int:
-    """Tokens of the root path that has most: what one stage alone has in flight, depth first."""
+    """Tokens of the longest root path: the peak of a single stage that runs depth first."""
     totals = list(lengths)
     for segment, parent in enumerate(parents):
         if parent >= 0:
@@ -180,17 +195,17 @@ def longest_path_tokens(parents: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def list_schedule(pipeline: Pipeline, policy: Policy, urgency: Urgency | None = None) -> Outcome:
-    """The schedule that a policy leads to; with ``urgency`` the table decides between ops that are both ready."""
-    return _Run(pipeline, policy, urgency).run()
+    """Build the schedule of a policy; ``urgency``, if given, decides between ops that are both ready."""
+    return _ListScheduler(pipeline, policy, urgency).run()
 
 
-class _Run:
-    """The state of all ranks while one schedule is made."""
+class _ListScheduler:
+    """State of all ranks while one schedule is built."""
 
     def __init__(self, pipeline: Pipeline, policy: Policy, urgency: Urgency | None) -> None:
         stages, virtual, count = pipeline.num_stages, pipeline.num_stages * pipeline.num_chunks, len(pipeline.parents)
         self.pipeline, self.policy, self.urgency = pipeline, policy, urgency
-        # End of each forward and backward on each virtual stage, as soon as it has begun.
+        # End of each forward and backward on each virtual stage, known once the op has begun.
         self.forward_end = [[NEVER] * count for _ in range(virtual)]
         self.backward_end = [[NEVER] * count for _ in range(virtual)]
         self.forwards, self.backwards, self.weights = [0] * virtual, [0] * virtual, [0] * virtual
@@ -201,7 +216,7 @@ class _Run:
         self.events: list[tuple[float, int]] = [(0.0, stage) for stage in range(stages)]
 
     def run(self) -> Outcome:
-        """Go from event to event; at each, one rank may begin one op."""
+        """Process the events in order; at each one, a rank may begin an op."""
         events, free = self.events, self.free
         while events:
             now, stage = heappop(events)
@@ -211,7 +226,7 @@ class _Run:
         return Outcome(schedule, self.forward_end, self.backward_end, max(free, default=0.0))
 
     def _choose(self, stage: int, now: float) -> None:
-        """Begin the most urgent op that can, if the policy does not rather wait."""
+        """Begin the most urgent op that is ready, unless the policy waits for another one."""
         backward, backward_ready = self._next_backward(stage, now)
         forward, forward_ready = self._next_forward(stage, now)
         wait = self._waits(forward, forward_ready, backward, backward_ready, now)
@@ -232,7 +247,7 @@ class _Run:
             self._begin_weight(stage, now)
 
     def _waits(self, forward: int, forward_ready: float, backward: int, backward_ready: float, now: float) -> bool:
-        """Whether the one op that is ready is put off for the other one."""
+        """Whether the op that is ready waits for the other one."""
         patience = self.policy.patience
         if not patience:
             return False
@@ -256,9 +271,10 @@ class _Run:
         return self.urgency.backward[v][self.pipeline.backwards[self.backwards[v]]]
 
     def _next_backward(self, stage: int, now: float) -> tuple[int, float]:
-        """The virtual stage whose backward is to come next, and when it can.
+        """Virtual stage of the next backward, and the time at which it can begin.
 
-        Of those that can now the most urgent one, without a table the last; if none can, the one that can first.
+        Among ready backwards this is the most urgent one, or that of the last virtual stage without an ``Urgency``. If
+        none is ready, it is the one that becomes ready first.
         """
         pipeline, urgency = self.pipeline, self.urgency
         best, best_ready, best_rank = -1, NEVER, 0.0
@@ -277,7 +293,7 @@ class _Run:
         return best, best_ready
 
     def _next_forward(self, stage: int, now: float) -> tuple[int, float]:
-        """The virtual stage whose forward is to come next, and when it can; only those that have room count."""
+        """Virtual stage of the next forward that has room, and the time at which it can begin."""
         pipeline, urgency = self.pipeline, self.urgency
         count, stages = len(pipeline.parents), pipeline.num_stages
         best, best_ready, best_rank = -1, NEVER, 0.0
@@ -297,7 +313,7 @@ class _Run:
         return best, best_ready
 
     def _has_room(self, stage: int, v: int, length: int) -> bool:
-        """Whether the rank may hold the segment too, with one longest root path put aside for each chunk."""
+        """Whether the segment fits into the rank's limit, with one longest root path reserved for each model chunk."""
         pipeline, alive = self.pipeline, self.alive
         if pipeline.num_chunks == 1:
             return alive[v] + length <= pipeline.limits[stage]
@@ -330,7 +346,7 @@ class _Run:
         )
 
     def _begin_weight(self, stage: int, now: float) -> bool:
-        """Weight gradients in the order of the input gradients; the last chunk's first."""
+        """Begin a weight gradient, in the order of the input gradients; the last model chunk comes first."""
         pipeline = self.pipeline
         assert pipeline.weight is not None
         for v in range((pipeline.num_chunks - 1) * pipeline.num_stages + stage, -1, -pipeline.num_stages):
@@ -343,12 +359,12 @@ class _Run:
                 return True
         return False
 
-    def _begun(self, op: PipelineOp, stage: int, end: float, reached: int | None) -> None:
-        """Note an op that has begun, and when its rank and the one that waits for it are to look again."""
+    def _begun(self, op: PipelineOp, stage: int, end: float, receiver: int | None) -> None:
+        """Record an op that has begun, and add the events of its end: on its own rank and on the receiving rank."""
         self.ops[stage].append(op)
         self.free[stage] = end
         heappush(self.events, (end, stage))
-        if reached is not None and 0 <= reached < len(self.forwards):
-            other = reached % self.pipeline.num_stages
+        if receiver is not None and 0 <= receiver < len(self.forwards):
+            other = receiver % self.pipeline.num_stages
             if other != stage:
                 heappush(self.events, (end + self.pipeline.send_seconds, other))

@@ -1,14 +1,17 @@
-"""Chooses how forwards and backwards of a segment tree interleave on every stage of a pipeline.
+"""Chooses how the forwards and backwards of a segment tree interleave on every stage of a pipeline.
 
-The orders of forwards and of backwards are fixed (see ``pipeline_schedule``). Between segments of equal times the
-static schedule is best; between unequal ones it leaves stages waiting for each other. So schedules are made in several
-ways under one limit on the tokens in flight, each is run against the table of times, and the fastest is taken; among
-equals that with least in flight.
+The orders of forwards and of backwards are fixed (see ``planning.pipeline.schedule``). The static schedule is the best
+one for segments of equal times; for unequal times its stages wait for each other. The planner therefore builds several
+schedules under one limit on the tokens in flight, simulates each with the given times, and returns the fastest; among
+equally fast ones, the one with the fewest tokens in flight. It tries, in this order:
 
-The ways: the static schedule; list scheduling by a few policies, from the start and, mirrored, from the end; and then,
-from the best of these, list scheduling back and forth, where each pass takes first what ended last in the pass before
-in the other direction of time (forward-backward improvement of project scheduling: K. Y. Li and R. J. Willis,
-European Journal of Operational Research 56, 1992). The search ends early at a schedule that no other can beat.
+1. the static schedule ``tree_1f1b``;
+2. list schedules with a few policies, built from the start and, mirrored, from the end;
+3. forward-backward improvement of the best of these (K. Y. Li and R. J. Willis, European Journal of Operational
+   Research 56, 1992): each pass builds the schedule in the other direction of time and gives priority to the ops that
+   ended last in the previous pass.
+
+The search ends early at a schedule that reaches the lower bound (``makespan_bound``) within 0.1%.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from megatron_dta.planning.pipeline.list_schedule import (
 from megatron_dta.planning.pipeline.schedule import PipelineSchedule, peak_in_flight, tree_1f1b
 from megatron_dta.planning.pipeline.simulation import simulate
 
-# (mirrored, policy), the most useful ones first; the others are for one rank's several chunks.
+# (mirrored, policy), the most useful ones first. CHUNK_STARTS are added if a rank has several model chunks.
 STARTS = (
     (False, Policy()),
     (False, Policy(alternate=True, patience=0.1)),
@@ -48,15 +51,15 @@ CHUNK_STARTS = (
     (False, Policy(deep_first=False, alternate=True)),
     (True, Policy(deep_first=False, alternate=True)),
 )
-IMPROVED = 3  # So many of the best starts are improved,
-PASSES = 6  # by so many passes back and forth,
-PATIENCES = (0.0, 0.3)  # each tried with these.
-# Ops that are placed in the whole search; a large pipeline has only few passes, and needs them less.
+IMPROVED = 3  # Number of best starts that are improved.
+PASSES = 6  # Improvement passes of each.
+PATIENCES = (0.0, 0.3)  # Patiences tried in each pass.
+# Ops placed in the whole search. Large pipelines get fewer list schedules, and gain less from them.
 MAX_OPS = 100_000
-LEAST_RUNS = 6
-# A schedule this near to the bound ends the search.
+MIN_RUNS = 6
+# The search ends at a makespan of this many times the lower bound.
 NEAR_BOUND = 1.001
-# A stage may by default have this many times in flight what one stage alone has, depth first.
+# Default limit on the tokens in flight on a stage, over those of a single stage that runs depth first.
 DEFAULT_FACTOR = 1.5
 
 
@@ -70,20 +73,21 @@ def plan_pipeline(
     split_backward: bool = False,
     send_seconds: float = 0.0,
 ) -> PipelineSchedule:
-    """The fastest schedule found, deterministically: the same input gives the same schedule on every rank.
+    """Return the fastest schedule found. Deterministic: the same input gives the same schedule on every rank.
 
     Args:
         segment_parent: int [N], the segment tree in preorder, -1 at roots.
         lengths: int [N], tokens of each segment.
         costs: times on V = num_stages * num_chunks virtual stages.
-        max_in_flight_tokens: most tokens in flight on a stage, counted as in ``peak_in_flight``; None for the larger
-            of 1.5 times the longest root path and what the static schedule has in flight on that stage.
-        split_backward: plan input and weight gradients as ops of their own.
-        send_seconds: time that a message takes from rank to rank.
+        num_stages, num_chunks: pipeline ranks, and model chunks (virtual stages) of each.
+        max_in_flight_tokens: limit on the tokens in flight on a stage, counted as in ``peak_in_flight``; None for the
+            larger of 1.5 times the longest root path and the peak of the static schedule on that stage.
+        split_backward: plan input and weight gradients as separate ops.
+        send_seconds: time of a message between ranks.
 
     Raises:
-        InputError: a limit below the longest root path, which is in flight at its last segment.
-        ValueError: arrays that do not fit together.
+        InputError: the limit is below the longest root path, all of which is in flight at its last segment.
+        ValueError: the shapes of the arrays do not match, or a size is below 1.
     """
     parents, tokens = np.asarray(segment_parent).tolist(), np.asarray(lengths).tolist()
     if num_stages < 1 or num_chunks < 1:
@@ -115,7 +119,7 @@ def plan_pipeline(
         send_seconds,
     )
     if num_stages == 1:
-        return list_schedule(pipeline, Policy()).schedule  # Never idle, and least in flight: depth first.
+        return list_schedule(pipeline, Policy()).schedule  # Depth first: never idle, fewest tokens in flight.
     limit = max(limits, default=0)
     bound = makespan_bound(parents, tokens, costs, num_stages, num_chunks, limit, split_backward)
     fits = all(peak <= limit for peak, limit in zip(peak_in_flight(static, tokens), limits, strict=True))
@@ -130,12 +134,12 @@ def plan_pipeline(
 
 
 def _schedules(pipeline: Pipeline, static: PipelineSchedule | None) -> Iterator[PipelineSchedule]:
-    """All schedules that are to be compared, one after another."""
+    """Yield the schedules to compare, in the order of the module's docstring."""
     split = pipeline.weight is not None
     if static is not None and pipeline.num_chunks == 1 and not split:
         yield static
     starts = STARTS + (CHUNK_STARTS if pipeline.num_chunks > 1 else ())
-    runs = max(LEAST_RUNS, MAX_OPS // max(1, pipeline.num_ops))
+    runs = max(MIN_RUNS, MAX_OPS // max(1, pipeline.num_ops))
     if split:
         starts = tuple((mirrored, policy) for mirrored, policy in starts if not mirrored)
     else:

@@ -1,12 +1,13 @@
-"""Runs a schedule against a table of times: when each op begins and ends, and in which order messages cross stages.
+"""Simulates a pipeline schedule: start and end of every op, and the order of messages between stages.
 
-Every rank runs its ops one after another; an op begins when its rank is free and all that it needs has ended (and has
-crossed to this rank, which takes ``send_seconds``). Nothing is chosen here: the result is exact for the times given.
+Each rank runs its ops one after another. An op begins when its rank is free and everything that it needs has ended; a
+result from another rank arrives ``send_seconds`` after its op ended. The simulation makes no choices, so it is exact
+for the given times.
 
-``message_order`` puts all messages between ranks into one order, ``rank_programs`` each rank's ops and messages into
-that order. Where every rank goes through its program from front to back, the first entry of the global order that
-is not done yet can always be done by those who take part in it. So no rank waits for ever, even where a send returns
-only once its receive has been posted and a pair of ranks has a single channel.
+``message_order`` puts all messages between ranks into one global order, and ``rank_programs`` arranges the ops and
+messages of each rank in that order. If every rank follows its program, the first unfinished entry of the global order
+can always be completed by its ranks. Hence there is no deadlock, even if a send returns only after its receive has been
+posted and a pair of ranks has a single channel.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACK
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every op of a schedule runs.
+    """Start and end of every op of a schedule.
 
     Attributes:
-        start, end: one float64 array for each stage, in the order of its ops.
+        start, end: one float64 array per stage, in the order of its ops.
     """
 
     start: list[np.ndarray]
@@ -39,25 +40,29 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From 0 to the end of the last op."""
+        """End of the last op; the step begins at 0."""
         return max((float(end[-1]) for end in self.end if len(end)), default=0.0)
 
     @property
     def busy(self) -> list[float]:
-        """Time that each stage computes."""
+        """Computing time of each stage."""
         return [float((end - start).sum()) for start, end in zip(self.start, self.end, strict=True)]
 
     @property
     def utilisation(self) -> float:
-        """Share of all stages' time that is computation; 1 for an empty schedule."""
+        """Computing time of all stages over stages times makespan; 1 for an empty schedule."""
         makespan = self.makespan
         return sum(self.busy) / (len(self.start) * makespan) if makespan else 1.0
 
 
 class Message(NamedTuple):
-    """What crosses ranks: a forward's activations to the next virtual stage, or a backward's gradients to the last one.
+    """A transfer between ranks: activations to the next virtual stage or gradients to the previous one.
 
-    ``virtual_stage`` is the one that sends; ``kind`` that of the op that makes the message.
+    Attributes:
+        sender, receiver: pipeline ranks.
+        kind: kind of the op that produces the message.
+        segment: segment of that op.
+        virtual_stage: virtual stage that sends.
     """
 
     sender: int
@@ -73,16 +78,16 @@ def simulate(
     costs: PipelineCosts,
     send_seconds: float = 0.0,
 ) -> Timeline:
-    """Run the schedule in the times of ``costs``.
+    """Simulate the schedule with the times of ``costs``.
 
     Args:
-        schedule: see ``PipelineSchedule``; ``check_schedule`` says more where it cannot run.
+        schedule: the op lists. ``check_schedule`` explains why an invalid one cannot run.
         segment_parent: int [N], the segment tree in preorder, -1 at roots.
         costs: times for V = num_stages * num_chunks virtual stages.
         send_seconds: time between the end of an op and the start of one that needs its message on another rank.
 
     Raises:
-        ValueError: costs of another shape, or a schedule that comes to a halt.
+        ValueError: the costs have another shape, or the schedule deadlocks.
     """
     parents = np.asarray(segment_parent).tolist()
     shape = np.shape(costs.forward)
@@ -93,7 +98,7 @@ def simulate(
         )
     times = op_times(costs)
     last = schedule.num_virtual_stages - 1
-    # End of each op, None before it ran; a backward needs its children's, which a preorder walk of B does not show.
+    # End of each op, None before it ran. ``open_children`` counts the children whose backward has not run.
     ended = {kind: [[None] * len(parents) for _ in range(last + 1)] for kind in (F, B, I, W)}
     open_children = [np.bincount(np.asarray([p for p in parents if p >= 0], dtype=np.int64), minlength=len(parents))]
     open_children = [open_children[0].tolist() for _ in range(last + 1)] if parents else [[]] * (last + 1)
@@ -150,7 +155,7 @@ def simulate(
 
 
 def op_times(costs: PipelineCosts) -> dict[OpKind, list[list[float]]]:
-    """Time of each op by kind, virtual stage and segment."""
+    """Times [V][N] of each kind of op."""
     backward, weight = np.asarray(costs.backward, dtype=np.float64), costs.weight
     return {
         F: np.asarray(costs.forward, dtype=np.float64).tolist(),
@@ -161,7 +166,7 @@ def op_times(costs: PipelineCosts) -> dict[OpKind, list[list[float]]]:
 
 
 def message_of(schedule: PipelineSchedule, stage: int, op: PipelineOp) -> Message | None:
-    """The message that an op of a stage makes; None for an op whose result stays on its rank."""
+    """The message that an op sends; None if its result stays on its rank."""
     v = schedule.virtual_stage(stage, op.chunk)
     if op.kind is F:
         other = v + 1
@@ -175,10 +180,10 @@ def message_of(schedule: PipelineSchedule, stage: int, op: PipelineOp) -> Messag
 
 
 def rank_programs(schedule: PipelineSchedule, timeline: Timeline) -> list[list[PipelineOp | Message]]:
-    """What each rank does, ops and messages: see the top of the file. Both sides of a message have it in their lists.
+    """Arrange the ops and messages of each rank in the global order. A message is in the lists of both of its ranks.
 
-    A message stands where its op ends in the timeline. On the receiver it is before the op that needs it, and after
-    the ops that begin earlier than it arrives.
+    The position of a message is the end of its op in the timeline. On the receiver, it comes before the op that needs
+    it and after the ops that begin before that time.
     """
     programs: list[list[PipelineOp | Message]] = [[] for _ in schedule.ops]
     for stage, entry in _global_order(schedule, timeline):
@@ -189,26 +194,26 @@ def rank_programs(schedule: PipelineSchedule, timeline: Timeline) -> list[list[P
 
 
 def message_order(schedule: PipelineSchedule, timeline: Timeline) -> list[Message]:
-    """All messages between ranks in one order, in which every rank posts its sends and receives."""
+    """All messages between ranks, in the order in which every rank posts its sends and receives."""
     return [entry for _, entry in _global_order(schedule, timeline) if isinstance(entry, Message)]
 
 
 def _global_order(schedule: PipelineSchedule, timeline: Timeline) -> list[tuple[int, PipelineOp | Message]]:
-    """Ops at their start and messages at the end of their ops, each after all that it needs; with the (sending) stage.
+    """Sort ops by start and messages by the end of their op; each entry has the stage that runs or sends it.
 
-    An op comes after the one before it on its rank and after the message that it needs, a message after its op. Other
-    needs lie on the same rank and follow.
+    An op follows the previous op of its rank and the message that it needs; a message follows its op. All other
+    dependencies are between ops of one rank, so they hold as well.
     """
     order: list[tuple[int, PipelineOp | Message]] = []
     at = [0] * schedule.num_stages
     arrived: set[Message] = set()
     needed = [[_needed_message(schedule, stage, op) for op in ops] for stage, ops in enumerate(schedule.ops)]
     waiting: dict[Message, int] = {}
-    # (time, messages before ops, stage, place of the op): unique, so that nothing else is compared.
+    # (time, 0 for a message and 1 for an op, stage, index of the op): unique, so ties need no further rule.
     heap: list[tuple[float, int, int, int]] = []
 
     def offer(stage: int) -> None:
-        """Put the stage's next op on the heap, or let it wait for its message."""
+        """Push the next op of the stage to the heap, or record the message that it waits for."""
         if at[stage] == len(schedule.ops[stage]):
             return
         message = needed[stage][at[stage]]

@@ -1,4 +1,4 @@
-"""Cases and helpers that tests of common tree share."""
+"""Cases and helpers that tests of the merged segment tree share."""
 
 from __future__ import annotations
 

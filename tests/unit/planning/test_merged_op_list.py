@@ -1,4 +1,4 @@
-"""Slots of ranks that run in step: every rank's own ops in a right order, within its budget, in fewer slots."""
+"""A merged op list runs each rank's ops in a valid order, within its budget, in fewer ops than a merged tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.planning.expert_parallel.merged_op_list import MergedOpList, Slot, build_merged_op_list
+from megatron_dta.planning.expert_parallel.merged_op_list import MergedOp, MergedOpList, build_merged_op_list
 from megatron_dta.planning.expert_parallel.merged_segment_tree import (
     MergedSegmentTree,
     SegmentForest,
@@ -36,25 +36,25 @@ def check_slots(forests: list[SegmentForest], found: MergedOpList, memory_tokens
     budget = max([memory_tokens, *(peak_of(forest) for forest in forests)])
     trees = [SegmentTree(forest) for forest in forests]
     cost = 0
-    for number, slot in enumerate(found.slots):
-        # All ranks' backwards right after the same segments' forwards have their activations.
-        at_once = slot.is_backward and number > 0 and found.slots[number - 1] == Slot(False, slot.segments)
-        assert slot.runs_again == (slot.is_backward and not at_once)
+    for number, op in enumerate(found.ops):
+        # A backward right after the forward of the same segments uses its activations.
+        at_once = op.is_backward and number > 0 and found.ops[number - 1] == MergedOp(False, op.segments)
+        assert op.recomputes == (op.is_backward and not at_once)
         largest = max(
-            (tree.costs[segment] for tree, segment in zip(trees, slot.segments, strict=True) if segment >= 0), default=0
+            (tree.costs[segment] for tree, segment in zip(trees, op.segments, strict=True) if segment >= 0), default=0
         )
-        cost += largest * (1 + slot.is_backward + slot.runs_again)
+        cost += largest * (1 + op.is_backward + op.recomputes)
     assert cost == found.cost
     for rank, forest in enumerate(forests):
         in_flight = empty = 0
         own = []
-        for slot in found.slots:
-            segment, sign = slot.segments[rank], -1 if slot.is_backward else 1
+        for op in found.ops:
+            segment, sign = op.segments[rank], -1 if op.is_backward else 1
             if segment < 0:
                 empty += sign
                 assert empty >= 0
                 continue
-            own.append(Op(OpKind.BACKWARD if slot.is_backward else OpKind.FORWARD, segment))
+            own.append(Op(OpKind.BACKWARD if op.is_backward else OpKind.FORWARD, segment))
             in_flight += sign * forest.lengths[segment]
             assert in_flight <= budget
         assert (in_flight, empty) == (0, 0)
@@ -70,7 +70,7 @@ def test_every_rank_runs_its_own_tree_in_a_right_order(seed: int) -> None:
     found = build_merged_op_list(forests, memory_tokens)
     check_slots(forests, found, memory_tokens)
     sizes = [len(forest.lengths) for forest in forests]
-    assert 2 * max(sizes) <= len(found.slots) <= 2 * sum(sizes) + 2
+    assert 2 * max(sizes) <= len(found.ops) <= 2 * sum(sizes) + 2
     assert build_merged_op_list(forests, memory_tokens) == found
     least = max(sum(SegmentTree(forest).costs) for forest in forests)
     assert found.cost >= least * 3
@@ -82,25 +82,25 @@ def test_equal_trees_cost_nothing_more(seed: int) -> None:
     costs = SegmentTree(forest).costs
     inner = sum(costs[segment] for segment in set(forest.segment_parent) - {-1})
     assert build_merged_op_list([forest] * 4).cost == 3 * sum(costs) + inner  # only leaves run backward at once
-    assert len(build_merged_op_list([forest] * 4).slots) == 80
+    assert len(build_merged_op_list([forest] * 4).ops) == 80
 
 
 def test_idle_ranks() -> None:
     forest, none = random_forest(seed_all(1), 9), SegmentForest([], [])
     found = build_merged_op_list([none, forest, none])
-    assert len(found.slots) == 18
+    assert len(found.ops) == 18
     check_slots([none, forest, none], found, 0)
-    assert build_merged_op_list([none, none]).slots == []
+    assert build_merged_op_list([none, none]).ops == []
 
 
 def test_a_branch_need_not_wait_for_the_others_branches() -> None:
-    """Two ranks with branches of other lengths, as many segments in all: a common tree pairs only some of them."""
+    """Two ranks with branches of other lengths, and equally many segments: a merged tree pairs only some of them."""
     long = SegmentForest([-1, 0, 1, 2, 3, 4, 0, 6, 7, 8, 9], [10] * 11)
     short = SegmentForest([-1, 0, 1, 2, 0, 4, 5, 0, 7, 8, 0], [10] * 11)
     for budget, slots, nodes in ((60, 28, 16), (80, 22, 15)):
         found = build_merged_op_list([long, short], budget)
         check_slots([long, short], found, budget)
-        assert len(found.slots) <= slots < 2 * nodes
+        assert len(found.ops) <= slots < 2 * nodes
         assert build_merged_segment_tree([long, short], budget).num_segments >= nodes  # the reason for slots
 
 

@@ -1,4 +1,4 @@
-"""The common tree on random forests: every rank's tree is in it, within the budget, and it is small."""
+"""The merged segment tree of random forests holds every rank's tree, respects the budget and is small."""
 
 from __future__ import annotations
 
