@@ -1,4 +1,4 @@
-"""Bytes of a rank that stay the same through a step: weights, gradients, optimizer states, weights' copies in FP8."""
+"""Counts a rank's bytes that are constant within a step: weights, gradients, optimizer states, FP8 weight copies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 def constant_bytes(
     parts: Iterable[torch.nn.Module], settings: OptimizationConfig | None = None, optimizer_ranks: int = 1
 ) -> float:
-    """Bytes of the model's parts on this rank's device.
+    """Constant bytes of a model's chunks on this rank's device.
 
     Args:
-        parts: of one model, in Megatron's gradient buffers if it is trained.
-        settings: of its optimizer; None for none.
-        optimizer_ranks: data-parallel ranks that divide its states (``--use-distributed-optimizer``), else 1.
+        parts: the model chunks of one model, wrapped in Megatron's data parallelism if it is trained.
+        settings: settings of the model's optimizer; None if it has no optimizer.
+        optimizer_ranks: number of data-parallel ranks that share the optimizer states
+            (``--use-distributed-optimizer``), otherwise 1.
     """
     total = 0.0
     for part in parts:
@@ -38,7 +39,7 @@ def constant_bytes(
 
 
 def state_bytes(settings: OptimizationConfig, dtype: torch.dtype) -> float:
-    """Bytes of the optimizer's states on the device for each parameter of ``dtype``: moments and master weight."""
+    """Bytes of moments and master weight on the device for each parameter of ``dtype``."""
     if dtype in (torch.float32, torch.float64):
         each = 2 * dtype.itemsize  # These weights are their own master weights.
     else:

@@ -1,8 +1,8 @@
-"""The critic of PPO in training: a model, an optimizer and an engine of its own, on the plans of the policy.
+"""Trains the critic of PPO with its own model, optimizer and engine, on the plans of the policy.
 
-It is cut over the ranks as the policy is, takes one optimizer step for each of the policy's, and is kept in the same
-checkpoints under names that begin with ``critic.``. It starts from the policy's weights with a random value head, or
-from ``--critic-load``.
+The critic is sharded over the ranks like the policy and takes one optimizer step for each step of the policy. It is
+saved in the same checkpoints, under names that begin with ``critic.``. It starts from the policy's weights with a
+random value head, or from ``--critic-load``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _HEAD = "output_layer.weight"
 
 
 class Critic:
-    """Everything of a run that belongs to its critic.
+    """The critic's model, optimizer and engine.
 
     Attributes:
-        engine: on the critic's weights; its logprobs are values.
+        engine: runs on the critic's weights; its ``compute_logprobs`` returns values.
     """
 
     def __init__(self, config: TrainConfig, model: Model) -> None:
@@ -50,7 +50,7 @@ class Critic:
         self._objective = make_value_objective(config.critic.value_clip or None)
 
     def train(self, batch: TreeBatch) -> dict[str, float | bool]:
-        """One optimizer step on the batch that the policy trains; its metrics."""
+        """Run one optimizer step on the policy's batch and return its metrics."""
         self.optimizer.zero_grad()
         result = self.engine.forward_backward(batch, self._objective)
         loss = float(result.loss)
@@ -65,7 +65,7 @@ class Critic:
             "critic_grad_norm": outcome.grad_norm,
             "critic_learning_rate": outcome.learning_rate,
             "critic_skipped": not outcome.applied,
-            # Of a critic with experts; they are balanced as the policy's, with the same coefficients.
+            # Only critics with experts have these losses, with the same coefficients as the policy.
             **{f"critic_{name}": means[name] for name in ("seq_load_balancing_loss", "z_loss") if name in means},
         }
 
@@ -81,14 +81,14 @@ class Critic:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what a checkpoint has."""
+        """Restore the critic from its part of a checkpoint."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state)
 
 
 def build_critic_model(config: TrainConfig, policy: Model, device: torch.device, resumes: bool) -> Model:
-    """A critic that starts where the settings say; one that ``resumes`` is going to be loaded."""
-    # All of a critic's weights are trained, also beside a policy with adapters.
+    """Build the critic's model with its initial weights; if the run ``resumes``, a checkpoint replaces them later."""
+    # All weights of the critic are trained, even if the policy trains only adapters.
     model = build_model(without_lora(config.model), device, config.parallel, value_head=True)
     folder = config.critic.critic_load
     if resumes:
@@ -111,7 +111,7 @@ def build_critic_model(config: TrainConfig, policy: Model, device: torch.device,
 
 
 def _load_trunk(model: Model, states: dict[str, dict[str, Any]]) -> None:
-    """Load each part's weights; a value head that does not fit, or is not there, keeps its own."""
+    """Load each model chunk's weights. A value head that is missing or of another shape keeps its initial values."""
     for i, part in enumerate(model.parts):
         own, found = part.state_dict(), dict(states[str(i)])
         state = {name: value for name, value in found.items() if not name.startswith("output_layer.")}

@@ -1,14 +1,14 @@
-"""``--dry-run``: everything that can be wrong with a training command, found without training and without writing.
+"""``--dry-run``: checks a training command without training and without writing anything.
 
-    flags and mesh   were checked when the command line was read
-    folders          what the run would write to can be made and written
-    data             rollouts and prompts are read in full, as training would; tokenizer and reward are loaded
-    plan             of stored rollouts the first step's forest; of sampled ones what their longest could be
-    checkpoints      what the run would start from is there, whole, and of the same model
-    memory           of the pipeline stage that needs most, by counting; compared with the GPU where there is one
+    flags and mesh   checked when the command line is parsed
+    folders          every output folder exists or can be created, and is writable
+    data             rollouts and prompts are read in full, as in training; tokenizer and reward are loaded
+    plan             the first step's forest for stored rollouts; the longest possible rollout for sampled ones
+    checkpoints      every checkpoint that the run would load exists, is complete, and matches the model
+    memory           estimate for the pipeline stage that needs most; compared with the GPU's memory if there is a GPU
 
-The first thing that is wrong ends it with the line that training would have ended with. No process group is made, so
-one process can check a command for any mesh: WORLD_SIZE=64 python -m megatron_dta.train ... --dry-run.
+The first error ends the check with the message that training would have printed. No process group is created, so one
+process can check a command for any mesh: WORLD_SIZE=64 python -m megatron_dta.train ... --dry-run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ Report = Callable[[str], None]
 
 
 def dry_run(config: TrainConfig, report: Report) -> None:
-    """Check ``config`` and report what its run would be; ``InputError`` names the first thing that is wrong."""
+    """Check ``config`` and report what its run would do.
+
+    Raises:
+        InputError: the configuration cannot run; the message names the first problem.
+    """
 
     def tell(name: str, text: str) -> None:
         report(f"{name:<12} {text}")
@@ -92,7 +96,7 @@ def dry_run(config: TrainConfig, report: Report) -> None:
 
 
 def _check_folders(config: TrainConfig) -> None:
-    """Everything that would be written to is a folder that can be, or can be made."""
+    """Check that every output folder is writable or can be created."""
     logging = config.logging
     for flag, path in (
         ("--save", config.checkpoint.save),
@@ -108,13 +112,13 @@ def _check_folders(config: TrainConfig) -> None:
         while not there.exists():
             there = there.parent
         if not there.is_dir():
-            raise InputError(f"{flag}: the folder {path} cannot be made ({there} is a file)")
+            raise InputError(f"{flag}: the folder {path} cannot be created ({there} is a file)")
         if not os.access(there, os.W_OK | os.X_OK):
             raise InputError(f"{flag}: the folder {path} cannot be written ({there}: no permission)")
 
 
 def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, str], None]) -> int:
-    """Prompts, tokenizer and what else samples; returns the most tokens of a rollout."""
+    """Report the prompts and the tokenizer, and return the largest possible number of tokens in a rollout."""
     sampling = config.sampling
     if config.environment.environment is not None:
         load_environment(config.environment.environment)
@@ -127,7 +131,7 @@ def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, 
     tell(
         "prompts",
         f"{len(lengths):,} of {min(lengths)} to {max(lengths):,} tokens, {len(task.eval_prompts):,} held out; "
-        f"a collection has {sampling.rollout_batch_size} x {sampling.n_samples_per_prompt} rollouts",
+        f"a rollout batch has {sampling.rollout_batch_size} x {sampling.n_samples_per_prompt} rollouts",
     )
     tell("epochs", _epochs_of_prompts(config, len(lengths)))
     for name, text in tokenizer_lines(task.tokenizer):
@@ -136,22 +140,22 @@ def _tell_prompts(config: TrainConfig, task: SamplingTask, tell: Callable[[str, 
 
 
 def _epochs_of_prompts(config: TrainConfig, count: int) -> str:
-    """How often the run comes by each of ``count`` prompts; a collection may begin in one epoch and end in the next."""
+    """How often the run samples each of ``count`` prompts. A rollout batch may span the end of an epoch."""
     sampling = config.sampling
     batch = sampling.rollout_batch_size
     collections = -(-config.optimization.train_iters // (sampling.num_steps_per_rollout * config.objective.ppo_epochs))
-    text = f"{collections * batch / count:,.2f} in {collections:,} collections of {batch:,} prompts"
+    text = f"{collections * batch / count:,.2f} in {collections:,} rollout batches of {batch:,} prompts"
     if config.filtering.dynamic_sampling or sampling.over_sampling_batch_size is not None:
-        text = f"at least {text}, which others replace"
+        text = f"at least {text}; rejected groups are replaced by further prompts"
     if batch > count:
         least, most = batch // count, -(-batch // count)
         often = f"{least} times" if least == most else f"{least} to {most} times"
-        text += f"; warning: there are only {count:,}, so each is in a collection {often}, as a group of its own"
+        text += f"; warning: there are only {count:,}, so a rollout batch holds each {often}, as separate groups"
     return text
 
 
 def _epochs_of_rollouts(config: TrainConfig, stored: StoredRollouts) -> str:
-    """How often the run comes by each stored rollout, and how full its steps are."""
+    """How often the run trains each stored rollout, and how full its steps are."""
     sizes, wanted = stored.epoch_sizes(0), config.data.global_batch_size or 1
     text = f"{config.optimization.train_iters / len(sizes):,.2f}; the first has {len(sizes):,} steps"
     if min(sizes) < wanted:
@@ -161,7 +165,7 @@ def _epochs_of_rollouts(config: TrainConfig, stored: StoredRollouts) -> str:
 
 
 def _tell_rollouts(config: TrainConfig, stored: StoredRollouts, tell: Callable[[str, str], None]) -> InFlight:
-    """The stored rollouts and the plan of the first step."""
+    """Report the stored rollouts and the plan of the first step, and return the tokens in flight."""
     everything = stored.rollouts
     lengths = np.array([len(rollout) for rollout in everything])
     trained = sum(int(np.count_nonzero(rollout.loss_mask)) for rollout in everything)
@@ -180,7 +184,7 @@ def _flight_of(
     rollouts: Sequence[Rollout],
     tell: Callable[[str, str], None] | None = None,
 ) -> InFlight:
-    """What is in flight at most: by the plan of ``rollouts``, or within the budget that ``lengths`` lead to."""
+    """The largest number of tokens in flight: from the plan of ``rollouts``, or from the budget for ``lengths``."""
     tree = config.tree
     segment = tree.tree_segment_tokens or DEFAULT_SEGMENT_TOKENS
     longest = max(lengths)
@@ -213,7 +217,7 @@ def _up_to_last_trained(rollout: Rollout) -> np.ndarray:
 
 
 def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
-    """What weights the run would begin with, checked; a line each."""
+    """Check the weights that the run would load and describe each in a line."""
     checkpoint, lines = config.checkpoint, []
     own = find_checkpoint(checkpoint.save) if checkpoint.save is not None else None
     found = own or (find_checkpoint(checkpoint.load) if checkpoint.load is not None else None)
@@ -254,7 +258,7 @@ def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
 
 
 def _check_hf(folder: Path, config: TrainConfig) -> None:
-    """All tensors are there, whole, and of the shapes that config.json says."""
+    """Check that all tensors are present and complete and have the shapes that config.json implies."""
     family = architecture(read_hf_config(folder))
     shape = ModelShape.of(config.model)
     check_tensors(SafetensorsFolder(folder), parameters_of(family.architecture, shape), shape)
@@ -263,7 +267,7 @@ def _check_hf(folder: Path, config: TrainConfig) -> None:
 def _memory(
     config: TrainConfig, objective: Objective, shape: RunShape, mesh: RunMesh, flight: InFlight | None
 ) -> tuple[int, RankMemory, float]:
-    """The stage that needs most, its memory, and what further models take there."""
+    """The pipeline stage that needs most memory, its memory, and the bytes of the critic and reference there."""
     model = config.model
     dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     full = model.recompute_granularity == "full"
@@ -281,7 +285,7 @@ def _memory(
     worst: tuple[int, RankMemory, float] | None = None
     for stage in range(mesh.pipeline):
         whole = stage_memory(shape, mesh, states, stage, flight)
-        # About: adapters are spread over the stages as the weights are.
+        # An approximation: adapters are assumed to be spread over the stages as the weights are.
         gradients, optimizer = whole.gradients * trained, whole.optimizer * trained
         of_stage = replace(whole, gradients=gradients, optimizer=optimizer)
         more = 0.0

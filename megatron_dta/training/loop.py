@@ -1,15 +1,16 @@
-"""The training loop: one collection of rollouts after another, each divided into optimizer steps.
+"""The training loop: samples rollout batches and divides each into optimizer steps.
 
     1. collect   rollouts from the source, with the current weights              (rollouts.source)
-    2. prepare   cut into steps; old, reference logprobs, values; advantages     (training.preparation)
+    2. prepare   divide into steps; old and reference logprobs, values; advantages  (training.data.prepare)
     3. plan      prefix forest, segments, op list, once for all passes of a step (engine.prepare_batch)
     4. train     forward in preorder, losses, backward in postorder              (engine.TreeEngine)
     5. update    reduce, check, clip, apply                                      (training.optimizer)
                  a critic trains on the same plan                                (training.critic)
-    6. report    metrics and a line on the console; evaluation and checkpoint when due
+    6. report    write metrics, print a progress line; evaluate and save a checkpoint when due
 
-Between any two steps the whole state is: weights, optimizer, schedule, random states, the number of steps and
-collections, and the steps prepared but not trained yet. A checkpoint holds exactly that.
+Between two steps, the complete state of a run consists of the weights, the optimizer, the schedule, the random states,
+the numbers of steps and rollout batches, and the steps that are prepared but not trained yet. A checkpoint holds
+exactly this state.
 """
 
 from __future__ import annotations
@@ -45,14 +46,20 @@ from megatron_dta.training.monitor.watchdog import Watchdog
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.weights.huggingface import save_hf
 
-# Collections in a row without anything to train (of rejection sampling, or pairs) after which a run gives up.
-EMPTY_COLLECTIONS = 20
+# A run ends after this many consecutive rollout batches in which rejection sampling or pairing left nothing to train.
+_MAX_EMPTY_BATCHES = 20
 
 
 @dataclass
 class Progress:
-    """Where the loop stands: optimizer steps done, collections taken, steps prepared but not trained, and what is
-    remembered of the steps before: what the guard has seen, and the best checkpoint.
+    """The position of the loop and its memory of earlier steps.
+
+    Attributes:
+        iteration: number of completed optimizer steps.
+        collections: number of rollout batches collected.
+        waiting: steps that are prepared but not trained yet.
+        guard: gradient norms and alarms that the guard has recorded.
+        best: the best checkpoint so far, if the run selects one.
     """
 
     iteration: int = 0
@@ -62,15 +69,15 @@ class Progress:
     best: BestCheckpoint | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the iteration, which a checkpoint has anyway, as numbers, strings, lists and tensors."""
+        """Everything except the iteration, which a checkpoint stores separately, as plain values and tensors."""
         best = {} if self.best is None else {"best": self.best.state_dict()}
         state = {"collections": self.collections, "waiting": pack_steps(self.waiting)}
         return state | {"guard": self.guard.state_dict()} | best
 
     @classmethod
     def from_state_dict(cls, iteration: int, state: dict[str, Any]) -> Progress:
-        """Where a checkpoint left off."""
-        # Checkpoints of before have neither guard nor best.
+        """Restore the progress from a checkpoint."""
+        # Older checkpoints lack both fields.
         guard = GuardState.from_state_dict(state.get("guard", {}))
         best = BestCheckpoint(**state["best"]) if "best" in state else None
         return cls(iteration, state["collections"], unpack_steps(state["waiting"]), guard, best)
@@ -78,7 +85,7 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """The parts of a run, put together by ``training.setup``, and the loop over them."""
+    """The training loop and the components of a run, which ``training.setup`` assembles."""
 
     config: TrainConfig
     model: Model
@@ -104,14 +111,14 @@ class Trainer:
         self.output = RunConsole(self.console, self.config, self.metrics.path)
         self.checkpoints = CheckpointSaver(self.config, self.model, self.optimizer, self.output.print, self.critic)
         if self.saved_iteration is None:
-            # The best checkpoint so far is not in this run's folder.
+            # The best checkpoint so far belongs to another run's folder.
             self.progress.best = None
         self.checkpoints.set_best(self.progress.best)
         self.guard = Guard(self.config, self.progress.guard, self.output.warn)
         self.watchdog = Watchdog(self.engine.mesh, self.config.parallel.timeout.total_seconds())
 
     def run(self) -> None:
-        """Train to the last step, or until a signal (``stop_signals``); either way the state is saved."""
+        """Train until the last step or until a stop signal (``stop_signals``). The state is saved in both cases."""
         with self.lock, self.signals.watching(), self.watchdog, closing(self.source):
             with self._saving_if_rollouts_end():
                 self._run_steps()
@@ -136,7 +143,7 @@ class Trainer:
 
     @contextmanager
     def _saving_if_rollouts_end(self) -> Iterator[None]:
-        """Where there are no more rollouts a step has not begun, or it is done: what there is can be kept."""
+        """Save the progress if the rollout source fails. It fails only between steps, when the state is complete."""
         try:
             yield
         except RolloutError as error:
@@ -144,16 +151,16 @@ class Trainer:
             if self.config.checkpoint.save is not None and iteration:
                 self._save(wait=False)
                 self.checkpoints.finish()
-                kept = "; what was trained is saved, and the same command continues"
+                kept = "; the progress is saved, and the same command continues the run"
             raise InputError(f"after step {iteration}: {error}{kept}") from error
 
     def _step(self) -> dict[str, Any]:
-        """One optimizer step; returns its record of metrics."""
+        """Run one optimizer step and return its record of metrics."""
         watch = self._stopwatch(self.progress.iteration + 1)
         step, sampled = self._next_step(watch)
         with watch.measure("plan"):
             batch = step.batch(self.config.tree, self.config.objective, self.engine)
-        # Mostly made while the step was prepared: its time belongs to training whoever asked for it first.
+        # The plan is usually made while the step is prepared, but its time counts as training time.
         watch.seconds["plan"] = step.plan_seconds
         trained: dict[str, Any] = {}
         watch.seconds |= {"train": 0.0, "update": 0.0}
@@ -169,17 +176,18 @@ class Trainer:
             **step.statistics,
             "collection_step": step.age,
             **trained,
-            **self._judge(trained, step),
+            **self._check(trained, step),
             **sizes,
             TIMING: step_timing(watch, sizes, sampled, self.engine.mesh) | self.source.timing(),
         }
 
     def _next_step(self, watch: Stopwatch) -> tuple[StepSamples, int]:
-        """The next step of the present collection, or of the next one that has something to train, and the tokens
-        that were sampled for it now.
+        """Return the next step and the number of tokens that were sampled to obtain it.
+
+        The step comes from the current rollout batch or, if that is used up, from the next one with trainable rollouts.
         """
         sampled = 0
-        for _ in range(EMPTY_COLLECTIONS):
+        for _ in range(_MAX_EMPTY_BATCHES):
             if self.progress.waiting:
                 break
             with watch.measure("collect"):
@@ -194,23 +202,23 @@ class Trainer:
                     self.rollout_files.write(self.progress.iteration + 1, self.progress.waiting)
                 for step in self.progress.waiting:
                     step.rollouts = None  # no longer needed
-            # Of the collection, so part of what a checkpoint keeps of its steps.
+            # These statistics describe the rollout batch, so a checkpoint keeps them with its steps.
             found = self.source.statistics()
             for step in self.progress.waiting:
                 step.add_statistics(found)
             self.progress.collections += 1
         if self.progress.waiting:
             return self.progress.waiting.pop(0), sampled
-        why = "no group has rewards that differ, so there are no pairs; look at the rewards"
+        why = "the rewards within every group are equal, so there are no preference pairs; check the rewards"
         if self.config.objective.objective != "dpo":
-            why = "no reward reaches --rejection-reward-threshold; lower that, or look at the rewards"
+            why = "no reward reaches --rejection-reward-threshold; lower the threshold or check the rewards"
         raise InputError(
-            f"step {self.progress.iteration + 1}: {EMPTY_COLLECTIONS} collections of rollouts in a row had nothing to "
+            f"step {self.progress.iteration + 1}: {_MAX_EMPTY_BATCHES} consecutive rollout batches had nothing to "
             f"train: {why}"
         )
 
     def _train_policy(self, batch: TreeBatch, watch: Stopwatch) -> dict[str, Any]:
-        """Backward and update of the policy; its metrics."""
+        """Run the policy's forward, backward and update, and return their metrics."""
         number = self.progress.iteration + 1
         with watch.measure("train"):
             self.optimizer.zero_grad()
@@ -231,8 +239,8 @@ class Trainer:
             "recomputed_tokens": result.recomputed_tokens,
         }
 
-    def _judge(self, trained: dict[str, Any], step: StepSamples) -> dict[str, Any]:
-        """What the guard says of the step."""
+    def _check(self, trained: dict[str, Any], step: StepSamples) -> dict[str, Any]:
+        """Run the guard's checks on the step and return their metrics."""
         record: dict[str, Any] = {}
         if "grad_norm" in trained:
             record |= self.guard.check_norm(self.progress.iteration, trained["grad_norm"])
@@ -242,7 +250,7 @@ class Trainer:
         return record
 
     def _is_timed(self, iteration: int) -> bool:
-        """The second step is the first that is not slower for what is only prepared once."""
+        """Whether to record this step's timeline. The second step is the first one without one-time preparation."""
         logging = self.config.logging
         return logging.timeline_dir is not None and (iteration == 2 or iteration % logging.timeline_interval == 0)
 
@@ -250,7 +258,7 @@ class Trainer:
         return Stopwatch(lambda name: self.watchdog.enter(f"'{name}' of step {iteration}"))
 
     def _stops(self) -> bool:
-        """Whether any process got a signal: it may reach them between different steps."""
+        """Whether any process has received a signal. It may reach the processes in different steps, so they agree."""
         names = self.engine.mesh.gather_from_all(self.signals.name)
         self.stopped_by = next((name for name in names if name is not None), None)
         return self.stopped_by is not None
@@ -262,12 +270,12 @@ class Trainer:
             raise InputError(f"step {self.progress.iteration + 1}: {error}; lower --lr or --clip-grad") from error
 
     def _report_start(self) -> None:
-        """Judge the weights that training starts from, as record 0."""
+        """Evaluate the initial weights and report the result as record 0."""
         if self.config.logging.eval_interval:
             self._report({"iteration": 0, TIMING: {}})
 
     def _report(self, record: dict[str, Any]) -> None:
-        """Evaluate when due, write the record, print the progress line."""
+        """Evaluate when due, write the record and print the progress line."""
         iteration, logging = record["iteration"], self.config.logging
         last = iteration == self.config.optimization.train_iters
         if logging.eval_interval and (iteration % logging.eval_interval == 0 or last):
@@ -282,7 +290,7 @@ class Trainer:
         self.output.report(record)
 
     def _save(self, wait: bool = True) -> None:
-        """Save the state; ``wait`` for what is being sampled ahead of training."""
+        """Save the state. With ``wait``, rollouts that are being sampled ahead of training are completed first."""
         folder, iteration = self.config.checkpoint.save, self.progress.iteration
         if folder is None or self.saved_iteration == iteration:
             return

@@ -1,7 +1,8 @@
-"""Megatron's distributed data parallelism, optimizer and schedule around the model, and the step they take together.
+"""Wraps the model in Megatron's distributed data parallelism, optimizer and schedule, and runs optimizer steps.
 
-Backward passes add to Megatron's gradient buffer, in float32 also for a bfloat16 model. ``step`` then reduces it over
-the data-parallel ranks, clips, and updates; a step whose loss or gradient is not finite changes nothing and says so.
+Backward passes accumulate into Megatron's gradient buffer, which is float32 by default even for a bfloat16 model.
+``step`` reduces the buffer over the data-parallel ranks, clips the gradient and updates the weights. A step whose loss
+or gradient is not finite is skipped: it changes nothing and is reported as not applied.
 """
 
 from __future__ import annotations
@@ -27,27 +28,28 @@ from megatron_dta.config.checks.optimizer_states import DTYPES
 from megatron_dta.model import Model
 from megatron_dta.training.optimizer_state import keep_owned, owned_state
 
-# Megatron's layout of a distributed optimizer's state that loads on any mesh, gathered on the host.
+# Megatron's checkpoint layout of a distributed optimizer that loads on any mesh; the state is gathered on the host.
 _RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 
-# With ``owned_state`` in the place of what would give all of it to all ranks.
+# Here ``owned_state`` replaces Megatron's function that gathers the whole state on every rank.
 _DIVIDED = {"distrib_optim_fully_reshardable_mem_efficient": False}
 
-# A parameter's state has the same name whether its optimizer is the only one or one of several.
+# A parameter's state keeps the same name with one optimizer and with several chained ones.
 _UNPREFIXED = {"chained_optim_avoid_prefix": True}
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What an optimizer step did.
+    """The result of an optimizer step.
 
     Attributes:
-        applied: False if the step was skipped because the loss or the gradient was not finite, or an outlier.
+        applied: False if the step was skipped because the loss or the gradient was not finite, or because the gradient
+            norm was an outlier.
         grad_norm: norm of the whole gradient before clipping.
-        learning_rate: the rate that the step used, or would have.
+        learning_rate: the rate that the step used, or would have used.
     """
 
     applied: bool
@@ -59,7 +61,7 @@ class TrainingOptimizer:
     """The model with its gradient buffers, optimizer and learning-rate schedule.
 
     Attributes:
-        chunks: the rank's parts of the model in Megatron's distributed data parallelism, for the engine.
+        chunks: this rank's model chunks, wrapped in Megatron's distributed data parallelism, for the engine.
     """
 
     def __init__(self, model: Model, settings: OptimizationConfig, parallel: ParallelConfig | None = None) -> None:
@@ -75,23 +77,25 @@ class TrainingOptimizer:
         self.schedule = _schedule(self.optimizer, settings)
 
     def zero_grad(self) -> None:
-        """Empty the gradient buffer; call before the step's first backward."""
+        """Clear the gradient buffer. Call this before the first backward pass of a step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def reduce_gradients(self) -> None:
-        """Add up the gradients of the replicas, over a tensor group those of which each rank has a part, and over the
-        first and last stage those of a tied embedding.
+        """Sum the gradients over the replicas.
 
-        Every rank must call this, also one that had nothing to train; ``step`` does.
+        Partial gradients are also summed over the tensor-parallel group, and those of a tied embedding over the first
+        and the last stage. Every rank must call this, even if it had nothing to train; ``step`` calls it.
         """
         finalize_model_grads(self.chunks)
 
     def step(self, loss: float, skip_above: float | None = None) -> StepOutcome:
-        """Reduce, check, clip and apply the gradients of all backwards since ``zero_grad``; ``loss`` is their loss.
+        """Reduce, check, clip and apply the gradients of all backward passes since ``zero_grad``.
 
-        A gradient whose norm is above ``skip_above`` is not applied.
+        Args:
+            loss: the loss of these passes; the step is skipped if it is not finite.
+            skip_above: the step is skipped if the gradient norm is above this value.
         """
         biases = [bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")]
         before = [bias.clone() for bias in biases]
@@ -101,29 +105,32 @@ class TrainingOptimizer:
         learning_rate = self.learning_rate
         applied = math.isfinite(loss) and math.isfinite(grad_norm) and (skip_above is None or grad_norm <= skip_above)
         if applied:
-            # Megatron's own step prepares and measures again, which changes nothing; it has no way to skip on a NaN.
+            # Megatron's step prepares the gradients and computes the norm again, with the same result. Both are done
+            # above because Megatron's step cannot be skipped on a NaN.
             self.optimizer.step()
             self.schedule.step(1)
         else:
-            # Megatron updates the biases of experts with the reduction of the gradients.
+            # Megatron updates the expert biases while it reduces the gradients, so a skipped step restores them.
             for bias, value in zip(biases, before, strict=True):
                 bias.copy_(value)
         return StepOutcome(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
 
     @property
     def learning_rate(self) -> float:
-        """Rate that the next step uses."""
+        """The learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = False, fully_parallel: bool = False
     ) -> dict[str, Any]:
-        """Optimizer and schedule for Megatron's distributed checkpoint; ``model_state`` is the model's part of it.
+        """The optimizer's and the schedule's state for Megatron's distributed checkpoint.
 
-        An optimizer that has not taken a step has no state, and then no part.
+        An optimizer that has not taken a step has no state and is left out.
 
         Args:
-            fully_parallel: let all data-parallel ranks have parts of a distributed optimizer's state, not the first.
+            model_state: the model's part of the checkpoint.
+            fully_parallel: divide a distributed optimizer's state among all data-parallel ranks instead of giving it to
+                the first one.
         """
         state = {"opt_param_scheduler": self.schedule.state_dict()}
         if is_loading and self._is_distributed:
@@ -138,13 +145,13 @@ class TrainingOptimizer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a loaded state. Hyperparameters stay those of the command line, only the progress is taken."""
+        """Restore moments, master weights and progress. Hyperparameters stay those of the command line."""
         if "optimizer" in state:
             parts = self._optimizers()
             steps = _steps_in(state["optimizer"])
             for index, optimizer in enumerate(parts):
                 loaded = state["optimizer"][index] if len(parts) > 1 else state["optimizer"]
-                # One optimizer's state beside those of the several that the checkpoint's mesh had.
+                # If the checkpoint's mesh had several optimizers, their states are stored beside this one by number.
                 own = {name: value for name, value in loaded.items() if not isinstance(name, int)}
                 (_load_distributed if self._is_distributed else _load)(optimizer, own, steps)
         # Megatron's schedule adds the loaded steps to its own.
@@ -152,12 +159,12 @@ class TrainingOptimizer:
         self.schedule.load_state_dict(state["opt_param_scheduler"])
 
     def _optimizers(self) -> list[Any]:
-        """Megatron's optimizers: where ranks hold different experts, one for those and one for all else."""
+        """Megatron's optimizers. With expert parallelism there is one for the experts and one for all other weights."""
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
 
 def _steps_in(state: Any) -> list[Any]:
-    """Numbers of steps taken, wherever Megatron's optimizers keep them in ``state``: all the same."""
+    """All step counts in ``state``. Megatron's optimizers keep them in different places; their values are equal."""
     if isinstance(state, list):
         return [step for part in state for step in _steps_in(part)]
     if not isinstance(state, dict):
@@ -167,9 +174,9 @@ def _steps_in(state: Any) -> list[Any]:
 
 
 def _without_classes(state: Any) -> Any:
-    """``state`` without the classes that Megatron's offloading optimizer notes in its groups.
+    """Remove the classes that Megatron's offloading optimizer stores in its parameter groups.
 
-    They say nothing of the state, and a file with them cannot be read.
+    They carry no state, and the checkpoint reader refuses files that contain them.
     """
     if isinstance(state, dict):
         return {name: _without_classes(value) for name, value in state.items() if not isinstance(value, type)}
@@ -177,13 +184,13 @@ def _without_classes(state: Any) -> Any:
 
 
 def _make_empty_state(optimizer: Any) -> None:
-    """Megatron's distributed optimizer reads the number of steps from Adam's state, also before there is one."""
+    """Create a zero Adam state, from which Megatron's distributed optimizer reads the number of steps when loading."""
     adam = optimizer.optimizer
     if _counts_in_groups(adam):
-        return  # Megatron makes its state as it should be.
+        return  # Megatron creates this state itself.
     is_hybrid = isinstance(adam, HybridDeviceOptimizer)
     for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-        # With states on the host, these and the master weights belong to the parameter's copy there.
+        # With offloading, the moments and the master weight belong to the parameter's copy on the host.
         inner = adam.param_to_inner_param[parameter] if is_hybrid else parameter
         moments = {name: torch.zeros_like(inner) for name in ("exp_avg", "exp_avg_sq")}
         adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
@@ -194,16 +201,16 @@ def _make_empty_state(optimizer: Any) -> None:
 
 
 def _counts_in_groups(adam: Any) -> bool:
-    """Whether Adam is Transformer Engine's, which Megatron takes on GPUs wherever that is installed.
+    """Whether ``adam`` is Transformer Engine's Adam, which Megatron uses on GPUs if the package is installed.
 
-    It has one number of steps for each group of parameters, an int, where PyTorch's has a tensor for each parameter.
+    It keeps one step count (an int) per parameter group; PyTorch's Adam keeps a tensor per parameter.
     """
     return hasattr(adam, "get_unscaled_state")
 
 
 def _load(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) -> None:
-    """Moments and master weights as loaded, the groups with their hyperparameters as they are."""
-    # The bfloat16 optimizer keeps Adam's state one level deeper, beside the master weights.
+    """Load moments and master weights; the parameter groups keep their current hyperparameters."""
+    # The bfloat16 optimizer nests Adam's state one level deeper, beside the master weights.
     adam = loaded.get("optimizer", loaded)
     adam["param_groups"] = copy.deepcopy(optimizer.optimizer.state_dict()["param_groups"])
     adam["state"].pop("common_step", None)
@@ -216,10 +223,11 @@ def _load(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) -> None:
 
 
 def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) -> None:
-    """Number of steps first, then weights and moments, which the layout has by parameter.
+    """Load the step count first, then master weights and moments, which the checkpoint stores by parameter.
 
-    With PyTorch's Adam Megatron asks the second part for the number of steps too, which it does not hold, and gives all
-    parameters one tensor as their number of steps, which each would then advance.
+    With PyTorch's Adam, Megatron also looks for the step count in the second part, which does not hold it. It also
+    gives all parameters the same step tensor, which every parameter would then advance. So the step tensors are removed
+    before the second part is loaded and restored afterwards, one per parameter.
     """
     state = copy.deepcopy(optimizer.state_dict())
     for group in state["optimizer"]["param_groups"]:
@@ -237,9 +245,10 @@ def _load_distributed(optimizer: Any, loaded: dict[str, Any], steps: list[Any]) 
 
 
 def _put_beside_parameters(hybrid: HybridDeviceOptimizer, steps: list[Any]) -> None:
-    """States as loaded, all on the host, to where each one's parameter is updated.
+    """Move the loaded states from the host to the device on which each parameter is updated.
 
-    Megatron tells the two sides apart by their optimizers' class, which is one where only PyTorch's Adam is installed.
+    Megatron distinguishes the host and device optimizers by class. The classes are the same if only PyTorch's Adam is
+    installed.
     """
     for parameter, values in hybrid.state.items():
         inner = hybrid.param_to_inner_param[parameter]
@@ -249,8 +258,8 @@ def _put_beside_parameters(hybrid: HybridDeviceOptimizer, steps: list[Any]) -> N
     if steps and hybrid.gpu_optimizer is not None and _counts_in_groups(hybrid.gpu_optimizer):
         for group in hybrid.gpu_optimizer.param_groups:
             group["step"] = int(steps[0])
-    # At every step Megatron writes what its own groups hold over those of both sides: also the loaded number of steps,
-    # at which an optimizer that counts in groups would then stay.
+    # At every step Megatron copies its own groups over those of both optimizers. A loaded step count in them would
+    # reset the count of an optimizer that keeps it in its groups.
     for group in hybrid.param_groups:
         group.pop("step", None)
 
@@ -258,13 +267,13 @@ def _put_beside_parameters(hybrid: HybridDeviceOptimizer, steps: list[Any]) -> N
 def data_parallel_chunks(
     model: Model, parallel: ParallelConfig, in_float32: bool = True
 ) -> list[DistributedDataParallel]:
-    """The rank's parts of ``model`` with Megatron's gradient buffers, for the engine.
+    """Wrap this rank's model chunks in Megatron's distributed data parallelism, which holds the gradient buffers.
 
     Args:
-        in_float32: gradients of 16-bit weights in float32; otherwise in the weights' dtype.
+        in_float32: keep gradients of 16-bit weights in float32; otherwise in the weights' dtype.
     """
     settings = DistributedDataParallelConfig(
-        # Exactness tests in float64 keep their gradients in it.
+        # Exactness tests run in float64 and keep float64 gradients.
         grad_reduce_in_fp32=in_float32 and model.config.params_dtype != torch.float64,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         bucket_size=parallel.ddp_bucket_size,
@@ -298,19 +307,19 @@ def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype, i
         pin_cpu_params=not settings.no_pin_cpu_params,
         use_distributed_optimizer=is_distributed,
     )
-    # Master weights as such: the 16 bits beside a bfloat16 weight that Megatron would keep mean nothing without it,
-    # so that a checkpoint of them could be read by no other run.
+    # Store whole master weights. Megatron would otherwise store only the 16 bits that a bfloat16 weight lacks, which
+    # are meaningless without that weight, so no other run could read a checkpoint of them.
     config.store_param_remainders = False
     if offload:
-        # Megatron asks for Transformer Engine's version here, and 0.16 fails where it is not installed,
-        # although offloaded states do not need it. What would follow from its answer is set as without it.
+        # Here Megatron asks for Transformer Engine's version. Megatron 0.16 fails if the package is not installed,
+        # although offloaded states do not need it. These settings are what Megatron derives without the package.
         config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         config.main_grads_dtype = DTYPES[settings.main_grads_dtype]
     return config
 
 
 def _schedule(optimizer: Any, settings: OptimizationConfig) -> OptimizerParamScheduler:
-    """Learning rate by step number, in Megatron's shapes; the weight decay is constant."""
+    """The learning-rate schedule, in one of Megatron's decay styles. The weight decay is constant."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr_warmup_init,

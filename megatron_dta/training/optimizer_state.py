@@ -1,13 +1,16 @@
-"""A distributed optimizer's state for a checkpoint, each parameter's on the rank that has most of it.
+"""Collects a distributed optimizer's state for a checkpoint with little communication and host memory.
 
-Megatron's distributed optimizer divides a buffer of all parameters evenly over the data-parallel ranks, without regard
-to where a parameter begins. A checkpoint that loads on any mesh has whole parameters. Megatron gathers the whole buffer
-for it: on one rank, which then writes alone, or on all, in the memory of all. Here only the parameters that lie across
-a boundary move, to the rank with the largest piece; each rank then writes about its share of the buffer, and the files
-hold the same tensors as otherwise.
+Megatron's distributed optimizer divides a buffer of all parameters evenly over the data-parallel ranks, regardless of
+parameter boundaries. A checkpoint that loads on any mesh holds whole parameters. Megatron gathers the whole buffer for
+it, either on one rank, which then writes alone, or on every rank. Here only parameters that cross a boundary between
+ranks are sent, each to the rank with its largest piece. Each rank then writes about its share of the buffer, and the
+files hold the same tensors.
 
-A copy on the host is made of what the rank writes and of nothing else: twelve bytes a parameter, divided by the number
-of data-parallel ranks.
+Example: a buffer of 10 elements on two ranks (0-4 and 5-9) holds parameters a = 0-2, b = 3-8 and c = 9. Rank 0 owns a,
+rank 1 owns c. Parameter b has 2 elements on rank 0 and 4 on rank 1, so rank 0 sends its 2 elements to rank 1.
+
+Each rank copies only what it writes to the host: twelve bytes per parameter, divided by the number of data-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of Adam; a newer Megatron says which states an optimizer has.
+# Adam's states; newer versions of Megatron list the states of an optimizer.
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter lies in its buffer, and what each data-parallel rank has of it.
+    """A parameter's place in its buffer and its pieces on the data-parallel ranks.
 
     Attributes:
-        begin, end: elements of the buffer.
-        bucket: the part of the buffer that it is in.
-        pieces: the ranks that have some of it, and which elements of the parameter.
+        begin, end: range of elements in the buffer.
+        bucket: number of the buffer's bucket that holds the parameter.
+        pieces: the elements of the parameter that each rank holds, by rank.
     """
 
     parameter: torch.nn.Parameter
@@ -41,14 +44,14 @@ class Placement:
 
     @property
     def owner(self) -> int:
-        """The rank with the largest piece, the first of several."""
+        """The rank with the largest piece; the first one if several pieces are equally large."""
         return max(self.pieces, key=lambda rank: (self.pieces[rank].stop - self.pieces[rank].start, -rank))
 
 
 class WholeParameters:
-    """Stands for a buffer with all elements, and has only those of some parameters.
+    """A stand-in for the whole buffer that holds only this rank's parameters.
 
-    ``[begin:end]`` gives the elements of a parameter, or a tensor without memory if it is another rank's.
+    ``[begin:end]`` returns the elements of a parameter, or a meta tensor if another rank owns the parameter.
     """
 
     def __init__(self, found: dict[tuple[int, int], Tensor]) -> None:
@@ -60,7 +63,7 @@ class WholeParameters:
 
 
 def owned_state(optimizer: Any) -> dict[Any, Any]:
-    """What ``DistributedOptimizer.get_parameter_state_dp_zero`` gives, with only this rank's parameters in it.
+    """Replaces ``DistributedOptimizer.get_parameter_state_dp_zero``; the result holds only this rank's parameters.
 
     Every data-parallel rank of the optimizer must call this at the same time.
     """
@@ -78,7 +81,7 @@ def owned_state(optimizer: Any) -> dict[Any, Any]:
 
 
 def placements(buffer: Any, num_ranks: int) -> Iterator[Placement]:
-    """All parameters of a buffer, in its own order."""
+    """Yield the placement of every parameter of a buffer, in the buffer's order."""
     for parameter, (begin, end, bucket) in buffer.param_index_map.items():
         first = buffer.buckets[bucket].offset
         share = buffer.buckets[bucket].grad_data.numel() // num_ranks
@@ -90,7 +93,7 @@ def placements(buffer: Any, num_ranks: int) -> Iterator[Placement]:
 
 
 def keep_owned(state: Any) -> Any:
-    """A sharded state without the parameters of other ranks, and with this rank as the one that writes its own."""
+    """Remove the parameters of other ranks from a sharded state and make this rank the writer of its own."""
     if not isinstance(state, dict):
         return state
     kept = {}
@@ -102,7 +105,7 @@ def keep_owned(state: Any) -> Any:
         elif torch.is_tensor(getattr(part, "data", None)):
             if part.data.is_meta:
                 continue
-            # Its last number is the data-parallel rank's: the others may differ, where tensor ranks hold the same.
+            # The last number is the data-parallel rank. The others differ between tensor ranks with the same values.
             part.replica_id = (*part.replica_id[:-1], 0)
         kept[name] = part
     return kept
@@ -111,7 +114,7 @@ def keep_owned(state: Any) -> Any:
 def _whole(
     optimizer: Any, index: int, bucket_ranges: dict[str, Any], placement: Placement, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """A parameter's state on its owner, in float32 on the host; nothing on the other ranks."""
+    """Gather a parameter's state on its owner, in float32 on the host; returns {} on the other ranks."""
     rank = optimizer.data_parallel_group.rank()
     if rank not in placement.pieces:
         return {}
@@ -120,9 +123,9 @@ def _whole(
     own = {name: tensors[name].detach().to("cpu", torch.float32).contiguous().view(-1) for name in names}
     part = bucket_ranges["param_map"][placement.parameter]["param"]
     if (part.start, part.end) != (placement.pieces[rank].start, placement.pieces[rank].stop):
-        raise RuntimeError(f"a parameter of buffer {index} does not lie where it was expected")
+        raise RuntimeError(f"a parameter of buffer {index} has an unexpected offset")
     if len(placement.pieces) == 1:
-        # The state itself may be on the host, and the next step changes it.
+        # The state itself may already be on the host, where the next step would change it.
         return {name: values.clone() for name, values in own.items()}
     whole = {}
     for name in names:

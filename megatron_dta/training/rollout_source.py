@@ -1,7 +1,7 @@
-"""Sampled rollouts: the engine that ``--rollout-engine`` names, and the source and evaluation that use it.
+"""Builds the source of sampled rollouts and the evaluation for the engine that ``--rollout-engine`` names.
 
-The engine in this process runs on all ranks, on the weights they share. Servers and recorded rollouts are used by the
-first rank alone, and all ranks get what it gets (``sampling.rank0``).
+The in-process engine runs on all ranks with the weights being trained. Only rank 0 uses servers and recorded rollouts;
+it distributes their rollouts to all ranks (``sampling.sources.rank0_source``).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megatron_dta.training.weights.servers import RolloutWeights, weights_folder
 def build_sampled_data(
     config: TrainConfig, model: Model, task: SamplingTask, progress: Progress, report: Callable[[str], None]
 ) -> tuple[RolloutSource, list[Evaluation]]:
-    """The source of training rollouts, and the evaluation on held-out prompts where one is asked for.
+    """Build the source of training rollouts and, with ``--eval-interval``, the evaluation on held-out prompts.
 
     Args:
-        progress: of the run; read while it advances.
-        report: gets a line when a server is lost, and when a GPU decodes without CUDA graphs.
+        progress: the run's progress, which the source reads while it advances.
+        report: called with a line when a server is lost, and when a GPU decodes without CUDA graphs.
     """
     evaluated = config.logging.eval_interval is not None
     if config.sampling.rollout_engine == "in-process":
@@ -78,7 +78,7 @@ def build_sampled_data(
 
 
 def _responses_of_a_replica(config: TrainConfig) -> int:
-    """Most responses that a replica samples at once."""
+    """Largest number of responses that a data-parallel replica samples at the same time."""
     sampling = config.sampling
     prompts = max(sampling.rollout_batch_size, sampling.over_sampling_batch_size or 0)
     return -(-prompts * sampling.n_samples_per_prompt // current_mesh().data_size)
@@ -90,11 +90,11 @@ def _replay(config: TrainConfig) -> RolloutEngine:
 
 
 def _num_collections(config: TrainConfig, progress: Progress) -> int:
-    """How many collections the run will have had when it ends."""
+    """Total number of rollout batches that the run will have used when it ends."""
     left = config.optimization.train_iters - progress.iteration - len(progress.waiting)
     return progress.collections + max(0, math.ceil(left / steps_per_collection(config)))
 
 
 def steps_per_collection(config: TrainConfig) -> int:
-    """Optimizer steps that train one collection."""
+    """Number of optimizer steps that train one rollout batch."""
     return config.sampling.num_steps_per_rollout * config.objective.ppo_epochs

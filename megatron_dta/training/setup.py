@@ -1,7 +1,7 @@
-"""From settings to a trainer that is ready to run: data first, then the model, then where it starts from.
+"""Builds a ``Trainer`` from the settings: reads the data, builds the model, then loads the starting weights or state.
 
-Whatever is wrong with the input stops here, before the first step: rollouts and prompts are read and checked before
-the model is built.
+Invalid input is reported here, before the first step. Rollouts and prompts are read and checked before the model is
+built.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from megatron_dta.training.weights.reference import Reference
 
 
 def build_trainer(config: TrainConfig, console: Console) -> Trainer:
-    """All parts of the run that ``config`` describes, its state loaded from where it starts."""
+    """Build all components of the run that ``config`` describes and load its initial state."""
     check_state_support(config.model, config.optimization)
     check_loggers(config.logging)
     check_save_hf(config)
@@ -91,7 +91,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     start, resumes = _starting_point(config)
     if not resumes:
         _load_first_weights(config, model, start, console)
-    # Before the optimizer is loaded, so that a run without --ref-load finds the weights it starts from.
+    # The reference is built before the checkpoint is loaded, so that without --ref-load it gets the initial weights.
     reference = _build_reference(config, objective, model, device, resumes)
     critic = None
     if objective.needs_critic:
@@ -110,7 +110,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     if not own:
         save_base(config, model)
-    # A run that starts anew writes its metrics anew, also those before its first step.
+    # A new run starts a new metrics file, including the record before the first step.
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
     constant = _constant_bytes(config, optimizer, reference, critic)
@@ -157,7 +157,7 @@ def _describe(
     stored: Sequence[Rollout],
     console: Console,
 ) -> None:
-    """Print what runs, of which ``constant`` bytes do not change through a step."""
+    """Print the description of the run; ``constant`` is its constant memory on this rank in bytes."""
     mesh, part = current_mesh(), next(optimizer.chunks[0].parameters())
     counts = parameter_counts(optimizer.chunks, mesh, config)
     built = BuiltRun(config, mesh, part.device, *counts, constant, task, stored, metrics_path(config))
@@ -178,13 +178,13 @@ def _preparation(
         critic.engine if critic is not None else None,
         config.critic,
         config.filtering,
-        # Servers and recordings are asked for exact logprobs where they are needed, and may give anything else.
+        # Servers and recordings return exact logprobs only if the objective requires them.
         config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs,
     )
 
 
 def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, console: Console) -> None:
-    """The weights of a run that begins: of the checkpoint ``start``, of --load-hf, or random as they are."""
+    """Load the initial weights of a new run from ``start`` or --load-hf; otherwise keep the random weights."""
     if start is not None:
         load_weights(start, config.model, model, not config.checkpoint.skip_checkpoint_checks)
     elif config.checkpoint.load_hf is not None:
@@ -195,14 +195,14 @@ def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, c
 
 
 def metrics_path(config: TrainConfig) -> Path | None:
-    """The metrics file of a run, or None where nothing says where it should be."""
+    """The path of the run's metrics file; None if neither --metrics-file nor --save is given."""
     if config.logging.metrics_file is not None:
         return Path(config.logging.metrics_file)
     return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save is not None else None
 
 
 def _open_metrics(config: TrainConfig, iteration: int) -> MetricsLog:
-    """The first process writes them, and the settings beside them; all have the same."""
+    """Open the metrics log. All processes have the same metrics; rank 0 writes them and the settings file."""
     if current_mesh().rank != 0:
         return MetricsLog(None, LoggingConfig(), iteration)
     if config.checkpoint.save is not None:
@@ -211,12 +211,12 @@ def _open_metrics(config: TrainConfig, iteration: int) -> MetricsLog:
 
 
 def _tokenizer(config: TrainConfig, task: SamplingTask | None) -> Tokenizer | None:
-    """What gives rollouts that are written or shown their text."""
+    """The tokenizer that decodes rollouts for files and for the console."""
     return task.tokenizer if task is not None else stored_tokenizer(config)
 
 
 def _rollout_files(config: TrainConfig, task: SamplingTask | None) -> RolloutFiles | None:
-    """The first process writes them; all have the same samples."""
+    """The writer of rollout files on rank 0; None on other ranks, which have the same samples, or if it is off."""
     folder, interval = config.checkpoint.save, config.logging.save_rollouts_interval
     if folder is None or interval is None or current_mesh().rank != 0:
         return None
@@ -224,7 +224,7 @@ def _rollout_files(config: TrainConfig, task: SamplingTask | None) -> RolloutFil
 
 
 def _rollout_samples(config: TrainConfig, task: SamplingTask | None, console: Console) -> RolloutSamples | None:
-    """The first process prints them; all have the same samples."""
+    """The printer of sample rollouts on rank 0; None on other ranks, which have the same samples, or if it is off."""
     count = config.logging.log_rollout_samples
     if not count or current_mesh().rank != 0:
         return None
@@ -238,7 +238,7 @@ def _rollout_samples(config: TrainConfig, task: SamplingTask | None, console: Co
 
 
 def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainConfig:
-    """The settings with what the tokenizer and other settings decide where they say nothing."""
+    """Fill in the vocabulary size from the tokenizer and the loss length from the response length if not given."""
     if config.model.vocab_size is None:
         tokenizer = task.tokenizer if task is not None else stored_tokenizer(config)
         config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
@@ -251,7 +251,11 @@ def with_known_sizes(config: TrainConfig, task: SamplingTask | None) -> TrainCon
 def read_data(
     config: TrainConfig, objective: Objective
 ) -> tuple[StoredRollouts | None, list[Rollout], SamplingTask | None]:
-    """Stored rollouts, held-out rollouts, and what is sampled: what of these the settings ask for."""
+    """Read the data that the settings ask for.
+
+    Returns:
+        the stored rollouts or None, the held-out rollouts, and the sampling task or None.
+    """
     if not config.data.rollouts:
         model = config.model
         checkpoint = config.checkpoint.hf_checkpoint or config.checkpoint.load
@@ -265,7 +269,7 @@ def read_data(
 
 
 def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
-    """The checkpoint to start from, or None; and whether the run it belongs to is continued."""
+    """The checkpoint to start from, or None, and whether this run continues the checkpoint's run."""
     save, load = config.checkpoint.save, config.checkpoint.load
     if save is not None:
         mesh = current_mesh()
@@ -274,7 +278,7 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
         mesh.wait_for_all()
         own = find_checkpoint(save)
         if own is not None:
-            # The same command after a kill must go on here, whatever --load it was started with.
+            # After a kill, the same command must continue from --save even if it names another --load.
             return own, True
     found = find_checkpoint(load) if load is not None else None
     if found is not None:
@@ -290,7 +294,7 @@ def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
 def _build_reference(
     config: TrainConfig, objective: Objective, policy: Model, device: torch.device, resumes: bool
 ) -> Model | None:
-    """The frozen model that a KL divergence is measured from; None if none is, or if it is the policy's base."""
+    """Build the frozen reference model; None if the objective needs none or the policy's base model serves as one."""
     if not objective.needs_ref_logprobs or config.checkpoint.reference_is_base(config.model.lora_rank is not None):
         return None
     save = Path(config.checkpoint.save) / REFERENCE if config.checkpoint.save is not None else None
@@ -310,14 +314,14 @@ def _build_reference(
     elif save is not None and (save / "metadata.json").is_file():
         load_weights(save, config.model, reference, not config.checkpoint.skip_checkpoint_checks)
     else:
-        raise InputError("the objective's reference: the run to continue kept no reference weights; give --ref-load")
+        raise InputError("the objective's reference: the continued run saved no reference weights; give --ref-load")
     return reference.requires_grad_(False).eval()
 
 
 def _reference(
     config: TrainConfig, objective: Objective, model: Model | None, policy: list[torch.nn.Module]
 ) -> Reference | None:
-    """Passes of the reference ``model`` or, where that is None, of the policy's base."""
+    """The reference on ``model`` or, if that is None, on the policy's base model."""
     if not objective.needs_ref_logprobs:
         return None
     if model is None:
@@ -328,7 +332,7 @@ def _reference(
 def _constant_bytes(
     config: TrainConfig, optimizer: TrainingOptimizer, reference: Model | None, critic: Critic | None
 ) -> float:
-    """What all models on this rank take through a step."""
+    """Bytes that the states of all models occupy on this rank throughout a step."""
     ranks = current_mesh().data_size if config.parallel.use_distributed_optimizer else 1
     total = constant_bytes(optimizer.chunks, config.optimization, ranks)
     if critic is not None:

@@ -1,12 +1,12 @@
-"""Which checkpoint of a run is the best by a metric of its evaluations (``--keep-best-checkpoint``).
+"""Selects the best checkpoint of a run by an evaluation metric (``--keep-best-checkpoint``).
 
-After an evaluation that beats all before it a checkpoint is saved, whatever ``--save-interval`` says; old checkpoints
-are deleted around it. ``SAVE/best_checkpoint.json`` names it, for people and for ``--load SAVE/iter_...``:
+A checkpoint is saved after every evaluation that improves on all earlier ones, regardless of ``--save-interval``, and
+the best checkpoint is never pruned. ``SAVE/best_checkpoint.json`` names it, for users and for ``--load SAVE/iter_...``:
 
     {"checkpoint": "iter_0000120", "iteration": 120, "metric": "eval_reward", "value": 0.91}
 
-The truth is in the checkpoints themselves: each knows the best one so far, so a run that was killed between a
-checkpoint and this file writes it when it continues.
+Every checkpoint also records the best one so far. If a run is killed after it saved a checkpoint and before it wrote
+this file, the continued run writes the file.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class BestCheckpoint:
     value: float
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint."""
+        """The fields as plain values, for a checkpoint."""
         return asdict(self)
 
     def write(self, folder: Path) -> None:
-        """Name it in the run's folder."""
+        """Write ``best_checkpoint.json`` into the run's folder."""
         named = {"checkpoint": iteration_folder(self.iteration), **asdict(self)}
         replace_text(folder / BEST, json.dumps(named) + "\n")
 
@@ -46,12 +46,16 @@ class BestCheckpoint:
 def better_checkpoint(
     settings: CheckpointConfig, best: BestCheckpoint | None, record: Mapping[str, Any]
 ) -> BestCheckpoint | None:
-    """What the record of an evaluated step makes the best checkpoint: a new one, or ``best`` still.
+    """Return the best checkpoint after an evaluation: the evaluated step if it is better, otherwise ``best``.
 
-    The weights before the first step are no checkpoint. A value that is not finite is never better.
+    The weights before the first step are not saved, so they are never the best. A value that is not finite is never
+    better.
+
+    Args:
+        record: metrics of the evaluated step.
 
     Raises:
-        InputError: the evaluation has no such metric.
+        InputError: the evaluation does not report the metric.
     """
     metric = settings.keep_best_checkpoint
     if metric is None:
@@ -62,7 +66,7 @@ def better_checkpoint(
     value, iteration = float(record[metric]), int(record["iteration"])
     if not math.isfinite(value) or iteration < 1:
         return best
-    # Another metric than the run had before starts anew.
+    # After a change of the metric, the earlier best value no longer applies.
     if best is not None and best.metric == metric:
         better = value < best.value if lower_is_better(settings) else value > best.value
         if not better:
@@ -71,7 +75,7 @@ def better_checkpoint(
 
 
 def lower_is_better(settings: CheckpointConfig) -> bool:
-    """By ``--best-checkpoint-mode``, or by the metric's name."""
+    """Whether lower values are better, by ``--best-checkpoint-mode`` or else by the metric's name."""
     if settings.best_checkpoint_mode is None:
         return (settings.keep_best_checkpoint or "").endswith("loss")
     return settings.best_checkpoint_mode == "min"

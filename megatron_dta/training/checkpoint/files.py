@@ -1,11 +1,11 @@
-"""Names of a run's checkpoints on disk: which one counts, which are complete, which are to be pruned.
+"""Finds, names and prunes the checkpoints in a run's folder.
 
-    SAVE/latest_checkpointed_iteration.txt     number of the checkpoint that counts
+    SAVE/latest_checkpointed_iteration.txt     the tracker: the iteration of the current checkpoint
     SAVE/iter_0000200/                         a complete checkpoint
-    SAVE/*.tmp                                 what is being written or deleted, or was when the run was killed
+    SAVE/*.tmp                                 files that are being written or deleted, or leftovers of a killed run
 
-Nothing gets its proper name before it is complete, and nothing is deleted under its proper name. One process of a job
-calls what changes files here.
+A file or folder gets its final name only when it is complete, and is renamed before it is deleted. Only one process of
+a job may call the functions that change files.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ UNFINISHED = ".tmp"
 
 
 def iteration_folder(iteration: int) -> str:
-    """Name of the checkpoint after so many steps."""
+    """Name of the checkpoint folder after ``iteration`` steps."""
     return f"iter_{iteration:07d}"
 
 
 def find_checkpoint(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``, or ``folder`` itself if it is one; None where there is none."""
+    """The checkpoint that ``folder``'s tracker names, or ``folder`` itself if it is one; None if there is none.
+
+    Raises:
+        InputError: the tracker is damaged, or the checkpoint that it names is missing or incomplete.
+    """
     folder = Path(folder)
     if (folder / "metadata.json").is_file():
         return folder
@@ -46,18 +50,18 @@ def find_checkpoint(folder: str | Path) -> Path | None:
 
 
 def unfinished_name(path: Path) -> Path:
-    """Where ``path`` is written until it is complete."""
+    """The temporary path under which ``path`` is written."""
     return path.with_name(path.name + UNFINISHED)
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Delete what a killed save left in a run's own folder."""
+    """Delete the temporary files that a killed save left in a run's own folder."""
     for path in Path(folder).glob(f"*{UNFINISHED}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Let ``path`` hold ``text``; a kill leaves the old text or the new one."""
+    """Replace the content of ``path`` atomically: a kill leaves either the old text or the new one."""
     unfinished = unfinished_name(path)
     with open(unfinished, "w") as file:
         file.write(text)
@@ -67,13 +71,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def prune_checkpoints(folder: Path, keep: int, best: int | None = None) -> list[Path]:
-    """Delete all but the ``keep`` newest checkpoints, counted back from the one the tracker names, which always stays.
+    """Delete all but the ``keep`` newest checkpoints, counted back from the one that the tracker names.
 
-    Later ones than the tracker's are left alone: somebody has set it back on purpose. That of iteration ``best`` stays,
-    and counts only while it is among the newest.
+    The tracker's checkpoint and that of iteration ``best`` are always kept. ``best`` counts towards ``keep`` only while
+    it is among the newest. Checkpoints later than the tracker's are kept, since a user has set the tracker back.
 
     Returns:
-        what was deleted.
+        the deleted paths.
     """
     counting = find_checkpoint(folder)
     if counting is None or keep < 1:

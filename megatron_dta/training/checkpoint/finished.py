@@ -1,7 +1,7 @@
-"""A command whose work is done: its last step is saved, and exported where it asks for that.
+"""Detects that a training command has nothing left to do: its last step is saved and, with ``--save-hf``, exported.
 
-``SAVE/save_hf.json`` names what ``--save-hf`` wrote, after which step, and its files; it is written before the folder
-gets its name. So the same command knows its own export from any other folder.
+``SAVE/save_hf.json`` records the folder that ``--save-hf`` wrote, the step, and the files. It is written before the
+folder gets its final name, so the same command can distinguish its own export from any other folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXPORT = "save_hf.json"
 
 
 def finished(config: TrainConfig) -> list[str] | None:
-    """What to say if nothing is left to do, a line each; None if something is."""
+    """The lines to print if the command is finished; None if work is left."""
     iteration, wanted = saved_iteration(config), config.optimization.train_iters
     if iteration is None or iteration < wanted:
         return None
@@ -32,20 +32,24 @@ def finished(config: TrainConfig) -> list[str] | None:
 
 
 def already_at(iteration: int, train_iters: int) -> str:
-    """That nothing is left to train."""
+    """The message that no step is left to train."""
     beyond = "" if iteration == train_iters else f", after step {iteration}"
     return f"already at --train-iters {train_iters}{beyond}; nothing is left to train"
 
 
 def saved_iteration(config: TrainConfig) -> int | None:
-    """Step of the checkpoint in ``--save`` that counts; None where there is none."""
+    """Iteration of the current checkpoint in ``--save``; None if there is none."""
     found = find_checkpoint(config.checkpoint.save) if config.checkpoint.save is not None else None
     number = "" if found is None else found.name.removeprefix("iter_")
     return int(number) if number.isdecimal() else None
 
 
 def check_export(config: TrainConfig) -> None:
-    """Refuse a ``--save-hf`` that cannot be written when the run is over, before it begins."""
+    """Check before the run that ``--save-hf`` can be written at its end.
+
+    Raises:
+        InputError: the folder exists.
+    """
     if config.checkpoint.save_hf is None or finished(config) is not None:
         return
     iteration = _exported_iteration(config)
@@ -58,7 +62,7 @@ def check_export(config: TrainConfig) -> None:
 
 
 def note_export(config: TrainConfig, iteration: int, folder: Path) -> None:
-    """Note in ``--save`` that ``folder`` is about to be ``--save-hf``."""
+    """Record in ``--save`` that ``folder`` is about to be renamed to ``--save-hf``."""
     if config.checkpoint.save is None or config.checkpoint.save_hf is None:
         return
     target = str(Path(config.checkpoint.save_hf).resolve())
@@ -67,14 +71,14 @@ def note_export(config: TrainConfig, iteration: int, folder: Path) -> None:
 
 
 def _exported_iteration(config: TrainConfig) -> int | None:
-    """Step after which this run wrote the folder ``--save-hf``, if it did and the files are as they were."""
+    """The step after which this run wrote ``--save-hf``; None if it did not or the files have changed since."""
     note = Path(config.checkpoint.save or "") / EXPORT
     target = Path(config.checkpoint.save_hf or "").resolve()
     if config.checkpoint.save is None or not note.is_file():
         return None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         found = json.loads(note.read_text(encoding="utf-8"))
-        # Other files may have come beside them.
+        # Further files in the folder are ignored.
         if found["folder"] == str(target) and found["files"] and _is_part(found["files"], _files(target)):
             return int(found["iteration"])
     return None
@@ -85,6 +89,6 @@ def _is_part(part: dict[str, list[int]], whole: dict[str, list[int]]) -> bool:
 
 
 def _files(folder: Path) -> dict[str, list[int]]:
-    """Size and time of change of every file in a folder, by its relative name."""
+    """Size and modification time of every file in a folder, by relative name."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}

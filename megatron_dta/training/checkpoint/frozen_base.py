@@ -1,9 +1,9 @@
-"""Checkpoints of a run with LoRA adapters: the frozen weights once, the adapters in every checkpoint.
+"""Splits the checkpoints of a LoRA run: the frozen weights are saved once, the adapters in every checkpoint.
 
     SAVE/base/                                 the frozen weights, written when the run begins
-    SAVE/iter_0000200/                         adapters, optimizer, and all else that a run goes on from
+    SAVE/iter_0000200/                         adapters, optimizer, and the rest of the training state
 
-Both are Megatron's distributed checkpoints and load on any mesh. A checkpoint's base is the folder ``base`` beside it.
+Both are Megatron distributed checkpoints and load on any mesh. A checkpoint's base is the folder ``base`` beside it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from megatron_dta.config import ModelConfig
 from megatron_dta.model import Model, StagedModel
 
-# Of a checkpoint's own entry: its model is adapters alone.
+# Key in the checkpoint's ``megatron_dta`` entry: the checkpoint's model holds only adapters.
 ADAPTERS_ONLY = "adapters_only"
 _ADAPTER = "_adapter.lora_"
 
 
 def trained_part(state: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """What a checkpoint holds of a model's (sharded) state: adapters where there are some, else all."""
+    """The part of a model's (sharded) state that a checkpoint holds: the adapters if there are any, otherwise all."""
     return state if model.lora_rank is None else adapter_part(state)
 
 
 def adapter_part(state: dict[str, Any]) -> dict[str, Any]:
-    """The adapters of a model's (sharded) state, which for a pipeline rank's parts is nested."""
+    """The adapters in a model's (sharded) state. The state is nested if a pipeline rank has several model chunks."""
     return _select(state, lambda name: _ADAPTER in name)
 
 
 def base_part(state: dict[str, Any]) -> dict[str, Any]:
-    """All but the adapters."""
+    """The (sharded) state without the adapters."""
     return _select(state, lambda name: _ADAPTER not in name)
 
 
@@ -39,7 +39,11 @@ def _select(state: dict[str, Any], chosen: Any) -> dict[str, Any]:
 
 
 def load_part(model: Model, state: dict[str, Any]) -> None:
-    """Load the adapters or the base alone."""
+    """Load a state that holds only the adapters or only the base.
+
+    Raises:
+        ValueError: the state has a parameter that the model lacks.
+    """
     for number, part in enumerate(model.parts):
         own = state[str(number)] if isinstance(model, StagedModel) else state
         unexpected = part.load_state_dict(own, strict=False).unexpected_keys

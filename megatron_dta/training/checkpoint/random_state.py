@@ -1,7 +1,7 @@
-"""All random states of a process, to and from a checkpoint.
+"""Saves and restores all random states of a process for checkpoints.
 
-Sampling and shuffling are keyed and keep no state. What is left is what others may draw from, a user's reward function
-say: torch (CPU and GPU), numpy, Python's ``random``, and Megatron's tracker.
+Sampling and shuffling use keyed generators without state. Other code, such as a user's reward function, may draw from
+the global generators: torch (CPU and GPU), numpy, Python's ``random``, and Megatron's tracker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_dta.model import current_mesh
 def seed_random_states(seed: int) -> None:
     """Seed numpy's and Python's generators; ``model.initialize_parallel`` seeds torch's and Megatron's.
 
-    Replicas get states of their own: what draws from them, such as a user's reward, should not repeat itself there.
+    Each data-parallel replica gets its own state, so that, for example, a user's reward draws different numbers there.
     """
     seed += current_mesh().data_rank
     np.random.seed(seed % 2**32)
@@ -27,7 +27,7 @@ def seed_random_states(seed: int) -> None:
 
 
 def capture_random_state() -> dict[str, Any]:
-    """The states as tensors and numbers only, so that they load without unpickling objects."""
+    """Return the states as tensors and plain values, which load without unpickling objects."""
     kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()
     version, words, gauss_next = random.getstate()
     return {
@@ -40,7 +40,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Continue from captured states. A GPU's are restored only where both runs have one."""
+    """Restore captured states. The GPU's state is restored only if both runs have a GPU."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,7 +1,8 @@
-"""Reads Megatron's distributed checkpoints: refuses what is damaged or open to everybody, runs nothing, tells errors.
+"""Reads Megatron's distributed checkpoints safely.
 
-Megatron loads the shards; the pickles among a checkpoint's files are read by ``conversion.strict_pickle``, and its
-checksums are compared before (``conversion.integrity``), each rank reading its share of the files.
+Damaged and world-writable checkpoints are refused, and no code in a checkpoint is executed. The checksums are compared
+first (``conversion.integrity``); each rank reads its share of the files. Megatron then loads the shards, while
+``conversion.strict_pickle`` reads the pickles among the files.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from megatron_dta.model import current_mesh
 from megatron_dta.training.checkpoint.files import TRACKER
 from megatron_dta.training.checkpoint.writer import reason_of, refuse_on_all
 
-# Whatever a damaged file makes Megatron's and PyTorch's readers raise; the latter's own is no ``Exception``.
+# Errors that Megatron's and PyTorch's readers raise on damaged files; CheckpointException is not an ``Exception``.
 _READ_ERRORS = (Exception, CheckpointException)
 
 
 def check_files(path: Path, wanted: bool = True) -> None:
-    """Refuse a checkpoint that is not what was saved, or that everybody may change; every rank must call this.
+    """Refuse a checkpoint that has changed since it was saved, or that every user may write. Every rank must call this.
 
     Args:
-        wanted: False (``--skip-checkpoint-checks``) does nothing.
+        wanted: False (``--skip-checkpoint-checks``) skips the checks.
     """
     if not wanted:
         return
@@ -41,7 +42,7 @@ def check_files(path: Path, wanted: bool = True) -> None:
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside shards."""
+    """The checkpoint's common state, which is stored beside the shards."""
     cpu_compat.read_checkpoints_without_running_them()
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
@@ -53,7 +54,7 @@ def read_common(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The shards that ``wanted`` describes, in its form."""
+    """Load the shards that ``wanted`` describes; the result has the structure of ``wanted``."""
     cpu_compat.read_checkpoints_without_running_them()
     try:
         return dist_checkpointing.load(wanted, str(path))

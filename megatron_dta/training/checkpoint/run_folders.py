@@ -1,4 +1,4 @@
-"""Makes and locks the folders that a run writes to, before anything else is written."""
+"""Creates and locks the output folders of a run before anything else is written."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from megatron_dta.training.checkpoint.writer import refuse_on_all
 
 @contextmanager
 def run_folders(config: TrainConfig) -> Iterator[None]:
-    """Make what the run will write to: a wrong path is told now and not after the first steps. A command that is
-    refused for another reason leaves no empty folder behind.
+    """Create the output folders, so that a wrong path is reported before the first step.
+
+    If the block raises ``InputError``, the new folders are removed again.
     """
     made: list[Path] = []
     try:
@@ -29,7 +30,7 @@ def run_folders(config: TrainConfig) -> Iterator[None]:
         for path in reversed(made):
             with suppress(OSError):
                 if [file.name for file in path.iterdir()] == [LOCK]:
-                    (path / LOCK).unlink()  # this command's own: it has made the folder
+                    (path / LOCK).unlink()  # It is this command's own lock, since the command created the folder.
                 path.rmdir()
         raise
 
@@ -47,13 +48,13 @@ def _make_folders(config: TrainConfig, made: list[Path]) -> None:
                 Path(path).mkdir(parents=True, exist_ok=True)
                 made += reversed(missing)
             except OSError as error:
-                raise InputError(f"{flag}: the folder {path} cannot be made ({error.strerror})") from error
+                raise InputError(f"{flag}: the folder {path} cannot be created ({error.strerror})") from error
             if not os.access(path, os.W_OK | os.X_OK):
                 raise InputError(f"{flag}: the folder {path} cannot be written (no permission, or mounted read-only)")
 
 
 def lock_run(config: TrainConfig, console: Console) -> RunLock | None:
-    """The first process takes the lock of --save before anything is written there; a folder in use ends all."""
+    """Lock --save on rank 0 before anything is written there; a folder in use raises ``InputError`` on all ranks."""
     lock, error = None, None
     if config.checkpoint.save is not None and current_mesh().rank == 0:
         try:

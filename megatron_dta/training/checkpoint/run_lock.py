@@ -1,11 +1,14 @@
-"""One job at a time writes a run's folder: ``SAVE/lock`` is held from before the first write until the job ends.
+"""Locks a run's folder, so that only one job at a time writes to it.
+
+``SAVE/lock`` is held from before the first write until the job ends:
 
     {"host": "n1", "boot": "9c1e...", "pid": 4711, "slurm_job": "123", "slurm_restart": "0", "since": "2026-..."}
 
-The first process of a job holds the file by a lock of the operating system, which ends with the process whatever ends
-it. Some network file systems keep such locks from other machines. So the file also says who holds it, and the holder
-touches it every few seconds. Who finds the file free but held by a job on another machine watches whether it is still
-touched, and takes it over if it is not. A requeued Slurm job takes over what its former start has left, at once.
+Rank 0 of a job holds an operating-system lock on the file. The system releases it when the process ends for any reason.
+Some network file systems do not show such locks to other machines, so the file also names its holder, and the holder
+touches it every few seconds. If the system lock is free but the file names a job on another machine, the new job
+watches the file and takes it over if it is no longer touched. A requeued Slurm job takes over its own earlier lock at
+once.
 """
 
 from __future__ import annotations
@@ -28,18 +31,18 @@ from megatron_dta.common.errors import InputError
 
 LOCK = "lock"
 TOUCH_S = 5.0
-# A holder on another machine that has not touched the file for so long is dead.
+# A holder on another machine is considered dead if it has not touched the file for this many seconds.
 WATCH_S = 6 * TOUCH_S
 _MAX_BYTES = 4096
-# File systems without locks say one of these.
+# Error numbers that file systems without locks return.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class RunLock:
-    """The lock of a run's folder, held from the moment it is made until ``release``, or until the process ends.
+    """The lock of a run's folder, held from construction until ``release`` or the end of the process.
 
     Args:
-        report: gets a line if it has to be seen first whether the holder is alive.
+        report: called with a line if the constructor has to wait to see whether the holder is alive.
 
     Raises:
         InputError: another job holds it.
@@ -71,34 +74,32 @@ class RunLock:
         self.release()
 
     def release(self) -> None:
-        """Let the next job have the folder."""
+        """Release the folder for the next job."""
         if self._ended.is_set():
             return
         self._ended.set()
         atexit.unregister(self.release)
         self._heart.join()
         with suppress(OSError):
-            # The file stays: a job that waits for it might hold one that is no longer there.
+            # The file is not deleted: a waiting job may have it open and would then lock a deleted file.
             self._write("")
         os.close(self._file)
 
     def _take(self, report: Callable[[str], None]) -> None:
         has_locks = self._lock()
-        # Read through the open file: closing another one of it would give the system's lock up.
+        # Read through the open descriptor: closing any other descriptor of the file would release the system lock.
         holder = _parsed(os.pread(self._file, _MAX_BYTES, 0))
         if holder is not None and not _is_surely_dead(holder, has_locks):
-            report(
-                f"--save {self._folder}: {_named(holder)} has not given this folder back; watching for {WATCH_S:g} s"
-            )
+            report(f"--save {self._folder}: {_named(holder)} has not released this folder; watching for {WATCH_S:g} s")
             if self._is_touched():
                 raise _held(self._folder, holder)
             has_locks = self._lock()
         self._write(json.dumps(_myself()))
         if not has_locks:
-            self._settle()
+            self._break_tie()
 
     def _lock(self) -> bool:
-        """Take the system's lock; whether the file system has locks."""
+        """Take the system lock; returns whether the file system supports locks."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -110,7 +111,7 @@ class RunLock:
         return True
 
     def _is_touched(self) -> bool:
-        """Watch whether the holder is alive."""
+        """Watch the file for ``WATCH_S`` seconds; returns whether its holder is alive."""
         before, deadline = self._stamp(), time.monotonic() + WATCH_S
         while time.monotonic() < deadline:
             time.sleep(min(1.0, WATCH_S / 10))
@@ -119,12 +120,12 @@ class RunLock:
         return False
 
     def _stamp(self) -> tuple[int, bytes]:
-        """When the file was touched, and what it says, as its server has it now."""
+        """Modification time and content of the file, read anew from the file server."""
         with open(self._path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns, file.read(_MAX_BYTES)
 
-    def _settle(self) -> None:
-        """Without locks, of those that wrote at the same moment the last one has it."""
+    def _break_tie(self) -> None:
+        """Without system locks, the last of several simultaneous writers holds the lock; the others raise."""
         time.sleep(min(2.0, WATCH_S / 10))
         holder, mine = _parsed(self._stamp()[1]), _myself()
         if holder is None or any(holder.get(name) != mine[name] for name in ("host", "boot", "pid")):
@@ -137,18 +138,18 @@ class RunLock:
 
     def _touch(self) -> None:
         while not self._ended.wait(TOUCH_S):
-            # A file server may be away for a while.
+            # The file server may be unavailable for a while.
             with suppress(OSError):
                 os.utime(self._file)
 
 
 def _is_surely_dead(holder: dict[str, Any], has_locks: bool) -> bool:
-    """Whether a holder whose lock the system does not keep need not be watched."""
+    """Whether a holder without a system lock is certainly dead, so that the file need not be watched."""
     mine = _myself()
     if holder.get("boot") == mine["boot"] and mine["boot"]:
-        # A machine keeps its own processes' locks, whatever the file system does for others.
+        # Locks between processes of one machine always work, regardless of the file system.
         return has_locks or holder.get("pid") == mine["pid"]
-    # Slurm starts a job again only when its former start has ended.
+    # Slurm restarts a job only after its previous start has ended.
     is_same_job = mine["slurm_job"] is not None and holder.get("slurm_job") == mine["slurm_job"]
     return is_same_job and holder.get("slurm_restart") != mine["slurm_restart"]
 
@@ -165,7 +166,7 @@ def _myself() -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """What tells this start of this machine from all others, in every container of it."""
+    """The boot id of this machine, which is the same in all its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -173,7 +174,7 @@ def _boot() -> str:
 
 
 def _parsed(content: bytes) -> dict[str, Any] | None:
-    """Who the file names; None if it was given back, or does not say."""
+    """The holder that the file names; None if the lock was released or the content is not valid."""
     try:
         holder = json.loads(content)
     except (ValueError, RecursionError):

@@ -1,16 +1,16 @@
-"""Checkpoints in Megatron's distributed format: everything a run needs to go on as if it had never stopped.
+"""Saves and loads checkpoints in Megatron's distributed format, with the complete state of a run.
 
-    SAVE/latest_checkpointed_iteration.txt     number of the checkpoint that counts
+    SAVE/latest_checkpointed_iteration.txt     the tracker: the iteration of the current checkpoint
     SAVE/iter_0000200/                         Megatron's torch_dist files: weights, optimizer, schedule, step, random
                                                states, data position, all settings
-    SAVE/best_checkpoint.json                  names the best one, with --keep-best-checkpoint
-    SAVE/reference/                            weights of the KL reference model, where one is used
+    SAVE/best_checkpoint.json                  names the best checkpoint, with --keep-best-checkpoint
+    SAVE/reference/                            weights of the KL reference model, if the run uses one
     SAVE/base/                                 frozen weights of a run with LoRA adapters, see ``frozen_base``
 
-A checkpoint is written under another name and renamed when complete, then the number file is replaced the same way.
-So a kill at any moment leaves the previous checkpoint or the new one, never half of one. What a killed save left behind
-is removed by the next run. Every rank writes its shards, and a checkpoint may be loaded on another mesh; only on the
-same one does the run go on bit for bit. Files are checked against the checksums in the checkpoint when it is loaded.
+A checkpoint is written under a temporary name and renamed when it is complete; then the tracker is replaced in the same
+way. A kill at any moment therefore leaves either the previous checkpoint or the new one. The next run removes the
+leftovers of a killed save. Every rank writes its own shards. A checkpoint loads on any mesh, but the continued run is
+bit-identical only on the same mesh. Loading verifies the files against the checksums in the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from megatron_dta.training.checkpoint.writer import CheckpointWrite, on_rank0
 from megatron_dta.training.optimizer import TrainingOptimizer
 
 REFERENCE = "reference"
-# Another value of one of these is another mesh.
+# Changing any of these changes the mesh.
 _MESH_FLAGS = tuple(
     flag_of(setting)
     for setting in fields(ParallelConfig)
     if setting.name.endswith("_parallel_size") or setting.name.startswith(("pipeline_model", "num_virtual"))
 )
-# Settings of the model that may differ between a checkpoint and the run that loads it: they change no weight's meaning.
+# Model settings that may differ between a checkpoint and the run that loads it. None changes the meaning of a weight.
 _FREE_MODEL_SETTINGS = {
     "max_position_embeddings",
     "init_method_std",
@@ -67,24 +67,24 @@ _FREE_MODEL_SETTINGS = {
 
 
 class SavedPart(Protocol):
-    """What goes into a checkpoint beside the policy and its optimizer: the critic."""
+    """A component that is saved beside the policy and its optimizer, such as the critic."""
 
     def sharded_state_dict(self, is_loading: bool = False, *, fully_parallel: bool = False) -> dict[str, Any]:
-        """Its part, for Megatron's distributed checkpoint."""
+        """The component's part of Megatron's distributed checkpoint."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what a checkpoint has."""
+        """Restore the component from its part of a checkpoint."""
         ...
 
 
 class CheckpointSaver:
-    """Saves a run's checkpoints into ``--save``: now or, with ``--async-save``, while training goes on.
+    """Saves a run's checkpoints into ``--save``, with ``--async-save`` in the background.
 
-    Every rank has one and calls the same methods at the same steps.
+    Every rank creates a saver and calls the same methods at the same steps.
 
     Args:
-        report: gets a line for each checkpoint that counts from now on.
+        report: called with a line for each checkpoint that becomes the current one.
     """
 
     def __init__(
@@ -103,15 +103,18 @@ class CheckpointSaver:
         self._next_best: BestCheckpoint | None = None
 
     def set_best(self, best: BestCheckpoint | None) -> None:
-        """The best checkpoint from now on: named in the folder, and never deleted. It must count already."""
+        """Name ``best`` as the best checkpoint and never delete it. It must have been published already."""
         if best is not None and best != self._best:
             on_rank0(self._folder, lambda: best.write(self._folder))
         self._best = best
 
     def save(self, iteration: int, progress: dict[str, Any], best: BestCheckpoint | None = None) -> None:
-        """Write the checkpoint of ``iteration``, or begin to; one that is still being written is finished first.
+        """Write the checkpoint of ``iteration``, or start to write it in the background.
 
-        ``best`` is the best checkpoint once this one counts; maybe it is this one.
+        A checkpoint that is still being written is finished first.
+
+        Args:
+            best: the best checkpoint once this one is published; it may be this one.
         """
         self.finish()
         state = _complete_state(self._config, self._model, self._optimizer, iteration, progress, self._critic)
@@ -124,16 +127,16 @@ class CheckpointSaver:
             self.finish()
 
     def poll(self) -> None:
-        """Let the checkpoint being written count, if all ranks have written their part; call between steps."""
+        """Publish the checkpoint in progress if all ranks have written their shards. Call this between steps."""
         if self._pending is not None and all(current_mesh().gather_from_all(self._pending[1].done)):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written, if there is one, and let it count; then delete old ones."""
+        """Wait for the checkpoint in progress, if any, publish it and delete old checkpoints."""
         if self._pending is None:
             return
         (iteration, write), self._pending = self._pending, None
-        _let_count(write, iteration)
+        _make_current(write, iteration)
         self._report(f"saved {write.path}")
         self.set_best(self._next_best)
         if self._config.checkpoint.keep_checkpoints is not None:
@@ -150,19 +153,19 @@ def save_checkpoint(
     iteration: int,
     progress: dict[str, Any],
 ) -> Path:
-    """Write the checkpoint of ``iteration`` into ``folder`` and make it the one that counts.
+    """Write the checkpoint of ``iteration`` into ``folder`` and make it the current one.
 
     Args:
-        progress: where the loop stands, made of numbers, strings, lists and tensors, the same on every rank.
+        progress: the loop's progress as plain values and tensors, identical on every rank.
     """
     state = _complete_state(config, model, optimizer, iteration, progress)
     parallel = bool(config.checkpoint.ckpt_fully_parallel_save)
     write = CheckpointWrite(Path(folder) / iteration_folder(iteration), state, fully_parallel=parallel)
-    _let_count(write, iteration)
+    _make_current(write, iteration)
     return write.path
 
 
-def _let_count(write: CheckpointWrite, iteration: int) -> None:
+def _make_current(write: CheckpointWrite, iteration: int) -> None:
     write.finish()
     on_rank0(write.path, lambda: replace_text(write.path.parent / TRACKER, str(iteration)))
 
@@ -175,7 +178,7 @@ def _complete_state(
     progress: dict[str, Any],
     critic: SavedPart | None = None,
 ) -> dict[str, Any]:
-    """All that a checkpoint holds: shards of this rank, and what is the same on every rank."""
+    """The whole content of a checkpoint: this rank's shards and the state that is common to all ranks."""
     model_state = trained_part(model.sharded_state_dict(), config.model)
     parallel = bool(config.checkpoint.ckpt_fully_parallel_save)
     own = {"settings": json.dumps(settings_by_flag(config)), "progress": progress}
@@ -198,7 +201,7 @@ def load_checkpoint(
     optimizer: TrainingOptimizer,
     critic: SavedPart | None = None,
 ) -> tuple[int, dict[str, Any], list[str]]:
-    """Continue a run: weights, optimizer, schedule and random states are set to the checkpoint's.
+    """Restore weights, optimizer, schedule and random states from a checkpoint.
 
     Returns:
         the iteration, the loop's progress, and a line for every setting that differs from the checkpoint's.
@@ -237,7 +240,7 @@ def load_checkpoint(
 
 
 def _mesh_text(settings: dict[str, Any], processes: int) -> str:
-    """The parallel sizes of ``processes`` with these settings by flag; those that are mostly 1 only where above."""
+    """The parallel sizes of a mesh of ``processes`` as text; less common sizes are listed only if they are above 1."""
 
     def size(flag: str) -> int:
         return settings.get(flag) or 1
@@ -256,10 +259,16 @@ def _mesh_text(settings: dict[str, Any], processes: int) -> str:
 
 
 def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has_critic: bool) -> list[str]:
-    """Refuse a checkpoint that the run cannot go on from; ``common`` is what ``read_common`` has read of it.
+    """Check that the run can continue from a checkpoint.
+
+    Args:
+        common: the checkpoint's common state, from ``read_common``.
 
     Returns:
         a line for every setting that differs from the checkpoint's.
+
+    Raises:
+        InputError: the run cannot continue from it.
     """
     saved = saved_settings(path, common)
     if saved is None or "progress" not in common["megatron_dta"]:
@@ -276,9 +285,12 @@ def check_continues(path: Path, common: dict[str, Any], config: TrainConfig, has
 
 
 def load_weights(path: Path, model_config: ModelConfig, model: Model, check: bool = True) -> None:
-    """Take only the weights; they are converted to the model's dtype. Checkpoints of Megatron-LM will do.
+    """Load only the weights and convert them to the model's dtype. Checkpoints of Megatron-LM are accepted.
 
-    A model with adapters keeps its own where the checkpoint has none. Files are not checked without ``check``.
+    A model with adapters keeps its adapters if the checkpoint has none.
+
+    Args:
+        check: verify the checkpoint's files first.
     """
     check_files(path, check)
     common = read_common(path)
@@ -293,7 +305,7 @@ def load_weights(path: Path, model_config: ModelConfig, model: Model, check: boo
 
 
 def check_weights(path: Path, common: dict[str, Any], model_config: ModelConfig) -> None:
-    """Refuse weights of another model, where the checkpoint says of which."""
+    """Refuse weights of another model, if the checkpoint records its model."""
     saved = saved_settings(path, common)
     if saved is None:
         return
@@ -322,14 +334,14 @@ def _has_adapters(path: Path, common: dict[str, Any]) -> bool:
 
 
 def save_weights(path: Path, config: TrainConfig, model: Model) -> None:
-    """Write only the weights as the checkpoint ``path``."""
+    """Write a checkpoint ``path`` that holds only the weights."""
     settings = {"settings": json.dumps(settings_by_flag(config))}
     state = {"model": model.sharded_state_dict(), "megatron_dta": settings}
     CheckpointWrite(path, state, fully_parallel=bool(config.checkpoint.ckpt_fully_parallel_save)).finish()
 
 
 def save_base(config: TrainConfig, model: Model) -> None:
-    """Write the weights beside adapters into ``base`` in ``--save``, as a checkpoint of a model without any."""
+    """Write the frozen weights of a LoRA run into ``SAVE/base``, as a checkpoint of a model without adapters."""
     if config.model.lora_rank is None or config.checkpoint.save is None:
         return
     settings = {"settings": json.dumps(settings_by_flag(replace(config, model=without_lora(config.model))))}
@@ -355,7 +367,7 @@ def _check_same_model(
 
 
 def _check_same_optimizer(path: Path, saved: dict[str, Any], config: TrainConfig) -> None:
-    """A distributed optimizer's state is laid out otherwise."""
+    """Refuse a change of --use-distributed-optimizer, which changes the layout of the optimizer's state."""
     before = saved.get("--use-distributed-optimizer", False)
     if before != config.parallel.use_distributed_optimizer:
         change = "add" if before else "leave out"

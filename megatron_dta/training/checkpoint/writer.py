@@ -1,16 +1,16 @@
-"""Writes one checkpoint from all ranks: each its shards, under another name until every one of them is done.
+"""Writes one checkpoint from all ranks and renames it when every rank is done.
 
-    1. the first rank makes an empty folder with an unfinished name
-    2. every rank plans with the others and writes its shards: at once, or (``background``) by a thread, from a copy on
-       the host, while training goes on
-    3. ranks agree that all have written; the first one adds the metadata and the checksums of all files, of which each
-       rank has read its own once more, and renames the folder
+    1. Rank 0 creates an empty folder with a temporary name.
+    2. The ranks plan the save together and each writes its shards: immediately or, with ``background``, in a thread
+       from a copy on the host while training continues.
+    3. The ranks agree that all have written. Each reads its own files again for their checksums. Rank 0 adds the
+       metadata and the checksums of all files and renames the folder.
 
-With ``fully_parallel`` (``--ckpt-fully-parallel-save``), data-parallel ranks divide what all of them hold between them,
-by size, with Megatron's own distribution; without it the first of them writes it. What is in a checkpoint is the same.
+With ``fully_parallel`` (``--ckpt-fully-parallel-save``), the data-parallel ranks divide replicated shards by size, with
+Megatron's own distribution; without it the first of them writes these shards. The checkpoint's content is the same.
 
-An error on one rank ends the save on all, and the unfinished folder is deleted and never gets its proper name. Planning
-and agreeing talk to other ranks, so they run on the main thread, at moments that are the same on every rank.
+An error on one rank ends the save on all ranks, and the temporary folder is deleted. Planning and agreement are
+collective, so they run on the main thread, at the same points of the run on every rank.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from megatron_dta.conversion.integrity import Checksums, checksums_of, write_che
 from megatron_dta.model import current_mesh
 from megatron_dta.training.checkpoint.files import unfinished_name
 
-# PyTorch's writer of archives raises RuntimeError where the system refuses to write.
+# PyTorch's archive writer raises RuntimeError if the system refuses a write.
 _WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
 
 
 class _AgreeingStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's writer of shards, which first hears from all ranks whether the parts before it were written.
+    """Megatron's shard writer, preceded by an agreement of all ranks that the earlier parts were written.
 
-    Only then may they talk to each other of who writes what.
+    The ranks may plan the shards collectively only after this agreement.
     """
 
     def __init__(self, path: Path, fully_parallel: bool) -> None:
@@ -56,19 +56,19 @@ class _AgreeingStrategy(TorchDistSaveShardedStrategy):
         group = current_mesh().data_group
         if self.fully_parallel and group is not None:
             FullyParallelSaveStrategyWrapper(self, group).apply_saving_parallelization(sharded_state_dict)
-        # Newer versions say whose writers to use, by default those of a package that need not be there.
+        # Newer versions name the package whose writers to use. The default package may not be installed.
         own_writers = ("mcore",) if args or kwargs else ()
         return super().async_save(sharded_state_dict, checkpoint_dir, *own_writers)
 
 
 class CheckpointWrite:
-    """A checkpoint being written. Every rank makes one, and calls ``finish`` once, at the same moment of its run."""
+    """A checkpoint in progress. Every rank creates one and calls ``finish`` once, at the same point of the run."""
 
     def __init__(
         self, path: Path, state: dict[str, Any], background: bool = False, fully_parallel: bool = False
     ) -> None:
         cpu_compat.write_checkpoints_in_process()
-        # It logs what it raises, too.
+        # This logger repeats the errors that the writer raises.
         logging.getLogger(f"{dist_checkpointing.__name__}.strategies.filesystem_async").setLevel(logging.CRITICAL)
         self.path, self._unfinished = path, unfinished_name(path)
         self._thread: threading.Thread | None = None
@@ -103,7 +103,7 @@ class CheckpointWrite:
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for all ranks' shards and give the checkpoint its name."""
+        """Wait for the shards of all ranks and give the checkpoint its final name."""
         try:
             if self._thread is None:
                 self._read_own_files()
@@ -135,7 +135,7 @@ class CheckpointWrite:
             self._error = error
 
     def _discard(self) -> None:
-        """Delete what was written; by now no rank writes any more."""
+        """Delete the temporary folder. No rank writes to it any more at this point."""
         if current_mesh().rank == 0:
             shutil.rmtree(self._unfinished, ignore_errors=True)
 
@@ -146,12 +146,12 @@ class CheckpointWrite:
     def _publish(self, known: Checksums) -> None:
         others = [path.name for path in self._unfinished.iterdir() if path.name not in known]
         write_checksums(self._unfinished, known | checksums_of(self._unfinished, others))
-        # A checkpoint of this name that no tracker names: its run was killed before it counted.
+        # A folder of this name belongs to a run that was killed before the tracker named it.
         shutil.rmtree(self.path, ignore_errors=True)
         os.replace(self._unfinished, self.path)
 
     def _start_thread(self) -> None:
-        """Copy what is on a GPU to the host, then write it while the caller goes on; ``finish`` tells of errors."""
+        """Copy GPU tensors to the host, then write the shards in a thread. ``finish`` raises the thread's errors."""
         arguments = list(self._request.async_fn_args)
         if self._request.preload_fn is not None:
             arguments[1] = self._request.preload_fn()
@@ -169,7 +169,7 @@ class CheckpointWrite:
 
 
 def raise_on_all(path: Path, error: BaseException | None) -> None:
-    """Raise on every rank if any of them brings an error; every rank must call this."""
+    """Raise ``InputError`` on every rank if any rank passes an error. Every rank must call this."""
     reasons = current_mesh().gather_from_all(None if error is None else reason_of(error))
     for rank, reason in enumerate(reasons):
         if reason is not None:
@@ -178,14 +178,14 @@ def raise_on_all(path: Path, error: BaseException | None) -> None:
 
 
 def refuse_on_all(error: InputError | None) -> None:
-    """Raise on every rank what any of them has found wrong with the input; every rank must call this."""
+    """Raise an input error of any rank on all ranks. Every rank must call this."""
     for reason in current_mesh().gather_from_all(None if error is None else str(error)):
         if reason is not None:
             raise InputError(reason) from error
 
 
 def reason_of(error: BaseException) -> str:
-    """One line; of an error of several ranks, whose own message is a traceback, what one of them met."""
+    """The error's message as one line. For PyTorch's error of several ranks it is the first failed rank's message."""
     if isinstance(error, CheckpointException):
         if not error.failures:
             return "another rank failed and has the reason"
@@ -196,12 +196,12 @@ def reason_of(error: BaseException) -> str:
 
 def _text(error: BaseException) -> str:
     text = " ".join(str(error).split())[:200] or type(error).__name__
-    # PyTorch's writer of archives names its own source and positions where the system took fewer bytes.
+    # If the system writes fewer bytes, the message of PyTorch's archive writer only names its own source location.
     return "a file could not be written whole; is the disk full?" if "inline_container" in text else text
 
 
 def on_rank0(path: Path, act: Any) -> None:
-    """Let the first rank act on files while the others wait; its failure is everybody's."""
+    """Run ``act`` on rank 0 while the other ranks wait; an ``OSError`` is raised on all ranks as ``InputError``."""
     error = None
     if current_mesh().rank == 0:
         try:
@@ -216,7 +216,7 @@ def _cannot_write(path: Path, error: BaseException) -> InputError:
 
 
 def _copy_host_tensors(state: dict[str, Any]) -> None:
-    """Tensors on the host are written from where they are, and training would change them meanwhile."""
+    """Copy host tensors, which training would otherwise change while the background thread writes them."""
     for part in nested_values(state):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and torch.is_tensor(part.data) and part.data.is_cpu:
             part.data = part.data.detach().clone()

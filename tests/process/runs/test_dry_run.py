@@ -54,7 +54,7 @@ def test_batches_that_the_data_do_not_fill_are_told(tmp_path: Path) -> None:
     )
     sampled = f"{SAMPLED} --train-iters 6 --num-steps-per-rollout 2"
     found = line_of(check(sampled), "epochs").split(maxsplit=1)[1]
-    assert re.fullmatch(r"[\d.]+ in 3 collections of 4 prompts", found)
+    assert re.fullmatch(r"[\d.]+ in 3 rollout batches of 4 prompts", found)
     count = int(line_of(check(sampled), "prompts").split()[1])
     found = line_of(check(f"{sampled} --rollout-batch-size {2 * count + 2}"), "epochs")
     assert f"warning: there are only {count}, so each is in a collection 2 to 3 times" in found
@@ -164,7 +164,7 @@ def test_hugging_face_weights(tmp_path: Path) -> None:
     [
         ("--rollouts nothing.jsonl", "nothing.jsonl: "),
         ("--tree-memory-tokens 3 --tree-segment-tokens 3", "--tree-memory-tokens 3: a rollout has"),
-        ("--timeline-dir {0}/r.jsonl/x", "--timeline-dir: the folder .* cannot be made"),
+        ("--timeline-dir {0}/r.jsonl/x", "--timeline-dir: the folder .* cannot be created"),
         ("--eval-rollouts {0}/bad.jsonl --eval-interval 1", "bad.jsonl: row 1: "),
         ("--cost-model {0}/none.json", "none.json"),
     ],

@@ -240,7 +240,7 @@ def test_a_run_without_anything_to_train_ends(stored) -> None:
     trainer, _ = make_trainer(
         f"{arguments} --objective sft --rejection-sampling threshold --rejection-reward-threshold 99"
     )
-    with pytest.raises(InputError, match="20 collections of rollouts in a row had nothing to train"):
+    with pytest.raises(InputError, match="20 consecutive rollout batches had nothing to train"):
         trainer._step()
 
 

@@ -222,7 +222,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         make_trainer(f"{common} --load {empty} --save {first}")
     with pytest.raises(InputError, match=r"--ref-load .*empty: holds no checkpoint"):
         make_trainer(f"{common} --ref-load {empty} --kl-loss-coef 0.1")
-    with pytest.raises(InputError, match=r"--save: the folder .*r.jsonl cannot be made \(File exists\)"):
+    with pytest.raises(InputError, match=r"--save: the folder .*r.jsonl cannot be created \(File exists\)"):
         make_trainer(f"{common} --save {tmp_path}/r.jsonl")
     # Megatron's way to write one command for start and restart: --load and --save name one folder.
     trained, _ = run(f"{common} --load {first} --save {first} --train-iters 2")
@@ -241,7 +241,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
     # The same command again: its own checkpoint goes before --load.
     fine, output = make_trainer(f"{common} --load {first} --finetune --save {second} --train-iters 1")
     assert fine.progress.iteration == 1
-    with pytest.raises(InputError, match="kept no reference weights; give --ref-load"):
+    with pytest.raises(InputError, match="saved no reference weights; give --ref-load"):
         make_trainer(f"{common} --save {second} --kl-loss-coef 0.1")
     reference, _ = make_trainer(f"{common} --save {second} --kl-loss-coef 0.1 --ref-load {first}")
     for values, expected in zip(
