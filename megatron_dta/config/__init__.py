@@ -1,4 +1,4 @@
-"""Settings as typed dataclasses, one module a topic. ``megatron_dta.arguments`` reads them from the command line."""
+"""Settings as typed dataclasses, one module per topic; ``megatron_dta.arguments`` reads them from the command line."""
 
 from megatron_dta.config.data import DataConfig
 from megatron_dta.config.model import ModelConfig

@@ -1,4 +1,4 @@
-"""Where rollouts come from: stored files, or sampling on the training weights."""
+"""Settings of stored rollouts and of the batches taken from them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from megatron_dta.config.options import option
 
 @dataclass
 class DataConfig:
-    """Stored rollouts and how a step's rollouts are chosen."""
+    """Stored rollouts, and the rollouts that one step trains."""
 
     rollouts: list[str] | None = option(
         None,
-        "Train on these stored rollouts (.jsonl, .parquet or .npz), or on text (with --tokenizer-type): conversations "
-        "for --objective sft, chosen and rejected answers for --objective dpo (.jsonl, .parquet).",
+        "Stored rollouts to train on (.jsonl, .parquet or .npz). With --tokenizer-type also text (.jsonl, .parquet): "
+        "conversations for --objective sft, chosen and rejected answers for --objective dpo.",
     )
     eval_rollouts: list[str] | None = option(None, "Held-out stored rollouts; their loss is reported.")
     rollout_sample_granularity: str = option(
         "trajectory",
-        "One training sample per trajectory, or one per assistant turn.",
+        "Whether a training sample is a whole trajectory or one assistant turn.",
         choices=("trajectory", "turn"),
     )
     seq_length: int | None = option(
-        None, "Longest training sequence; stored ones are cut (default: --max-position-embeddings).", minimum=2
+        None,
+        "Longest training sequence; longer stored sequences are cut (default: --max-position-embeddings).",
+        minimum=2,
     )
     global_batch_size: int | None = option(
         None,
-        "Rollouts in one optimizer step; groups are kept whole (default when sampling: all those sampled).",
+        "Rollouts per optimizer step; groups are kept whole (default when sampling: all sampled rollouts, divided by "
+        "--num-steps-per-rollout).",
         minimum=1,
     )

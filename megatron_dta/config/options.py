@@ -24,15 +24,16 @@ def option(
     maximum: float | None = None,
     above: float | None = None,
 ) -> Any:
-    """A dataclass field with what the command line needs to know of it.
+    """A dataclass field with the metadata of its command-line flag.
 
     Args:
-        default: the value when the flag is absent; ``REQUIRED`` if there is none.
-        help: one sentence for ``--help``.
-        choices: the values accepted, all of them if None.
-        flag: the flag's name where it is not the field's name with dashes.
+        default: the value when the flag is absent; ``REQUIRED`` if the flag must be given.
+        help: the text for ``--help``.
+        choices: the accepted values; None accepts any value.
+        flag: the name of the flag, if it is not the field's name with dashes.
         command_line: False for settings of the Python API only.
-        minimum, maximum, above: bounds of a number, the last one excluded itself; checked by ``config.checks``.
+        minimum, maximum: inclusive bounds of a number, checked by ``config.checks``.
+        above: exclusive lower bound of a number, checked by ``config.checks``.
     """
     metadata = {
         "help": help,
@@ -47,5 +48,5 @@ def option(
 
 
 def flag_of(setting: Field) -> str:
-    """The flag of a dataclass field made by ``option``, dashes and all."""
+    """The flag of a dataclass field made by ``option``, including its dashes."""
     return setting.metadata["flag"] or "--" + setting.name.replace("_", "-")

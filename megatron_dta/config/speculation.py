@@ -1,4 +1,4 @@
-"""Speculative sampling from suffix trees of recent rollouts (DAS)."""
+"""Settings of speculative decoding from suffix trees of recent rollouts (DAS)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from megatron_dta.config.options import option
 
 @dataclass
 class SpeculationConfig:
-    """Settings of ``megatron_dta.speculation``; none of them changes what is sampled, but the stop."""
+    """Settings of ``megatron_dta.speculation``. Only ``rollout_stop_degenerate`` changes what is sampled."""
 
     rollout_speculation: str = option(
         "none",
-        "Guess several tokens a pass from suffix trees of recent rollouts and verify them: the same samples in fewer "
-        "passes. Servers of vLLM or SGLang do so themselves, as tools/rollout_server_command.py starts them.",
+        "Draft several tokens per pass from suffix trees of recent rollouts and verify them: the same samples in "
+        "fewer passes. Servers of vLLM or SGLang draft themselves when tools/rollout_server_command.py starts them "
+        "so.",
         choices=("none", "das"),
     )
-    das_window: int = option(16, "Collections of rollouts for which a rollout is drafted from.", minimum=1)
+    das_window: int = option(16, "Number of recent rollout batches kept in the suffix trees.", minimum=1)
     das_max_tokens: int = option(
-        20_000_000, "Most tokens in the trees, about 100 bytes each; the oldest rollouts leave first.", minimum=1
+        20_000_000,
+        "Maximum number of tokens in the suffix trees, about 100 bytes each; the oldest rollouts are removed first.",
+        minimum=1,
     )
-    das_depth: int = option(32, "Tokens of a match and its draft together.", minimum=2, maximum=255)
-    das_draft_tokens: int = option(24, "Most tokens of a draft.", minimum=1, maximum=255)
+    das_depth: int = option(32, "Maximum number of tokens in a match and its draft together.", minimum=2, maximum=255)
+    das_draft_tokens: int = option(24, "Maximum number of tokens in a draft.", minimum=1, maximum=255)
     das_budget: str = option(
         "straggler",
-        "What is drafted where it pays: by the probability to be the last to end, by the live batch alone (gate), by "
-        "length classes, by the optimal budget; or always.",
+        "Rule for where drafting pays: by the probability of finishing last (straggler), by the live batch alone "
+        "(gate), by length classes (class), or by the optimal budget (optimal). always drafts everywhere.",
         choices=("straggler", "gate", "class", "optimal", "always"),
     )
     rollout_stop_degenerate: bool = option(
-        False, "End a response, as the length cap does, where it has fallen into a loop or into noise."
+        False, "End a response that has fallen into a loop or into noise, as the length cap would."
     )

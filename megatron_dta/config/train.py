@@ -21,7 +21,7 @@ from megatron_dta.config.treepo import TreePOConfig
 
 @dataclass
 class TrainConfig:
-    """Everything ``python -m megatron_dta.train`` can be told; each field is one topic and one group of flags."""
+    """All settings of ``python -m megatron_dta.train``; each field is one topic and one group of flags."""
 
     model: ModelConfig
     tree: TreeConfig = field(default_factory=TreeConfig)
@@ -41,7 +41,7 @@ class TrainConfig:
 
 
 def settings_of(config: TrainConfig) -> Iterator[tuple[str, Field, Any]]:
-    """(topic, field, value) of every setting."""
+    """Yield (topic, field, value) for every setting."""
     for topic in fields(config):
         values = getattr(config, topic.name)
         for setting in fields(values):
@@ -49,7 +49,7 @@ def settings_of(config: TrainConfig) -> Iterator[tuple[str, Field, Any]]:
 
 
 def settings_by_flag(config: TrainConfig) -> dict[str, Any]:
-    """Every setting by its flag, as plain values."""
+    """Flag -> value for every setting; values that are not plain Python values are converted to strings."""
     plain = (type(None), bool, int, float, str, list)
     return {
         flag_of(setting): value if isinstance(value, plain) else str(value) for _, setting, value in settings_of(config)

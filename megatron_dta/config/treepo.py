@@ -1,4 +1,7 @@
-"""TreePO (arXiv 2508.17445): how rollouts grow as trees. The paper's settings by name are in ``treepo_preset``."""
+"""Settings of sampling rollouts as trees (TreePO, arXiv 2508.17445).
+
+The paper's own settings are available by name, see ``derived.treepo_preset``.
+"""
 
 from __future__ import annotations
 
@@ -21,77 +24,88 @@ class TreePOConfig:
     )
     treepo_preset: str | None = option(
         None,
-        "The TreePO paper's recipe for sampler, loss, batches and schedule: depth x segment length, with 2 first "
-        "branches (fixed) or 2 to 8 (more); a flag that is given goes before it.",
+        "The TreePO paper's recipe for sampler, loss, batches and schedule, named by depth x segment length, with 2 "
+        "initial branches (fixed) or 2 to 8 (more); flags that are given take precedence.",
         choices=tuple(
             f"{init}-{shape}"
             for init in ("fixed", "more")
             for shape in ("56x128", "28x256", "14x512", "7x1024", "8x2048")
         ),
     )
-    treepo_segment_length: int = option(512, "Tokens of a segment, after which a path may branch.", minimum=1)
+    treepo_segment_length: int = option(
+        512, "Tokens per segment; a path may branch at the end of each segment.", minimum=1
+    )
     treepo_max_depth: int | None = option(
-        None, "Most segments of a path (default: what --rollout-max-response-len holds).", minimum=1
+        None,
+        "Maximum number of segments in a path (default: as many as fit into --rollout-max-response-len).",
+        minimum=1,
     )
     treepo_branching_factor: int = option(
-        2, "Branches that each path of a round brings to its query's budget.", minimum=1
+        2, "Branches that each path of a round adds to the budget of its query.", minimum=1
     )
     treepo_initial_branches: int = option(2, "Branches at the prompt.", minimum=1)
     treepo_initial_branches_max: int | None = option(
-        None, "Draw the number of branches at the prompt evenly from --treepo-initial-branches to this.", minimum=1
+        None, "Draw the number of branches at the prompt uniformly from --treepo-initial-branches to this.", minimum=1
     )
     treepo_no_budget_transfer: bool = option(
-        False, "Branches of paths that have finished in a round are not given to those still alive."
+        False, "Do not give the branches of paths that finished in a round to those still alive."
     )
     treepo_allocation: str = option(
         "even",
-        "How a round's branches are divided: evenly, or more to paths of low or of high logprob.",
+        "How the branches of a round are divided: evenly, or more to paths of low or of high logprob.",
         choices=("even", "low-logprob", "high-logprob"),
     )
     treepo_allocation_score: str = option(
         "segment-mean",
-        "Logprob of a path by which branches are divided.",
+        "Logprob of a path by which the branches are divided.",
         choices=("segment-mean", "path-mean", "path-sum"),
     )
-    treepo_allocation_temperature: float = option(2.0, "Temperature of that division; high divides evenly.", above=0)
+    treepo_allocation_temperature: float = option(
+        2.0, "Temperature of the division by logprob; high values divide evenly.", above=0
+    )
     treepo_allocation_temperature_end: float | None = option(
-        None, "Change that temperature to this along half a cosine.", above=0
+        None, "Anneal the temperature of the division to this value along half a cosine.", above=0
     )
     treepo_allocation_temperature_iters: int | None = option(
-        None, "Collections of rollouts over which it changes (default: --train-iters).", minimum=1
+        None,
+        "Number of rollout batches over which the temperature changes (default: those of --train-iters).",
+        minimum=1,
     )
     treepo_answer_pattern: str | None = option(
-        None, "End a path at the segment in which its text has an answer: boxed, or a regular expression."
+        None, "End a path at the segment in which its text contains an answer: boxed, or a regular expression."
     )
     treepo_repetition_count: int | None = option(
         None,
-        "End a path whose recent text holds the same characters this many times (default: do not look).",
+        "End a path whose recent text contains the same characters this many times (default: no check).",
         minimum=2,
     )
-    treepo_repetition_length: int = option(32, "How many characters those are.", minimum=1)
-    treepo_repetition_segments: int = option(2, "Recent text: this many segments.", minimum=1)
+    treepo_repetition_length: int = option(32, "Number of characters in the repeated text.", minimum=1)
+    treepo_repetition_segments: int = option(2, "Number of recent segments searched for repetition.", minimum=1)
     treepo_repetition_first: bool = option(
-        False, "A path that repeats itself counts as such even where it also ends by itself or has an answer."
+        False,
+        "Give repetition as the reason for the end of a path even if the path also ended by itself or has an answer.",
     )
     treepo_fallback: str = option(
         "random",
-        "Where a query whose paths have all finished before it has its rollouts branches again: nowhere, at the "
-        "prompt, or on any finished path, on those with an end or an answer, or on the longest first.",
+        "Where a query branches again whose paths have all finished before it has its rollouts: nowhere (none), at "
+        "the prompt (from-start), on any finished path (random), on those with an end or an answer (finished), or on "
+        "the longest first (longest).",
         choices=FALLBACKS,
     )
     treepo_fallback_point: str = option(
         "uniform",
-        "Which node of that path: any alike, the one before the least likely token, or by the logprob of the segment "
-        "behind it.",
+        "Node of that path at which it branches: any with equal probability (uniform), the one before the least "
+        "likely token (min-logprob), or one drawn by the logprob of the segment after it (low-logprob, high-logprob).",
         choices=FALLBACK_POINTS,
     )
     treepo_fallback_weight: str = option(
         "zero",
-        "Leaf weight of rollouts grown by fallback: none, which keeps weighted means unbiased, or like all others.",
+        "Leaf weight of rollouts grown by fallback: zero, which keeps weighted means unbiased, or the share of any "
+        "other leaf.",
         choices=("zero", "share"),
     )
     treepo_branch_at: str = option(
         "segment",
-        "With --environment: branch at segments and turns, or only where a turn has ended.",
+        "With --environment: branch at the ends of segments and turns, or only at the ends of turns.",
         choices=("segment", "turn"),
     )

@@ -1,8 +1,9 @@
-"""Settings that do not fit together are refused here, before anything is built, each by a line naming flag and fix.
+"""Rejects invalid settings before anything is built, with one line per problem that names the flag and the fix.
 
-All of them are reported at once. A check yields its lines; what other code needs too raises, and is ``caught``.
-Three kinds: a number out of its bounds (the bounds stand at the field), a flag that would have no effect beside the
-others (no flag is accepted and ignored), and combinations that cannot work. A new check belongs with its topic.
+All problems are reported at once. A check yields its lines; a check that other code also calls raises ``InputError``
+and is wrapped in ``caught``. There are three kinds of problems: a number outside its bounds (declared with the
+field), a flag without effect given the others (no flag is accepted and ignored), and combinations that cannot work. A
+new check belongs in the module of its topic.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_dta.config.train import TrainConfig, settings_of
 
 def check_config(config: TrainConfig) -> None:
     """Raise ``InputErrors`` with a line for every setting that cannot be used."""
-    # Beyond its bounds a number may mean nothing to the other checks, and which flags are read follows from the source.
+    # The other checks rely on numbers within their bounds, and the source of rollouts decides which flags are read.
     raise_all(_check_bounds(config))
     source, model = list(_check_source(config)), list(_check_model(config))
     if config.model.kv_channels is None or config.model.num_query_groups is None:
@@ -93,12 +94,12 @@ def _check_model(config: TrainConfig) -> Iterator[str]:
 
 
 def check_rotary(model: ModelConfig) -> None:
-    """Refuse rotary positions that cannot be computed, or two scalings at once."""
+    """Reject rotary positions that cannot be computed, and two scalings at once."""
     rotated = int(model.kv_channels * model.rotary_percent)
     if rotated == 0 or rotated % 2:
         raise InputError(
             f"--rotary-percent {model.rotary_percent} rotates {rotated} of {model.kv_channels} channels per head; "
-            "that must be an even number above 0, so change --rotary-percent or --kv-channels"
+            "this must be an even number above 0; change --rotary-percent or --kv-channels"
         )
     scalings = {
         "--position-embedding-type yarn": model.position_embedding_type == "yarn",
@@ -120,7 +121,7 @@ def check_rotary(model: ModelConfig) -> None:
 
 
 def check_dropout(model: ModelConfig) -> None:
-    """Refuse any dropout; the model is not built with it either."""
+    """Reject any dropout; the model is not built with it either."""
     for flag, value in (
         ("--attention-dropout", model.attention_dropout),
         ("--hidden-dropout", model.hidden_dropout),
@@ -128,7 +129,7 @@ def check_dropout(model: ModelConfig) -> None:
         if value != 0:
             raise InputError(
                 f"{flag} {value}: must be 0, because sequences that share a prefix would share its dropout mask, "
-                "which training them separately does not"
+                "unlike sequences trained separately"
             )
 
 
@@ -156,13 +157,13 @@ def _check_data(config: TrainConfig) -> Iterator[str]:
     data, sampling, model = config.data, config.sampling, config.model
     sampled = bool(sampling.prompt_data or sampling.task)
     if data.rollouts and data.global_batch_size is None:
-        yield "--rollouts needs --global-batch-size, the rollouts in one optimizer step"
+        yield "--rollouts needs --global-batch-size, the number of rollouts per optimizer step"
     if data.rollouts and model.vocab_size is None and sampling.tokenizer_type is None:
-        yield "--rollouts needs --vocab-size: stored token ids do not tell the size of the vocabulary"
+        yield "--rollouts needs --vocab-size: the vocabulary size does not follow from stored token ids"
     if sampling.prompt_data and not (sampling.reward_function or config.environment.environment):
         yield ("--prompt-data needs --reward-function: exact_match, math_verify, code_tests, remote or FILE.py:NAME")
     if sampling.prompt_data and not sampling.tokenizer_type:
-        yield "--prompt-data needs --tokenizer-type (and mostly --tokenizer-model)"
+        yield "--prompt-data needs --tokenizer-type (and usually --tokenizer-model)"
     if sampled:
         yield from _check_division_of_samples(config)
     length = data.seq_length
@@ -242,11 +243,11 @@ def _check_parallel(config: TrainConfig) -> Iterator[str]:
 def _check_hf(config: TrainConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.load_hf is not None and checkpoint.load is not None:
-        yield "--load-hf conflicts with --load; keep the one to start from"
+        yield "--load-hf conflicts with --load; keep one of them"
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a number of processes that the mesh cannot use whole."""
+    """Reject a number of processes that the sizes of the mesh do not divide."""
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world_size % (tensor * pipeline):
         sizes = (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline))
@@ -265,7 +266,7 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse a model that the ranks of a tensor group cannot share equally."""
+    """Reject a model that cannot be divided equally over the ranks of a tensor group."""
     size = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and size == 1:
         raise InputError("--sequence-parallel has no effect without --tensor-model-parallel-size above 1")
@@ -281,7 +282,7 @@ def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _tokenizer_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """What is needed for flags of text -> (whether it is so, those flags)."""
+    """Condition of flags about text -> (whether it holds, the flags that have no effect otherwise)."""
     sampling = config.sampling
     return {
         "--prompt-data or --rollouts": (
@@ -297,7 +298,7 @@ def _tokenizer_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
 
 
 def _check_no_effect(config: TrainConfig) -> Iterator[str]:
-    """Refuse a flag whose value differs from its default where nothing would read it."""
+    """Reject a flag that differs from its default although no code would read it."""
     policy_gradient, sampled = config.objective.objective in POLICY_GRADIENT, not config.data.rollouts
     evaluated = config.logging.eval_interval is not None
     wsd = config.optimization.lr_decay_style == "WSD"

@@ -1,4 +1,4 @@
-"""Settings of experts that do not fit together or cannot be exact, refused by a line naming flag and fix."""
+"""Rejects settings of experts that conflict or cannot be exact, with a line that names the flag and the fix."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.options import flag_of
 from megatron_dta.config.parallel import ParallelConfig
 
-# Without --num-experts nothing reads these.
+# Settings without effect unless --num-experts is given.
 EXPERT_SETTINGS = tuple(setting.name for setting in fields(ModelConfig) if setting.name.startswith("moe_"))
 
 
 def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse what an expert model cannot be built with; raises ``InputError``."""
+    """Raise ``InputError`` for settings with which an expert model cannot be built."""
     if model.num_experts is None:
         _check_no_experts(model, parallel)
         return
@@ -44,13 +44,13 @@ def _check_dropless(model: ModelConfig) -> None:
     ):
         if value is not None:
             raise InputError(
-                f"{flag}: not supported, because which tokens are dropped would depend on what else is in a segment; "
+                f"{flag}: not supported, because the dropped tokens would depend on the other tokens of a segment; "
                 "leave it out"
             )
     if model.moe_input_jitter_eps is not None:
         raise InputError(
-            "--moe-input-jitter-eps: not supported, because sequences that share a prefix would share its noise, which "
-            "training them separately does not; leave it out"
+            "--moe-input-jitter-eps: not supported, because sequences that share a prefix would share its noise, "
+            "unlike sequences trained separately; leave it out"
         )
 
 
@@ -88,13 +88,13 @@ def _check_balance(model: ModelConfig) -> None:
     kind = model.moe_router_load_balancing_type
     if kind == "sinkhorn":
         raise InputError(
-            "--moe-router-load-balancing-type sinkhorn: not supported, because a token's experts would depend on what "
-            "else is in its segment; use seq_aux_loss or --moe-router-enable-expert-bias"
+            "--moe-router-load-balancing-type sinkhorn: not supported, because a token's experts would depend on the "
+            "other tokens of its segment; use seq_aux_loss or --moe-router-enable-expert-bias"
         )
     if kind in ("aux_loss", "global_aux_loss"):
         raise InputError(
             f"--moe-router-load-balancing-type {kind}: not supported, because it depends on how a batch is cut into "
-            "micro-batches, and here into segments; use seq_aux_loss, which is the same with one sequence at a time"
+            "micro-batches, here segments; use seq_aux_loss, which depends on each sequence alone"
         )
     if kind == "none" and model.moe_aux_loss_coeff:
         raise InputError(
@@ -103,7 +103,7 @@ def _check_balance(model: ModelConfig) -> None:
 
 
 def _check_layers(model: ModelConfig) -> None:
-    _ = model.moe_layers  # refuses a pattern that does not fit the layers
+    _ = model.moe_layers  # raises if the pattern does not match the number of layers
     if not model.disable_bias_linear:
         raise InputError("--num-experts needs --disable-bias-linear: Megatron's experts cannot train a bias; add it")
     if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:

@@ -1,4 +1,4 @@
-"""Settings of LoRA adapters that do not fit together, refused by a line naming flag and fix."""
+"""Rejects settings of LoRA adapters that conflict, with a line that names the flag and the fix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_dta.config.parallel import ParallelConfig
 
 
 def check_lora(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse adapters that the model cannot be built with; raises ``InputError``."""
+    """Raise ``InputError`` for adapters with which the model cannot be built."""
     if model.lora_dropout != 0:
         raise InputError(
             f"--lora-dropout {model.lora_dropout:g}: must be 0, because sequences that share a prefix would share its "
-            "dropout mask, which training them separately does not"
+            "dropout mask, unlike sequences trained separately"
         )
     if model.lora_rank is None:
         return
@@ -24,36 +24,36 @@ def check_lora(model: ModelConfig, parallel: ParallelConfig) -> None:
         if name not in LORA_TARGETS:
             raise InputError(f"--lora-target-modules {name}: choose from {', '.join(LORA_TARGETS)}")
     if len(set(targets)) < len(targets):
-        raise InputError(f"--lora-target-modules {' '.join(targets)}: names one twice; name each once")
+        raise InputError(f"--lora-target-modules {' '.join(targets)}: one is repeated; name each once")
     stages = parallel.pipeline_model_parallel_size
     layers = stage_layers(model, parallel)
     for stage in range(stages):
         if sum(layers[stage::stages]) == 0:
             raise InputError(
                 f"--pipeline-model-parallel-layout {parallel.pipeline_model_parallel_layout}: stage {stage} has no "
-                "layer, so --lora-rank gives it nothing to train; give it one"
+                "layer, so with --lora-rank it has nothing to train; give it a layer"
             )
     if model.num_experts is not None:
         _check_experts(model, parallel, targets)
 
 
 def check_reference(model: ModelConfig, objective: ObjectiveConfig, checkpoint: CheckpointConfig) -> None:
-    """Refuse a reference model that there is not, or two."""
+    """Raise ``InputError`` if the reference model does not exist or is given twice."""
     if checkpoint.ref_load is not None and checkpoint.ref_model is not None:
         raise InputError(f"--ref-load conflicts with --ref-model {checkpoint.ref_model}; keep one of them")
     if checkpoint.ref_model == "base" and model.lora_rank is None:
         raise InputError("--ref-model base needs --lora-rank: without adapters all weights are trained")
     if objective.offload_reference and checkpoint.reference_is_base(model.lora_rank is not None):
         raise InputError(
-            "--offload-reference has no effect where the reference is the base of --lora-rank, which is no copy; leave "
-            "it out, or give --ref-model initial"
+            "--offload-reference has no effect if the reference model is the base of --lora-rank, which needs no copy; "
+            "leave it out, or give --ref-model initial"
         )
 
 
 def _check_experts(model: ModelConfig, parallel: ParallelConfig, targets: list[str]) -> None:
     if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
         raise InputError(
-            "--moe-router-enable-expert-bias would change the base under the adapters of --lora-rank; "
+            "--moe-router-enable-expert-bias would change the base weights under the adapters of --lora-rank; "
             "add --moe-router-bias-update-rate 0"
         )
     feed_forward = [name for name in targets if name.startswith("linear_fc")]

@@ -1,4 +1,4 @@
-"""Checks of the flags of objectives, critics, pairs and filters; called by ``checks``."""
+"""Checks the flags of objectives, critics, preference pairs and filters; called by ``checks.all``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POLICY_GRADIENT = ("grpo", "ppo", "gspo", "gspo-token", "cispo")
 
 
 def check_objective(config: TrainConfig) -> Iterator[str]:
-    """A line for each loss without what it needs, and for settings that contradict each other."""
+    """Yield a line for every requirement of the loss that is missing and for every contradiction."""
     objective, sampled = config.objective, bool(config.sampling.prompt_data or config.sampling.task)
     name = objective.objective
     if name == "sft" and sampled and config.filtering.rejection_sampling is None:
@@ -36,13 +36,13 @@ def check_objective(config: TrainConfig) -> Iterator[str]:
         yield "--dual-clip has no effect with --objective cispo, which clips every weight; leave it out"
     if objective.shared_token_ownership == "first" and name in ("gspo", "gspo-token", "dpo"):
         yield (
-            f"--shared-token-ownership first: --objective {name} is a loss of whole sequences, which cannot leave "
-            "shared tokens out; leave the flag out"
+            f"--shared-token-ownership first: --objective {name} is a loss over whole sequences and cannot omit "
+            "shared tokens; leave the flag out"
         )
     if objective.shared_token_ownership == "first" and objective.use_tis and objective.tis_level == "sequence":
         yield (
-            "--shared-token-ownership first leaves tokens of a sequence out, and --tis-level sequence weighs by the "
-            "ratio of all of them; give --tis-level token"
+            "--shared-token-ownership first omits tokens of a sequence, but --tis-level sequence needs the ratio over "
+            "all of them; give --tis-level token"
         )
     if objective.ppo_epochs > 1 and name in ("sft", "dpo"):
         yield f"--ppo-epochs {objective.ppo_epochs} has no effect with --objective {name}; leave it out"
@@ -59,8 +59,8 @@ def _check_critic(config: TrainConfig) -> Iterator[str]:
         yield f"{flag} has no effect with --objective ppo, whose critic estimates advantages; leave it out"
     if config.objective.leaf_weights in ("advantages", "both"):
         yield (
-            f"--leaf-weights {config.objective.leaf_weights} weighs means of groups, which --objective ppo does not "
-            "take; give loss or leave it out"
+            f"--leaf-weights {config.objective.leaf_weights} weights the means of groups, which --objective ppo does "
+            "not use; give loss or leave it out"
         )
     steps = config.critic.num_critic_only_steps
     if steps and steps >= config.optimization.train_iters:
@@ -86,7 +86,7 @@ def _check_filters(config: TrainConfig, sampled: bool) -> Iterator[str]:
 
 
 def objective_conditions(config: TrainConfig, sampled: bool) -> dict[str, tuple[bool, str]]:
-    """What is needed -> (whether it is so, the settings that have no effect otherwise)."""
+    """Condition -> (whether it holds, the settings that have no effect otherwise)."""
     objective, filtering = config.objective, config.filtering
     policy = objective.objective in POLICY_GRADIENT
     reference = (policy and (objective.kl_loss_coef > 0 or objective.kl_coef > 0)) or objective.objective == "dpo"

@@ -1,7 +1,7 @@
-"""Dtypes and places of optimizer states, and FP8: what Megatron can do of it is checked here, flag by flag.
+"""Checks the dtypes and the placement of optimizer states, and FP8, against what Megatron supports.
 
-``check_states`` needs the settings alone. ``check_state_support`` asks the machine, and is for the processes that
-train: a login node has no GPU.
+``check_states`` needs only the settings. ``check_state_support`` inspects the machine; only training processes call it,
+because a login node has no GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OFFLOAD = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "no_p
 
 
 def check_states(model: ModelConfig, optimization: OptimizationConfig, parallel: ParallelConfig) -> None:
-    """Refuse settings of states and of FP8 that do not fit together."""
+    """Raise ``InputError`` for settings of optimizer states and FP8 that conflict."""
     aware, offload = optimization.use_precision_aware_optimizer, optimization.optimizer_cpu_offload
     for holds, needed, names in (
         (aware, "--use-precision-aware-optimizer", ("main_grads_dtype", *_STATE_DTYPES)),
@@ -46,13 +46,13 @@ def check_states(model: ModelConfig, optimization: OptimizationConfig, parallel:
             flag = flag_of(OptimizationConfig.__dataclass_fields__[name])
             raise InputError(
                 f"{flag} {getattr(optimization, name)}: with --optimizer-cpu-offload the states are float32; leave "
-                "one of the two out"
+                "one of them out"
             )
     check_fp8(model, parallel)
 
 
 def check_state_support(model: ModelConfig, optimization: OptimizationConfig) -> None:
-    """Refuse what this machine or its packages cannot do."""
+    """Raise ``InputError`` for settings that this machine or its packages do not support."""
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     if model.fp8_format is not None and not has_engine:
         raise InputError("--fp8-format needs the package transformer_engine, which is not installed; leave it out")

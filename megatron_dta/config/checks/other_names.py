@@ -1,4 +1,4 @@
-"""What slime and verl call a setting, and what it is called here: a table for the document and for unknown flags."""
+"""Maps the names of settings in slime and verl to the flags here, for the documentation and for unknown flags."""
 
 from __future__ import annotations
 
@@ -211,24 +211,24 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 def markdown_table() -> str:
-    """The table as it stands in the document."""
+    """The table as it appears in docs/from_verl_and_slime.md."""
     rows = [Names("slime", "verl", "here"), Names("---", "---", "---"), *NAMES]
     lines = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join(lines).replace("|  |", "| |").replace("| --- | --- | --- |", "|---|---|---|")
 
 
 def name_here(word: str) -> str | None:
-    """What is written here instead of ``word``, a flag of slime or a setting of verl (``name=value``)."""
+    """The counterpart here of ``word``, a flag of slime or a setting of verl (``name=value``); None if unknown."""
     key = word.lstrip("+-").partition("=")[0] if not word.startswith("--") else word.partition("=")[0]
     for row in NAMES:
         for program, cell in (("slime", row.slime), ("verl", row.verl)):
             if any(_is_named(key, name.partition("=")[0]) for code in _CODE.findall(cell) for name in code.split()):
-                return f"{key}: a name of {program}'s; here: {row.here.replace('`', '')}"
+                return f"{key} is a name from {program}; here: {row.here.replace('`', '')}"
     return None
 
 
 def _is_named(key: str, name: str) -> bool:
-    """Whether ``key`` is ``name``, which may have a star and lack the first parts of a dotted name."""
+    """Whether ``key`` matches ``name``, which may contain a star and omit the first parts of a dotted name."""
     if not (name.startswith("--") or "." in name):
         return False
     return fnmatchcase(key, name) or (not name.startswith(("-", ".")) and fnmatchcase(key, f"*.{name}"))

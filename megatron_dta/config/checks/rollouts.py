@@ -1,4 +1,4 @@
-"""Which settings of rollout engines fit together."""
+"""Checks the settings of rollout engines, rewards and speculation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SERVERS = ("vllm", "sglang")
 
 
 def samples(config: TrainConfig) -> bool:
-    """Whether rollouts are sampled (or replayed as if) rather than read."""
+    """Whether rollouts are sampled (or replayed in place of sampling) instead of read from files."""
     return bool(config.sampling.prompt_data or config.sampling.task)
 
 
 def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
-    """A line for an engine without what it needs, and for staleness that cannot be."""
+    """Yield a line for every missing requirement of the engine and for a staleness that is impossible."""
     sampling, checkpoint = config.sampling, config.checkpoint
     engine = sampling.rollout_engine
     if not samples(config):
@@ -26,11 +26,13 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
             yield f"--rollout-engine {engine} needs --rollout-server-url http://HOST:PORT"
         if checkpoint.load_hf is None and checkpoint.hf_checkpoint is None:
             yield (
-                f"--rollout-engine {engine} needs --load-hf or --hf-checkpoint: the servers get new weights in Hugging "
-                "Face's form, with its configuration"
+                f"--rollout-engine {engine} needs --load-hf or --hf-checkpoint: the servers receive new weights in "
+                "Hugging Face format, with its configuration"
             )
         if sampling.rollout_weights_dir is None and checkpoint.save is None:
-            yield (f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder that the servers see")
+            yield (
+                f"--rollout-engine {engine} needs --rollout-weights-dir (or --save), a folder visible to the servers"
+            )
         tempered = sampling.temperature != 1 and sampling.rollout_top_p < 1
         if engine == "vllm" and tempered and config.objective.needs_rollout_logprobs:
             fix = "add --old-logprobs recompute"
@@ -41,24 +43,24 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
                 f"returns no logprobs of the tempered softmax before the nucleus; {fix}"
             )
     if engine == "replay" and not sampling.rollout_replay:
-        yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to answer from"
+        yield "--rollout-engine replay needs --rollout-replay FILE, the rollouts to return"
     if sampling.reward_function == "remote" and not config.reward.reward_server_url:
         yield "--reward-function remote needs --reward-server-url http://HOST:PORT/PATH"
     if config.reward.reward_failure == "drop" and config.treepo.rollout_method == "treepo":
         yield (
-            "--reward-failure drop would leave holes in sampled trees, whose leaves are compared; leave it out with "
-            "--rollout-method treepo"
+            "--reward-failure drop would remove leaves from sampled trees, whose leaves are compared; leave it out "
+            "with --rollout-method treepo"
         )
     if config.environment.environment_failure == "drop" and config.treepo.rollout_method == "treepo":
         yield (
-            "--environment-failure drop would leave holes in sampled trees, whose leaves are compared; give end or "
-            "stop with --rollout-method treepo"
+            "--environment-failure drop would remove leaves from sampled trees, whose leaves are compared; give end "
+            "or stop with --rollout-method treepo"
         )
     if engine == "sglang" and config.speculation.rollout_speculation == "das":
         if config.sampling.tokenizer_type == "NullTokenizer":
             yield (
-                "--rollout-speculation das gives SGLang the text of past rollouts, which --tokenizer-type "
-                "NullTokenizer does not know; give the model's tokenizer, or leave out --rollout-speculation"
+                "--rollout-speculation das sends SGLang the text of past rollouts, which --tokenizer-type "
+                "NullTokenizer cannot produce; give the model's tokenizer, or leave out --rollout-speculation"
             )
         if config.speculation.das_draft_tokens < 2:
             yield "--das-draft-tokens 1: SGLang divides a draft between two sources; give at least 2"
@@ -68,15 +70,15 @@ def check_rollout_engine(config: TrainConfig) -> Iterator[str]:
     if config.speculation.rollout_stop_degenerate:
         if config.treepo.rollout_method == "treepo":
             yield (
-                "--rollout-stop-degenerate ends whole responses, and --rollout-method treepo asks for segments; leave "
-                "it out, --treepo-repetition-count ends a path"
+                "--rollout-stop-degenerate ends whole responses, but --rollout-method treepo requests segments; use "
+                "--treepo-repetition-count instead"
             )
         if config.environment.environment is not None:
-            yield ("--rollout-stop-degenerate ends whole responses, and --environment asks for turns; leave it out")
+            yield ("--rollout-stop-degenerate ends whole responses, but --environment requests turns; leave it out")
 
 
 def _check_draft_length(speculation: SpeculationConfig) -> Iterator[str]:
-    """Refuse a length that was asked for and that no draft can have; the default one is what fits."""
+    """Yield a line for a given draft length that ``das_depth`` rules out; the default length is reduced silently."""
     tokens, depth = speculation.das_draft_tokens, speculation.das_depth
     if tokens >= depth and tokens != SpeculationConfig().das_draft_tokens:
         yield (
@@ -96,18 +98,18 @@ def _check_staleness(config: TrainConfig) -> Iterator[str]:
         yield f"--rollout-max-staleness {bound} has no effect on --rollout-engine replay; leave it out"
     if config.objective.old_logprobs != "rollout":
         yield (
-            f"--rollout-max-staleness {bound} conflicts with --old-logprobs {config.objective.old_logprobs}: those "
-            "would be of newer weights than the ones that sampled; leave the latter out"
+            f"--rollout-max-staleness {bound} conflicts with --old-logprobs {config.objective.old_logprobs}: these "
+            "logprobs would come from newer weights than those that sampled; leave the latter out"
         )
     if bound < sampling.num_steps_per_rollout:
         yield (
             f"--rollout-max-staleness {bound} is below --num-steps-per-rollout {sampling.num_steps_per_rollout}, so no "
-            f"collection could be sampled ahead; raise it to {sampling.num_steps_per_rollout} or leave it out"
+            f"rollout batch could be sampled ahead; raise it to {sampling.num_steps_per_rollout} or leave it out"
         )
 
 
 def rollout_conditions(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Flags that have no effect without another: what is needed, whether it holds, and their fields."""
+    """Condition -> (whether it holds, the settings that have no effect otherwise)."""
     engine, reward = config.sampling.rollout_engine, config.sampling.reward_function
     return {
         "--reward-function": (reward is not None, "reward_failure"),

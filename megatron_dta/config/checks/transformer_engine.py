@@ -1,7 +1,7 @@
-"""Transformer Engine and FP8: what does not fit together, and what a machine cannot do.
+"""Checks the settings of Transformer Engine and FP8, and whether the machine supports them.
 
-``check_transformer_impl`` and ``check_fp8`` need the settings, and the first that the package is there;
-``check_fp8_support`` asks the GPU.
+``check_transformer_impl`` and ``check_fp8`` read the settings; the first also requires the package to be installed.
+``check_fp8_support`` inspects the GPU.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.parallel import ParallelConfig
 
-# What rows and columns of products come in: 16 values for any, and whole blocks where a block shares a scale.
+# Widths of FP8 products must be multiples of these: 16 in any case, and whole blocks where a block shares a scale.
 FP8_UNITS = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}
-# A row's scales depend on that row alone, so a token's forward does not depend on the segment that it is in.
+# The scales of a row depend on that row alone, so a token's forward does not depend on the rest of its segment.
 DEFAULT_FP8_RECIPE = "blockwise"
-# Compute capability of the GPUs that have the products, and the oldest CUDA.
+# Minimum compute capability and CUDA version of each recipe.
 _NEEDS = {"tensorwise": ((8, 9), (12, 1)), "mxfp8": ((10, 0), (12, 8)), "blockwise": ((9, 0), (12, 9))}
 
 
 def check_transformer_impl(model: ModelConfig) -> None:
-    """Refuse Transformer Engine where it is not installed, for experts, and for what it computes less exactly."""
+    """Reject Transformer Engine if it is not installed, for experts, and for dtypes that it computes less exactly."""
     if model.transformer_impl == "local":
         return
     flag = f"--transformer-impl {model.transformer_impl}"
     if model.num_experts is not None:
-        raise InputError(f"{flag} has no experts here (--num-experts); use local")
+        raise InputError(f"{flag} does not support experts (--num-experts); use local")
     if model.params_dtype != torch.bfloat16:
         raise InputError(f"{flag} needs --bf16: it rounds the factors of float32 products to TF32; add it or use local")
     if find_spec("transformer_engine") is None:
@@ -53,8 +53,8 @@ def check_fp8(model: ModelConfig, parallel: ParallelConfig) -> None:
     recipe = model.fp8_recipe or DEFAULT_FP8_RECIPE
     if recipe == "delayed":
         raise InputError(
-            "--fp8-recipe delayed: its scales depend on the passes before, so a segment's recomputed forward would not "
-            "repeat the first; give blockwise, tensorwise or (from Blackwell on) mxfp8"
+            "--fp8-recipe delayed: its scales depend on earlier passes, so the recomputed forward of a segment would "
+            "not repeat the first; give blockwise, tensorwise or (on Blackwell or newer) mxfp8"
         )
     unit, ranks = FP8_UNITS[recipe], parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
@@ -75,7 +75,7 @@ def check_fp8(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def check_fp8_support(model: ModelConfig) -> None:
-    """Refuse a recipe that this GPU has no products for."""
+    """Raise ``InputError`` for a recipe that this GPU does not support."""
     if model.fp8_format is None:
         return
     recipe = model.fp8_recipe or DEFAULT_FP8_RECIPE

@@ -1,4 +1,4 @@
-"""Checks of the flags of tree sampling, environments and advantage estimators; called by ``checks``."""
+"""Checks the flags of tree sampling, environments and advantage estimators; called by ``checks.all``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_dta.config.treepo import TreePOConfig
 
 
 def check_treepo(config: TrainConfig) -> Iterator[str]:
-    """A line for trees that cannot grow, and for environments beside what they replace."""
+    """Yield a line for trees that cannot branch, and for flags that an environment replaces."""
     if config.data.rollouts:
-        return  # nothing is sampled, and its flags have no effect
+        return  # nothing is sampled; ``treepo_conditions`` reports the flags without effect
     treepo, sampling, environment = config.treepo, config.sampling, config.environment
     over = sampling.over_sampling_batch_size
     if over is not None and over < sampling.rollout_batch_size:
@@ -22,7 +22,7 @@ def check_treepo(config: TrainConfig) -> Iterator[str]:
         )
     if environment.environment is not None:
         if sampling.reward_function is not None:
-            yield "--environment gives the rewards and conflicts with --reward-function; leave that out"
+            yield "--environment gives the rewards and conflicts with --reward-function; leave out --reward-function"
         if treepo.treepo_answer_pattern is not None:
             yield "--environment decides when a rollout is over; leave out --treepo-answer-pattern"
     special = treepo.rollout_method != "independent" or environment.environment is not None
@@ -54,7 +54,7 @@ def check_treepo(config: TrainConfig) -> Iterator[str]:
 
 
 def treepo_conditions(config: TrainConfig, sampled: bool, policy_gradient: bool) -> dict[str, tuple[bool, str]]:
-    """What is needed -> (whether it is so, the settings that have no effect otherwise)."""
+    """Condition -> (whether it holds, the settings that have no effect otherwise)."""
     treepo, environment = config.treepo, config.environment.environment is not None
     grown = treepo.rollout_method == "treepo"
     estimator = config.objective.advantage_estimator

@@ -1,1 +1,1 @@
-"""Quantities that follow from the settings: layers of stages and experts, sizes of adapters, device queues."""
+"""Derives quantities from the settings: layers of stages and experts, sizes of adapters, device queues."""

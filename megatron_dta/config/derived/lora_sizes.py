@@ -1,4 +1,4 @@
-"""How many parameters LoRA adapters have, from the settings alone."""
+"""Computes the number of LoRA parameters from the settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron_dta.config.model import ModelConfig
 
 
 def adapter_parameters(model: ModelConfig) -> int:
-    """Parameters of all adapters of the whole model; 0 without any."""
+    """Number of parameters of all adapters of the whole model; 0 without adapters."""
     if model.lora_rank is None:
         return 0
     queries, groups = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
@@ -24,7 +24,7 @@ def adapter_parameters(model: ModelConfig) -> int:
 
 
 def _feed_forward(model: ModelConfig, width: int) -> int:
-    """Inputs and outputs of the adapted matrices of one feed-forward layer."""
+    """Sum of the input and output widths of the adapted matrices of one feed-forward layer."""
     first = model.hidden_size + (2 * width if model.swiglu else width)
     widths = {"linear_fc1": first, "linear_fc2": width + model.hidden_size}
     return sum(widths.get(name, 0) for name in model.lora_target_modules)

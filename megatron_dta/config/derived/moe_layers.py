@@ -1,4 +1,4 @@
-"""``--moe-layer-freq``: which layers have experts, in Megatron's notation, read without evaluating it as a program."""
+"""Parses ``--moe-layer-freq``, Megatron's notation for the layers that have experts, without calling ``eval``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megatron_dta.common.errors import InputError
 
 
 def parse_moe_layer_freq(text: str, num_layers: int) -> list[bool]:
-    """One entry a layer.
+    """For each layer, whether it has experts.
 
     Args:
-        text: "N" for every N-th layer from the first, or a list of 0 and 1 for each layer; lists may be added and
-            multiplied: "([0]*1+[1]*3)*2".
+        text: "N" for every N-th layer starting with the first, or a list with 0 or 1 for each layer. Lists may be
+            added and multiplied: "([0]*1+[1]*3)*2" is [0, 1, 1, 1, 0, 1, 1, 1].
 
     Raises:
-        InputError: it is neither, or the list has another length.
+        InputError: the text is neither, or the length of the list is not ``num_layers``.
     """
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
@@ -47,6 +47,6 @@ def _value(node: ast.expr, num_layers: int) -> int | list[int]:
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
             entries, times = (left, right) if isinstance(left, list) else (right, left)
-            if times * len(entries) <= 100 * num_layers:  # no flag fills the memory
+            if times * len(entries) <= 100 * num_layers:  # a short flag must not fill the memory
                 return entries * times
     raise ValueError("neither a number nor a list of 0 and 1")

@@ -1,4 +1,4 @@
-"""Shapes of models that the measuring tools build with random weights, under Megatron's names."""
+"""Named shapes of models that benchmarks build with random weights, in Megatron's terms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from megatron_dta.config import ModelConfig
 
 _QWEN3 = dict(vocab_size=151936, kv_channels=128, num_query_groups=8, untie_embeddings_and_output_weights=True)
-# "tiny" and "tiny-moe" are for a look on a laptop; their vocabulary is as large as the data need.
+# "tiny" and "tiny-moe" are for trying things on a laptop; their vocabulary size follows from the data.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _QWEN3
     | dict(num_layers=2, hidden_size=64, ffn_hidden_size=192, num_attention_heads=8, kv_channels=8, vocab_size=None),
@@ -41,7 +41,7 @@ def benchmark_model(
     num_layers: int | None = None,
     fused_layer_impl: str = "auto",
 ) -> ModelConfig:
-    """The model of ``SHAPES[name]`` for sequences of up to ``longest`` tokens; ``num_layers`` None for all of them."""
+    """The model of ``SHAPES[name]`` for sequences of up to ``longest`` tokens; ``num_layers`` None keeps all layers."""
     shape = dict(SHAPES[name])
     if num_layers is not None:
         shape["num_layers"] = num_layers

@@ -1,7 +1,7 @@
-"""Which layers each pipeline stage holds: equal numbers, a division in Megatron's notation, or the cost model's choice.
+"""Divides the layers among pipeline stages: equally, by a layout in Megatron's notation, or by predicted cost.
 
-Virtual stages are numbered in the order in which a token passes them: virtual stage v is part v // P of the stack on
-pipeline rank v % P. The first holds the embedding, the last the output layer and the loss.
+Virtual stages are numbered in the order in which a token passes through them: virtual stage v is model chunk v // P of
+pipeline rank v % P. The first one holds the embedding, the last one the output layer and the loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     """Number of layers of each virtual stage.
 
     Raises:
-        InputError: the layers cannot be divided as asked.
+        InputError: the layers cannot be divided as the settings ask.
     """
     num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
     if num_stages == 1:
@@ -80,5 +80,5 @@ def _parsed(layout: str, num_layers: int, num_stages: int) -> list[int]:
     if sum(layers) != num_layers:
         raise InputError(f"{_FLAG} {layout} has {sum(layers)} layers, but --num-layers is {num_layers}")
     if 0 in layers[1:-1]:
-        raise InputError(f"{_FLAG} {layout}: stage {layers.index(0, 1)} has nothing to do; give it a layer")
+        raise InputError(f"{_FLAG} {layout}: stage {layers.index(0, 1)} has no layer; give it one")
     return layers

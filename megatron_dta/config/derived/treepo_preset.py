@@ -1,8 +1,8 @@
-"""``--treepo-preset``: the recipe of the TreePO paper (section 4 and its released settings) by name.
+"""Expands ``--treepo-preset`` into the settings of the TreePO paper (section 4 and its released settings).
 
-A preset fills in what the user does not give. What depends on other settings follows those, so that no check asks to
-leave out a flag that was never given: a smaller batch is oversampled three-fold as well, an objective without a dual
-clip gets none, and an environment, which decides when a rollout is over, gets no answer pattern.
+A preset fills in only the settings that the user does not give. Values that depend on other settings adapt to them, so
+that no check rejects a flag that was never given: a smaller batch is oversampled three-fold as well, an objective
+without a dual clip gets none, and an environment, which decides when a rollout is over, gets no answer pattern.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ WIDTH, BATCH, MINI_BATCH, OVERSAMPLING, OVERLONG_BUFFER, WARMUP = 16, 512, 32, 3
 
 
 def add_treepo_preset(given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` (settings by field name) with those of its preset that it does not have itself.
+    """``given`` (settings by field name), completed by the settings of its preset.
 
     Raises:
-        InputError: responses are given that are no longer than a segment of the preset.
+        InputError: the given response length does not exceed the segment length of the preset.
     """
     name = given.get("treepo_preset")
     known = TreePOConfig.__dataclass_fields__["treepo_preset"].metadata["choices"]
-    # Where nothing is sampled as trees the checks say what the preset needs.
+    # If no trees are sampled, the checks report what the preset needs.
     grown = given.get("rollout_method", "treepo") == "treepo" and "rollouts" not in given
     if name is None or name not in known or not grown:
         return given
@@ -33,14 +33,14 @@ def add_treepo_preset(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def treepo_preset(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Settings (by field, of several topics) for ``--treepo-preset name`` beside the settings ``given``."""
+    """Settings of ``--treepo-preset name`` by field name, adapted to the settings ``given``."""
     init, _, shape = name.partition("-")
     depth, length = map(int, shape.split("x"))
     longest = given.get("rollout_max_response_len", depth * length)
     if longest <= length and "treepo_segment_length" not in given and given.get("treepo_branch_at") != "turn":
         raise InputError(
-            f"--treepo-preset {name} has segments of {length} tokens, and --rollout-max-response-len {longest} is not "
-            "more: no path would branch; raise it, or choose a preset of shorter segments"
+            f"--treepo-preset {name} has segments of {length} tokens, and --rollout-max-response-len {longest} does "
+            "not exceed that, so no path would branch; raise it, or choose a preset with shorter segments"
         )
     width = given.get("n_samples_per_prompt", WIDTH)
     first = given.get("treepo_initial_branches", min(2, width))
@@ -70,15 +70,15 @@ def _loss(given: dict[str, Any]) -> dict[str, Any]:
         return {}
     low = given.get("eps_clip", 0.2)
     loss: dict[str, Any] = {"eps_clip": low, "eps_clip_high": max(low, 0.28)}
-    if objective != "ppo":  # whose critic estimates advantages
+    if objective != "ppo":  # its critic estimates advantages
         loss["advantage_estimator"] = "treepo"
-    if objective != "cispo":  # which clips every weight
+    if objective != "cispo":  # it clips every weight
         loss["dual_clip"] = 10.0
     return loss
 
 
 def _batches(given: dict[str, Any], width: int) -> dict[str, Any]:
-    """512 prompts a collection, three times as many sampled, steps of 32 prompts."""
+    """512 prompts per rollout batch, three times as many sampled, 32 prompts per step."""
     batch = given.get("rollout_batch_size", BATCH)
     found: dict[str, Any] = {"rollout_batch_size": batch}
     if not given.get("dynamic_sampling") and width > 1:

@@ -57,7 +57,7 @@ def test_auto_counts_the_output_layer():
         (4, "Ett|tmL", 2, "must be 'auto', or begin with E"),
         (4, "Ett|t|tL", 2, "has 3 stages, but there are 2"),
         (4, "Ett|tL", 2, "has 3 layers, but --num-layers is 4"),
-        (4, "Ett||ttL", 3, "stage 1 has nothing to do"),
+        (4, "Ett||ttL", 3, "stage 1 has no layer"),
     ],
 )
 def test_impossible_layouts_are_refused(num_layers, layout, stages, message):

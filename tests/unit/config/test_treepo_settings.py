@@ -69,7 +69,7 @@ def test_a_preset_asks_for_no_change_of_flags_that_were_not_given(name: str):
         # Raises where a check asks for anything.
         assert parse(f"{BASE} --treepo-preset {name} {flags}").treepo.rollout_method == "treepo"
     for flags, message in (
-        ("--rollout-max-response-len 60", "is not more: no path would branch"),
+        ("--rollout-max-response-len 60", "so no path would branch"),
         ("--rollout-method independent", "--treepo-preset has no effect without --rollout-method treepo"),
     ):
         with pytest.raises(InputError, match=message):

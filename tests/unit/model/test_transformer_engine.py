@@ -37,7 +37,7 @@ def test_other_dtypes_are_refused(dtype):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(fp8_recipe="delayed"), "--fp8-recipe delayed: its scales depend on the passes before"),
+        (dict(fp8_recipe="delayed"), "--fp8-recipe delayed: its scales depend on earlier passes"),
         (dict(), "--fp8-recipe blockwise needs widths in multiples of 128: --hidden-size is 64; give tensorwise"),
         (
             dict(fp8_recipe="tensorwise", ffn_hidden_size=200),
@@ -73,7 +73,7 @@ def test_fp8_needs_a_gpu():
 
 def test_experts_are_refused():
     line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --task arithmetic --num-experts 4"
-    with pytest.raises(InputError, match="--transformer-impl transformer_engine has no experts here"):
+    with pytest.raises(InputError, match="--transformer-impl transformer_engine does not support experts"):
         parse_arguments([*line.split(), "--transformer-impl", "transformer_engine"])
 
 

@@ -359,7 +359,7 @@ def test_rollouts_whose_environment_failed_can_be_left_out(tmp_path):
     assert held_out["environment_failures"] == all_held_out["environment_failures"] > 0
     assert held_out["reward"] > all_held_out["reward"]
     assert all(r.reward == 0 for r in found["Gone", "end"][0])
-    with pytest.raises(InputError, match="--environment-failure drop would leave holes"):
+    with pytest.raises(InputError, match="--environment-failure drop would remove leaves"):
         parse_arguments(f"{own} --rollout-method treepo --treepo-segment-length 2".split())
 
 

@@ -336,7 +336,7 @@ def test_flags_without_effect_on_servers_are_refused(tmp_path: Path) -> None:
         runs = Runs(stack, tmp_path, seed_all(6))
         runs.add_servers("sglang", 1)
         for flags, match in [
-            ("--rollout-speculation das", "NullTokenizer does not know"),
+            ("--rollout-speculation das", "NullTokenizer cannot produce"),
             ("--das-depth 9", "--das-depth has no effect without --rollout-speculation das"),
         ]:
             with pytest.raises(InputError, match=match):

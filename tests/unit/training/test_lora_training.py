@@ -113,7 +113,7 @@ def test_the_base_as_the_reference_is_a_copy_of_the_first_weights(rollouts: str,
     [
         ("--ref-model base", "--ref-model base needs --lora-rank"),
         ("--lora-rank 2 --ref-model base --ref-load x", "--ref-load conflicts with --ref-model base"),
-        ("--lora-rank 2 --offload-reference", "--offload-reference has no effect where the reference is the base"),
+        ("--lora-rank 2 --offload-reference", "--offload-reference has no effect if the reference model is the base"),
     ],
 )
 def test_references_that_there_are_not_are_refused(flags: str, reason: str) -> None:

@@ -256,7 +256,7 @@ def test_a_run_without_anything_to_train_ends(stored) -> None:
         ("--gae-lambda 0.9", "--gae-lambda has no effect without --objective ppo"),
         ("--objective ppo --advantage-estimator rloo", "--advantage-estimator has no effect with --objective ppo"),
         ("--objective ppo --num-critic-only-steps 9 --train-iters 9", "the policy would never train"),
-        ("--objective gspo --shared-token-ownership first", "a loss of whole sequences"),
+        ("--objective gspo --shared-token-ownership first", "a loss over whole sequences"),
         (
             "--shared-token-ownership first --old-logprobs recompute --use-tis --tis-level sequence",
             "give --tis-level token",
