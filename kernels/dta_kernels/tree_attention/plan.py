@@ -180,7 +180,7 @@ def plan_from_indices(
 
 
 def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:
-    """``local_key_end`` as int32 [M], computed on the device from stream indices of queries and subtree ends of keys."""
+    """``local_key_end`` as int32 [M], computed on the device from stream indices of queries and all subtree ends."""
     num_queries, num_keys = query_index_N.shape[0], key_end_M.shape[0]
     return ((key_end_M - query_index_N[:1]).clamp_(0, num_queries) + (num_keys - num_queries)).int()
 
@@ -211,7 +211,7 @@ def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, con
     elements = group_size // pack * backward.rows * backward.keys
     most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)
     num_tiles = int(by_keys.live.sum())
-    # A launch with few groups and few key blocks leaves multiprocessors idle; more parts read and write sums more often.
+    # A launch with few groups and few key blocks leaves multiprocessors idle; more parts read and write sums again.
     least_groups = min(shape.num_groups, -(-_LEAST_PROGRAMS // -(-len(key_end) // backward.keys)))
     if num_tiles * least_groups <= most_tiles:
         launches = -(-shape.num_groups // min(shape.num_groups, most_tiles // num_tiles))

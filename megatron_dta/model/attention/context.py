@@ -1,9 +1,9 @@
-"""What a forward pass needs besides tokens: positions, and how its queries attend.
+"""Defines the inputs of a forward pass besides its tokens: positions, and how its queries attend.
 
-Megatron hands ``packed_seq_params`` untouched through model, block, layer, pipeline stage and recomputation to the core
-attention. Our contexts are therefore subclasses of it, and the core attention only calls ``context.attend``: training
-on a tree segment (``segment_context``) and decoding with a K/V cache (``decode_context``) are two contexts over one
-model.
+Megatron passes ``packed_seq_params`` unchanged through model, block, layer, pipeline stage and recomputation to the
+core attention. Our contexts are therefore subclasses of it, and the core attention only calls ``context.attend``.
+Training on a tree segment (``segment_context``) and decoding with a K/V cache (``decode_context``) are two contexts for
+one model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class AttentionContext(PackedSeqParams):
     Attributes:
         position_ids: int64 [n], each token's position in its own sequence (its depth in the tree); indexes the rotary
             table.
-        rotary_tables: cosine and sine of the tokens' angles, float32 [n, rotated channels / 2] each, with rows for
-            tokens that only fill up a pass; set by a model with fused layers, once for all of them.
-        routing: what the routers of layers with experts know of the tokens; None where they need to know nothing.
+        rotary_tables: cosine and sine of the tokens' angles, float32 [n, rotated channels / 2] each, including rows for
+            padding tokens; a model with fused layers sets them once for all layers.
+        routing: per-token inputs of the routers in layers with experts; None if the routers need none.
     """
 
     position_ids: Tensor | None = None
@@ -34,7 +34,7 @@ class AttentionContext(PackedSeqParams):
     routing: TokenRouting | None = None
 
     def __post_init__(self) -> None:
-        # 'sbhd' keeps Megatron's layers on the layout [n, 1, heads, head size]; any other value would flatten them.
+        # 'sbhd' makes Megatron's layers keep the shape [n, 1, heads, head size]; any other value would flatten it.
         self.qkv_format = "sbhd"
 
     @abstractmethod
@@ -54,14 +54,14 @@ class AttentionContext(PackedSeqParams):
 
 @dataclass
 class EmptyContext(AttentionContext):
-    """A pass over no tokens: it joins what the ranks do together in every layer, and nothing else."""
+    """A pass over no tokens, which only joins the collective operations of the ranks in every layer."""
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         return query + key.sum() + value.sum()
 
 
 def check_context(context: object) -> AttentionContext:
-    """``context`` if it is an ``AttentionContext``; a ``TypeError`` that says what is missing otherwise."""
+    """``context`` if it is an ``AttentionContext``; raises ``TypeError`` otherwise."""
     if not isinstance(context, AttentionContext):
         raise TypeError(f"the tree model needs an AttentionContext as packed_seq_params, got {type(context).__name__}")
     return context

@@ -1,7 +1,7 @@
-"""The core attention that takes the place of Megatron's through the layer spec.
+"""Replaces Megatron's core attention through the layer spec.
 
-It has no parameters and no mask: it reshapes and asks the pass's ``AttentionContext``. Linear layers, QK-norm, rotary
-embedding and everything else stay Megatron's.
+It has no parameters and no mask: it reshapes its inputs and calls the ``AttentionContext`` of the pass. Linear layers,
+QK-norm, rotary embedding and everything else stay Megatron's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TreeAttention(MegatronModule):
         **_: object,
     ) -> Tensor:
         context = check_context(packed_seq_params)
-        # Tokens that only fill up a pass for sequence parallelism attend to nothing and are seen by nobody.
+        # Padding tokens of sequence parallelism attend to nothing, and no token attends to them.
         padded, n = query.shape[0], context.position_ids.shape[0]
         query, key, value = (tensor.squeeze(1)[:n] for tensor in (query, key, value))
         out = context.attend(self.layer_number, query, key, value, self.softmax_scale).flatten(1)

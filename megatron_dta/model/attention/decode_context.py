@@ -1,12 +1,12 @@
-"""Decoding with a paged K/V cache: one pass appends tokens to sequences, and they attend to all that each one holds.
+"""Decodes with a paged K/V cache: one pass appends tokens to sequences, and each token attends to its own sequence.
 
-One kind of pass covers prefill (a chunk of a prompt), decoding (one token a sequence) and any mixture of both: matrix
-products run over all tokens of the pass together, attention over groups of sequences of similar size. Nothing here is
-differentiated: training runs ``segment_context``.
+A pass may contain prefill (a run of prompt tokens), decoding (one token a sequence) or both. Matrix products run over
+all tokens of the pass together, attention over groups of sequences of similar size. Nothing here is differentiated:
+training uses ``segment_context``.
 
 Attention gathers each group's pages and calls PyTorch's ``scaled_dot_product_attention`` with a mask by length. The
-query heads that share a key head become queries of that head, so K and V are never repeated. On a GPU
-``paged_context`` takes its place, whose kernels read the pages where they are.
+query heads that share a key head become queries of that head, so K and V are never repeated. On a GPU,
+``paged_context`` is used instead; its kernels read the pages in place.
 
 Legend: n new tokens of the pass, B sequences (rows) of a group, R longest run of new tokens in it, W widest page table,
 S positions of a page, T cached positions of its longest row, G key/value heads on this rank, J query heads of each,
@@ -26,22 +26,22 @@ from torch import Tensor
 from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.attention.paged_cache import PagedCache
 
-# A group is filled up with shorter rows as long as this many (query, key) pairs at most are computed for nothing: about
-# what the calls of one more group cost.
+# Shorter rows join a group while at most this many (query, key) pairs of padding are computed: about the cost of the
+# calls for one more group.
 _PADDED_PAIRS = 1 << 14
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows whose attention is one call.
+    """Rows whose attention is computed in one call.
 
     Attributes:
         tokens: the pass's tokens of these rows, row by row.
-        pages: int64 [B, W], page tables, filled up with any page.
-        place: int64 [tokens], where each token stands in the padded block [B x R]; None where nothing is padded.
+        pages: int64 [B, W], page tables, padded with arbitrary pages.
+        place: int64 [tokens], position of each token in the padded block [B x R]; None without padding.
         run: R.
         end: T.
-        visible: bool [B, 1, R, T]; None where every query sees all positions.
+        visible: bool [B, 1, R, T]; None if every query sees all positions.
     """
 
     tokens: slice
@@ -54,12 +54,12 @@ class RowGroup:
 
 @dataclass
 class DecodeContext(AttentionContext):
-    """One pass; made by ``append_context``.
+    """One decoding pass; made by ``append_context``.
 
     Attributes:
-        cache: where K and V of the new tokens go.
-        slots: int64 [n], their places in it.
-        groups: the rows of the pass; their tokens follow each other.
+        cache: receives K and V of the new tokens.
+        slots: int64 [n], the slots of the new tokens in the cache.
+        groups: the rows of the pass; the tokens of each group follow those of the previous one.
     """
 
     cache: PagedCache | None = None
@@ -67,7 +67,7 @@ class DecodeContext(AttentionContext):
     groups: list[RowGroup] = field(default_factory=list)
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        # All rows are written first: a row may read what another one of this pass has just computed.
+        # All rows are written first, because a row may read tokens that another row of this pass has just computed.
         self.cache.write(layer_number, self.slots, key, value)
         keys_PSGD, values_PSGD = self.cache.keys[layer_number], self.cache.values[layer_number]
         outputs = [_attend_group(group, query[group.tokens], keys_PSGD, values_PSGD, scale) for group in self.groups]
@@ -104,12 +104,12 @@ def append_context(
     """The context of a pass that appends ``counts[i] >= 1`` tokens to row i, which holds ``starts[i]`` positions.
 
     Args:
-        starts, counts: int64 [rows], on the host: the shape of a pass must be known without waiting for a device.
-        tables: each row's page table, int [W_i], with room for ``starts[i] + counts[i]`` positions.
+        starts, counts: int64 [rows], on the host, so that the shape of a pass is known without waiting for a device.
+        tables: each row's page table, int [W_i], large enough for ``starts[i] + counts[i]`` positions.
 
     Returns:
-        The context, and the order of the rows, int64 [rows]: the pass's tokens are all of row ``order[0]``, then all of
-        row ``order[1]``, and so on.
+        The context, and the order of the rows, int64 [rows]: the pass consists of all tokens of row ``order[0]``, then
+        all of row ``order[1]``, and so on.
     """
     grouped = group_rows(starts, counts)
     order = np.concatenate(grouped)
@@ -166,7 +166,7 @@ def _group_arrays(
         table = tables[row][:width]
         pages[i, : len(table)] = table
     columns = np.arange(run)
-    # Queries of padding see what a later token of the row would: their output is never read.
+    # A padding query sees the same keys as a later token of the row would; its output is never read.
     query_positions = starts[rows, None] + columns
     place = np.flatnonzero((columns < counts[rows, None]).ravel())
     return [pages, query_positions, place]

@@ -1,9 +1,9 @@
-"""Keys and values of the segments in flight, and the gradients that their descendants send back.
+"""Stores keys and values of the segments in flight, and the gradients by them that their descendants add.
 
-Between a segment and its descendants only K and V pass forward, and dK and dV backward. Both live in slots: a plan
-gives every segment a run of slots from its forward to its backward, so nothing is allocated inside a step and a
-gather by slot numbers replaces concatenation. dK and dV accumulate in float32 (float64 for a float64 model): a shared
-token collects from all its branches, and bfloat16 would lose small contributions.
+A segment passes only K and V to its descendants, and they return only dK and dV. Both live in slots: a plan assigns a
+run of slots to every segment from its forward to its backward. Nothing is therefore allocated within a step, and a
+gather by slot numbers replaces concatenation. dK and dV accumulate in float32 (float64 for a float64 model), because
+bfloat16 would lose small contributions to a token that many branches share.
 
 Legend: L layers, S slots, G key/value heads on this rank, D head size.
 """
@@ -55,18 +55,18 @@ class KVPool:
 
     @cached_property
     def layers(self) -> list[LayerSlots]:
-        """The layers' parts, views."""
+        """Each layer's slots, as views."""
         tensors = (self.keys_LSGD, self.values_LSGD, self.grad_keys_LSGD, self.grad_values_LSGD)
         none = [None] * len(self.keys_LSGD)
         return [LayerSlots(*views) for views in zip(*(none if t is None else t.unbind() for t in tensors), strict=True)]
 
     @cached_property
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """Room for the keys and values [S, G, D] that one layer of one segment attends to."""
+        """Buffers for the keys and values [S, G, D] that one segment attends to in one layer."""
         return torch.empty_like(self.keys_LSGD[0]), torch.empty_like(self.values_LSGD[0])
 
     def open(self, slots: slice) -> None:
-        """Prepare a segment's slots at its first forward: its descendants' gradients start from zero."""
+        """Prepare a segment's slots at its first forward: zero the gradients that its descendants will add to."""
         if self.grad_keys_LSGD is not None:
             self.grad_keys_LSGD[:, slots].zero_()
             self.grad_values_LSGD[:, slots].zero_()

@@ -1,7 +1,7 @@
-"""K and V of many sequences in pages of a fixed number of positions, for decoding.
+"""Stores K and V of many sequences for decoding, in pages of a fixed number of positions.
 
-A sequence's positions lie in pages listed in its page table, so a page can be in many tables: sequences with a common
-prefix hold it once. Who has which page is decided on the host (``sampling.engines.pages``); here are only the tensors.
+The page table of a sequence lists the pages of its positions. A page can be in several tables, so sequences with a
+common prefix store it once. Pages are assigned on the host (``sampling.engines.pages``); this module holds the tensors.
 
 Legend: P pages, S positions of a page, G key/value heads on this rank, D head size.
 """
@@ -25,7 +25,7 @@ class PagedCache:
         page_size: S.
         num_pages: P.
         addresses: int64 [layers, 2] on the device, where each layer's pages of keys and of values begin, for kernels
-            that read them there; other numbers after ``grow``.
+            that read the pages in place; ``grow`` changes the addresses.
         layer_rows: the row of ``addresses`` by layer number.
     """
 
@@ -51,12 +51,12 @@ class PagedCache:
         return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize
 
     def grow(self, num_pages: int) -> None:
-        """Make room for ``num_pages``, keeping what is there; one layer's tensor is copied at a time."""
+        """Enlarge the cache to ``num_pages`` and keep its contents; one layer's tensor is copied at a time."""
         if num_pages > self.num_pages:
             self.num_pages = num_pages
             for of_layers in (self.keys, self.values):
                 for number, tensor in of_layers.items():
-                    # Zeros, not uninitialized memory: a NaN under a masked key would still reach the output as 0 x NaN.
+                    # Zeros instead of uninitialized memory: a masked NaN would still reach the output as 0 x NaN.
                     larger = tensor.new_zeros(num_pages, *tensor.shape[1:])
                     larger[: tensor.shape[0]] = tensor
                     of_layers[number] = larger
@@ -64,12 +64,12 @@ class PagedCache:
             self.addresses = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(self.device)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages, all at once: a source may be another copy's target."""
+        """Copy whole pages, all at once: the source of one copy may be the target of another."""
         if len(sources) == 0:
             return
         pairs = torch.from_numpy(np.array([sources, targets], dtype=np.int64)).to(self.device, non_blocking=True)
         if self.device.type == "cuda" and self.keys:
-            # Two launches instead of two for each layer's K and for its V: these copies run between short passes.
+            # Two launches in total instead of two for K and V of each layer: these copies run between short passes.
             page = next(iter(self.keys.values()))[0]
             copy_pages(pairs[0], pairs[1], self.addresses, page.numel(), page.dtype)
             return
@@ -78,6 +78,6 @@ class PagedCache:
                 tensor[pairs[1]] = tensor[pairs[0]]
 
     def write(self, layer_number: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put ``key`` and ``value`` [n, G, D] into slots (page x S + offset, int64 [n])."""
+        """Write ``key`` and ``value`` [n, G, D] to slots (page x S + offset, int64 [n])."""
         self.keys[layer_number].flatten(0, 1)[slots] = key
         self.values[layer_number].flatten(0, 1)[slots] = value

@@ -1,10 +1,10 @@
-"""Decoding passes whose attention reads the cache's pages in place (kernels of ``dta_kernels.paged_attention.launch``).
+"""Decodes on GPUs with kernels that read the cache's pages in place (``dta_kernels.paged_attention.launch``).
 
-Takes the place of ``decode_context`` on GPUs: one pass is a few launches whatever its rows' lengths are. Rows with few
-new tokens (decoding, drafts) come first, with their keys divided among programs; chunks of prompts follow.
+It replaces ``decode_context`` on GPUs: one pass takes a few launches for rows of any lengths. Rows with few new tokens
+(decoding, drafts) come first, with their keys divided among programs; runs of prompt tokens follow.
 
-``StaticPass`` is a pass over tensors that stay where they are, for CUDA graphs: fields are filled before each run, and
-rows that it has too many are without effect (no slot, no tile).
+``StaticPass`` is a pass over tensors with fixed addresses, for CUDA graphs. Its fields are filled before each run, and
+its unused rows have no effect (no slot, no tile).
 
 Legend: n new tokens of the pass, T tiles, L layers of the rank, S positions of a page.
 """
@@ -34,7 +34,7 @@ from megatron_dta.model.attention.paged_cache import PagedCache
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Heads of a rank."""
+    """Numbers of heads on a rank, and their size and dtype."""
 
     num_heads: int
     num_groups: int
@@ -46,25 +46,25 @@ class HeadShape:
         return paged_config(self.num_heads // self.num_groups, self.head_size, self.dtype, run)
 
     def tile_tokens(self, run: int) -> int:
-        """Most tokens of a tile then."""
+        """Most tokens of a tile for runs of up to ``run`` tokens."""
         return self.config(run).tokens_of(self.num_heads // self.num_groups)
 
 
 @dataclass
 class PagedContext(AttentionContext):
-    """One pass.
+    """One decoding pass.
 
     Attributes:
         addresses: int64 [L, 2], see ``PagedCache.addresses``.
         layer_rows: row of ``addresses`` by layer number.
         page_size: S.
         num_groups: key/value heads on this rank.
-        slots: int64 [n], places of the tokens' K and V, negative for none.
-        tables: int64, page tables one behind the other.
+        slots: int64 [n], slots of the tokens' K and V, negative for none.
+        tables: int64, the page tables, concatenated.
         launches: tiles (int64 [T, 4]) and their settings.
-        direct_until: number of the last layer that ``decode_layer`` computes in this pass, with all before it; None
-            where modules do.
-        carried: what the layer before has left to be added to its output, [n, 1, hidden size].
+        direct_until: number of the last layer that ``decode_layer`` computes in this pass, with all layers before it;
+            None if modules compute all layers.
+        carried: the branch that the previous layer has not added to its output, [n, 1, hidden size].
     """
 
     addresses: Tensor | None = None
@@ -76,16 +76,16 @@ class PagedContext(AttentionContext):
     launches: list[tuple[Tensor, PagedConfig]] = field(default_factory=list)
     direct_until: int | None = None
     carried: Tensor | None = None
-    # Used by one layer after the other.
+    # Buffers that the layers use one after the other.
     _parts: Parts = field(default_factory=Parts)
     _out: Tensor | None = None
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         addresses = self.addresses[self.layer_rows[layer_number]]
-        # All tokens are written first: a row may read what another one of this pass has just computed.
+        # All tokens are written first, because a row may read tokens that another row of this pass has just computed.
         write_pages(key, value, addresses, self.slots)
         if self._out is None:
-            # Zeros: rows without a tile stay so, and no NaN gets into the layers behind.
+            # Zeros, so that rows without a tile stay zero and no NaN reaches later layers.
             self._out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         for tiles, config in self.launches:
             paged_attention(
@@ -100,8 +100,8 @@ class PassRows:
     """The rows of a pass on the host: row i appends ``counts[i]`` tokens behind ``starts[i]`` positions.
 
     Attributes:
-        positions: int64 [n]. slots: int64 [n].
-        tables: the rows' page tables as far as they are needed, one behind the other.
+        positions, slots: int64 [n].
+        tables: the needed parts of the rows' page tables, concatenated.
         table_begins: int64 [rows].
     """
 
@@ -112,7 +112,7 @@ class PassRows:
 
 
 def pass_rows(starts: np.ndarray, counts: np.ndarray, tables: Sequence[np.ndarray], page_size: int) -> PassRows:
-    """``tables``: each row's page table, with room for ``starts[i] + counts[i]`` positions."""
+    """``tables``: each row's page table, large enough for ``starts[i] + counts[i]`` positions."""
     widths = -(-(starts + counts) // page_size)
     flat = np.concatenate([table[:width] for table, width in zip(tables, widths.tolist(), strict=True)])
     begins = np.cumsum(widths) - widths
@@ -125,7 +125,7 @@ def pass_rows(starts: np.ndarray, counts: np.ndarray, tables: Sequence[np.ndarra
 def paged_context(
     cache: PagedCache, starts: np.ndarray, counts: np.ndarray, tables: Sequence[np.ndarray], shape: HeadShape
 ) -> tuple[PagedContext, np.ndarray]:
-    """As ``decode_context.append_context``: the context of a pass, and the order of its rows."""
+    """The context of a pass, and the order of its rows, as in ``decode_context.append_context``."""
     order = np.argsort(counts > LONGEST_SPLIT_RUN, kind="stable")
     starts, counts = starts[order], counts[order]
     rows = pass_rows(starts, counts, [tables[i] for i in order], cache.page_size)
@@ -153,7 +153,7 @@ def static_tiles(starts: np.ndarray, counts: np.ndarray, rows: PassRows, tokens:
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as flat int64 tensors on the device, in one transfer without waiting for it."""
+    """The arrays as flat int64 tensors on the device, in one transfer that the host does not wait for."""
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int64, copy=False))
     if device.type == "cuda":
         packed = packed.pin_memory()
@@ -166,8 +166,8 @@ class StaticPass:
     Attributes:
         input_ids: int64 [1, num_tokens].
         noise: float64 [num_tokens].
-        context: attends with what the fields hold when it runs.
-        words: int64, what ``pack`` gives: positions, slots, noise and tiles.
+        context: attends with the values that the fields hold when it runs.
+        words: int64, the output of ``pack``: positions, slots, noise and tiles.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class StaticPass:
         )  # fmt: skip
 
     def empty_words(self, steps: int) -> np.ndarray:
-        """``words`` of so many passes on the host, with no token in any: int64 [steps, words]."""
+        """``words`` of ``steps`` passes on the host, without any token: int64 [steps, words]."""
         n = self.num_tokens
         words = np.zeros((steps, 3 * n + TILE_FIELDS * self.num_tiles), np.int64)
         words[:, n : 2 * n] = -1

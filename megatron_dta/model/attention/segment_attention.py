@@ -1,8 +1,7 @@
-"""Which code computes a segment's attention, and what it needs to know before a step.
+"""Chooses the implementation of a segment's attention, and prepares its plans for a step.
 
-``--tree-attention-impl`` chooses between Triton kernels and the plain PyTorch reference. The choice is made once per
-engine, from the device, the dtype and the head size; a step then gets one plan per segment, or none where the
-reference runs.
+``--tree-attention-impl`` selects the Triton kernels or the plain PyTorch reference. The choice is made once per engine,
+from the device, the dtype and the head size. For the kernels, a step then gets one plan per segment.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ def choose_attention(impl: str, head_size: int, dtype: torch.dtype, device: torc
     """Whether the Triton kernels compute the attention, rather than the reference.
 
     Args:
-        impl: "triton", "reference", or "auto": Triton on a CUDA device wherever its kernels take the inputs.
+        impl: "triton", "reference", or "auto": Triton on a CUDA device if its kernels support the inputs.
 
     Raises:
-        InputError: "triton" where it cannot run.
+        InputError: "triton" is requested and cannot run.
     """
     refusal = None
     if not supports(head_size, dtype):
@@ -39,10 +38,10 @@ def choose_attention(impl: str, head_size: int, dtype: torch.dtype, device: torc
 
 
 class SegmentAttentionPlans:
-    """Block tables of a step's segments, each made and uploaded when it is first asked for.
+    """Block tables of a step's segments; each is made and uploaded when it is first requested.
 
-    Making them takes the host some milliseconds a segment. While a segment is prepared the device computes the one
-    before, and does not stand idle until all tables are made.
+    Making the tables takes the host some milliseconds a segment. The device meanwhile computes the previous segment,
+    so it does not stay idle until all tables are made.
     """
 
     def __init__(self, segments: SegmentPlan, paths: RootPaths, shape: AttentionShape, device: torch.device) -> None:

@@ -1,10 +1,10 @@
-"""One segment of the tree going through the model: its own tokens attend to its ancestors and to each other.
+"""Attention of one tree segment: its tokens attend to their ancestors and to each other.
 
-The autograd function here is the only place where segments meet. Forward: the segment's K and V go to the pool, and
-its queries attend to [ancestors, own]. Backward: the ancestors' part of dK and dV is added to their accumulators in
-the pool, and the own part is returned to autograd together with what the segment's descendants left there before. A
-segment's backward is then an ordinary ``backward`` of its own graph; recomputation (Megatron's or a whole second
-forward) writes the same K and V again.
+The autograd function of this module is the only connection between segments. Forward: the segment's K and V are written
+to the pool, and its queries attend to [ancestors, own]. Backward: the ancestors' part of dK and dV is added to their
+accumulators in the pool; the segment's own part is returned to autograd together with the gradients that the segment's
+descendants added there before. The backward of a segment is then an ordinary ``backward`` of its own graph.
+Recomputation (Megatron's or a whole second forward) writes the same K and V again.
 
 Legend: N the segment's tokens, A its ancestors' tokens in earlier segments, G key/value heads, D head size.
 """
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class SegmentContext(AttentionContext):
-    """A segment's place in the stream and in the pool.
+    """A segment's position in the stream and in the pool.
 
     Attributes:
-        pool: K/V pool of the rank's part of the model.
-        first_layer: index in the whole model of that part's first layer.
+        pool: K/V pool of the model chunk.
+        first_layer: index of the model chunk's first layer in the whole model.
         slots: the segment's own slots.
         ancestor_slots: int64 [A], slots of the tokens on the root path that lie in earlier segments, in stream order.
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
-        attention_plan: for the Triton kernels; None where the reference computes the attention.
-        runs_hooks: whether the hooks of all parameters must run in its backward: in the last of a pass through the
-            part, where replicas' gradients are reduced within it. Other backwards need not reach parameters whose
-            gradients go straight into their buffers.
+        attention_plan: for the Triton kernels; None if the reference computes the attention.
+        runs_hooks: whether the hooks of all parameters must run in the segment's backward. This is so in the last
+            backward of a model chunk in a pass, if it reduces the gradients of replicas. Other backwards need not reach
+            parameters whose gradients are written directly to their buffers.
     """
 
     pool: KVPool | None = None
@@ -56,12 +56,12 @@ class SegmentContext(AttentionContext):
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if query.shape[0] == 0:
-            # An empty segment: nothing is attended to, and every parameter still gets its gradient of zero.
+            # An empty segment attends to nothing, but every parameter must still get a gradient of zero.
             return query + key.sum() + value.sum()
         return _SegmentAttention.apply(query, key, value, self, layer_number - 1 - self.first_layer, scale)
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of [ancestors, own] of one layer of the part, each [A + N, G, D]."""
+        """K and V of [ancestors, own] in one layer of the model chunk, each [A + N, G, D]."""
         keys_SGD, values_SGD = self.pool.keys_LSGD[layer], self.pool.values_LSGD[layer]
         if self.ancestor_slots.shape[0] == 0:
             return keys_SGD[self.slots], values_SGD[self.slots]
@@ -70,12 +70,12 @@ class SegmentContext(AttentionContext):
     def attend_by_kernels(
         self, layer: int, query: Tensor, key: Tensor | None, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output [N, heads, D] and log-sum-exp [heads, N] in one layer of the part, without autograd.
+        """Output [N, heads, D] and log-sum-exp [heads, N] in one layer of the model chunk, without autograd.
 
         Args:
-            key: None where the keys stand in the pool already (``own_keys``).
+            key: None if the keys are already in the pool (``own_keys``).
         """
-        # Here and not above: Triton need not be installed where the reference runs.
+        # Imported here because the reference does not need Triton.
         from dta_kernels.tree_attention.gather_keys import gather_keys
         from dta_kernels.tree_attention.launch import tree_attention_forward
 
@@ -93,7 +93,7 @@ class SegmentContext(AttentionContext):
     def attention_gradients(
         self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients by queries and own keys and values of ``attend_by_kernels``; the pool gets its ancestors'."""
+        """Gradients by queries, own keys and own values of ``attend_by_kernels``; adds the ancestors' to the pool."""
         from dta_kernels.tree_attention.gather_keys import gather_keys
         from dta_kernels.tree_attention.launch import KeyGradients, tree_attention_backward
 
@@ -108,7 +108,7 @@ class SegmentContext(AttentionContext):
         return tree_attention_backward(grad_out, query, keys, values, out, lse, ends, plan, scale, into, self._shared)
 
     def own_keys(self, layer: int) -> Tensor:
-        """Where the segment's keys [N, G, D] of one layer of the part stand in the pool."""
+        """View of the pool on the segment's keys [N, G, D] in one layer of the model chunk."""
         return self.pool.layers[layer].keys[self.slots]
 
     @cached_property
@@ -131,7 +131,7 @@ class SegmentContext(AttentionContext):
 
     @cached_property
     def local_key_end(self) -> Tensor:
-        """``key_end`` int32 [A + N] in the kernels' terms."""
+        """``key_end`` as int32 [A + N] in key positions, for the kernels."""
         return local_key_end_on_device(self.query_index, self.key_end)
 
 

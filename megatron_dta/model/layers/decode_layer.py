@@ -1,11 +1,12 @@
-"""A transformer layer of a decoding pass: the kernels of ``fused_autograd_layer``'s forward, without modules.
+"""Runs a transformer layer in a decoding pass with the forward kernels of ``fused_autograd_layer``, without modules.
 
-A decoding pass is short, so what counts is how many kernels it has, and without a CUDA graph how long the host takes to
-launch them. The addition of a layer's last branch to the stream goes with the next layer's norm: the context carries
-the branch there, and the last layer adds it up itself. Numbers are the modules' own, bit for bit.
+A decoding pass is short. Its time depends on the number of kernels and, without a CUDA graph, on the host time to
+launch them. The output of a layer's last branch is therefore added to the residual stream together with the next
+layer's norm: the context carries the branch there, and the last layer adds it itself. The results equal those of the
+modules bit for bit.
 
-It takes what ``fused_autograd_layer`` takes, gradient buffers or not, and either all layers of a part of the model or
-none.
+It supports the same layers as ``fused_autograd_layer``, with or without gradient buffers, and is used for all layers of
+a model chunk or for none.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class DecodeLayer:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody has put a hook to its modules."""
+        """Whether no hook is registered on the modules."""
         return not any(self._weights.hooks)
 
     def __call__(self, x: Tensor, context: PagedContext) -> Tensor:
-        """Output [n, 1, C] of the layer for ``x`` [n, 1, C]; without the last branch where the context carries that."""
+        """Output [n, 1, C] of the layer for ``x`` [n, 1, C]; without the last branch if the context carries it."""
         own = self._weights
         (N, _, C), (G, P, D), (cos, sin) = x.shape, own.layout, context.rotary_tables
         normed, stream, _ = rms_norm_forward(x, own.norms[0], own.eps[0], context.carried)

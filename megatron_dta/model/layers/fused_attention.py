@@ -1,7 +1,7 @@
-"""Self-attention whose mixed QKV goes through one kernel to the core attention: QK-norm and rotary positions.
+"""Self-attention with one kernel between the mixed QKV and the core attention: QK-norm and rotary positions.
 
-Of a layer's attention there stay the mixed rows, the attention's output and its log-sum-exp: the input of the QKV
-product and the rotated queries are computed again in the backward (``rematerialize``).
+The backward keeps the mixed rows, the attention's output and its log-sum-exp. The input of the QKV product and the
+rotated queries are recomputed (``rematerialize``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_dta.model.layers.rematerialize import call_without_keeping_input, 
 
 
 class FusedSelfAttention(SelfAttention):
-    """Megatron's self-attention with the same submodules; what the kernel does not take goes Megatron's way."""
+    """Megatron's self-attention with the same submodules; unsupported cases fall back to Megatron's forward."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

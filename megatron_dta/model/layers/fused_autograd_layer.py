@@ -1,18 +1,18 @@
-"""A whole transformer layer as one autograd function, where nothing but the plain case has to be provided for.
+"""Runs a whole transformer layer as one autograd function, for layers of the plain case.
 
-A layer made of modules costs the host more time than a GPU takes for a few thousand tokens: some ten autograd functions
-with their hooks, a dozen calls of modules, a reduction, a conversion and an addition for every norm's weight. Here the
-same kernels and products follow each other in one forward and one backward, in the order in which ``fused_layer`` and
-autograd run them; outputs and gradients are the same bit for bit but for those of the norms' weights, which are added
-up in float32 straight in Megatron's buffers (``main_grad``), like those of the linear layers. What is kept for the
-backward is what ``fused_layer`` says.
+A layer made of modules costs more host time than a GPU needs for a few thousand tokens: about ten autograd functions
+with their hooks, a dozen module calls, and a reduction, a conversion and an addition for the weight of every norm. This
+function runs the same kernels and products in one forward and one backward, in the order of ``fused_layer`` and
+autograd. Outputs and gradients are the same bit for bit, except those of the norms' weights: these are accumulated in
+float32 directly in Megatron's buffers (``main_grad``), like those of the linear layers. The backward keeps the tensors
+that ``fused_layer`` lists.
 
-The plain case: training of a dense model with RMSNorm and SwiGLU on one tensor rank, every parameter in a gradient
-buffer and none frozen, no adapters, no hooks at the modules, Triton kernels for the attention. Autograd does not know
-of the parameters here, so their hooks, with which Megatron adds up gradients over the replicas, do not run. They have
-something to do in a pass's last backward only, if sums over the replicas overlap with it (``--overlap-grad-reduce``),
-and there in an order that is the same on all ranks: its segment goes through the modules then, like everything that is
-not the plain case.
+The plain case is the training of a dense model with RMSNorm and SwiGLU on one tensor rank, with every parameter in a
+gradient buffer and none frozen, no adapters, no hooks on the modules, and Triton kernels for the attention. Autograd
+does not know the parameters here, so their hooks, with which Megatron adds gradients over the replicas, do not run.
+These hooks matter only in the last backward of a pass, and only if reductions overlap with it
+(``--overlap-grad-reduce``); their order must then be the same on all ranks. The segment of that backward therefore runs
+through the modules, like everything outside the plain case.
 
 Legend: N tokens, C hidden size, W width of the mixed QKV, G key/value heads, P query heads of a group, D head size.
 """
@@ -38,12 +38,12 @@ from megatron_dta.model.layers.fused_norm import FusedRMSNorm
 from megatron_dta.model.main_grad import MainGradColumnParallelLinear, MainGradRowParallelLinear, main_grad_of
 
 _LINEAR = (MainGradColumnParallelLinear, MainGradRowParallelLinear)
-# PyTorch's tables of a module's hooks; where a version has other names, all goes through the modules.
+# PyTorch's tables of a module's hooks; if a PyTorch version names them differently, every layer runs as modules.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class FusedAutogradLayer:
-    """The weights of a layer in the plain case, and its two passes.
+    """The weights of a layer in the plain case, with its forward and backward.
 
     Args:
         layer: a ``FusedLayer`` for which ``is_plain`` holds.
@@ -66,7 +66,7 @@ class FusedAutogradLayer:
         self.hooks = tuple(getattr(module, name) for module in modules for name in _HOOKS)
 
     def takes(self, hidden: Tensor, context: AttentionContext) -> bool:
-        """Whether this pass is in the plain case too."""
+        """Whether this pass, too, is in the plain case."""
         return (
             isinstance(context, SegmentContext)
             and context.attention_plan is not None
@@ -83,7 +83,7 @@ class FusedAutogradLayer:
         return _Layer.apply(hidden, self, context) if torch.is_grad_enabled() else self.forward(hidden, context)[0]
 
     def forward(self, x: Tensor, context: SegmentContext) -> tuple[Tensor, _Kept]:
-        """The layer's output, and what ``backward`` needs."""
+        """The layer's output, and the tensors that ``backward`` needs."""
         (N, _, C), (G, P, D) = x.shape, self.layout
         cos, sin = context.rotary_tables
         normed, _, rstd = rms_norm_forward(x, self.norms[0], self.eps[0])
@@ -102,10 +102,10 @@ class FusedAutogradLayer:
         return output, _Kept(x, rstd, mixed, out, lse, stream, stream_rstd, gated)
 
     def backward(self, grad: Tensor, kept: _Kept, context: SegmentContext) -> Tensor:
-        """The gradient by the layer's input; those by the parameters are added to their buffers.
+        """The gradient by the layer's input; gradients by the parameters are added to their buffers.
 
-        What is not needed any more is freed at once: in front of the attention, whose tiles of scores are the largest
-        of the pass, only the gradients by the residual stream and by the attention's output are left
+        Tensors are freed as soon as they are no longer needed. Before the attention, whose tiles of scores are the
+        largest tensors of the pass, only the gradients by the residual stream and by the attention's output remain
         (``planning.segment_bytes`` counts them).
         """
         x, stream, mixed, gated, out = kept.x, kept.stream, kept.mixed, kept.gated, kept.out
@@ -149,8 +149,8 @@ class FusedAutogradLayer:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a layer keeps of a pass: its input, the stream after the attention with the norms' statistics, the mixed
-    QKV, the attention's output and log-sum-exp, and the first product of the feed-forward layer.
+    """Tensors that a layer keeps for its backward: its input, the residual stream after the attention with the norms'
+    statistics, the mixed QKV, the attention's output and log-sum-exp, and the first product of the feed-forward layer.
     """
 
     x: Tensor
@@ -164,7 +164,7 @@ class _Kept:
 
 
 class _Layer(torch.autograd.Function):
-    """Tensors are kept beside autograd, so that they are free when the layer's backward is done and not the graph's."""
+    """Keeps tensors outside autograd, so that they are freed after the layer's backward and not with the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FusedAutogradLayer, context: SegmentContext) -> Tensor:
@@ -176,18 +176,18 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         kept, ctx.kept = ctx.kept, None
         if kept is None:
-            raise RuntimeError("a layer's backward can run once: what it needs is freed then")
+            raise RuntimeError("the backward of a layer can run only once, because it frees the tensors that it needs")
         return ctx.layer.backward(grad, kept, ctx.context), None, None
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``rows @ weight.T + bias``, rounded after each of the two."""
+    """``rows @ weight.T + bias``, rounded after the product and after the sum."""
     product = torch.mm(rows, weight.t())
     return product if bias is None else product.add_(bias)
 
 
 def _backward(grad_rows: Tensor, rows: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-    """The gradient by the input of a product with ``weight``; those by weight and bias are added to their buffers."""
+    """The gradient by the input of a product with ``weight``; adds those by weight and bias to their buffers."""
     grad = torch.mm(grad_rows, weight)
     add_weight_gradient(weight.main_grad, grad_rows, rows)
     if bias is not None:
@@ -213,7 +213,7 @@ def has_plain_modules(layer: Module) -> bool:
 
 
 def is_plain(layer: Module) -> bool:
-    """Whether the layer is one that ``FusedAutogradLayer`` computes, with all its gradient buffers in place."""
+    """Whether ``FusedAutogradLayer`` supports the layer and all its gradient buffers exist."""
     if not has_plain_modules(layer):
         return False
     attention, mlp = layer.self_attention, layer.mlp

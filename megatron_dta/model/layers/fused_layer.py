@@ -1,8 +1,8 @@
-"""A transformer layer on fused kernels: additions to the residual stream go with the norms, SwiGLU is one kernel.
+"""A transformer layer on fused kernels: residual additions are fused with the norms, and SwiGLU is one kernel.
 
-Per token a layer keeps its input, the mixed QKV, the attention's output, the stream after it, and the first product of
-the feed-forward layer; the rest is computed again in the backward (``rematerialize``). Parameters, linear layers and
-their communication are Megatron's.
+Per token, a layer keeps its input, the mixed QKV, the attention's output, the residual stream after it, and the first
+product of the feed-forward layer. The rest is recomputed in the backward (``rematerialize``). Parameters, linear layers
+and their communication are Megatron's.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from megatron_dta.model.layers.rematerialize import call_without_keeping_input, 
 
 
 def fuse_layers(spec: TransformerBlockSubmodules, model: ModelConfig) -> None:
-    """Put the fused modules into the spec of a block, wherever they compute what Megatron's would.
+    """Put the fused modules into the spec of a block wherever they compute the same as Megatron's modules.
 
-    LayerNorm stays Megatron's; so do experts that are not grouped, whose layers get the norms and the attention.
+    LayerNorm and experts that are not grouped stay Megatron's; layers with such experts get the fused norms and the
+    fused attention.
     """
     has_fused_norm = model.normalization == "RMSNorm"
     for layer in spec.layer_specs:
@@ -64,14 +65,14 @@ class FusedRoutedLayer(RoutedLayer):
 
 
 class FusedLayer(TransformerLayer):
-    """Megatron's layer without experts and dropout; in the plain case it runs as ``fused_autograd_layer``."""
+    """Megatron's layer without experts and dropout; in the plain case it runs as a ``FusedAutogradLayer``."""
 
     direct: FusedAutogradLayer | None = None
     decoding: DecodeLayer | None = None
 
     @property
     def decodes_directly(self) -> bool:
-        """Whether ``decode_layer`` can take its passes over pages."""
+        """Whether ``decode_layer`` supports the layer in passes over pages."""
         if self.decoding is None and is_swiglu(self.config) and has_plain_modules(self):
             self.decoding = DecodeLayer(self)
         return self.decoding is not None and self.decoding.is_free
@@ -85,11 +86,11 @@ class FusedLayer(TransformerLayer):
         packed_seq_params: object = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Output [n, 1, hidden size] of the layer, and no context of a cross-attention."""
+        """Output [n, 1, hidden size] of the layer, and None for the context of a cross-attention."""
         context = check_context(packed_seq_params)
         if isinstance(context, PagedContext) and context.direct_until is not None:
             return self.decoding(hidden_states, context), None
-        # Gradient buffers come after the layer is built; with them it is complete.
+        # Gradient buffers are created after the layer; the layer is complete once they exist.
         if self.direct is None and is_swiglu(self.config) and is_plain(self):
             self.direct = FusedAutogradLayer(self)
         if self.direct is not None and self.direct.takes(hidden_states, context):
@@ -104,7 +105,7 @@ class FusedLayer(TransformerLayer):
 
 
 def feed_forward(mlp: MLP, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Output and bias of Megatron's ``mlp``, through the SwiGLU kernel where that is its activation."""
+    """Output and bias of Megatron's ``mlp``; uses the SwiGLU kernel if SwiGLU is its activation."""
     if not is_swiglu(mlp.config):
         return call_without_keeping_input(mlp, hidden_states)
     gated = _with_bias(call_without_keeping_input(mlp.linear_fc1, hidden_states))
@@ -121,6 +122,6 @@ def _normed(norm: torch.nn.Module, x: Tensor, added: Tensor | None = None) -> tu
 
 
 def _with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
-    """A linear layer's output with the bias that it has left to its caller."""
+    """A linear layer's output plus the bias whose addition it left to its caller."""
     value, bias = output
     return value if bias is None else value + bias

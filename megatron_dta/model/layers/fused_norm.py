@@ -1,4 +1,4 @@
-"""RMSNorm on the fused kernels, with the same parameter as PyTorch's and Megatron's."""
+"""RMSNorm on the fused kernels, with the same parameter as in PyTorch and Megatron."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_dta.model.layers.rematerialize import mark_recomputable
 
 
 class FusedRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose output can be computed again from its input (``rematerialize``); takes Megatron's arguments.
+    """RMSNorm whose output can be recomputed from its input (``rematerialize``); takes Megatron's arguments.
 
     Under sequence parallelism its weight is marked, see ``SequenceParallelNorm``.
     """
@@ -28,7 +28,7 @@ class FusedRMSNorm(torch.nn.RMSNorm):
         return self.with_residual(x)[0]
 
     def with_residual(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``(normed, residual)`` of ``x``, or of ``x + added``; the residual takes the input's place from here on."""
+        """``(normed, residual)`` of ``x``, or of ``x + added``; use the residual in place of the input afterwards."""
         normed, residual, rstd = rms_norm(x, self.weight, self.eps, added)
         again = partial(rms_norm_again, residual.detach(), rstd, self.weight.detach())
         return mark_recomputable(normed, again), residual

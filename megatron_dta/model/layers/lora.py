@@ -1,16 +1,16 @@
-"""LoRA adapters (arXiv 2106.09685) beside Megatron's linear layers, whose own weights are frozen.
+"""LoRA adapters (arXiv 2106.09685) for Megatron's linear layers, whose own weights are frozen.
 
-An adapter of a linear layer ``y = W x`` adds ``alpha / rank * B A x``, with A [rank, inputs] drawn and B
-[outputs, rank] zero at first, so that the first step's model is the base, bit for bit. It is a child of the module that
-has the linear layer (``linear_qkv_adapter`` beside ``linear_qkv``) and adds to its output by a forward hook: the layer
-itself, whatever its class, its name and its place in checkpoints stay as they are.
+The adapter of a linear layer ``y = W x`` adds ``alpha / rank * B A x``. A [rank, inputs] is drawn at random and B
+[outputs, rank] is zero at first, so the model of the first step equals the base model bit for bit. An adapter is a
+child of the module that owns the linear layer (``linear_qkv_adapter`` beside ``linear_qkv``) and adds to the layer's
+output in a forward hook. The linear layer keeps its class, its name and its place in checkpoints.
 
-Tensor parallelism divides what the linear layer divides: B's rows of a column-parallel layer, A's columns of a
-row-parallel one. What the ranks exchange is A x, ``rank`` numbers a token. The undivided matrix is the same on every
-rank; under sequence parallelism each rank has the gradient of its tokens, and Megatron adds them up (the mark
-``sequence_parallel``). Megatron-Core itself has no LoRA.
+Tensor parallelism divides B's rows of a column-parallel layer and A's columns of a row-parallel layer, as it divides
+the linear layer. The ranks exchange A x, which is ``rank`` numbers a token. The undivided matrix is the same on every
+rank. Under sequence parallelism its gradient on a rank is that of the rank's tokens, and Megatron sums these gradients
+(the mark ``sequence_parallel``). Megatron-Core itself has no LoRA.
 
-Legend: R rank, I inputs, O outputs, of the rank's part where they are divided.
+Legend: R rank, I inputs, O outputs; for divided matrices, I and O are those of this rank.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class LoraAdapter(torch.nn.Module):
     """The adapter of one linear layer.
 
     Args:
-        linear: what it adapts; Megatron's linear layer or Transformer Engine's.
+        linear: the linear layer to adapt, Megatron's or Transformer Engine's.
         is_gated: whether the outputs are two matrices one below the other (gate and up projection).
-        seed: of A.
+        seed: random seed of A.
 
     Attributes:
         lora_A, lora_B: the trained matrices [R, I] and [O, R].
-        scale: of their product.
-        enabled: False leaves the linear layer's output as it is.
+        scale: factor of their product.
+        enabled: False leaves the linear layer's output unchanged.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LoraAdapter(torch.nn.Module):
         self._group, size, place = linear.tp_group, linear.tp_group.size(), linear.tp_group.rank()
         if is_expert and size > 1:
             raise ValueError("an expert that several ranks share cannot be adapted")
-        # Experts get the tokens that they need from the dispatcher, not from the sequence-parallel ranks.
+        # Experts receive their tokens from the dispatcher, not from the sequence-parallel ranks.
         self._is_divided = size > 1
         self._sequence_parallel = config.sequence_parallel and self._is_divided
         outputs, inputs = linear.weight.shape
@@ -78,15 +78,15 @@ class LoraAdapter(torch.nn.Module):
         divided, same = (self.lora_B, self.lora_A) if self._is_column else (self.lora_A, self.lora_B)
         same.sequence_parallel = self._sequence_parallel
         for matrix in (divided, same):
-            # Megatron takes what is not marked as parallel for the same on all tensor ranks and counts it once in the
-            # gradient's norm; experts that are not divided may be other ones on each of them.
+            # Megatron assumes that parameters without the mark "parallel" are equal on all tensor ranks and counts them
+            # once in the gradient norm. Undivided experts may differ between the ranks.
             is_parallel = is_expert or (self._is_divided and matrix is divided)
             tensor_parallel.set_tensor_model_parallel_attributes(matrix, is_parallel, 0 if self._is_column else 1, 1)
-            # Megatron reduces the gradients of experts over the ranks that have the same ones.
+            # Megatron reduces the gradients of experts over the ranks that hold the same experts.
             matrix.allreduce = getattr(weight, "allreduce", True)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What is added to the linear layer's output for ``inputs`` [..., I], in that output's form."""
+        """The addition to the linear layer's output for ``inputs`` [..., I], in the layout of that output."""
         inner = F.linear(inputs, self.lora_A)
         if self._is_divided:
             inner = self._exchange(inner)
@@ -103,21 +103,21 @@ class LoraAdapter(torch.nn.Module):
         return tensor_parallel.reduce_from_tensor_model_parallel_region(inner, group=group)
 
     def add_to(self, linear: torch.nn.Module, arguments: tuple, output: tuple[Tensor, Tensor | None]) -> tuple | None:
-        """Forward hook of the linear layer, which returns its output and a bias that is added later."""
+        """Forward hook of the linear layer, which returns its output and a bias that its caller adds."""
         if not self.enabled:
             return None
         return output[0] + self(arguments[0]), output[1]
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """``weight`` [O, I] of the linear layer with the adapter added to it, in at least float32."""
+        """``weight`` [O, I] of the linear layer plus the adapter, in at least float32."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return torch.addmm(weight.to(dtype), self.lora_B.to(dtype), self.lora_A.to(dtype), alpha=self.scale)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The rank's parts for Megatron's distributed checkpoints, which load on any mesh."""
+        """This rank's shards for Megatron's distributed checkpoints, which load on any mesh."""
         metadata = metadata or {}
         replicas = metadata.get("dp_cp_group") or parallel_state.get_data_parallel_group(with_context_parallel=True)
         state = make_sharded_tensors_for_checkpoint(
@@ -135,23 +135,23 @@ class LoraAdapter(torch.nn.Module):
 
 
 def _is_column_parallel(linear: torch.nn.Module) -> bool | None:
-    """Whether the tensor ranks divide a linear layer's outputs, and not its inputs; None if it is no such layer."""
+    """True if the tensor ranks divide a linear layer's outputs, False if its inputs, None for any other module."""
     if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
         return isinstance(linear, ColumnParallelLinear)
     return linear.parallel_mode == "column" if isinstance(linear, TreeTELinear) else None
 
 
 def _uniform(rank: int, inputs: int, seed: int) -> Tensor:
-    """A's first weights, float32 [R, I]: uniform, as PyTorch draws a linear layer's and PEFT this one's."""
+    """Initial A, float32 [R, I], from the uniform distribution that PyTorch uses for linear layers and PEFT for A."""
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(rank, inputs).uniform_(-1, 1, generator=generator) / math.sqrt(inputs)
 
 
 def add_adapters(part: torch.nn.Module, model: ModelConfig, seed: int) -> None:
-    """Freeze the weights of ``part``, a model or a pipeline stage's part of one, and give it ``model``'s adapters.
+    """Freeze the weights of ``part``, a model or a model chunk, and add the adapters that ``model`` describes.
 
-    First weights depend on ``seed`` and on the linear layer's name in the whole model alone: they are the same on every
-    mesh.
+    Initial weights depend only on ``seed`` and on the linear layer's name in the whole model, so they are the same on
+    every mesh.
     """
     part.requires_grad_(False)
     for layer in part.decoder.layers:
@@ -160,7 +160,7 @@ def add_adapters(part: torch.nn.Module, model: ModelConfig, seed: int) -> None:
             if name not in model.lora_target_modules:
                 continue
             if _is_column_parallel(linear) is None:
-                raise TypeError(f"{path} is a {type(linear).__name__}, which no adapter can be added to")
+                raise TypeError(f"{path} is a {type(linear).__name__}; adapters do not support this class")
             place = f"{layer.layer_number - 1}.{_name_in_all_experts(path, part.config)}"
             digest = hashlib.sha256(f"{seed} {place}".encode()).digest()
             adapter = LoraAdapter(
@@ -176,7 +176,7 @@ def add_adapters(part: torch.nn.Module, model: ModelConfig, seed: int) -> None:
 
 
 def _name_in_all_experts(path: str, config: TransformerConfig) -> str:
-    """``path`` with an expert's number in the whole model."""
+    """``path`` with the expert's number in the whole model instead of the rank's."""
     before, found, after = path.partition(".local_experts.")
     if not found:
         return path
@@ -187,13 +187,13 @@ def _name_in_all_experts(path: str, config: TransformerConfig) -> str:
 
 
 def adapters_of(parts: Sequence[torch.nn.Module]) -> Iterator[LoraAdapter]:
-    """All adapters of a rank's parts of a model."""
+    """All adapters of a rank's model chunks."""
     return (module for part in parts for module in part.modules() if isinstance(module, LoraAdapter))
 
 
 @contextmanager
 def without_adapters(parts: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within, the model is its base. For passes without gradients."""
+    """Disable the adapters, so that the model is its base model. For passes without gradients."""
     adapters = list(adapters_of(parts))
     for adapter in adapters:
         adapter.enabled = False
