@@ -1,1 +1,1 @@
-"""One module for each console command; `megatron-dta COMMAND` and `tools/COMMAND.py` run them."""
+"""Console commands, one module each; `megatron-dta COMMAND` and `tools/COMMAND.py` run them."""

@@ -2,10 +2,9 @@
 
     python tools/check_parity.py rollouts.jsonl --max-sequences 16 --max-length 256
 
-In each tree mode, with kept and with recomputed activations, float64 against the stock Megatron model and float32
-against Hugging Face transformers (which must be installed: pip install "megatron_dta[parity]"). Advantages, old
-logprobs and masks are random and differ between sequences through one token. The exit status is 1 if an error is
-above its tolerance.
+Each tree mode runs with kept and with recomputed activations, and is compared in float64 with the stock Megatron model
+and in float32 with Hugging Face transformers (pip install "megatron_dta[parity]"). Advantages, old logprobs and masks
+are random, so sequences that share a token differ in them. The exit status is 1 if an error is above its tolerance.
 """
 
 from __future__ import annotations
@@ -60,17 +59,24 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts as .jsonl, .parquet or .npz")
     parser.add_argument(
-        "--sample-granularity", choices=("trajectory", "turn"), default="trajectory", help="what one sequence is"
+        "--sample-granularity",
+        choices=("trajectory", "turn"),
+        default="trajectory",
+        help="sequences of .npz files: whole trajectories or turns",
     )
     parser.add_argument("--max-sequences", type=int, default=16, help="use the file's first N sequences (default 16)")
-    parser.add_argument("--max-length", type=int, default=256, help="cut them to this many tokens (default 256)")
-    parser.add_argument("--tolerance", type=float, default=1e-12, help="for float64 against Megatron (default 1e-12)")
+    parser.add_argument("--max-length", type=int, default=256, help="maximum tokens of a sequence (default 256)")
     parser.add_argument(
-        "--hf-tolerance", type=float, default=1e-5, help="for float32 against Hugging Face (default 1e-5)"
+        "--tolerance", type=float, default=1e-12, help="tolerance of float64 against Megatron (default 1e-12)"
+    )
+    parser.add_argument(
+        "--hf-tolerance", type=float, default=1e-5, help="tolerance of float32 against Hugging Face (default 1e-5)"
     )
     parser.add_argument("--tree-mode", choices=MODES, help="check one mode only (default: all three)")
-    parser.add_argument("--tree-segment-tokens", type=int, default=64, help="most tokens of a segment (default 64)")
-    parser.add_argument("--tree-memory-tokens", type=int, help="budget of in-flight tokens (default: the planner's)")
+    parser.add_argument("--tree-segment-tokens", type=int, default=64, help="maximum tokens of a segment (default 64)")
+    parser.add_argument(
+        "--tree-memory-tokens", type=int, help="limit on in-flight tokens (default: chosen by the planner)"
+    )
     parser.add_argument(
         "--objective",
         choices=("grpo", "gspo", "gspo-token", "cispo", "sft"),
@@ -85,9 +91,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, help="its width, a multiple of 4 heads (default 64)")
     parser.add_argument("--add-qkv-bias", action="store_true", help="Qwen2's QKV bias in place of Qwen3's QK-norm")
     parser.add_argument(
-        "--untie-embeddings-and-output-weights", action="store_true", help="an output matrix of its own"
+        "--untie-embeddings-and-output-weights", action="store_true", help="use a separate output matrix"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, masks and advantages (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, masks and advantages (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     for name in ("hidden_size", "add_qkv_bias", "untie_embeddings_and_output_weights"):
@@ -109,13 +115,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_samples(arguments: argparse.Namespace) -> tuple[list[TrainingSample], int]:
-    """The file's first sequences, cut, with random fields; and the size of their renumbered vocabulary."""
+    """Return the file's first sequences, cut and with random fields, and the size of their renumbered vocabulary."""
     rollouts = load_rollouts(
         arguments.file, sample_granularity=arguments.sample_granularity, max_sequences=arguments.max_sequences
     )
     sequences = [rollout.token_ids[: arguments.max_length] for rollout in rollouts]
     masks = [rollout.loss_mask[: arguments.max_length] for rollout in rollouts]
-    # A cut may leave nothing trained (long system prompts): such a sequence is trained on all its tokens.
+    # A sequence without trained tokens after the cut (long system prompts) is trained on all of its tokens.
     masks = [mask if mask.any() else np.ones_like(mask) for mask in masks]
     compact, vocab_size = compact_vocabulary(sequences)
     samples = random_training_samples(compact, arguments.seed, masks)
@@ -153,7 +159,7 @@ def model_config(arguments: argparse.Namespace, vocab_size: int) -> ModelConfig:
 
 
 def compare_modes(arguments: argparse.Namespace) -> tuple[list[Row], list[TrainingSample]]:
-    """Errors of every mode, with kept and recomputed activations."""
+    """Compute the errors of every mode, with kept and recomputed activations."""
     samples, vocab_size = load_samples(arguments)
     device = initialize_parallel(arguments.seed)
     double = model_config(arguments, vocab_size)

@@ -3,11 +3,12 @@
     python tools/check_precision.py rollouts.jsonl --hf-checkpoint DIR --fp8-format hybrid
     python tools/check_precision.py rollouts.jsonl --model qwen3-1.7b --fp8-format e4m3 --fp8-recipe tensorwise
 
-The same weights (those of --hf-checkpoint, else random ones of the shape --model, rounded to bfloat16), the same
-sequences, the same plan. Of every candidate: how far the logprobs of the trained tokens are from the reference's, the
-estimated Kullback-Leibler divergence, and the angle and distance between the gradients, of all parameters together and
-of each. The reference is Megatron's layers in bfloat16, or in float32 with --reference fp32; then bfloat16 is a
-candidate itself, and shows what distance is usual. Without a candidate that needs a GPU this runs on CPUs too.
+All steps use the same weights (those of --hf-checkpoint, or random ones of the shape --model, rounded to bfloat16), the
+same sequences and the same plan. For each candidate, the command reports the differences of the trained tokens'
+logprobs from the reference, the estimated Kullback-Leibler divergence, and the cosine and distance between the
+gradients, for all parameters together and for each one. The reference is Megatron's layers in bfloat16. With
+--reference fp32 it is float32, and bfloat16 becomes a candidate that shows the usual distance. The command also runs on
+CPUs if no candidate needs a GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute the step."""
+    """A model configuration to compare."""
 
     name: str
     model: ModelConfig
@@ -75,26 +76,39 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts as .jsonl, .parquet or .npz")
     parser.add_argument(
-        "--sample-granularity", choices=("trajectory", "turn"), default="trajectory", help="of .npz files"
+        "--sample-granularity",
+        choices=("trajectory", "turn"),
+        default="trajectory",
+        help="sequences of .npz files: whole trajectories or turns",
     )
     parser.add_argument("--max-sequences", type=int, default=8, help="use the file's first N sequences (default 8)")
-    parser.add_argument("--max-length", type=int, help="cut them to this many tokens")
+    parser.add_argument("--max-length", type=int, help="maximum tokens of a sequence")
     parser.add_argument("--model", choices=list(SHAPES), help="shape of random weights (default: tiny)")
     parser.add_argument("--hf-checkpoint", metavar="DIR", help="weights and shape of this Hugging Face checkpoint")
-    parser.add_argument("--num-layers", type=int, help="take only so many layers of --model")
-    parser.add_argument("--reference", choices=("bf16", "fp32"), default="bf16", help="compare with (default bf16)")
+    parser.add_argument("--num-layers", type=int, help="number of layers of --model to use")
     parser.add_argument(
-        "--transformer-impl", choices=("local", "transformer_engine"), default="local", help="of a bf16 candidate too"
+        "--reference", choices=("bf16", "fp32"), default="bf16", help="precision of the reference (default bf16)"
     )
-    parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="a candidate in FP8; on a GPU")
     parser.add_argument(
-        "--fp8-recipe", nargs="+", choices=("blockwise", "tensorwise", "mxfp8"), help="one candidate each"
+        "--transformer-impl",
+        choices=("local", "transformer_engine"),
+        default="local",
+        help="layers of a further bf16 candidate",
+    )
+    parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="add candidates in FP8; needs a GPU")
+    parser.add_argument(
+        "--fp8-recipe",
+        nargs="+",
+        choices=("blockwise", "tensorwise", "mxfp8"),
+        help="recipes of the FP8 candidates (default blockwise)",
     )
     parser.add_argument("--tree-mode", choices=("dense", "packed", "dta"), default="dta")
     parser.add_argument("--tree-segment-tokens", type=int, default=4096)
-    parser.add_argument("--tree-activation-tokens", type=int, help="as in training; 0 to recompute all")
-    parser.add_argument("--seed", type=int, default=1, help="of random weights")
-    parser.add_argument("--output", type=Path, help="JSON file for the results, each parameter's gradient in it")
+    parser.add_argument(
+        "--tree-activation-tokens", type=int, help="in-flight tokens whose activations are kept; 0 recomputes all"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of random weights")
+    parser.add_argument("--output", type=Path, help="JSON file for the results, with the figures of each parameter")
     parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
     arguments = parser.parse_args()
     if arguments.fp8_recipe and arguments.fp8_format is None:
@@ -108,7 +122,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
-    """The file's first sequences that have a trained token."""
+    """Load the file's first sequences that have a trained token."""
     rollouts = load_rollouts(
         arguments.file, sample_granularity=arguments.sample_granularity, max_sequences=arguments.max_sequences
     )
@@ -121,7 +135,7 @@ def load_samples(arguments: argparse.Namespace) -> list[TrainingSample]:
 
 
 def base_model(arguments: argparse.Namespace, samples: list[TrainingSample]) -> ModelConfig:
-    """The model in bfloat16 with Megatron's layers."""
+    """Return the model in bfloat16 with Megatron's layers."""
     longest = max(len(sample.token_ids) for sample in samples)
     needed = 1 + max(int(sample.token_ids.max()) for sample in samples)
     if arguments.hf_checkpoint:
@@ -135,7 +149,7 @@ def base_model(arguments: argparse.Namespace, samples: list[TrainingSample]) -> 
 
 
 def candidates(arguments: argparse.Namespace, model: ModelConfig) -> list[Candidate]:
-    """What is compared; the first is the reference."""
+    """Return the reference followed by the candidates."""
     found = [Candidate("bf16 local", model)]
     if arguments.reference == "fp32":
         found.insert(0, Candidate("fp32 local", replace(model, bf16=False, params_dtype=torch.float32)))
@@ -157,7 +171,7 @@ def candidates(arguments: argparse.Namespace, model: ModelConfig) -> list[Candid
 
 
 class Step:
-    """The step that every candidate computes."""
+    """Runs the same training step for each candidate."""
 
     def __init__(self, arguments: argparse.Namespace, samples: list[TrainingSample], model: ModelConfig) -> None:
         self.device = initialize_parallel(arguments.seed)
@@ -172,7 +186,7 @@ class Step:
         self.weights = self._weights(arguments, model)
 
     def _weights(self, arguments: argparse.Namespace, model: ModelConfig) -> dict[str, torch.Tensor]:
-        """In bfloat16, on the host."""
+        """Return the bfloat16 weights on the host."""
         built = build_model(model, self.device)
         if arguments.hf_checkpoint:
             family = architecture(read_hf_config(Path(arguments.hf_checkpoint)))
@@ -182,8 +196,11 @@ class Step:
 
     @contextmanager
     def outcome(self, model: ModelConfig) -> Iterator[tuple[Outcome, float]]:
-        """The step's outcome and its seconds when run a second time. Gradients are in float32 and stay where the model
-        is, as long as the context lasts: comparing billions of values takes minutes on a host."""
+        """Yield the step's outcome and the seconds of its second run.
+
+        Gradients are float32 and stay on the model's device until the context ends, as comparing billions of values
+        takes minutes on a host.
+        """
         built = build_model(model, self.device)
         built.load_state_dict(self.weights)
         chunks = data_parallel_chunks(built, ParallelConfig())
@@ -225,11 +242,11 @@ def main() -> int:
     found = candidates(arguments, model)
     begin = time.perf_counter()
 
-    def tell(what: str) -> None:
+    def report_progress(what: str) -> None:
         print(f"{time.perf_counter() - begin:6.1f} s  {what}", file=sys.stderr, flush=True)
 
     step = Step(arguments, samples, model)
-    tell(f"weights are there; next: {found[0].name}, the reference")
+    report_progress(f"weights loaded; next: {found[0].name}, the reference")
     with step.outcome(found[0].model) as (outcome, seconds):
         on_host = {name: gradient.to("cpu", copy=True) for name, gradient in outcome.gradients.items()}
         reference = replace(outcome, gradients=on_host)
@@ -240,7 +257,7 @@ def main() -> int:
     rows = []
     trained = [np.asarray(sample.loss_mask) for sample in samples]
     for each in found[1:]:
-        tell(f"next: {each.name}")
+        report_progress(f"next: {each.name}")
         with step.outcome(each.model) as (outcome, took):
             report = report_precision(outcome, reference, trained)
         del outcome

@@ -1,11 +1,11 @@
-"""Converts a Hugging Face checkpoint into a Megatron distributed checkpoint, piece by piece.
+"""Converts a Hugging Face checkpoint into a Megatron distributed checkpoint, a few tensors at a time.
 
     python tools/convert_hf_to_megatron.py --hf-checkpoint models/llama --save checkpoints/llama \
         --tensor-model-parallel-size 8 --processes 4
 
-The mesh sizes say how the files are cut, so that ranks of such a mesh read few whole pieces; the checkpoint can be
-loaded on every other mesh as well. Train from it with --load checkpoints/llama --finetune. A conversion that was killed
-continues when the same command is given again.
+The mesh sizes determine how tensors are divided into files, so that each rank of that mesh reads few whole pieces; the
+checkpoint can be loaded on any other mesh too. Train from it with --load checkpoints/llama --finetune. An interrupted
+conversion continues when the same command runs again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save", required=True, metavar="DIR", help="folder to write; it must not exist")
     for name in ("tensor", "pipeline", "expert"):
         flag = f"--{name}-model-parallel-size"
-        parser.add_argument(flag, type=int, default=1, metavar="N", help="of the mesh to load it on (default 1)")
+        parser.add_argument(
+            flag, type=int, default=1, metavar="N", help="size in the mesh that will load it (default 1)"
+        )
     parser.add_argument(
         "--params-dtype", choices=DTYPES, default="auto", help="dtype of the weights (default: auto, as they are)"
     )
@@ -45,7 +47,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max-position-embeddings", type=int, metavar="N", help="longest sequence to train on (default: config.json's)"
     )
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that write files (default 1)")
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="number of processes that write files (default 1)"
+    )
     arguments = parser.parse_args()
     for name, value in vars(arguments).items():
         if isinstance(value, int) and value < 1:

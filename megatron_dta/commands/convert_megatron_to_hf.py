@@ -1,11 +1,11 @@
-"""Converts a Megatron distributed checkpoint, such as training saves, into a Hugging Face checkpoint, piece by piece.
+"""Converts a Megatron distributed checkpoint, as saved by training, into a Hugging Face checkpoint.
 
     python tools/convert_megatron_to_hf.py --load runs/first --hf-checkpoint models/llama --save-hf models/trained
 
-Configuration, tokenizer and generation settings are those of --hf-checkpoint, byte for byte; the model must be the one
-its config.json describes. Without it they follow from the settings of the run, such as one from random weights. LoRA
-adapters are merged into the weights, in float32; with --adapter-only they are written alone, in PEFT's format. A
-conversion that was killed continues when the same command is given again.
+Configuration, tokenizer and generation settings are copied from --hf-checkpoint byte for byte; its config.json must
+describe the model. Without --hf-checkpoint they follow from the settings of the run, for example of a run from random
+weights. LoRA adapters are merged into the weights, in float32; with --adapter-only they are written alone, in PEFT's
+format. Tensors are converted a few at a time. An interrupted conversion continues when the same command runs again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="folder of a run, or one of its checkpoints")
     parser.add_argument(
-        "--hf-checkpoint", metavar="DIR", help="has config.json and the tokenizer (default: by the run's settings)"
+        "--hf-checkpoint",
+        metavar="DIR",
+        help="checkpoint with config.json and the tokenizer (default: made from the run's settings)",
     )
     parser.add_argument("--save-hf", required=True, metavar="DIR", help="folder to write; it must not exist")
     parser.add_argument(
@@ -46,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
         "--max-shard-size",
         type=float,
         metavar="GB",
-        help="end a file before it is larger (default: --hf-checkpoint's files if it has the same tensors, else 5)",
+        help="maximum size of a file (default: the division of --hf-checkpoint if it has the same tensors, else 5)",
     )
     parser.add_argument(
         "--adapter-only", action="store_true", help="write only the LoRA adapters, as PEFT loads them, into --save-hf"
@@ -55,9 +57,11 @@ def parse_arguments() -> argparse.Namespace:
         SKIP_FLAG,
         dest="skip_checkpoint_checks",
         action="store_true",
-        help="do not compare the checkpoint's files with their checksums, and take it from a folder open to every user",
+        help="skip the checksums of the checkpoint's files, and accept a folder that every user can write to",
     )
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that write files (default 1)")
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="number of processes that write files (default 1)"
+    )
     arguments = parser.parse_args()
     if arguments.processes < 1:
         raise InputError(f"--processes is {arguments.processes}; it must be at least 1")
@@ -71,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def _job(arguments: argparse.Namespace, source: Path, template: Path) -> Job:
-    """What is to be written of the checkpoint ``source``."""
+    """Return the conversion job for the checkpoint ``source``."""
     name, dtype = architecture(read_hf_config(template)).architecture, DTYPES[arguments.params_dtype]
     shape = ModelShape.of(model_of_checkpoint(source, template))
     if arguments.adapter_only:
@@ -107,7 +111,7 @@ def main() -> None:
 
 
 def _write_template(source: Path, folder: Path) -> None:
-    """What --hf-checkpoint would have, by the settings of the run."""
+    """Return the configuration that the settings of the run imply, in place of --hf-checkpoint."""
     settings = MegatronCheckpoint(source).settings()
     if settings is None:
         raise InputError(f"{source}: does not say which model it is of; give --hf-checkpoint")

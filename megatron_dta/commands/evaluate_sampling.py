@@ -1,14 +1,14 @@
-"""Judges a checkpoint on held-out prompts by pass@k and maj@k: independent rollouts and trees at equal decoded tokens.
+"""Evaluates a checkpoint by pass@k and maj@k, with independent rollouts and with trees of equal decoded tokens.
 
     python tools/evaluate_sampling.py --load runs/first [the model's and the sampler's flags, --treepo-...]
         [--k 1 4 16] [--answer boxed|text|PATTERN] [--output FILE.json]
 
 The first --eval-iters held-out prompts are answered (default: all). Trees have --n-samples-per-eval-prompt leaves and
-the shape that the --treepo flags give. Independent rollouts are
-sampled twice: as many as the trees have leaves, and as many as the trees' decoded tokens pay for (the same number for
-each prompt, rounded down, at least 1). Answers are voted on as text: the whole response, its last \\boxed{...}, or the
-last match of a regular expression (its first group, if it has one). The weights sample in this process, without drafts,
-whatever an argument file (@FILE) says: the samples are the same.
+the shape of the --treepo flags. Independent rollouts are sampled twice: as many as the trees have leaves, and as
+many as the decoded tokens of the trees allow (the same number for each prompt, rounded down, at least 1). The vote of
+maj@k compares text: the whole response, its last \\boxed{...}, or the last match of a regular expression (its first
+group, if it has one). Sampling runs in this process and without drafts, also if an argument file (@FILE) sets servers
+or drafts; the samples are the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_dta.config.checks.all import check_config
 from megatron_dta.train import quieten_libraries
 from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
 
-# Of the trees' settings those that shape one tree now: not its leaves' weights, and no change over a run.
+# Settings of trees that do not shape a single tree: weights of leaves and changes over a run.
 _UNREAD = ("treepo_fallback_weight", "treepo_allocation_temperature_end", "treepo_allocation_temperature_iters")
 _SHAPE = " ".join(setting.name for setting in fields(TreePOConfig) if setting.name not in _UNREAD)
 FLAGS = ToolFlags(
@@ -40,19 +40,19 @@ FLAGS = ToolFlags(
 def main() -> None:
     """Read the flags, load the weights, sample both ways, print and write the table."""
     parser = CommandLineParser(__doc__)
-    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="k of pass@k and maj@k")
-    parser.add_argument("--answer", default="text", help="what is voted on: text, boxed or a regular expression")
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="values of k for pass@k and maj@k")
+    parser.add_argument("--answer", default="text", help="text to vote on: text, boxed or a regular expression")
     parser.add_argument("--output", metavar="FILE", help="JSON file for the results")
     own, others = parser.parse_known_args()
     if min(own.k) < 1:
         raise InputError(f"--k {min(own.k)}: must be at least 1")
     answer_of = _answer_rule(own.answer)
-    # The flags of evaluation need an interval; there is one evaluation here.
+    # The checks of evaluation flags require an interval, although this command evaluates once.
     fixed = {"rollout_method": "treepo", "eval_interval": 1}
     leaves = FLAGS.parse(others, **fixed)[0].sampling.n_samples_per_eval_prompt
     if leaves < 2:
         raise InputError("--n-samples-per-eval-prompt is missing: how many leaves the trees are to have, at least 2")
-    # Checks and presets ask for the width of a tree.
+    # Checks and presets read the width of a tree.
     config, left_out = FLAGS.parse(others, **fixed, n_samples_per_prompt=leaves)
     check_config(config)
     if config.checkpoint.load is None:
@@ -69,8 +69,8 @@ def main() -> None:
 
 
 def _evaluate(config: Any, ks: list[int], answer_of: Callable[[str], str]) -> dict[str, dict[str, float]]:
-    """Metrics of trees and of independent rollouts."""
-    # Megatron takes seconds to import; wrong flags are told before.
+    """Compute the metrics of trees and of independent rollouts."""
+    # Megatron takes seconds to import, so flags are checked first.
     from megatron_dta.model import build_model, initialize_parallel
     from megatron_dta.sampling.engines.build import build_engine
     from megatron_dta.sampling.task import build_task

@@ -5,16 +5,15 @@
         --tensor-model-parallel-size 4 --sequence-parallel --output costs.json
     python tools/fit_cost_model.py --refit costs.json --output new.json
 
-Segments run through the real engine: chains of six lengths, with many or few tokens before them, trained densely or
-hardly, and forests of short sequences, which have many tokens and few pairs of attention. Short segments are timed with
-the device idle before each op, for what the host takes to launch them. Long ones follow each other without a pause, as
-in a training step: a GPU that works without a pause has a lower clock, by 8% on an H200. A second, shallower model
-tells what a layer costs from what happens once. So --num-layers may be less than the model's, and the file holds for
-any depth, but for no other shape, dtype or tensor parallelism. --refit FILE fits again from the measurements in such a
-file, which needs no GPU, and writes them with the new coefficients to --output. On a GPU the bytes of activations are
-measured too, and whether the room that is counted for a backward suffices.
-Use the file with --cost-model in training, benchmarks/train.py, tools/simulate_pipeline.py and
-tools/plan_partition.py.
+Segments run through the training engine: chains of six lengths, with many or few tokens before them and many or few
+trained tokens, and forests of short sequences, which have many tokens and few attention pairs. Short segments are timed
+with the device idle before each op, to measure the time that the host takes to launch them. Long segments follow each
+other without a pause, as in a training step: under continuous load the clock of a GPU is lower, by 8% on an H200. A
+second, shallower model separates the cost of a layer from costs that occur once. Therefore --num-layers can be less
+than the model's, and the file is valid for any depth, but only for this shape, dtype and tensor parallelism. On a GPU,
+the bytes of activations are measured as well, and the workspace counted for a backward is checked.
+--refit FILE fits the measurements in FILE again, without a GPU, and writes them with the new coefficients to --output.
+Pass the file as --cost-model to training, benchmarks/train.py, tools/simulate_pipeline.py and tools/plan_partition.py.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ from megatron_dta.training.optimizer import data_parallel_chunks
 
 @dataclass(frozen=True)
 class Case:
-    """Segments that are measured together.
+    """Segments that are measured in one step.
 
     Attributes:
-        cuts: halvings of --max-length, for the length of each segment, in order.
-        trained: part of the tokens that is trained.
+        cuts: the length of segment i is max_length / 2 ** cuts[i].
+        trained: share of the tokens that is trained.
         paused: whether the device is idle before each op.
-        sequences: halvings of --max-length, for the length of the sequences that each segment consists of; None for one
-            sequence that goes through all segments.
+        sequences: the segments consist of sequences of length max_length / 2 ** sequences; None for a single sequence
+            through all segments.
     """
 
     cuts: tuple[int, ...]
@@ -87,24 +86,31 @@ CASES = (
     Case((2, 3, 2, 3), 1.0, sequences=7),
 )
 LEAST_LENGTH = 1 << 8
-# Part of the free memory of a GPU that activations may take while measuring.
+# Share of a GPU's free memory that activations may take during the measurement.
 FOR_ACTIVATIONS = 0.6
 SHOWN = ("forward", "backward", "bytes", "errors")
-SHALLOW = 4  # The second model has the first one's layers over this.
+SHALLOW = 4  # The second model has 1/4 of the layers.
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
-    parser.add_argument("--model", choices=list(SHAPES))
-    parser.add_argument("--refit", type=Path, metavar="FILE", help="fit the measurements in FILE; no other flags")
-    parser.add_argument("--num-layers", type=int, help="layers to measure with (default: the model's)")
-    parser.add_argument("--vocab-size", type=int, default=1024, help="of a model that has none (default: %(default)s)")
+    parser.add_argument("--model", choices=list(SHAPES), help="shape to measure")
+    parser.add_argument(
+        "--refit", type=Path, metavar="FILE", help="fit the measurements in FILE again; allows no flag but --output"
+    )
+    parser.add_argument("--num-layers", type=int, help="layers to measure (default: those of the model)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=1024, help="vocabulary of a shape without one (default: %(default)s)"
+    )
     parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the cost model")
     parser.add_argument(
-        "--max-length", type=int, default=1 << 15, help="segments are 1/4 to 1/128 of it (default: %(default)s)"
+        "--max-length",
+        type=int,
+        default=1 << 15,
+        help="power of two; segments have 1/4 to 1/128 of it (default: %(default)s)",
     )
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each chain (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each case (default: %(default)s)")
     parser.add_argument("--logprob-chunk-tokens", type=int)
     parser.add_argument("--tree-attention-impl", choices=("auto", "triton", "reference"), default="auto")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
@@ -142,10 +148,10 @@ class _OpCost:
 
 
 class CostClock:
-    """Times ops one by one in place of the engine's clock.
+    """Times every op; replaces the engine's clock.
 
     Args:
-        paused: whether the device is idle before each op; else a GPU's ops are timed by events between them.
+        paused: whether to synchronize the device before each op; otherwise events between the ops of a GPU time them.
     """
 
     def __init__(self, device: torch.device, paused: bool) -> None:
@@ -168,7 +174,7 @@ class CostClock:
 
     @contextmanager
     def measure(self, op: PipelineOp) -> Iterator[None]:
-        """Time from the end of the op before: what prepares an op counts with it."""
+        """Time an op from the end of the previous one, so its preparation is included."""
         before = 0
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -187,7 +193,7 @@ class CostClock:
             self._end = self._now()
 
     def costs(self) -> dict[tuple[OpKind, int], _OpCost]:
-        """What was measured; waits for the device."""
+        """Return the measurements; waits for the device."""
         if self._by_events:
             torch.cuda.synchronize(self._device)
             events = [self._begin, *(event for _, event in self._ends)]
@@ -197,7 +203,7 @@ class CostClock:
 
 
 class DepthMeasurement:
-    """A model of one depth, and what is measured on it."""
+    """Builds a model of one depth and measures its ops."""
 
     def __init__(self, arguments: argparse.Namespace, parallel: ParallelConfig, layers: int, device: torch.device):
         self.device, self.layers, self.repeats = device, layers, arguments.repeats
@@ -214,7 +220,7 @@ class DepthMeasurement:
         self.random = np.random.default_rng(arguments.seed)
         self.keepable = self.longest
         if device.type == "cuda":
-            # One short chain says what a token keeps, and so how many tokens the others may keep.
+            # A short chain measures the bytes that a token keeps; they limit the tokens that the other cases keep.
             first = self.run(Case((4, 4), 1.0), arguments.max_length, repeats=1)
             per_token = max(op.kept_bytes / op.tokens for op in first if op.kept_bytes is not None)
             torch.cuda.empty_cache()
@@ -223,7 +229,7 @@ class DepthMeasurement:
             self.keepable = int(least)
 
     def cases(self, max_length: int) -> list[MeasuredOp]:
-        """All of ``CASES``."""
+        """Measure all of ``CASES``."""
         return [op for case in CASES for op in self.run(case, max_length)]
 
     def _sample(self, tokens: int, trained: float) -> TrainingSample:
@@ -232,7 +238,7 @@ class DepthMeasurement:
         return TrainingSample(self.random.integers(0, self.engine.true_vocab_size, tokens).astype(np.int32), mask)
 
     def run(self, case: Case, max_length: int, repeats: int | None = None) -> list[MeasuredOp]:
-        """Ops of a case's segments; typical ones of the repeats, after one to warm up."""
+        """Measure the ops of a case: median (on a CPU, minimum) of the repeats, after one warm-up run."""
         lengths = [max_length >> cut for cut in case.cuts]
         tokens = int(sum(lengths))
         each = tokens if case.sequences is None else max_length >> case.sequences
@@ -241,7 +247,7 @@ class DepthMeasurement:
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         tree = batch.plan.segments.tree
         segments = SegmentPlan(tree, starts, segment_parents(tree, starts), max(lengths))
-        # Two of three keep their activations, as far as memory allows, so that all kinds of ops are there.
+        # Two of three segments keep their activations, as far as memory allows, so that all kinds of ops occur.
         kept = np.zeros(len(lengths), dtype=bool)
         for segment in reversed(range(len(lengths))):
             fits = sum(n for n, own in zip(lengths, kept, strict=True) if own) + lengths[segment] <= self.keepable
@@ -256,7 +262,7 @@ class DepthMeasurement:
             run.clock = CostClock(self.device, case.paused)
             run.walk()
             runs.append(run.clock.costs())
-            del run  # Its memory is the next one's.
+            del run  # Free its memory for the next run.
         return self._measured(plan, runs[1:])
 
     def _measured(self, plan: StepPlan, runs: list[dict[tuple[OpKind, int], _OpCost]]) -> list[MeasuredOp]:
@@ -269,14 +275,14 @@ class DepthMeasurement:
             left = max(c.left for c in costs) if name == "forward" and keeps and costs[0].left is not None else None
             peak = max(c.peak for c in costs) if costs[0].peak is not None else None
             counts = (int(segments.lengths[s]), int(paths[s]), int(pairs[s]), int(edges[s]))
-            # A processor that others use too is measured by its best; a GPU is not shared, but its clock varies.
+            # A shared processor is measured by its fastest run; a GPU is not shared, but its clock varies.
             typical = median if self.device.type == "cuda" else min
             found.append(MeasuredOp(name, self.layers, *counts, typical(c.seconds for c in costs), left, peak))
         return found
 
 
 def fit_again(arguments: argparse.Namespace) -> None:
-    """Write the measurements of ``--refit`` with what is fitted to them now."""
+    """Fit the measurements of ``--refit`` again and write them with the new coefficients."""
     report = Report("cost model", {}, torch.device("cpu"), arguments.output)
     fitted = report.results
     when = {name: fitted[name] for name in ("date", "commit")} | {"command": f"--refit {arguments.refit.name}"}
@@ -327,7 +333,7 @@ def main() -> int:
         }
         report.write()
         print_json({key: report.results[key] for key in (*SHOWN, "seconds_to_measure")})
-    # Together: a rank that goes while others still use its connections makes them abort.
+    # Exit together: a rank that exits while others still use its connections makes them abort.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return 0

@@ -1,10 +1,11 @@
-"""Says what prefix sharing is worth in a file of rollouts, and how its tree is cut into segments.
+"""Reports how much prefix sharing saves in a rollout file, and how its tree is cut into segments.
 
     python tools/inspect_tree.py FILE [--sample-granularity turn] [--json] [--plot tree.png]
 
-FILE is a rollout file (.jsonl, .parquet or .npz). Token reuse is the tokens of all sequences over the unique ones;
-attention reuse the same for the (query, key) pairs of causal attention. Fill is how full the segments are on average,
-in-flight tokens those of a segment and all its ancestors, which a training step holds at once.
+FILE is a rollout file (.jsonl, .parquet or .npz). Token reuse is the number of tokens of all sequences over that of
+unique tokens; attention reuse is the same ratio of (query, key) pairs of causal attention. Fill is the mean length of a
+segment over the maximum. In-flight tokens are those of a segment and all its ancestors, which a training step holds in
+memory together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import TreeStatistics, build_prefix_tree, tree_statistics
 
-SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which takes longer than all that is done here.
+SEGMENT_TOKENS = 2048  # TreeConfig's default; importing it would import torch, which is slower than this command.
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -34,13 +35,13 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         metavar="N",
         default=SEGMENT_TOKENS,
-        help="most tokens of a segment (default: %(default)s)",
+        help="maximum tokens of a segment (default: %(default)s)",
     )
     parser.add_argument(
         "--tree-memory-tokens",
         type=int,
         metavar="N",
-        help="budget of in-flight tokens (default: the larger of 1.5 x the longest sequence and 8 segments)",
+        help="limit on in-flight tokens (default: the larger of 1.5 x the longest sequence and 8 segments)",
     )
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--max-length", type=int, metavar="N", help="only the first N tokens of each sequence")
@@ -52,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def figures(statistics: TreeStatistics, plan: SegmentPlan, build_seconds: float) -> dict[str, int | float]:
-    """The figures of ``--json``, under the names of its keys."""
+    """Return the figures of ``--json`` by key."""
     return {
         "sequences": statistics.sequences,
         "tokens": statistics.tokens,
@@ -121,14 +122,14 @@ def main() -> None:
     sequences = [rollout.token_ids for rollout in rollouts]
     begin = time.perf_counter()
     tree = build_prefix_tree(sequences)
-    _ = tree.parent, tree.position, tree.subtree_end  # Derived on first use: part of the tree's cost.
+    _ = tree.parent, tree.position, tree.subtree_end  # Computed on first use, so part of the build time.
     build_seconds = time.perf_counter() - begin
     plan = plan_segments(tree, arguments.tree_segment_tokens, arguments.tree_memory_tokens)
     title = f"{Path(arguments.file).name}, one sequence per {arguments.sample_granularity}"
     values = figures(tree_statistics(tree), plan, build_seconds)
     print_table(values, title)
     if arguments.plot:
-        from megatron_dta.plots import plot_tree  # matplotlib takes a second to import: only where it is used.
+        from megatron_dta.plots import plot_tree  # matplotlib takes a second to import.
 
         plot_tree(plan, arguments.plot, title)
         print(f"picture: {arguments.plot}")

@@ -1,12 +1,12 @@
-"""Divides the sequences of a rollout file over data-parallel ranks and says how even the ranks are.
+"""Divides the sequences of a rollout file over data-parallel ranks and reports how balanced the ranks are.
 
     python tools/plan_partition.py FILE --data-parallel-size 8 [--sample-granularity turn] [--json]
 
-FILE is a rollout file (.jsonl, .parquet or .npz). Costs are predicted seconds of a rank's forward and backward by the
-cost model (megatron_dta/planning/costs/model.py), shared prefixes counted on each rank that computes them; duplicated
-tokens are those that ranks compute beyond the unique ones; tokens behind a sequence's last trained one are left out, as
-in training. Other methods stand beside it, costed by the same model: first fit by token count, and contiguous runs of
-leaves, cut by unique tokens or, as AReaL-DTA does, by predicted cost. Seconds of planning include the prefix tree.
+FILE is a rollout file (.jsonl, .parquet or .npz). Costs are the seconds of a rank's forward and backward predicted by
+the cost model (megatron_dta/planning/costs/model.py); a shared prefix counts on each rank that computes it. Duplicated
+tokens are the computed tokens beyond the unique ones. As in training, tokens after the last trained token of a sequence
+are left out. The table also shows other methods under the same cost model: first fit by token count, and contiguous
+runs of leaves, cut by unique tokens or by predicted cost (AReaL-DTA). Planning time includes the prefix tree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_dta.planning.partition.sequence_costs import SequenceCosts
 from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.tree import PrefixTree, build_prefix_tree
 
-# The methods beside this planner's: keys of --json, and how the table names them.
+# The other methods: keys of --json and their names in the table.
 OTHERS = {
     "first_fit": "first fit",
     "contiguous_by_tokens": "contiguous, by tokens",
@@ -48,12 +48,12 @@ def parse_arguments() -> argparse.Namespace:
         "--keep-together",
         choices=("sequence", "trajectory", "group"),
         default="sequence",
-        help="what is never divided: a sequence, all samples of a trajectory, or of a group (default: %(default)s)",
+        help="unit that stays on one rank: a sequence, a trajectory or a group (default: %(default)s)",
     )
     parser.add_argument(
         "--fill-idle-ranks",
         action="store_true",
-        help="give every rank work while there is enough, even where that only repeats prefixes",
+        help="give every rank work if there are enough sequences, even if that only repeats prefixes",
     )
     counts = add_cost_flags(parser)
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def names_to_keep(rollouts: list[Rollout], unit: str) -> list[str] | None:
-    """The name of what each rollout must stay with; a rollout without a trajectory is one of its own."""
+    """Return the name of the unit of each rollout; a rollout without a trajectory is a unit of its own."""
     if unit == "group":
         return [rollout.group_id for rollout in rollouts]
     if unit == "trajectory":
@@ -78,7 +78,7 @@ def names_to_keep(rollouts: list[Rollout], unit: str) -> list[str] | None:
 
 
 def figures(partition: Partition, seconds: float) -> dict[str, object]:
-    """The figures of one method, under the names of the keys of ``--json``."""
+    """Return the figures of one method by their keys of ``--json``."""
     sequences = np.bincount(partition.rank_of_sequence, minlength=partition.num_ranks)
     return {
         "cost_per_rank": partition.cost_per_rank.tolist(),
@@ -93,7 +93,7 @@ def figures(partition: Partition, seconds: float) -> dict[str, object]:
 
 
 def compare(rollouts: list[Rollout], arguments: argparse.Namespace, model: CostModel) -> dict[str, object]:
-    """Figures of the partition, and under the names of ``OTHERS`` those of the other methods."""
+    """Return the figures of the partition, and those of the other methods under the keys of ``OTHERS``."""
     ranks = arguments.data_parallel_size
     names = names_to_keep(rollouts, arguments.keep_together)
     begin = time.perf_counter()

@@ -1,15 +1,16 @@
-"""Says before a run what it needs: memory of a rank, seconds of a step, and the best meshes, for a model on a cluster.
+"""Predicts memory per rank and seconds per step of a run, and searches for the fastest mesh of a model on a cluster.
 
     python tools/plan_run.py FILE --model llama3-70b --gpu h200 --num-gpus 64
     python tools/plan_run.py --sequences 512 --unique-tokens 2000000 --longest-path 16000 --samples-per-prompt 8 ...
     python tools/plan_run.py FILE --args-file examples/llama3_70b.args --num-gpus 64
 
-FILE is a rollout file (.jsonl, .parquet or .npz) that stands for one optimizer step; without it numbers do. The model
-is a name, a Hugging Face config.json (--hf-config) or flags of the training command; with --args-file model, mesh and
-settings are those of an argument file, and only that mesh is looked at. What is not fixed by a flag is searched for.
-Sequences are divided, cut into segments and scheduled by the planners of training. Seconds come from operations and the
-shares of the peaks that are reached, which --cost-model corrects by what was measured (tools/fit_cost_model.py). Status
-1 if nothing fits; the nearest meshes are then shown with what they lack.
+FILE is a rollout file (.jsonl, .parquet or .npz) that represents one optimizer step; without FILE, give the step's
+sizes as numbers. The model is a name, a Hugging Face config.json (--hf-config) or flags of the training command. With
+--args-file, the model, mesh and settings come from an argument file, and only that mesh is evaluated. All settings that
+no flag fixes are searched. The planners of training divide the sequences, cut them into segments and schedule them.
+Seconds are predicted from operation counts and the achieved shares of the hardware peaks; --cost-model corrects the
+shares by measurements (tools/fit_cost_model.py). If no mesh fits into memory, the nearest ones are shown with the
+missing memory, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -55,19 +56,34 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="rollouts of one step: .jsonl, .parquet or .npz")
-    add("--sample-granularity", choices=("trajectory", "turn"), default="trajectory", help="of .npz files")
-    add("--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone")
+    add(
+        "--sample-granularity",
+        choices=("trajectory", "turn"),
+        default="trajectory",
+        help="sequences of .npz files: whole trajectories or turns",
+    )
+    add(
+        "--tree-mode",
+        choices=("dta", "dense"),
+        default="dta",
+        help="compute shared prefixes once, or each sequence alone",
+    )
     for name in ("max_sequences", "max_length", *STEP_FLAGS):
         add(_flag(name), type=int, metavar="N", help=HELP[name])
-    add("--model", choices=sorted(SHAPES), help="a model by name (llama3: Llama 3.1)")
-    add("--hf-config", metavar="PATH", help="a config.json, or the folder that holds it")
-    add("--args-file", metavar="FILE", help="arguments of megatron_dta.train: model, mesh and settings")
+    add("--model", choices=sorted(SHAPES), help="name of a model (llama3: Llama 3.1)")
+    add("--hf-config", metavar="PATH", help="Hugging Face config.json, or its folder")
+    add("--args-file", metavar="FILE", help="argument file of megatron_dta.train with model, mesh and settings")
     for name in SHAPE_FLAGS:
-        add(_flag(name), type=int, metavar="N", help="of the model, in place of a name")
-    add("--moe-grouped-gemm", action="store_true", help="a rank's experts run as grouped products")
+        add(_flag(name), type=int, metavar="N", help="setting of the model, in place of or in addition to --model")
+    add("--moe-grouped-gemm", action="store_true", help="run the experts of a rank as grouped products")
     for name in ("qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"):
-        add(_flag(name), action="store_true", help="of the model, in place of a name")
-    add("--gpu", choices=sorted(PRESETS), default="h200", help="what the flags of the cluster do not say")
+        add(_flag(name), action="store_true", help="setting of the model, in place of or in addition to --model")
+    add(
+        "--gpu",
+        choices=sorted(PRESETS),
+        default="h200",
+        help="preset for the cluster flags that are not given (default: %(default)s)",
+    )
     for field in fields(Cluster):
         kind = int if field.name in ("num_gpus", "gpus_per_node") else float
         required = field.default is MISSING
@@ -75,30 +91,46 @@ def parse_arguments() -> argparse.Namespace:
         add(_flag(field.name), type=kind, metavar=metavar, required=required, help=text)
     for name in MESH_FLAGS:
         tried = "1 and 2" if "virtual" in name else "powers of two"
-        add(_flag(name), type=int, nargs="+", metavar="N", help=f"sizes to look at (default: {tried})")
-    add("--tree-segment-tokens", type=int, nargs="+", metavar="N", help="sizes to look at (default: 2048 4096 8192)")
-    add("--tree-memory-tokens", type=int, metavar="N", help="budget of in-flight tokens (default: the planner's)")
+        add(_flag(name), type=int, nargs="+", metavar="N", help=f"sizes to try (default: {tried})")
+    add("--tree-segment-tokens", type=int, nargs="+", metavar="N", help="sizes to try (default: 2048 4096 8192)")
+    add(
+        "--tree-memory-tokens", type=int, metavar="N", help="limit on in-flight tokens (default: chosen by the planner)"
+    )
     add(
         "--tree-activation-tokens",
         type=int,
         metavar="N",
-        help="in-flight tokens that keep activations (default: as many as fit)",
+        help="in-flight tokens whose activations are kept (default: as many as fit)",
     )
     add(
         "--recompute",
         choices=("tree", "full"),
         nargs="+",
         default=["tree", "full"],
-        help="kinds to look at: a segment's or Megatron's (default: both)",
+        help="kinds to try: of segments (tree) or of layers, by Megatron (full; default: both)",
     )
     for name in DTYPE_FLAGS:
         add(_flag(name + "_dtype"), choices=tuple(DTYPE_BYTES), default="fp32", help=HELP[name + "_dtype"])
-    add("--optimizer-offload-fraction", type=float, metavar="X", default=0.0, help="part of the states on the host")
-    add("--no-distributed-optimizer", action="store_true", help="every replica has all states")
-    add("--no-optimizer", action="store_true", help="a forward and backward alone, as in benchmarks/train.py")
+    add(
+        "--optimizer-offload-fraction",
+        type=float,
+        metavar="X",
+        default=0.0,
+        help="share of the optimizer states on the host",
+    )
+    add("--no-distributed-optimizer", action="store_true", help="keep all optimizer states on every replica")
+    add("--no-optimizer", action="store_true", help="plan forward and backward only, as in benchmarks/train.py")
     add("--logprob-chunk-tokens", type=int, metavar="N", help=HELP["logprob_chunk_tokens"])
-    add("--cost-model", metavar="JSON", help="what was measured, of this or another shape")
-    add("--top", type=int, metavar="N", default=5, help="meshes to plan in full (default: %(default)s)")
+    add(
+        "--cost-model", metavar="JSON", help="measured costs of this or another model (file of tools/fit_cost_model.py)"
+    )
+    add(
+        "--top",
+        type=int,
+        metavar="N",
+        default=5,
+        help="number of meshes to plan in full and show (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     _check(arguments)
@@ -136,7 +168,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def read_shape(arguments: argparse.Namespace) -> RunShape:
-    """The model of a name, a config.json or flags."""
+    """Read the model's shape from a name, a config.json or flags."""
     given = {name: getattr(arguments, name) for name in SHAPE_FLAGS if getattr(arguments, name) is not None}
     switches = ("qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights")
     given |= {name: True for name in switches if getattr(arguments, name)}
@@ -161,7 +193,7 @@ def read_cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def read_step(arguments: argparse.Namespace) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Token ids and loss masks of the step's sequences."""
+    """Return token ids and loss masks of the sequences of the step."""
     if arguments.file is None:
         return made_up_sequences(
             arguments.sequences,
@@ -190,7 +222,7 @@ def read_states(arguments: argparse.Namespace) -> StateSettings:
 
 
 def choices(arguments: argparse.Namespace, shape: RunShape, cluster: Cluster) -> list[Choice]:
-    """The meshes to look at; a mesh that was asked for and cannot be is an error."""
+    """Return the choices to evaluate. Raises InputError if the requested sizes allow none."""
     sizes = [getattr(arguments, name) for name in MESH_FLAGS]
     found = list(
         possible_choices(
@@ -208,13 +240,13 @@ def choices(arguments: argparse.Namespace, shape: RunShape, cluster: Cluster) ->
     )
     if not found:
         first = [each[0] if each else 1 for each in sizes]
-        make_mesh(shape, cluster.num_gpus, *first)  # Says what is wrong with it.
+        make_mesh(shape, cluster.num_gpus, *first)  # Raises an error that names the flag.
         raise InputError(f"no mesh of {cluster.num_gpus} GPUs has the sizes that were asked for")
     return found
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is shown."""
+    """Search, and return everything that is shown."""
     begin = time.perf_counter()
     cluster = read_cluster(arguments)
     if arguments.args_file is not None:

@@ -1,19 +1,19 @@
-"""Replays stored samples with speculative decoding from suffix trees (DAS): what would it have saved?
+"""Replays stored samples with speculative decoding from suffix trees (DAS) and reports the time that it saves.
 
     python tools/replay_das.py FILE --past 4 --live-batch 390 --stop-degenerate [--json] [--plot OUT.png]
 
-FILE is a rollout file (.jsonl, .parquet or .npz); what its loss mask trains was generated. Per problem (group), the
-first samples are history and the others are decoded anew, all of a wave of about --live-batch beginning together.
-Acceptance is exact, since a draft is right where it agrees with what was sampled; seconds are those of the cost model
-base + per token x max(0, tokens - knee), and making drafts counts as well. Four runs:
+FILE is a rollout file (.jsonl, .parquet or .npz); tokens of its loss mask count as generated. The first samples of each
+problem (group) are history. The others are decoded again, in waves of about --live-batch samples that start together.
+Acceptance is exact: a drafted token is accepted if it equals the sampled one. Seconds follow the cost model
+base + per token x max(0, tokens - knee), plus the time to make drafts. There are four runs:
 
-    warm       with the history, drafts behind the budget: what is saved, by which the tool's makespan_saved goes
-    cold       the same samples without their history: siblings and the sample itself alone
-    unlimited  warm, every draft verified: tokens_per_forward is a quality of the drafter, not of a batch's size
-    control    samples of the same shape whose tokens are drawn anew one by one, like text at temperature 1
+    warm       with the history, and drafts limited by the budget; makespan_saved is the result of this run
+    cold       the same samples without history: drafts come from siblings and the sample itself
+    unlimited  warm, with every draft verified: its tokens_per_forward measures the drafter, independent of batch size
+    control    samples of the same shape with tokens drawn independently, like text at temperature 1
 
-With --stop-degenerate samples end where they have fallen into a loop or into noise, in plain decoding as well, so what
-the stop saves is not counted as saved by drafts (makespan_saved_with_stop has both).
+With --stop-degenerate, samples end where they enter a loop or noise, in plain decoding too, so that the savings of the
+stop do not count as savings of drafts (makespan_saved_with_stop includes both).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 
 SMALL_TOKENS = 20_000
-"""Below it, starting processes takes longer than what they save."""
+"""With fewer tokens, starting processes takes longer than they save."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,25 +68,37 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     parser.add_argument("--past", type=int, default=4, metavar="N", help="past samples of a problem (%(default)s)")
     parser.add_argument("--live-batch", type=int, metavar="B", help="samples decoded together (default: all)")
-    parser.add_argument("--stop-degenerate", action="store_true", help="end samples that are in a loop or noise")
+    parser.add_argument("--stop-degenerate", action="store_true", help="end samples that enter a loop or noise")
     parser.add_argument("--das-window", type=int, default=drafter.window, metavar="W", help="steps kept (%(default)s)")
     parser.add_argument("--das-max-tokens", type=int, default=drafter.max_tokens, metavar="N", help="tokens kept")
-    parser.add_argument("--das-depth", type=int, default=drafter.depth, metavar="D", help="match + draft (%(default)s)")
-    parser.add_argument("--das-draft-tokens", type=int, default=draft.width, metavar="N", help="most of a draft")
-    parser.add_argument("--das-budget", choices=BUDGETS, default="straggler", help="what is drafted (%(default)s)")
+    parser.add_argument(
+        "--das-depth", type=int, default=drafter.depth, metavar="D", help="tokens of match and draft (%(default)s)"
+    )
+    parser.add_argument(
+        "--das-draft-tokens", type=int, default=draft.width, metavar="N", help="maximum tokens of a draft"
+    )
+    parser.add_argument(
+        "--das-budget", choices=BUDGETS, default="straggler", help="rule for the drafts to verify (%(default)s)"
+    )
     parser.add_argument(
         "--c-base", type=float, default=cost.base, metavar="S", help="seconds of a forward (%(default)s)"
     )
     parser.add_argument(
-        "--c-tok", type=float, default=cost.per_token, metavar="S", help="of a token in it (%(default)s)"
+        "--c-tok", type=float, default=cost.per_token, metavar="S", help="seconds per token in a forward (%(default)s)"
     )
     parser.add_argument(
-        "--c-knee", type=float, default=cost.knee, metavar="N", help="tokens that come free (%(default)s)"
+        "--c-knee",
+        type=float,
+        default=cost.knee,
+        metavar="N",
+        help="tokens per forward without extra cost (%(default)s)",
     )
     parser.add_argument(
-        "--c-draft", type=float, default=cost.draft, metavar="S", help="of making a draft (%(default)s)"
+        "--c-draft", type=float, default=cost.draft, metavar="S", help="seconds to make a draft (%(default)s)"
     )
-    parser.add_argument("--cost-points", metavar="JSON", help="measured [[tokens, seconds], ...]: fits the three above")
+    parser.add_argument(
+        "--cost-points", metavar="JSON", help="measured [[tokens, seconds], ...]: fits base, token and knee"
+    )
     parser.add_argument("--max-sequences", type=int, metavar="N", help="only the first N sequences")
     parser.add_argument("--no-control", action="store_true", help="leave out the control")
     parser.add_argument("--plot", metavar="OUT", help="draw the runs into a .png, .pdf or .svg")
@@ -115,7 +127,7 @@ def forward_cost(arguments: argparse.Namespace) -> ForwardCost:
 
 
 def merged(reports: Sequence[SpeculationReport]) -> SpeculationReport:
-    """One report of waves that follow each other; memory is that after the last one."""
+    """Merge the reports of consecutive waves; memory is that after the last one."""
     whole = SpeculationReport()
     for entry in fields(whole):
         parts = [getattr(report, entry.name) for report in reports]
@@ -141,7 +153,7 @@ def replay(
     )
     cost = forward_cost(arguments)
     rounds = Rounds(cost, cost, burst=1, prices_whole=True)
-    # By the model's seconds alone: this machine's clock says nothing of them.
+    # Use the seconds of the cost model, not the clock of this machine.
     rounds.is_measured = False
     speculator = Speculator(drafter, BudgetParams(budget), cost, rounds)
     remember(speculator, history)
@@ -149,8 +161,8 @@ def replay(
 
 
 def run_all(jobs: Sequence[tuple]) -> list[SpeculationReport]:
-    """The replays, at once where there are processors for it."""
-    create_forest(2)  # compiled, and what is said of it said, before there are several processes
+    """Run the replays, in parallel if there are several processors."""
+    create_forest(2)  # Compile the native code, and print its messages, before starting processes.
     workers = min(len(jobs), os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count() or 1)
     if workers == 1 or sum(len(sample.generated) for part in jobs[0][1] for sample in part) < SMALL_TOKENS:
         return [replay(*job) for job in jobs]
@@ -163,7 +175,7 @@ def run_figures(report: SpeculationReport, plain: float) -> dict[str, object]:
 
 
 def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list, tuple[np.ndarray, np.ndarray]]:
-    """The figures, the reports to draw, and the course of plain decoding."""
+    """Return the figures, the reports to draw, and the seconds and live samples of each plain forward."""
     begin = time.perf_counter()
     cost = forward_cost(arguments)
     rollouts = load_rollouts(arguments.file, max_sequences=arguments.max_sequences)
@@ -227,7 +239,7 @@ def print_table(values: dict[str, object], title: str) -> None:
         "of the 4 longest": lambda v: f"{v['tokens_per_forward_longest_4']:.2f}",
         "generated tokens": lambda v: f"{v['generated_tokens']:,}",
         "drafted tokens": lambda v: f"{v['drafted_tokens']:,}",
-        "drafted in vain": lambda v: f"{v['wasted_tokens']:,}",
+        "rejected tokens": lambda v: f"{v['wasted_tokens']:,}",
         "drafting (seconds, measured)": lambda v: f"{v['draft_seconds']:.2f}",
         "drafter (bytes per token)": lambda v: f"{v['drafter_bytes_per_token']:.0f}",
     }

@@ -1,11 +1,11 @@
-"""Writes what a training run did as one HTML page that opens without a network.
+"""Writes a report of a training run as one HTML page that works without a network.
 
     python tools/report_run.py RUN [--output report.html]
 
-RUN is the --save folder of a run, also of one that is still going on. The page has reward and loss curves, what
-sharing saved, the trees of chosen prompts with rewards and advantages on their branches, their rollouts as text with
-a search (train with --save-rollouts-interval), seconds of each phase, timelines of pipeline stages (--timeline-dir),
-the balance of data-parallel ranks, how far sampler and trainer differ, what drafts saved, and every metric.
+RUN is the --save folder of a run, finished or in progress. The page has curves of reward and loss, savings of prefix
+sharing, trees of selected prompts with rewards and advantages on their branches, a search in their rollouts (train with
+--save-rollouts-interval), seconds of each phase, timelines of pipeline stages (--timeline-dir), the balance of
+data-parallel ranks, differences between sampler and trainer, savings of drafts, and all metrics.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("run", metavar="RUN", help="the --save folder of a run")
     parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in RUN)")
-    parser.add_argument("--metrics-file", metavar="FILE", help="the metrics, if they are not in RUN")
-    parser.add_argument("--timeline-dir", metavar="DIR", help="the timelines, if the run's settings do not say")
-    parser.add_argument("--steps", type=int, metavar="N", default=3, help="saved steps that are shown (%(default)s)")
+    parser.add_argument("--metrics-file", metavar="FILE", help="metrics file, if it is not in RUN")
+    parser.add_argument(
+        "--timeline-dir", metavar="DIR", help="folder of the timelines, if the run's settings do not name it"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", default=3, help="number of saved steps to show (%(default)s)")
     parser.add_argument(
         "--prompts",
         type=int,
         metavar="N",
         default=3,
-        help="groups of each such step whose trees and rollouts are shown (%(default)s)",
+        help="groups per step to show with trees and rollouts (%(default)s)",
     )
-    parser.add_argument("--prompt", metavar="TEXT", help="only groups whose id holds this text")
+    parser.add_argument("--prompt", metavar="TEXT", help="show only groups whose id contains this text")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "steps", "prompts")
     return arguments
@@ -38,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    # Here and not on top: a wrong flag is told before torch is imported, which takes seconds.
+    # torch takes seconds to import, so flags are checked first.
     from megatron_dta.common.files import replacing
     from megatron_dta.report import read_run, report_html
 

@@ -1,12 +1,12 @@
-"""Prints the command that starts a rollout server of vLLM or SGLang as a training run needs it, or runs it.
+"""Prints or runs the command that starts a vLLM or SGLang rollout server for a training run.
 
     python tools/rollout_server_command.py @run.args --port 8000 -- --tensor-parallel-size 2
     python tools/rollout_server_command.py --exec --rollout-engine sglang --load-hf MODEL --rollout-speculation das
 
-Its flags are those of the training command, so both can share an argument file; of them it needs --rollout-engine, the
-model, and what speculation (--rollout-speculation das, --das-*) and logprobs (--rollout-temperature) depend on. What
-follows -- is handed on to the server. Give all --rollout-server-url where there are several: they share the window.
-In a Slurm job: DTA_SERVER_COMMAND="python tools/rollout_server_command.py --exec @run.args --port 8000".
+The flags are those of the training command, so both can share an argument file. The command reads --rollout-engine, the
+model, and the settings of speculation (--rollout-speculation das, --das-*) and logprobs (--rollout-temperature).
+Arguments after -- are passed to the server. With several servers, give all --rollout-server-url, as the servers share
+the window. In a Slurm job: DTA_SERVER_COMMAND="python tools/rollout_server_command.py --exec @run.args --port 8000".
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ FLAGS = ToolFlags(
     "das_max_tokens das_depth das_draft_tokens rollout_batch_size over_sampling_batch_size n_samples_per_prompt "
     "rollout_max_response_len treepo_preset",
 )
-# Shapes that the training command must know and a server reads from its checkpoint.
+# Sizes that the training command requires and that a server reads from its checkpoint.
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the command of a server, or become the server."""
+    """Print the command of a server, or replace this process by the server."""
     arguments = sys.argv[1:] if argv is None else argv
     at = arguments.index("--") if "--" in arguments else len(arguments)
     own, more = arguments[:at], arguments[at + 1 :]
     parser = CommandLineParser(__doc__)
-    parser.add_argument("--model", help="what the server loads at first (default: --load-hf or --hf-checkpoint)")
-    parser.add_argument("--host", help="address that the server listens on (default: the server's)")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--exec", action="store_true", help="become the server instead of printing")
+    parser.add_argument(
+        "--model", help="checkpoint that the server loads at start (default: --load-hf or --hf-checkpoint)"
+    )
+    parser.add_argument("--host", help="address that the server listens on (default: the server's own)")
+    parser.add_argument("--port", type=int, default=8000, help="port of the server (default: 8000)")
+    parser.add_argument(
+        "--exec", action="store_true", help="run the server in place of this process instead of printing the command"
+    )
     given, training = parser.parse_known_args(own)
     if not 0 < given.port < 2**16:
         raise InputError(f"--port {given.port}: must be a port, 1 to 65535")
-    # Nothing is said of what an argument file has for the run: the output is the command.
+    # The output is only the command, so ignored flags of an argument file are not reported.
     config, _ = FLAGS.parse([*_missing_shape(training), *training])
     variables, words = server_command(config, given.model, given.port, given.host, more)
     if words[0] == "python":
@@ -61,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _missing_shape(training: list[str]) -> list[str]:
-    """Numbers for the shapes that neither the flags nor a Hugging Face configuration says: the server knows them."""
+    """Return placeholder flags for sizes that neither flags nor a Hugging Face configuration give."""
     said = vars(build_parser().parse_args(training))
     if "hf_checkpoint" in said or "load_hf" in said:
         return []

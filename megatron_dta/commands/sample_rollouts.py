@@ -2,10 +2,10 @@
 
     python tools/sample_rollouts.py --output rollouts.jsonl --load runs/first [the model's and the sampler's flags]
 
-Writes what training itself would sample from these weights as its collection number ``--collection``: same prompts,
-same random numbers. The weights sample in this process, without drafts, whatever an argument file (@FILE) says: the
-samples are the same. The file has the sampler's logprobs and rewards, so it can be inspected, or trained on with
-``--rollouts``.
+The output is the rollout batch number ``--collection`` that training would sample from these weights, with the same
+prompts and random numbers. Sampling runs in this process and without drafts, also if an argument file (@FILE) sets
+servers or drafts; the samples are the same. The file has the sampler's logprobs and rewards, so it can be inspected, or
+trained on with ``--rollouts``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ FLAGS = ToolFlags(
 
 
 def main() -> None:
-    """Read the flags, load the weights, sample one collection, write it."""
+    """Read the flags, load the weights, sample one rollout batch and write it."""
     parser = CommandLineParser(__doc__)
-    parser.add_argument("--output", required=True, metavar="FILE", help="rollouts to write, .jsonl or .parquet")
-    parser.add_argument("--collection", type=int, default=0, metavar="N", help="which collection (default: 0)")
+    parser.add_argument("--output", required=True, metavar="FILE", help="file to write, .jsonl or .parquet")
+    parser.add_argument(
+        "--collection", type=int, default=0, metavar="N", help="number of the rollout batch (default: 0)"
+    )
     own, others = parser.parse_known_args()
     if Path(own.output).suffix not in (".jsonl", ".parquet"):
         raise InputError(f"--output {own.output}: must end in .jsonl or .parquet")
@@ -49,7 +51,7 @@ def main() -> None:
         raise InputError("--load is missing: the folder of the checkpoint to sample from")
 
     quieten_libraries()
-    # Megatron takes seconds to import; wrong flags are told before.
+    # Megatron takes seconds to import, so flags are checked first.
     from megatron_dta.model import build_model, current_mesh, initialize_parallel
     from megatron_dta.sampling.build import build_sampling_source
     from megatron_dta.sampling.engines.build import build_engine

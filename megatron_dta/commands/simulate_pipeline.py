@@ -2,18 +2,18 @@
 
     python tools/simulate_pipeline.py FILE --pipeline-model-parallel-size 4 [--json] [--plot t.png] [--trace t.json]
 
-FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is the share of all stages' time that they compute, the
-ideal one N / (N + P - 1) is that of N equal microbatches on P stages; no schedule of these segments under this limit on
-in-flight tokens reaches more than the bound. In flight on a stage are the tokens of segments between forward and
-backward. Costs are those of the cost model (megatron_dta/planning/costs/model.py), by default counted for Qwen3-32B on
-H200, of another model with --model, or measured ones with --cost-model. In the search each stage has the same share of
-the cost, parts of layers included, unless whole layers are asked for.
+FILE is a rollout file (.jsonl, .parquet or .npz). Utilisation is computing time over the total time of all stages. The
+ideal utilisation N / (N + P - 1) is that of N equal microbatches on P stages; the bound is an upper limit for any
+schedule of these segments under this limit on in-flight tokens. A token is in flight on a stage from the forward to the
+backward of its segment. Costs come from the cost model (megatron_dta/planning/costs/model.py): counted for Qwen3-32B on
+H200 by default or for --model, or measured with --cost-model.
 
-First comes what training runs with these settings and these costs: its own planner on whole layers, equally many on
-each stage unless told otherwise. Beside it stands what a pipeline can have, by a search that takes seconds: without
---pipeline-segment-tokens the shortest simulated step of all sizes with at most 1.5 times the tokens that one stage has
-in flight, and a utilisation of at least 0.95 of the ideal (--least-share-of-ideal). Where launches take long a step of
-larger segments can be shorter though stages wait more; it is shown too.
+The first table shows the plan that training makes with these settings and costs, on equally many whole layers per stage
+by default. The second table shows the result of a search that takes seconds, in which each stage has the same share of
+the cost, with fractions of layers unless --layers-per-stage is given. Without --pipeline-segment-tokens, the search
+takes the segment size with the shortest simulated step, with at most 1.5 times the in-flight tokens of one stage and at
+least 0.95 of the ideal utilisation (--least-share-of-ideal). If launches are slow, larger segments can be faster at a
+lower utilisation; the fastest size is shown too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_forest_without_sharing, build_prefix_tree
 
-SEGMENT_TOKENS = 2048  # TreeConfig's default; its package imports torch, which takes longer than all that is done here.
+SEGMENT_TOKENS = 2048  # TreeConfig's default; importing it would import torch, which is slower than this command.
 LEAST_SHARE = 0.95
 
 
@@ -59,11 +59,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
     parser.add_argument("file", metavar="FILE", help="rollouts: .jsonl, .parquet or .npz")
     counts = ["--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"]
-    parser.add_argument(counts[0], type=int, metavar="P", required=True, help="stages")
-    parser.add_argument(counts[1], type=int, metavar="N", default=1, help="parts of the model on each stage")
+    parser.add_argument(counts[0], type=int, metavar="P", required=True, help="number of stages")
+    parser.add_argument(counts[1], type=int, metavar="N", default=1, help="model chunks per stage (default: 1)")
     add_sample_granularity(parser)
     parser.add_argument(
-        "--tree-mode", choices=("dta", "dense"), default="dta", help="shared prefixes once, or each sequence alone"
+        "--tree-mode",
+        choices=("dta", "dense"),
+        default="dta",
+        help="compute shared prefixes once, or each sequence alone",
     )
 
     def number(flag: str, text: str, default: int | None = None) -> None:
@@ -72,34 +75,38 @@ def parse_arguments() -> argparse.Namespace:
 
     number(
         "--tree-segment-tokens",
-        f"most tokens of a segment on one stage (default: {SEGMENT_TOKENS}), and in the pipeline (default: chosen)",
+        f"maximum tokens of a segment, on one stage (default: {SEGMENT_TOKENS}) and in the pipeline (default: chosen)",
     )
-    number("--tree-memory-tokens", "budget of in-flight tokens that segments are planned with (default: the planner's)")
-    number("--pipeline-segment-tokens", "most tokens of a segment in the pipeline (default: chosen)")
-    number("--pipeline-in-flight-tokens", "most tokens in flight on a stage (default: 1.5 x those of one stage)")
+    number("--tree-memory-tokens", "limit on in-flight tokens when cutting segments (default: chosen by the planner)")
+    number("--pipeline-segment-tokens", "maximum tokens of a segment in the pipeline (default: chosen)")
+    number(
+        "--pipeline-in-flight-tokens", "limit on in-flight tokens of a stage (default: 1.5 x those of a single stage)"
+    )
     parser.add_argument(
         "--least-share-of-ideal",
         type=float,
         metavar="X",
         default=LEAST_SHARE,
-        help="of the sizes of segments that reach this part of N / (N + P - 1) the fastest is taken; 0: the fastest of "
-        "all (default: %(default)s)",
+        help="take the fastest segment size that reaches this share of N / (N + P - 1); 0 takes the fastest of all "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--tree-activation-tokens",
         type=int,
         metavar="N",
-        help="in-flight tokens whose activations are kept; the rest runs its forward again (default: all are kept)",
+        help="in-flight tokens whose activations are kept; others are recomputed (default: all are kept)",
     )
     parser.add_argument(
-        "--split-backward", action="store_true", help="gradients of inputs and of weights as separate ops"
+        "--split-backward", action="store_true", help="run gradients of inputs and of weights as separate ops"
     )
     parser.add_argument(
         "--layers-per-stage",
         metavar="LIST",
         help="whole layers: 'auto', or numbers such as 17,16,16,15 whose sum is --num-layers (default: equal costs)",
     )
-    parser.add_argument("--send-seconds", type=float, metavar="S", default=0.0, help="time that a message takes")
+    parser.add_argument(
+        "--send-seconds", type=float, metavar="S", default=0.0, help="time of a message between stages (default: 0)"
+    )
     counts += add_cost_flags(parser)
     number("--max-sequences", "only the first N sequences")
     number("--max-length", "only the first N tokens of each sequence")
@@ -117,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
 def layers_of(
     arguments: argparse.Namespace, model: CostModel, counts: Sequence[np.ndarray], recomputed: np.ndarray
 ) -> list[float]:
-    """Layers, or shares of them, of each virtual stage: ranks are equally busy with segments of ``counts``."""
+    """Return the layers (or shares) of each virtual stage that make ranks equally busy with segments of ``counts``."""
     stages, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
     tokens, pairs, edges = counts
     output = model.seconds_per_edge * float(edges.sum())
@@ -141,7 +148,7 @@ def layers_of(
 
 
 def sizes_of(arguments: argparse.Namespace) -> list[int]:
-    """Sizes of the pipeline's segments to choose from."""
+    """Return the segment sizes to try."""
     if arguments.pipeline_segment_tokens is not None:
         return [arguments.pipeline_segment_tokens]
     most = arguments.tree_segment_tokens
@@ -151,7 +158,7 @@ def sizes_of(arguments: argparse.Namespace) -> list[int]:
 
 
 def read_sequences(arguments: argparse.Namespace) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What a step computes of the file's sequences, and their loss masks."""
+    """Return the trained part of the file's sequences, and their loss masks."""
     rollouts = load_rollouts(
         arguments.file,
         sample_granularity=arguments.sample_granularity,
@@ -164,12 +171,12 @@ def read_sequences(arguments: argparse.Namespace) -> tuple[list[np.ndarray], lis
 def plan_of_training(
     arguments: argparse.Namespace, model: CostModel, sequences: list[np.ndarray], masks: list[np.ndarray]
 ) -> dict[str, object]:
-    """Figures of the plan that training makes with these settings, on equally many layers a stage unless told else."""
+    """Return figures of training's plan with these settings; by default all stages have equally many layers."""
     stages, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
     num_layers = arguments.num_layers or SHAPE["num_layers"]
     layers = [float(num_layers // (stages * chunks))] * (stages * chunks)
     if arguments.layers_per_stage == "auto" or num_layers % (stages * chunks):
-        # As --pipeline-model-parallel-layout auto: by what a token costs, whatever the data.
+        # As --pipeline-model-parallel-layout auto: by the cost of a token, independent of the data.
         counted = model.seconds_per_token / num_layers, 0.0, model.seconds_per_edge
         layers = list(map(float, layers_per_stage(num_layers, stages * chunks, *counted, stages)))
     elif arguments.layers_per_stage is not None:
@@ -189,7 +196,7 @@ def plan_of_training(
 def plan_file(
     arguments: argparse.Namespace, model: CostModel, sequences: list[np.ndarray], masks: list[np.ndarray]
 ) -> tuple[PipelinePlan, list[float], float]:
-    """The searched plan, the layers (or shares) of its virtual stages, and the seconds that planning took."""
+    """Return the plan found, the layers (or shares) of its virtual stages, and the seconds of the search."""
     begin = time.perf_counter()
     tree = (build_prefix_tree if arguments.tree_mode == "dta" else build_forest_without_sharing)(sequences)
     layers: list[float] = []
@@ -215,7 +222,7 @@ def plan_file(
         sizes_of(arguments),
         arguments.least_share_of_ideal,
     )
-    costs_of(plan.segments)  # The layers of the plan that was chosen.
+    costs_of(plan.segments)  # Sets ``layers`` to those of the chosen plan.
     seconds = time.perf_counter() - begin
     check_schedule(plan.schedule, plan.segments.segment_parent)
     return plan, layers, seconds
@@ -224,7 +231,7 @@ def plan_file(
 def figures(
     plan: PipelinePlan, layers: list[float], seconds: float, arguments: argparse.Namespace
 ) -> dict[str, object]:
-    """The figures of ``--json``, under the names of its keys."""
+    """Return the figures of ``--json`` by key."""
     segments, schedule, costs = plan.segments, plan.schedule, plan.costs
     stages, parents = schedule.num_stages, segments.segment_parent
     on_ranks = PipelineCosts(
@@ -262,7 +269,7 @@ def figures(
 
 
 def of_fastest(plan: PipelinePlan) -> dict[str, float]:
-    """The plan with the shortest step of those that were looked at."""
+    """Return figures of the plan with the shortest step."""
     return {
         "makespan": plan.timeline.makespan,
         "segments": plan.segments.num_segments,
@@ -327,7 +334,7 @@ def main() -> None:
     print(f"seconds: {source}")
     events = timeline_events(plan.schedule, plan.timeline)
     if arguments.plot:
-        from megatron_dta.plots import plot_timelines  # matplotlib takes a second to import: only where it is used.
+        from megatron_dta.plots import plot_timelines  # matplotlib takes a second to import.
 
         plot_timelines([("simulated", events)], arguments.plot, values["num_stages"], title)
         print(f"picture: {arguments.plot}")

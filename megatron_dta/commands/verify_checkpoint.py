@@ -2,10 +2,10 @@
 
     python tools/verify_checkpoint.py --hf-checkpoint models/llama --load checkpoints/llama
 
-Both models run in float32 on the same tokens: logits, logprobs, the gradient of every tensor, and every tensor after
-one step of gradient descent. A difference is relative to the largest magnitude in the tensor. The exit status is 1 if
-one is above the tolerance. Tokens are random unless a rollout file is given. Needs Hugging Face transformers (pip
-install "megatron_dta[parity]") and memory for both models with their gradients.
+Both models run in float32 on the same tokens. The command compares logits, logprobs, the gradient of every tensor, and
+every tensor after one step of gradient descent. Differences are relative to the largest magnitude in the tensor; the
+exit status is 1 if one is above the tolerance. Tokens are random unless a rollout file is given. The command needs
+Hugging Face transformers (pip install "megatron_dta[parity]") and memory for both models with their gradients.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--load", required=True, metavar="DIR", help="folder of the Megatron checkpoint")
     parser.add_argument("--tokens", metavar="FILE", help="rollouts (.jsonl, .parquet, .npz); default: random tokens")
     parser.add_argument("--num-sequences", type=int, default=4, metavar="N", help="sequences to compare (default 4)")
-    parser.add_argument("--seq-length", type=int, default=128, metavar="N", help="most tokens of each (default 128)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random tokens (default 0)")
+    parser.add_argument(
+        "--seq-length", type=int, default=128, metavar="N", help="maximum tokens of a sequence (default 128)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of random tokens (default 0)")
     parser.add_argument("--lr", type=float, default=1.0, metavar="X", help="learning rate of the step (default 1)")
-    parser.add_argument("--tolerance", type=float, default=1e-5, metavar="X", help="relative (default 1e-5)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, metavar="X", help="maximum relative difference (default 1e-5)"
+    )
     parser.add_argument("--rows", type=int, default=10, metavar="N", help="worst tensors of each kind in the table")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every tensor as the last line")
     arguments = parser.parse_args()
@@ -57,7 +61,7 @@ def main() -> int:
     config = read_hf_config(arguments.hf_checkpoint)
     family = architecture(config, f"{arguments.hf_checkpoint}/config.json")
     quieten_libraries()
-    # Megatron takes seconds to import; wrong input of the command line is told before.
+    # Megatron takes seconds to import, so the command line is checked first.
     from megatron_dta.model import build_model, initialize_parallel
     from megatron_dta.parity.huggingface import load_huggingface, train_padding
     from megatron_dta.parity.one_step import differences, names_of_checkpoint, step_huggingface, step_ours
@@ -108,12 +112,12 @@ def main() -> int:
 
 
 def _plain(value: float | str) -> float | str | None:
-    """JSON has no infinity, which is what a tensor that only one side has is away."""
+    """Replace infinity, the difference of a tensor that only one side has, by None, as JSON has no infinity."""
     return None if value == math.inf else value
 
 
 def settings_of_both(arguments: argparse.Namespace, path: Path) -> ModelConfig:
-    """The model's settings by config.json, for sequences as long as those compared."""
+    """Return the model's settings of config.json, for sequences of the compared length."""
     saved = MegatronCheckpoint(path).settings() or {}
     settings = settings_from_hf(
         arguments.hf_checkpoint,
@@ -126,7 +130,7 @@ def settings_of_both(arguments: argparse.Namespace, path: Path) -> ModelConfig:
 
 
 def load_samples(arguments: argparse.Namespace, vocab_size: int) -> list[TrainingSample]:
-    """The file's first sequences, cut, or random ones."""
+    """Return the file's first sequences, cut, or random ones."""
     from megatron_dta.parity.one_step import random_samples, training_sample
 
     if arguments.tokens is None:
