@@ -29,10 +29,10 @@ def train_commands() -> list[tuple[str, str, int]]:
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
-                if "megatron_dta.train" in line and not line.lstrip().startswith("#"):
-                    command = line.split("megatron_dta.train", 1)[1]
+                command = re.search(r"(?:megatron_dta\.train|megatron-dta train)\b(.*)", line)
+                if command and not line.lstrip().startswith("#"):
                     processes = re.search(r"--nproc-per-node (\d+)", line)
-                    found.append((page.name, command, int(processes[1]) if processes else 1))
+                    found.append((page.name, command[1], int(processes[1]) if processes else 1))
     return found
 
 
