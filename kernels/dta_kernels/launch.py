@@ -1,12 +1,12 @@
-"""Launches of Triton kernels at a fraction of the host's time.
+"""Launches Triton kernels with less host time than Triton's own launcher.
 
-Triton finds the binary that fits a call anew at every launch: it looks at each argument, spells out a key of all their
-types, and prepares for hooks of a profiler. That takes the host longer than many a kernel takes the GPU. Here the key
-is the little that decides about the binary (dtypes, alignment, integers that are compiled in), and the binary that an
-ordinary launch has returned for it is launched directly the next time.
+Triton looks up the binary for a call at every launch: it inspects each argument, builds a key from all their types, and
+prepares for the hooks of a profiler. This often takes the host longer than the kernel takes the GPU. Here the key
+contains only what decides about the binary (dtypes, alignment, integers that are compiled in). The binary that an
+ordinary launch returned for a key is launched directly from then on.
 
-How a binary is launched changes with Triton's versions, so this is done only with those that it was tried on; with
-others, in Triton's interpreter and while a profiler has hooks, every launch is an ordinary one.
+The way to launch a binary differs between Triton versions, so direct launches are used only with the tested versions.
+With other versions, in Triton's interpreter and while a profiler has hooks, every launch is an ordinary one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def ceil_div(number: int, divisor: int) -> int:
 
 
 class Launcher:
-    """A kernel with its compile-time arguments, which come last in its signature, and launch settings.
+    """A kernel with its compile-time arguments, which come last in its signature, and its launch settings.
 
-    Where an argument is a tensor descriptor, its block and its layout must follow from the launcher and the dtype.
+    If an argument is a tensor descriptor, its block and its layout must follow from the launcher and the dtype.
     """
 
     def __init__(self, kernel: Any, **constants: object) -> None:
@@ -43,14 +43,14 @@ class Launcher:
             self._last = tuple(constants[name] for name in compile_time)
 
     def __call__(self, grid: tuple[int, ...], *arguments: object) -> None:
-        """Launch on the current device and stream; ``arguments`` are those of run time, by position."""
+        """Launch on the current device and stream; ``arguments`` are the runtime arguments, by position."""
         if not self._is_quick:
             self._kernel[grid](*arguments, **self._constants)
             return
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
         key, values, is_known = [device], [], True
-        # The loop is most of what a launch costs.
+        # This loop is most of the cost of a launch.
         for argument, is_compiled_in in zip(arguments, self._compiled_in, strict=True):
             kind = type(argument)
             if kind is Tensor or kind is Parameter:

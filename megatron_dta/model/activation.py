@@ -1,4 +1,4 @@
-"""The activation function of Megatron's feed-forward layers, as their settings describe it."""
+"""The activation function of Megatron's feed-forward layers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 def is_swiglu(config: TransformerConfig) -> bool:
-    """Whether it is ``silu(gate) * up``, without limits and offsets, for which there are kernels."""
+    """Whether the activation is ``silu(gate) * up``, without limits and offsets, which the kernels support."""
     plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0
     return config.gated_linear_unit and config.activation_func is F.silu and plain
 
 
 def weighted_activation(first: Tensor, weight: Tensor, config: TransformerConfig) -> Tensor:
-    """What an expert's second product reads: the activation of its ``first`` one times the rows' ``weight`` [R].
+    """The input of an expert's second product: the activation of its ``first`` product times the rows' ``weight`` [R].
 
-    The operations and roundings of Megatron's ``MLP``.
+    Uses the operations and roundings of Megatron's ``MLP``.
     """
     if config.gated_linear_unit:
         gate, up = first.chunk(2, dim=-1)

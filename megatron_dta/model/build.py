@@ -1,7 +1,7 @@
 """Builds the model: our settings -> Megatron's ``TransformerConfig`` and layer spec -> ``TreeGPTModel``.
 
-Everything that depends on how Megatron-Core constructs a model, and on its versions (0.16.1 to 0.19), is in this
-file, so another model class of Megatron's needs one change here.
+This file holds everything that depends on how Megatron-Core constructs a model, and on its versions (0.16.1 to 0.19).
+Support for another of Megatron's model classes needs changes here only.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         params_dtype=model.params_dtype,
         pipeline_dtype=model.params_dtype,
         bf16=model.params_dtype == torch.bfloat16,
-        # The stock attention, which the parity reference runs, would otherwise leave float64.
+        # Without this, the stock attention of the parity reference would not stay in float64.
         attention_softmax_in_fp32=model.params_dtype != torch.float64,
         fp8=model.fp8_format,
         **({} if model.fp8_format is None else {"fp8_recipe": model.fp8_recipe or DEFAULT_FP8_RECIPE}),
@@ -91,14 +91,14 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig | None = Non
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
         **expert_settings(model),
-        # Replicas' gradients are added up and not averaged: the loss weights hold the step's one denominator.
+        # Gradients of replicas are summed, not averaged: the loss weights include the step's one denominator.
         calculate_per_token_loss=True,
         use_cpu_initialization=not has_cuda,
-        # Fused ones go through torch.compile, which takes seconds to start and changes roundings.
+        # The fused versions use torch.compile, which takes seconds to start and changes roundings.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # Megatron's needs a CUDA extension of another package; main_grad.py does the same without.
+        # Megatron's fusion needs a CUDA extension of another package; main_grad.py does the same without it.
         gradient_accumulation_fusion=False,
         cuda_graph_scope=[],
     )
@@ -119,7 +119,7 @@ def _pipeline_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str
         pipeline_model_parallel_size=size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         pipeline_model_parallel_layout=layout,
-        # Every message is a send or a receive of its own; what they wait for is the engine's business.
+        # Every message is a separate send or receive; the engine controls what they wait for.
         batch_p2p_comm=False,
         batch_p2p_sync=False,
         overlap_p2p_comm=chunks > 1,
@@ -130,7 +130,7 @@ def layer_spec(
     model: ModelConfig, layer: int = 0, tree_attention: bool = True, router: type | None = TreeRouter
 ) -> ModuleSpec:
     """Megatron's spec of layer ``layer`` (from 0); with ``tree_attention`` its core attention is ours, otherwise the
-    stock one. ``router`` is that of experts, None for the stock one.
+    stock one. ``router`` is the router class of experts, None for the stock one.
     """
     if model.moe_layers[layer]:
         spec = expert_layer_spec(model, router)
@@ -151,13 +151,13 @@ def block_spec(
     if parallel.sequence_parallel:
         spec = sequence_parallel_spec(model, layers)
     else:
-        # Of a layer's spec alone Megatron would take Transformer Engine's final norm wherever that is installed.
+        # From a layer spec alone, Megatron would use Transformer Engine's final norm if that package is installed.
         spec = TransformerBlockSubmodules([layer_spec(model, layer) for layer in layers], layer_norm=WrappedTorchNorm)
     if model.transformer_impl == "transformer_engine":
         check_fp8_support(model)
         use_transformer_engine(spec, not parallel.no_gradient_accumulation_fusion, rereads_input=fused)
     if fused:
-        # Here and not above: Triton need not be installed where the reference runs.
+        # Imported here because the reference does not need Triton.
         from megatron_dta.model.layers.fused_layer import fuse_layers
 
         fuse_layers(spec, model)
@@ -165,7 +165,7 @@ def block_spec(
 
 
 def sequence_parallel_spec(model: ModelConfig, layers: range) -> TransformerBlockSubmodules:
-    """The spec of ``layers`` and the final norm, with norms that know of sequence parallelism."""
+    """The spec of ``layers`` and the final norm, with norms that support sequence parallelism."""
     specs = [layer_spec(model, layer) for layer in layers]
     for spec in specs:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
@@ -176,12 +176,12 @@ def sequence_parallel_spec(model: ModelConfig, layers: range) -> TransformerBloc
 
 
 def model_arguments(model: ModelConfig, tensor_size: int = 1) -> dict[str, object]:
-    """Arguments of ``GPTModel`` beside its configuration and spec."""
+    """Arguments of ``GPTModel`` besides its configuration and spec."""
     return dict(
         vocab_size=model.padded_vocab_size_on(tensor_size),
         max_sequence_length=model.max_position_embeddings,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        # Megatron's own rotary embedding for every kind of scaling: what they differ in is set by set_frequencies.
+        # Megatron's plain rotary embedding for every kind of scaling; set_frequencies sets the scaled frequencies.
         position_embedding_type="rope",
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
@@ -193,13 +193,13 @@ def build_model(
 ) -> Model:
     """This rank's part of a freshly initialized model on ``device``, in ``model.params_dtype``.
 
-    The random state decides the weights. ``initialize_parallel`` must have run, with the same sizes.
+    The random state decides the weights. ``initialize_parallel`` must have run with the same sizes.
 
     Args:
-        value_head: give a critic, see ``value_model``.
+        value_head: build a critic, see ``value_model``.
 
     Raises:
-        InputError: the model cannot be divided among so many ranks.
+        InputError: the model cannot be divided among this number of ranks.
     """
     parallel = parallel or ParallelConfig()
     num_stages, num_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
@@ -237,10 +237,10 @@ def build_model(
 def build_stock_model(model: ModelConfig, device: torch.device, router: type | None = None) -> GPTModel:
     """Megatron's own ``GPTModel`` with its own attention: the reference that tree training must agree with.
 
-    Its parameters have the names of ``build_model``'s, so a state dictionary carries over.
+    Its parameters have the same names as those of ``build_model``, so both can load the same state dictionary.
 
     Args:
-        router: takes the place of Megatron's router, which computes in float32 whatever the model's dtype.
+        router: replaces Megatron's router, which computes in float32 for every model dtype.
     """
     specs = [layer_spec(model, layer, tree_attention=False, router=router) for layer in range(model.num_layers)]
     spec = TransformerBlockSubmodules(specs, WrappedTorchNorm)

@@ -1,4 +1,4 @@
-"""Whether Triton kernels run here: the rule behind every flag that chooses between them and plain PyTorch."""
+"""Decides whether Triton kernels run: the rule behind every flag that chooses between them and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def choose_triton(flag: str, impl: str, device: torch.device, refusal: str | Non
     """Whether the Triton kernels run, rather than the reference.
 
     Args:
-        flag: its name, for messages.
-        impl: "triton", "reference", or "auto": Triton on a CUDA device wherever its kernels take the inputs.
-        refusal: what the kernels take and was not given; None if they take the inputs.
+        flag: name of the flag, for messages.
+        impl: "triton", "reference", or "auto": Triton on a CUDA device if its kernels support the inputs.
+        refusal: why the kernels do not support the inputs; None if they do.
 
     Raises:
-        InputError: "triton" where it cannot run.
+        InputError: "triton" is requested and cannot run.
     """
     if impl not in ("auto", "triton", "reference"):
         raise InputError(f"{flag} {impl}: choose one of auto, triton, reference")

@@ -1,14 +1,15 @@
-"""Gradients of weights straight into the float32 buffer of Megatron's distributed data parallelism (``main_grad``).
+"""Adds weight gradients directly to the float32 buffers of Megatron's distributed data parallelism (``main_grad``).
 
 Megatron's own gradient accumulation fusion does this with a CUDA extension of another package, and only for its linear
-layers. Here the product of PyTorch's own that adds to a float32 matrix does, and the rows of a tied embedding go the
-same way as the output weight's gradient. A weight without a buffer, as in a model that is not wrapped, keeps Megatron's
-path and gets a gradient from autograd.
+layers. Here one of PyTorch's matrix products adds to a float32 matrix, and the gradients of the rows of a tied
+embedding are added to the same buffer as the output weight's. A weight without a buffer, as in a model that is not
+wrapped, uses Megatron's path and gets its gradient from autograd.
 
-Megatron's hooks, which add up gradients over the replicas, must fire once a backward pass for every weight and after
-all that it contributes. So each weight hands autograd exactly one ``gradient_placeholder`` a pass: one of none would
-run the hooks in another thread than the backward pass, in an order that may differ from rank to rank, and two would be
-added up. That of a tied weight comes from the embedding, which is the last that a backward pass reaches.
+Megatron's hooks, which sum gradients over the replicas, must fire once for every weight in a backward pass, after all
+contributions to its gradient. Each weight therefore returns exactly one ``gradient_placeholder`` to autograd in a pass.
+Without a placeholder, the hooks would run in another thread than the backward pass, in an order that may differ between
+ranks; two placeholders would be added. For a tied weight, the placeholder comes from the embedding, which the backward
+pass reaches last.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from dta_kernels.layers.weight_gradients import add_row_gradients, add_weight_gr
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The buffer that takes the weight's gradient, None if there is none or the weight is frozen."""
+    """The buffer for the weight's gradient; None if there is none or the weight is frozen."""
     return getattr(weight, "main_grad", None) if weight.requires_grad else None
 
 
 def added_to_main_grad(weight: Parameter) -> Tensor:
-    """Tell Megatron's hooks that the pass's gradient is in the buffer; what to return to autograd in its place.
+    """Tell Megatron's hooks that the gradient is in the buffer; returns the placeholder for autograd.
 
     Raises:
-        RuntimeError: the hooks are gone, so what an earlier pass returned is still there; autograd would add to it.
+        RuntimeError: the hooks are missing, so the placeholder of an earlier pass still exists and autograd would add
+            to it.
     """
     if weight.grad is not None:
         raise RuntimeError(
@@ -52,7 +54,7 @@ def added_to_main_grad(weight: Parameter) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """``input @ weight.T + bias`` on a tensor group, with Megatron's communication beside the products."""
+    """``input @ weight.T + bias`` on a tensor group; Megatron's communication overlaps with the products."""
 
     @staticmethod
     def forward(
@@ -79,7 +81,7 @@ class _Linear(torch.autograd.Function):
             whole, handle = _start_gather(input, ctx.group, wait=False)
         grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
         grad_input = (grad_rows @ weight).view(*grad_output.shape[:-1], weight.shape[1])
-        # The sum over the ranks runs beside the weight gradient's product.
+        # The sum over the ranks overlaps with the product of the weight gradient.
         if handle is not None:
             handle.wait()
             own = torch.empty_like(input, memory_format=torch.contiguous_format)
@@ -98,13 +100,13 @@ class _Linear(torch.autograd.Function):
 def _start_gather(
     input: Tensor, group: distributed.ProcessGroup, wait: bool = True
 ) -> tuple[Tensor, distributed.Work | None]:
-    """The rows of all ranks of a tensor group; ready at once, or when the handle that comes with them says so."""
+    """The rows of all ranks of a tensor group; if a handle is returned, they are ready when the handle is."""
     whole = input.new_empty(input.shape[0] * group.size(), *input.shape[1:])
     return whole, distributed.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=not wait)
 
 
 class _IntoMainGrad:
-    """Megatron's linear layer but for the product with its weight, where the weight has a buffer."""
+    """Megatron's linear layer with another product for a weight that has a buffer."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         if main_grad_of(weight) is None:
@@ -115,11 +117,11 @@ class _IntoMainGrad:
 
 
 class MainGradColumnParallelLinear(_IntoMainGrad, ColumnParallelLinear):
-    """Megatron's ``ColumnParallelLinear`` with the weight's gradient straight in its buffer."""
+    """Megatron's ``ColumnParallelLinear`` whose weight gradient is written directly to its buffer."""
 
 
 class MainGradRowParallelLinear(_IntoMainGrad, RowParallelLinear):
-    """Megatron's ``RowParallelLinear`` with the weight's gradient straight in its buffer."""
+    """Megatron's ``RowParallelLinear`` whose weight gradient is written directly to its buffer."""
 
 
 class _Lookup(torch.autograd.Function):
@@ -142,16 +144,16 @@ class _Lookup(torch.autograd.Function):
 
 
 class MainGradEmbedding(VocabParallelEmbedding):
-    """Megatron's ``VocabParallelEmbedding`` with the rows' gradients straight in the weight's buffer."""
+    """Megatron's ``VocabParallelEmbedding`` whose row gradients are added directly to the weight's buffer."""
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Embeddings of the token ids ``input_`` [b, n], laid out as Megatron does."""
+        """Embeddings of the token ids ``input_`` [b, n], in Megatron's layout."""
         if main_grad_of(self.weight) is None:
             return super().forward(input_)
         row, is_own = input_ - self.vocab_start_index, None
         if self.tp_group.size() > 1:
             is_own = (row >= 0) & (row < self.num_embeddings_per_partition)
-            # Other ranks' tokens add zeros somewhere, and not all to one row, which would take long.
+            # Tokens of other ranks add zeros; spread over the rows, because adding all of them to one row is slow.
             row = row.remainder(self.num_embeddings_per_partition)
         own = _Lookup.apply(row, is_own, self.weight)
         if self.reduce_scatter_embeddings:
@@ -160,7 +162,7 @@ class MainGradEmbedding(VocabParallelEmbedding):
 
 
 class _OutputRows(torch.autograd.Function):
-    """The first rows of an output weight whose gradient goes into its buffer without autograd."""
+    """The first rows of an output weight whose gradient is added to its buffer without autograd."""
 
     @staticmethod
     def forward(ctx: Any, weight: Parameter, num_rows: int) -> Tensor:
@@ -176,7 +178,7 @@ def output_rows(weight: Parameter, num_rows: int, is_embedding: bool) -> Tensor:
     """The first rows of an output weight with a buffer, for an op that adds their gradient to the buffer's rows.
 
     Args:
-        is_embedding: whether the weight is this model part's embedding too, which then speaks for both.
+        is_embedding: whether the weight is also this model chunk's embedding, which then returns the placeholder.
     """
     return weight.detach()[:num_rows] if is_embedding else _OutputRows.apply(weight, num_rows)
 
@@ -185,9 +187,9 @@ _REPLACEMENTS = {ColumnParallelLinear: MainGradColumnParallelLinear, RowParallel
 
 
 def with_main_grad_layers(spec: Any) -> Any:
-    """``spec`` (a layer's, a block's, any part of one) with our linear layers in the place of Megatron's; edits it.
+    """Replace Megatron's linear layers by ours in ``spec`` (of a layer, a block or any part of one), in place.
 
-    Parts are ``ModuleSpec`` up to Megatron-Core 0.16 and also ``functools.partial`` later.
+    Parts of a spec are ``ModuleSpec`` up to Megatron-Core 0.16 and also ``functools.partial`` later.
     """
     if isinstance(spec, type):
         return _REPLACEMENTS.get(spec, spec)
@@ -205,11 +207,11 @@ def with_main_grad_layers(spec: Any) -> Any:
 
 
 def use_main_grad(part: Any) -> None:
-    """Let embedding and output weight of a ``TreeGPTModel`` made of such layers take the same way."""
+    """Use the buffers for embedding and output weight of a ``TreeGPTModel`` made of such layers, too."""
     part.adds_to_main_grad = True
     if part.pre_process:
-        # Megatron makes its embedding itself, without a spec; only what forward does differs.
+        # Megatron builds its embedding without a spec; only the forward differs.
         part.embedding.word_embeddings.__class__ = MainGradEmbedding
     if part.share_embeddings_and_output_weights and (part.pre_process or part.post_process):
-        # Megatron would add to the buffer what autograd has for a weight with two uses.
+        # Otherwise Megatron would add autograd's gradient of a weight with two uses to the buffer.
         part.shared_embedding_or_output_weight().zero_out_wgrad = False

@@ -1,10 +1,10 @@
-"""Frequencies of the rotary positions, with the scalings that published models use: linear, Llama 3's and YaRN.
+"""Computes rotary frequencies with the scalings that published models use: linear, Llama 3's and YaRN.
 
-Megatron-Core computes them too, but with Llama 3's frequency factors and original length fixed, and not in the order
-of operations of Hugging Face transformers. An angle is position x frequency, so at position 100,000 the last bit of a
-float32 frequency is 0.006 radians: a model sees the positions that it was trained with only if the bits agree. So
-the frequencies are computed here, on the CPU, as transformers and inference servers compute them, and Megatron's
-rotary embedding gets them; its table of angles stays float32 for models of every precision.
+Megatron-Core computes them too, but with fixed frequency factors and original length for Llama 3, and in another order
+of operations than Hugging Face transformers. An angle is position x frequency, so at position 100,000 the last bit of a
+float32 frequency is 0.006 radians: only if the bits agree does a model see the positions that it was trained with. The
+frequencies are therefore computed here on the CPU, as transformers and inference servers compute them, and passed to
+Megatron's rotary embedding. Its table of angles stays float32 for models of every precision.
 
 Sources: Chen et al. 2023 (arXiv:2306.15595) and kaiokendev for linear scaling, Grattafiori et al. 2024
 (arXiv:2407.21783) and Meta's reference code for Llama 3's, Peng et al. 2023 (arXiv:2309.00071) for YaRN.
@@ -26,12 +26,12 @@ from megatron_dta.config import ModelConfig
 
 
 def set_frequencies(gpt: GPTModel, model: ModelConfig) -> None:
-    """Give a freshly built ``gpt`` the frequencies of ``model``; its table of angles must not have been used yet."""
+    """Set the frequencies of ``model`` in a freshly built ``gpt``; its table of angles must not have been used yet."""
     gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model)
 
 
 def set_attention_factor(config: TransformerConfig, model: ModelConfig) -> None:
-    """YaRN's factor on cosine and sine, where Megatron's attention looks for it."""
+    """Set YaRN's factor on cosine and sine in the configuration that Megatron's attention reads."""
     if model.position_embedding_type == "yarn":
         config.yarn_rotary_scaling_factor = model.rotary_scaling_factor
         config.yarn_mscale = model.mscale
@@ -39,7 +39,7 @@ def set_attention_factor(config: TransformerConfig, model: ModelConfig) -> None:
 
 
 def rotary_tables(angles: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, float32 [n, R / 2], of Megatron's ``angles`` [n, 1, 1, R], which hold every angle twice.
+    """Cosine and sine, float32 [n, R / 2], of Megatron's ``angles`` [n, 1, 1, R], which contain every angle twice.
 
     They include YaRN's attention factor, as Megatron's attention applies it.
     """
@@ -72,7 +72,7 @@ def _powers(model: ModelConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, model: ModelConfig) -> Tensor:
-    """Divide frequencies that turn rarely over the original length, keep those that turn often, blend between."""
+    """Divide frequencies with few turns over the original length, keep those with many, and blend between them."""
     length = model.rope_scaling_original_max_position_embeddings
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     wavelength = 2 * math.pi / frequencies
@@ -85,8 +85,8 @@ def _llama3(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _yarn(model: ModelConfig) -> Tensor:
-    """The same idea with a ramp over the channels, from ``beta_fast`` turns over the original length to
-    ``beta_slow``.
+    """Like ``_llama3``, with a linear ramp over the channels from ``beta_fast`` turns over the original length to
+    ``beta_slow`` turns.
     """
     channels, powers = _rotated_channels(model), _powers(model)
     first, last = _channel_of(model.yarn_beta_fast, model), _channel_of(model.yarn_beta_slow, model)
@@ -94,7 +94,7 @@ def _yarn(model: ModelConfig) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, channels - 1)
     if first == last:
-        last += 0.001  # a ramp needs a width; this is the customary one
+        last += 0.001  # the ramp needs a width; this is the usual one
     ramp = ((torch.arange(channels // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept_part = 1 - ramp
     divided = (model.rotary_scaling_factor * powers).reciprocal()
@@ -102,6 +102,6 @@ def _yarn(model: ModelConfig) -> Tensor:
 
 
 def _channel_of(turns: float, model: ModelConfig) -> float:
-    """Index of the pair of channels that turns so often over the original length."""
+    """Index of the channel pair with this number of turns over the original length."""
     length = model.yarn_original_max_position_embeddings
     return _rotated_channels(model) * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))

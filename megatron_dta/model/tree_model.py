@@ -1,14 +1,14 @@
-"""Megatron-Core's GPTModel for trees: positions from the context, hidden states out, logprobs of edges on top.
+"""Megatron-Core's GPTModel for trees: positions from the context, hidden states as output, logprobs of edges on top.
 
-Two hooks of the stock model are overridden and nothing is patched. ``_preprocess``: Megatron's rotary embedding ignores
-``position_ids`` and numbers tokens from 0, which for a segment is wrong; here the table is indexed by the context's
-positions. ``_postprocess``: the stock model would return the logits of every row; here the last stage returns hidden
-states, and the logprob head turns the rows that need it into logprobs, a chunk at a time.
+Two methods of the stock model are overridden, and nothing is patched. ``_preprocess``: Megatron's rotary embedding
+ignores ``position_ids`` and numbers tokens from 0, which is wrong for a segment; here the context's positions index the
+table. ``_postprocess``: the stock model would return the logits of every row; here the last stage returns hidden
+states, and the logprob head turns the needed rows into logprobs, one logit chunk at a time.
 
-Under tensor parallelism every rank returns all hidden states; a rank's logprob head holds a part of the vocabulary, so
-the gradients that its ranks send back are parts of a sum, which Megatron's mappings here add up. Under sequence
-parallelism a pass is filled up to a multiple of the ranks with tokens that the core attention leaves out. So is a pass
-over no tokens: Megatron's layers need one.
+Under tensor parallelism every rank returns all hidden states. The logprob head of a rank holds a part of the
+vocabulary, so the gradients of the ranks are parts of a sum, which Megatron's mappings here compute. Under sequence
+parallelism, a pass is padded to a multiple of the number of ranks; the core attention leaves out the padding. A pass
+over no tokens is padded, too, because Megatron's layers need one token.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megatron_dta.model.rotary import rotary_tables
 
 
 class TreeGPTModel(GPTModel):
-    """A GPTModel, or a pipeline stage's part of one, whose forward takes an ``AttentionContext``.
+    """A GPTModel, or a model chunk of one, whose forward takes an ``AttentionContext``.
 
     Attributes:
-        true_vocab_size: rows of the output weight that are tokens; rows beyond are padding and take no probability.
-        stage_layers: layers of each virtual pipeline stage, in their order.
-        first_layer: index in the whole model of the part's first layer; 0 if this is the whole.
+        true_vocab_size: rows of the output weight that are tokens; rows beyond are padding and get no probability.
+        stage_layers: layers of each virtual pipeline stage, in stage order.
+        first_layer: index in the whole model of this model chunk's first layer; 0 for a whole model.
         has_fused_layers: whether its layers are those of ``fused_layer``.
-        adds_to_main_grad: whether weights with a gradient buffer get their gradients there, see ``main_grad``.
+        adds_to_main_grad: whether gradients are added to the weights' gradient buffers, see ``main_grad``.
     """
 
     true_vocab_size: int
@@ -47,34 +47,34 @@ class TreeGPTModel(GPTModel):
 
     @property
     def parts(self) -> list[TreeGPTModel]:
-        """What a rank holds of a model is a list of parts; the whole model is one."""
+        """A list of this one model chunk; ``StagedModel.parts`` lists several."""
         return [self]
 
     @property
     def layer_numbers(self) -> list[int]:
-        """1-based numbers in the whole model of this part's layers."""
+        """1-based numbers in the whole model of this model chunk's layers."""
         return [layer.layer_number for layer in self.decoder.layers]
 
     def stage_shape(self, num_tokens: int) -> tuple[int, int, int]:
-        """Shape of the hidden states of a pass over ``num_tokens`` tokens as they go from stage to stage."""
+        """Shape of the hidden states that stages exchange in a pass over ``num_tokens`` tokens."""
         rows = max(1, -(-num_tokens // self._row_unit)) * self._row_unit
         return rows // self._row_ranks, 1, self.config.hidden_size
 
     @property
     def _row_ranks(self) -> int:
-        """Ranks that divide a pass's rows among them."""
+        """Number of ranks among which the rows of a pass are divided."""
         return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
 
     @property
     def _row_unit(self) -> int:
-        """A pass has a multiple of so many rows: as many on each rank, and in FP8 what its products need."""
+        """A pass is padded to a multiple of this: an equal share for each rank, and the unit of FP8 products."""
         return self._row_ranks * (FP8_UNITS[self.config.fp8_recipe] if self.config.fp8 else 1)
 
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
         """Hidden states [n, hidden size] after the final norm.
 
-        A stage before the last returns what the next one takes, [n, 1, hidden size] (divided among the ranks under
-        sequence parallelism); a stage after the first reads no token ids, but the tensor of ``set_input_tensor``.
+        A stage before the last returns the input of the next one, [n, 1, hidden size] (divided among the ranks under
+        sequence parallelism). A stage after the first reads the tensor of ``set_input_tensor`` instead of token ids.
 
         Args:
             input_ids: int64 [1, n], token ids of the pass.
@@ -94,7 +94,7 @@ class TreeGPTModel(GPTModel):
         context.max_seqlen_q = context.max_seqlen_kv = self.max_sequence_length
         outputs = list(super()._preprocess(*args, packed_seq_params=context, **kwargs))
         if torch.is_grad_enabled() and outputs[0] is not None and not outputs[0].requires_grad:
-            # Of frozen weights: recomputation gives gradients only to what begins with something that asks for them.
+            # For frozen weights: recomputation computes gradients only if its input requires a gradient.
             outputs[0].requires_grad_()
         outputs[1] = outputs[1].index_select(0, self._filled_up(context.position_ids))
         if self.has_fused_layers:
@@ -105,7 +105,7 @@ class TreeGPTModel(GPTModel):
 
     @property
     def _decodes_directly(self) -> bool:
-        """Whether all layers of this part can take passes over pages without their modules, see ``decode_layer``."""
+        """Whether ``decode_layer`` can run all layers of this model chunk in passes over pages, without modules."""
         return (
             self.has_fused_layers
             and not torch.is_grad_enabled()
@@ -126,17 +126,17 @@ class TreeGPTModel(GPTModel):
         return hidden_states.squeeze(1)[: check_context(packed_seq_params).position_ids.shape[0]]
 
     def _filled_up(self, tokens: Tensor) -> Tensor:
-        """``tokens`` [..., n] with zeros up to a multiple of ``_row_unit``, of which there is one at least."""
+        """``tokens`` [..., n] padded with zeros to a multiple of ``_row_unit``, at least one unit."""
         missing = -tokens.shape[-1] % self._row_unit if tokens.shape[-1] else self._row_unit
         return F.pad(tokens, (0, missing)) if missing else tokens
 
     def output_weight(self) -> Tensor:
-        """The rank's rows of the output weight [its part of the vocabulary, hidden size] without padding rows."""
+        """The rank's rows of the output weight [its part of the vocabulary, hidden size], without padding rows."""
         weight = self._padded_output_weight()
         return weight[: self._true_rows(weight)]
 
     def _true_rows(self, weight: Tensor) -> int:
-        """Rows of the rank's part of the output weight that are tokens."""
+        """Number of rows of the rank's part of the output weight that are tokens."""
         return max(0, min(len(weight), self.true_vocab_size - self._first_token(weight)))
 
     def _padded_output_weight(self) -> Tensor:
@@ -149,7 +149,7 @@ class TreeGPTModel(GPTModel):
         return parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocabulary] of ``hidden`` [n, hidden size], whole on every rank; for sampling, not for training.
+        """Logits [n, vocabulary] of ``hidden`` [n, hidden size], complete on every rank; for sampling only.
 
         Every rank of a tensor group gets the same bits.
         """

@@ -1,13 +1,13 @@
-"""The critic: a model like the policy with one number for each token in the place of logits.
+"""The critic: a model like the policy that returns one number for each token instead of logits.
 
-The value of an edge parent -> child is the value of the state before the child is taken, so of the parent's row: where
-a token has several children, they share it. The engine asks its model for one number per edge and hands it to every
-(sequence, token) through the edge; here that number is the value. So all that the engine does with logprobs it does
-with values, on the same plan, and a pass for logprobs is one for values.
+The value of an edge parent -> child is the value of the state before the child is taken, so it belongs to the parent's
+row, and several children of a token share it. The engine asks its model for one number per edge and distributes it to
+every (sequence, token) pair through the edge; for a critic this number is the value. The engine therefore handles
+values exactly as logprobs, on the same plan, and its pass for logprobs computes values.
 
-The head is a linear map without bias in the accumulation precision. Under tensor parallelism each rank has the weights
-of a part of the hidden channels: what the ranks send back to the hidden states are parts of a sum, as from a
-vocabulary head, and Megatron's mappings before it add them up.
+The head is a linear map without bias in the accumulation precision. Under tensor parallelism each rank holds the
+weights of a part of the hidden channels. The gradients of the ranks by the hidden states are parts of a sum, as with a
+vocabulary head, and Megatron's mappings before the head compute the sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         ranks, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
-        # Drawn whole, so that the same random state gives the same head on any number of ranks.
+        # All weights are drawn, so that a random state gives the same head on any number of ranks.
         whole = torch.empty(1, config.hidden_size, dtype=torch.float32)
         config.init_method(whole)
         self.part = config.hidden_size // ranks
@@ -52,7 +52,7 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The rank's part of the weight for Megatron's distributed checkpoints."""
+        """This rank's shard of the weight for Megatron's distributed checkpoints."""
         weights = self.state_dict(keep_vars=True)  # the optimizer finds its parameters by identity
         return make_sharded_tensors_for_checkpoint(weights, prefix, {"weight": 1}, sharded_offsets)
 
@@ -68,6 +68,6 @@ class TreeValueModel(TreeGPTModel):
     def edge_logprobs(
         self, hidden: Tensor, edge_row: Tensor, target: Tensor, chunks: list[RowChunk], temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Value of every edge, and 0 for every row of ``hidden``, which has no entropy here."""
+        """Value of every edge, and 0 as the entropy of every row of ``hidden``."""
         values = self.output_layer(hidden)
         return values.index_select(0, edge_row), values.detach().new_zeros(hidden.shape[0])

@@ -1,13 +1,13 @@
-"""Products of many groups of rows, each with a matrix of its own, in one launch: experts' maps as Triton kernels.
+"""Triton kernels that multiply many groups of rows by a separate matrix each in one launch, for the maps of experts.
 
-PyTorch's ``grouped_mm`` wants the matrices of all groups as one tensor and rounds their gradients to 16 bits. Megatron
-has a parameter, a place in checkpoints and a float32 gradient buffer for each expert, so every pass would copy all
-weights, and write, read and add all weights' gradients once more than needed: with a few hundred rows a group, longer
-than the products take. These kernels find each group's matrix, and the buffer of its gradient, in a table of addresses;
-gradients are added in the buffer's precision as they are computed. Nothing waits for the device.
+PyTorch's ``grouped_mm`` needs the matrices of all groups as one tensor and rounds their gradients to 16 bits. Megatron
+has a parameter, a place in checkpoints and a float32 gradient buffer for each expert. Every pass would therefore copy
+all weights, and write, read and add all weight gradients once more than needed. With a few hundred rows a group, this
+takes longer than the products. These kernels find the matrix of each group, and the buffer of its gradient, in a table
+of addresses. Gradients are added in the buffer's precision as they are computed. Nothing waits for the device.
 
-Programs take tiles of rows that never hold rows of two groups; the last tile of a group repeats its last row and does
-not store what becomes of it. A row's result does not depend on the other rows.
+A program handles a tile of rows of a single group. The last tile of a group is padded with its last row, and the
+results of the padding are not stored. The result of a row does not depend on the other rows.
 
 Legend: G groups, R rows in all, N outputs and K inputs of a group's matrix [N, K].
 """
@@ -108,7 +108,7 @@ def _table_kernel(
     tiles = (counts + SIZE - 1) // SIZE
     begin, tile = tl.sum(tl.where(each < own, counts, 0), 0), tl.sum(tl.where(each < own, tiles, 0), 0)
     tl.store(table_out + own, begin)
-    # The last program stands for no group: it marks the tiles that are left over.
+    # The last program belongs to no group: it marks the unused tiles.
     last = own == num_groups
     group = tl.where(last, -1, own)
     number = tl.where(last, num_tiles - tile, tl.sum(tl.where(each == own, tiles, 0), 0))
@@ -120,7 +120,7 @@ def _table_kernel(
 
 
 class _Tiles(NamedTuple):
-    """Sizes of a program's tile, its steps along the sum, and launch settings."""
+    """Sizes of a program's tile, its steps along the summed dimension, and launch settings."""
 
     rows: int
     columns: int
@@ -133,10 +133,10 @@ class _Tiles(NamedTuple):
         return Launcher(kernel, **constants, **sizes, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
-# By bytes of an element. 16-bit tiles are those that fill the tensor cores of a Hopper GPU; float32 has none, for which
-# the values are exact, and is there for checks.
+# By bytes of an element. The 16-bit tiles fill the tensor cores of a Hopper GPU. float32 runs outside the tensor cores,
+# for exact values, and is meant for checks.
 _LARGE = {2: _Tiles(128, 256, 64, 8, 3), 4: _Tiles(64, 64, 32, 4, 2)}
-# Groups of few rows waste less of these.
+# Groups of few rows waste less of these smaller tiles.
 _SMALL = {2: _Tiles(64, 256, 64, 4, 3), 4: _Tiles(64, 64, 32, 4, 2)}
 
 
@@ -163,15 +163,15 @@ class MatrixTable:
         for matrix in matrices:
             if matrix.shape != first.shape or matrix.dtype != first.dtype or not matrix.is_contiguous():
                 raise ValueError("matrices of groups must be contiguous and of one shape and dtype")
-        # The first one tells the kernels the dtype; all are kept, as nothing else may have them.
+        # The first matrix gives the kernels the dtype. All are kept, because no other reference to them may exist.
         self.matrices, self.shape = tuple(matrices), tuple(first.shape)
         self._addresses = _addresses(matrices)
         self.on_device = _upload(np.array(self._addresses, dtype=np.int64), first.device)
-        # Then columns can be read and written 16 bytes at a time.
+        # If aligned, columns can be read and written 16 bytes at a time.
         self.is_aligned = not any(address % 16 for address in self._addresses)
 
     def holds(self, matrices: Sequence[Tensor]) -> bool:
-        """Whether it is of these matrices, and they are where they were."""
+        """Whether the table is of these matrices, and their addresses are unchanged."""
         return self._addresses == _addresses(matrices)
 
 
@@ -187,8 +187,8 @@ def _upload(values: np.ndarray, device: torch.device) -> Tensor:
 class GroupedRows:
     """Rows of G groups, one group after another, and the products of each with its group's matrix.
 
-    The device alone has to know how many rows a group has. There are as many tiles as that many rows in that many
-    groups can fill; those which they do not fill do nothing.
+    Only the device needs the number of rows of each group. The number of tiles is the largest that ``num_rows`` rows in
+    G groups can need; unused tiles do nothing.
 
     Args:
         counts_G: integers on the rows' device, rows of each group, any number.
@@ -232,7 +232,7 @@ class GroupedRows:
         return y
 
     def add_weight_gradients(self, sums_NK: MatrixTable, grad_RN: Tensor, x_RK: Tensor) -> None:
-        """``sum += grad.T @ x`` over each group's rows, in float32, in a fixed order and rounded once."""
+        """``sum += grad.T @ x`` over each group's rows, accumulated in float32 in a fixed order and rounded once."""
         out, inner = sums_NK.shape
         grad, x, tiles = self._checked(grad_RN, out), self._checked(x_RK, inner), self._columns
         if self.num_rows:

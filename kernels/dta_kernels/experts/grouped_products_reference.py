@@ -1,6 +1,6 @@
-"""Products of many groups of rows, each with a matrix of its own, as a loop over the groups: the twin of the kernels.
+"""Multiplies many groups of rows by a separate matrix each, in a loop over the groups: reference of the kernels.
 
-It runs on any device and in any dtype, float64 included.
+It supports any device and dtype, including float64.
 
 Legend: R rows in all, N outputs and K inputs of a group's matrix [N, K].
 """
@@ -16,7 +16,7 @@ from dta_kernels.layers.weight_gradients import add_weight_gradient
 
 
 class PlainRows:
-    """What ``grouped_products.GroupedRows`` is, with sequences of matrices in the place of tables.
+    """Reference of ``grouped_products.GroupedRows``, with sequences of matrices instead of tables.
 
     Args:
         counts: rows of each group, any number.

@@ -1,7 +1,7 @@
-"""Sums of a few rows each, in a fixed order, as a Triton kernel: what experts made of a token, or its gradients.
+"""Triton kernel that sums a few rows each in a fixed order: the experts' outputs of a token, or its gradients.
 
-PyTorch's ways to it add with atomic operations, in an order of the moment and rounding after each addition, or write
-all rows out once more in front of the sum. This one reads each row once, adds in float32 and rounds once.
+PyTorch's ops either add with atomic operations, in varying order and with a rounding after each addition, or write all
+rows once more before the sum. This kernel reads each row once, adds in float32 and rounds once.
 
 Legend: R rows, N sums of K rows each, C columns.
 """

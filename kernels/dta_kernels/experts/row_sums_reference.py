@@ -1,4 +1,4 @@
-"""Sums of a few rows each, in plain PyTorch: the twin of ``row_sums``, for any device and dtype."""
+"""Sums of a few rows each in plain PyTorch: reference of ``row_sums`` for any device and dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sum_rows(rows_RC: Tensor, places_NK: Tensor) -> Tensor:
-    """Sums [N, C] of the K rows at each of N ``places``, in their order, rounded once; without autograd."""
+    """Sums [N, C] of the K rows at each of N ``places``, in order, rounded once; without autograd."""
     dtype = torch.promote_types(rows_RC.dtype, torch.float32)
     first, *others = places_NK.unbind(1)
     total = rows_RC.index_select(0, first).to(dtype)

@@ -1,8 +1,8 @@
-"""SwiGLU of experts' first products, each row times the weight that its router gave it, as Triton kernels.
+"""Triton kernels of SwiGLU on experts' first products, with each row multiplied by its router weight.
 
-One pass over memory forward and one backward, where plain operations make some ten; nothing but the first product has
-to be kept. Arithmetic is float32 throughout, results are rounded once. The gradient by a row's weight is summed up by
-the row's program, so it is the same from run to run.
+They take one pass over memory forward and one backward, instead of about ten with plain operations, and only the first
+product must be kept. Arithmetic is in float32, and results are rounded once. The gradient by a row's weight is summed
+by the row's program, so it is reproducible.
 
 Legend: R rows, F width of an expert.
 """

@@ -1,6 +1,6 @@
-"""Adds up the partial weight gradients of a kernel's programs, straight into the buffers that collect them.
+"""Sums the partial weight gradients of a kernel's programs directly into the buffers that accumulate them.
 
-PyTorch would take a sum, a conversion and an addition for each weight, and round what is added to the weight's dtype.
+PyTorch would need a sum, a conversion and an addition for each weight, and would round the sum to the weight's dtype.
 
 Legend: P programs, C columns.
 """
@@ -47,7 +47,7 @@ def _add_pair() -> Launcher:
 
 
 def add_partial_sums(sums_C: tuple[Tensor, Tensor], partials_PC: tuple[Tensor, Tensor]) -> None:
-    """``sum += partial.sum(0)`` for both pairs, summed up in float32 and in a fixed order.
+    """``sum += partial.sum(0)`` for both pairs, accumulated in float32 and in a fixed order.
 
     Args:
         sums_C: any floating-point dtype, contiguous.

@@ -1,13 +1,12 @@
-"""From Megatron's mixed QKV to rotated queries and keys in one pass: the heads' norms and the rotary positions.
+"""Computes rotated queries and keys from Megatron's mixed QKV in one pass: norms of heads and rotary positions.
 
 Megatron's product leaves the heads of a group side by side: its queries, its key, its value. A program reads the heads
-of one group where they are, normalizes each (Qwen3's QK-norm) and turns pairs of channels (i, i + R / 2) by their
-angle; values stay where they are, as a view. A head is read as three tiles: the two halves of what is turned and the
-rest, so that every access is to neighboring channels. The backward takes the gradients of queries, keys and values and
-writes that of the mixed rows. Arithmetic is float32 throughout, cosines and sines are float32, and results are rounded
-once.
+of one group in place, normalizes each (Qwen3's QK-norm) and rotates pairs of channels (i, i + R / 2) by their angle.
+Values stay in place, as a view. A head is read as three tiles, the two halves of the rotated channels and the rest, so
+that every access is to neighboring channels. The backward takes the gradients of queries, keys and values and writes
+that of the mixed rows. Arithmetic is in float32, cosines and sines are float32, and results are rounded once.
 
-Weight gradients are added up in a fixed order, in float32: each program over its tokens, then the programs' sums.
+Weight gradients are summed in a fixed order, in float32: first by each program over its tokens, then over programs.
 
 Legend: N tokens, G key/value heads (groups), P query heads of a group, D head size, R rotated channels,
 W = G (P + 2) D.
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from dta_kernels.launch import Launcher, ceil_div
 
-# Programs of the backward pass, over tokens and groups.
+# Most programs of the backward pass, over tokens and groups.
 _MAX_PROGRAMS = 1024
 
 
@@ -42,7 +41,7 @@ def _turn_head(
     source, target, weight_in, cos, sin, half_exists, rest_exists, eps, D: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and turn a head of some tokens; ``source`` and ``target`` [tokens, 1] point to its first channel."""
+    """Normalize and rotate a head of some tokens; ``source`` and ``target`` [tokens, 1] point to its first channel."""
     h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
     first = tl.load(source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
@@ -58,7 +57,7 @@ def _turn_head(
         if REST:
             rest = rest * rstd * tl.load(weight_in + r, mask=r < D, other=0.0).to(tl.float32)[None, :]
     element = target.dtype.element_ty
-    # Spelled out, so that no compiler chooses which product is rounded: queries are computed again bit for bit.
+    # Explicit fma, so that no compiler chooses which product is rounded: queries are recomputed bit for bit.
     tl.store(target + h[None, :], tl.fma(first, cos, -(second * sin)).to(element), mask=half_exists)
     tl.store(target + HALF + h[None, :], tl.fma(second, cos, first * sin).to(element), mask=half_exists)
     if REST:
@@ -101,7 +100,7 @@ def _turn_head_back(
     h, r = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
     grad_first = tl.load(grad_source + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
     grad_second = tl.load(grad_source + HALF + h[None, :], mask=half_exists, other=0.0).to(tl.float32)
-    # Turned back by the same angle.
+    # Rotated back by the same angle.
     first = grad_first * cos + grad_second * sin
     second = grad_second * cos - grad_first * sin
     rest = tl.zeros_like(rest_exists).to(tl.float32)
@@ -203,7 +202,7 @@ def _backward_kernel(
 
 @lru_cache
 def _rows(num_pairs: int) -> int:
-    """Tokens of a program at once."""
+    """Number of tokens that a program handles at once."""
     return max(1, min(16, 1024 // triton.next_power_of_2(num_pairs)))
 
 
@@ -212,7 +211,7 @@ _KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
 
 @lru_cache
 def _launcher(name: str, layout: QKVLayout, num_pairs: int, norm: bool, keys: bool | None = None) -> Launcher:
-    """By the kernel's name: its hash takes as long as a launch."""
+    """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
     more = {} if keys is None else {"KEYS": keys}
     rest = layout.head_size - 2 * num_pairs
     return Launcher(
@@ -262,7 +261,7 @@ class _QKVRope(torch.autograd.Function):
 
 
 def values_of(mixed_NW: Tensor, layout: QKVLayout) -> Tensor:
-    """The values [N, G, D] where they stand in the mixed rows."""
+    """The values [N, G, D] as a view of the mixed rows."""
     G, P, D = layout
     return mixed_NW.view(mixed_NW.shape[0], G, P + 2, D)[:, :, P + 1]
 
@@ -313,9 +312,9 @@ def qkv_rope_partial_gradients(
     layout: QKVLayout,
     eps: float,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """``qkv_rope_backward`` with the weights' gradients in the parts of each program, float32 [programs, D].
+    """``qkv_rope_backward`` with the weights' gradients as one partial sum of each program, float32 [programs, D].
 
-    Without norms they hold nothing.
+    Without norms, the partial sums are undefined.
     """
     N, norm, pairs = mixed_NW.shape[0], q_weight_D is not None, cos.shape[1]
     tiles = ceil_div(N, _rows(pairs))
@@ -324,7 +323,7 @@ def qkv_rope_partial_gradients(
     size = (programs * layout.num_groups, layout.head_size)
     partial = mixed_NW.new_empty(size, dtype=torch.float32), mixed_NW.new_empty(size, dtype=torch.float32)
     if N:
-        # The last programs may have no tokens; their share of the weights' gradients is zero.
+        # The last programs may have no tokens; their partial weight gradients are zero.
         _launcher("backward", layout, pairs, norm)(
             (layout.num_groups, programs), grad_q_NHD.contiguous(), grad_k_NGD.contiguous(), grad_v_NGD.contiguous(),
             mixed_NW, cos, sin, q_weight_D if norm else cos, k_weight_D if norm else cos, grad_mixed_NW, *partial, N,
@@ -342,12 +341,12 @@ def qkv_rope(
     layout: QKVLayout,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of the mixed rows, normalized per head and turned to their positions.
+    """Queries, keys and values of the mixed rows, normalized per head and rotated to their positions.
 
     Args:
-        mixed_NW: [N, G (P + 2) D], of each group its queries, its key and its value.
-        cos, sin: float32 [N, R / 2] contiguous, with any attention factor; channels from R on are not turned.
-        q_weight_D, k_weight_D: weights of the heads' RMSNorm; both None for none.
+        mixed_NW: [N, G (P + 2) D], for each group its queries, its key and its value.
+        cos, sin: float32 [N, R / 2] contiguous, including any attention factor; channels from R on are not rotated.
+        q_weight_D, k_weight_D: weights of the heads' RMSNorm; both None without norms.
         eps: of the norms.
 
     Returns:
@@ -361,5 +360,5 @@ def qkv_rope(
 def queries_again(
     mixed_NW: Tensor, cos: Tensor, sin: Tensor, q_weight_D: Tensor | None, layout: QKVLayout, eps: float, q_NHD: Tensor
 ) -> None:
-    """Write the queries of an earlier pass into ``q`` [N, G P, D], bit for bit; all tensors contiguous."""
+    """Recompute the queries of an earlier pass into ``q`` [N, G P, D], bit for bit; all tensors are contiguous."""
     qkv_rope_into(mixed_NW, cos, sin, q_weight_D, q_weight_D, layout, eps, q_NHD, None)

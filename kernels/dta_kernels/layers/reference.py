@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of the fused layer kernels: RMSNorm, QK-norm with rotary positions, SwiGLU.
+"""Plain PyTorch references of the fused layer kernels: RMSNorm, QK-norm with rotary positions, SwiGLU.
 
 They compute in float32 (float64 for float64 inputs) and round once, as the kernels do; gradients are autograd's.
 

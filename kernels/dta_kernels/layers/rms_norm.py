@@ -1,15 +1,15 @@
-"""RMSNorm of a residual stream as Triton kernels: the addition of a branch goes with it, forward and backward.
+"""Triton kernels of RMSNorm on a residual stream, fused with the addition of a branch, forward and backward.
 
-Between two blocks a layer adds the last block's output to the stream and normalizes the sum for the next. Here that is
-one pass over memory, and so is its backward: the gradient by the normed rows and the one that the stream brings along
-come in, their common gradient and the weight's go out. Arithmetic is float32 throughout and results are rounded once.
+Between two blocks, a layer adds the output of the first one to the stream and normalizes the sum for the next one. Here
+that is one pass over memory, and so is its backward: its inputs are the gradients by the normed rows and by the stream,
+its outputs their common gradient and that of the weight. Arithmetic is in float32, and results are rounded once.
 
-Liger-Kernel 0.8.5 has such kernels too. They are not used because theirs divide the rows of the weight gradient by
-the GPU's processors, so the sum depends on the machine and Triton's interpreter has no number to give; because the
-backward of the variant with an addition is compiled anew for every number of rows; and because neither keeps what
-computes the normed rows again without a second reduction.
+Liger-Kernel 0.8.5 has such kernels, too. They are not used for three reasons. They divide the rows of the weight
+gradient by the number of the GPU's processors, so the sum depends on the machine, and Triton's interpreter has no such
+number. The backward of their variant with an addition is compiled again for every number of rows. Neither variant keeps
+the statistics that recompute the normed rows without a second reduction.
 
-Weight gradients are added up in a fixed order, in float32: each program over its rows, then the programs' sums.
+Weight gradients are summed in a fixed order, in float32: first by each program over its rows, then over programs.
 
 Legend: N rows, C columns, P programs.
 """
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from dta_kernels.launch import Launcher, ceil_div
 
-# Programs of the backward pass: enough to fill any GPU twice over, few enough that their sums are a small tensor.
+# Most programs of the backward pass: enough to fill any GPU twice, few enough for a small tensor of partial sums.
 _MAX_PROGRAMS = 512
 
 
 class RMSNormOutput(NamedTuple):
-    """``normed`` and ``residual`` as the input, ``rstd`` float32 [N] (not differentiable)."""
+    """``normed`` and ``residual`` with the input's shape and dtype, ``rstd`` float32 [N] (not differentiable)."""
 
     normed: Tensor
     residual: Tensor
@@ -52,7 +52,7 @@ def _forward_kernel(
         total = x + tl.load(added_in + offset, mask=exists, other=0.0).to(tl.float32)
         rounded = total.to(residual_out.dtype.element_ty)
         tl.store(residual_out + offset, rounded, mask=exists)
-        # What later passes read is the rounded sum, so that is what is normalized.
+        # Later passes read the rounded sum, so the rounded sum is normalized.
         x = rounded.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / num_columns + eps)
     tl.store(rstd_out + row, rstd)
@@ -104,7 +104,7 @@ _KERNELS = {"forward": _forward_kernel, "again": _again_kernel, "backward": _bac
 
 @lru_cache
 def _launcher(name: str, num_columns: int, add: bool | None = None) -> Launcher:
-    """By the kernel's name: its hash takes as long as a launch."""
+    """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
     block, more = triton.next_power_of_2(num_columns), {} if add is None else {"ADD": add}
     num_warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
     return Launcher(_KERNELS[name], **more, BLOCK=block, num_warps=num_warps)
@@ -147,7 +147,7 @@ def rms_norm_forward(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | No
 def rms_norm_backward(
     grad_normed: Tensor, grad_residual: Tensor | None, x: Tensor, rstd_N: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradient by ``x``, and by the weight in float32 [C]; ``x`` is what was normalized."""
+    """Gradient by ``x``, the input of the norm, and by the weight in float32 [C]."""
     grad, grad_weight_PC = rms_norm_partial_gradients(grad_normed, grad_residual, x, rstd_N, weight_C)
     return grad, grad_weight_PC.sum(0)
 
@@ -155,7 +155,7 @@ def rms_norm_backward(
 def rms_norm_partial_gradients(
     grad_normed: Tensor, grad_residual: Tensor | None, x: Tensor, rstd_N: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``rms_norm_backward`` with the weight's gradient in the parts of each program, float32 [P, C]."""
+    """``rms_norm_backward`` with the weight's gradient as one partial sum of each program, float32 [P, C]."""
     C, N = weight_C.shape[0], rstd_N.shape[0]
     grad = torch.empty_like(x)
     programs = min(N, _MAX_PROGRAMS)
@@ -181,14 +181,14 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None = Non
         added: same shape and dtype as ``x``.
 
     Returns:
-        The normed rows, the residual stream (``x`` or the sum) and what ``rms_norm_again`` needs. Use the residual in
-        place of the input, so that its gradient is added within the backward pass.
+        The normed rows, the residual stream (``x`` or the sum) and the statistics for ``rms_norm_again``. Use the
+        residual in place of the input afterwards, so that its gradient is added within the backward pass.
     """
     return RMSNormOutput(*_RMSNorm.apply(x, weight_C, eps, added))
 
 
 def rms_norm_again(residual: Tensor, rstd_N: Tensor, weight_C: Tensor, normed: Tensor) -> None:
-    """Write the normed rows of an earlier pass into ``normed``, bit for bit; all tensors contiguous."""
+    """Recompute the normed rows of an earlier pass into ``normed``, bit for bit; all tensors are contiguous."""
     C, N = weight_C.shape[0], rstd_N.shape[0]
     if N:
         _launcher("again", C)((N,), residual, rstd_N, weight_C, normed, C)

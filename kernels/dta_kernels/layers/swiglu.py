@@ -1,8 +1,8 @@
-"""SwiGLU (Shazeer 2020, arXiv:2002.05202) of a feed-forward layer's first product as Triton kernels.
+"""Triton kernels of SwiGLU (Shazeer 2020, arXiv:2002.05202) on a feed-forward layer's first product.
 
-Gate and up projection are read where Megatron's product leaves them, side by side in one row, so nothing is split or
-joined; the backward writes both gradients into one tensor. Arithmetic is float32 throughout, results are rounded once.
-(Liger-Kernel's takes the two as separate contiguous tensors and rounds the gate before the product.)
+Gate and up projection are read in place, side by side in one row of Megatron's product, so nothing is split or joined.
+The backward writes both gradients into one tensor. Arithmetic is in float32, and results are rounded once.
+(Liger-Kernel takes the two as separate contiguous tensors and rounds the gate before the product.)
 
 Legend: N rows, F width of the feed-forward layer.
 """
@@ -54,7 +54,7 @@ _KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
 
 @lru_cache
 def _launcher(name: str) -> Launcher:
-    """By the kernel's name: its hash takes as long as a launch."""
+    """Takes the kernel's name, because hashing the kernel takes as long as a launch."""
     return Launcher(_KERNELS[name], BLOCK=_BLOCK, num_warps=4)
 
 
@@ -82,7 +82,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient by ``x``, which is contiguous."""
+    """Gradient by ``x``, which must be contiguous."""
     width = x.shape[-1] // 2
     grad_x = torch.empty_like(x)
     if x.numel():
@@ -91,7 +91,7 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def swiglu_into(x: Tensor, y: Tensor) -> None:
-    """Write ``swiglu(x)`` into ``y``, without autograd; both contiguous."""
+    """Write ``swiglu(x)`` into ``y``, without autograd; both must be contiguous."""
     width = y.shape[-1]
     if y.numel():
         _launcher("forward")(_grid(y.numel() // width, width), x, y, width)

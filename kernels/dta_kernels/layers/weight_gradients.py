@@ -1,8 +1,8 @@
-"""Adds gradients of weights to a buffer that is there already, in the buffer's precision, and stands in for them.
+"""Adds weight gradients to existing buffers in the buffer's precision, and provides placeholders for autograd.
 
-A weight gradient that autograd hands on is a tensor of its own in the weight's dtype: for 16-bit weights it is rounded
-once for every backward pass, and written, read and added by itself. Here the matrix product adds to the buffer as it
-is computed. What autograd gets in its place is a tensor without memory, so that the weight's hooks fire.
+A weight gradient in autograd is a separate tensor in the weight's dtype. For 16-bit weights it is rounded in every
+backward pass, and it is written, read and added separately. Here the matrix product adds to the buffer as it is
+computed. Autograd gets a tensor without memory instead, so that the weight's hooks fire.
 
 Legend: N rows of a pass (tokens), V outputs of a linear map (for the logprobs the vocabulary), C inputs.
 """
@@ -18,10 +18,10 @@ _placeholders: dict[tuple, Tensor] = {}
 
 
 def add_weight_gradient(sum_VC: Tensor, grad_NV: Tensor, input_NC: Tensor) -> None:
-    """``sum += grad.T @ input``, summed up in the sum's dtype and, where PyTorch can, without a copy of the product.
+    """``sum += grad.T @ input`` in the sum's dtype; if PyTorch supports it, without a copy of the product.
 
     Args:
-        sum_VC: buffer, of the dtype of the others or a wider one.
+        sum_VC: buffer, of the same dtype as the others or a wider one.
     """
     if grad_NV.shape[0] == 0:
         return
@@ -37,29 +37,29 @@ def add_weight_gradient(sum_VC: Tensor, grad_NV: Tensor, input_NC: Tensor) -> No
 
 @lru_cache
 def _has_mixed_product() -> bool:
-    """Whether PyTorch adds a product of 16-bit matrices to a float32 matrix."""
+    """Whether PyTorch can add a product of 16-bit matrices to a float32 matrix."""
     return "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def add_row_gradients(sum_VC: Tensor, row_N: Tensor, grad_NC: Tensor) -> None:
-    """``sum[row] += grad`` for every row, in the sum's dtype; repeated rows in a fixed order.
+    """``sum[row] += grad`` for every row, in the sum's dtype; repeated rows are added in a fixed order.
 
     Args:
-        row_N: int64, any number of times each.
+        row_N: int64; a row may occur several times.
     """
     if sum_VC.is_cuda:
-        # Sorts the rows on the device, and so adds up equal ones in their order; index_add_ would use atomics.
+        # index_put_ sorts the rows on the device and so adds equal rows in order; index_add_ would use atomics.
         sum_VC.index_put_((row_N,), grad_NC.to(sum_VC.dtype), accumulate=True)
     else:
-        # On a CPU it is the other way round.
+        # On a CPU, index_add_ is the deterministic one.
         sum_VC.index_add_(0, row_N, grad_NC.to(sum_VC.dtype))
 
 
 def gradient_placeholder(weight: Tensor) -> Tensor:
-    """A tensor of the weight's shape, strides, dtype and device that has no memory: for autograd to pass on.
+    """A tensor without memory that has the weight's shape, strides, dtype and device, for autograd to pass on.
 
-    Nothing may read or write its elements, nor may autograd add it to another gradient of the same tensor. With the
-    strides of the weight and no other reference to it, autograd makes it the weight's ``grad`` without a copy.
+    Its elements must not be read or written, and autograd must not add it to another gradient of the same tensor. With
+    the strides of the weight and no other reference to it, autograd makes it the weight's ``grad`` without a copy.
     """
     key = (tuple(weight.shape), weight.dtype, weight.device)
     if key not in _placeholders:

@@ -1,13 +1,13 @@
-"""Draws a token of each row of logits and gives its logprob, as two Triton kernels that read the logits once.
+"""Draws a token for each row of logits and returns its logprob, in two Triton kernels that read the logits once.
 
-In PyTorch this is a chain of a dozen kernels over the whole vocabulary, most of them in float64: a tenth of a decoding
-pass. Here the first kernel leaves the maximum and the sum of exponentials of each block of a row; the second one finds
-the block in which the draw falls, and reads that block again for the token in it.
+In PyTorch this takes a dozen kernels over the whole vocabulary, most of them in float64: a tenth of a decoding pass.
+Here the first kernel computes the maximum and the sum of exponentials of each block of a row. The second one finds the
+block in which the draw falls, and reads that block again to find the token.
 
-Sums are float64, of exponentials of the logits in float32 as the trainer's, so a draw is the inverse of the row's
-cumulative distribution at ``noise`` to the last bits, and a row's result depends on nothing but the row and its noise.
+Exponentials are float32, as in the trainer, and their sums float64. A draw is therefore the inverse of the row's
+cumulative distribution at ``noise`` to the last bits, and the result of a row depends only on the row and its noise.
 
-``draw_tokens_reference`` is the plain PyTorch twin.
+``draw_tokens_reference`` is the plain PyTorch reference.
 
 Legend: B rows, V vocabulary, K blocks of a row.
 """
@@ -32,7 +32,7 @@ def _scaled(logits_in, temperature, SCALE: tl.constexpr, exists):
 
 @triton.jit
 def _shift_of(largest):
-    """What is subtracted before exponentials; minus infinity must not be subtracted from itself."""
+    """The shift of the exponents; minus infinity must not be subtracted from itself."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
@@ -70,7 +70,7 @@ def _draw_kernel(
         block = tl.min(tl.where(largest_of == largest, k, num_blocks - 1), 0)
     else:
         threshold = tl.load(noise_in + row) * total
-        # NaN and rounding leave no block above the threshold: then it is the last one with any weight.
+        # With NaN or rounding, no block may be above the threshold; then the last block with any weight is taken.
         last = tl.max(tl.where(sums > 0, k, 0), 0)
         block = tl.minimum(tl.min(tl.where((until > threshold) & (sums > 0), k, BLOCKS), 0), last)
     i = tl.arange(0, BLOCK)
@@ -90,10 +90,10 @@ def _draw_kernel(
 
 
 def draw_tokens(logits_BV: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """A token of each row in proportion to its probability, and its logprob at ``temperature``.
+    """Draw a token of each row in proportion to its probability, and compute its logprob at ``temperature``.
 
-    Temperature 0 takes the likeliest token, of equals the lowest, and gives the logprob of temperature 1. A row with
-    NaN gives some token and a logprob of NaN.
+    Temperature 0 takes the most likely token (the lowest of equals) and gives the logprob at temperature 1. A row that
+    contains NaN gives an arbitrary token and a logprob of NaN.
 
     Args:
         logits_BV: 16 bits or float32, tokens of a row next to each other.

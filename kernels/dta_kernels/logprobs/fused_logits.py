@@ -1,10 +1,9 @@
-"""The elementwise passes over a chunk of logits as Triton kernels: one read for the statistics of the softmax, one
-read and one write for the gradient, in place and in the logits' own dtype.
+"""Triton kernels for the elementwise passes over a chunk of logits: softmax statistics, and the gradient in place.
 
-Written with PyTorch's ops (``linear_logprobs``, ``parallel_linear_logprobs``, the plain twins) these passes read and
-write float32 copies of the logits some fifteen times, which takes longer than the matrix products beside them. All
-arithmetic is in float32 here too. Each program walks over one row in a fixed order, so results are the same bit for
-bit from run to run.
+The statistics take one read of the logits, the gradient one read and one write in the logits' own dtype. With PyTorch's
+ops (the references in ``linear`` and ``vocab_parallel``), these passes read and write float32 copies of the logits
+about fifteen times, which takes longer than the matrix products. All arithmetic is in float32 here, too. Each program
+processes one row in a fixed order, so results are reproducible bit for bit.
 
 Legend: B rows, V columns of the logits.
 """
@@ -26,7 +25,7 @@ def _moments_kernel(
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
     column = tl.arange(0, BLOCK)
-    # Sums per lane over the blocks, relative to the largest of all so far; they are added up at the end.
+    # Sums per lane over the blocks, relative to the maximum so far; the lanes are summed at the end.
     largest = tl.full([], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([BLOCK], dtype=tl.float32)
     moment = tl.zeros([BLOCK], dtype=tl.float32)
@@ -34,7 +33,7 @@ def _moments_kernel(
         exists = begin + column < num_columns
         x = tl.load(source + begin + column, mask=exists, other=float("-inf")).to(tl.float32) * inverse_temperature
         new_largest = tl.maximum(largest, tl.max(x, 0))
-        # Before the first block the sums are zero, whatever they are shifted by.
+        # Before the first block the sums are zero, so their shift does not matter.
         shift = tl.where(largest == float("-inf"), 0.0, largest - new_largest)
         decay = tl.exp(shift)
         below = tl.where(exists, x - new_largest, 0.0)
@@ -90,7 +89,7 @@ def gradient_in_place(
     entropy_B: Tensor,
     grad_entropy_B: Tensor | None,
 ) -> None:
-    """Overwrite the logits by the gradient by them of what does not name a target.
+    """Overwrite the logits by their gradient without the one-hot terms of the targets.
 
     That is ``-p (edge_factor + grad_entropy (logp + entropy)) / temperature``, where ``edge_factor`` is the sum of the
     gradients of the row's edges.

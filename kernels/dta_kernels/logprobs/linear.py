@@ -1,9 +1,9 @@
-"""Logprobs of edges and entropies of rows straight from hidden states, with the logits of a few rows at a time.
+"""Computes logprobs of edges and entropies of rows from hidden states, one chunk of logits at a time.
 
-A row (a token of the stream) has one distribution over the vocabulary, and one *edge* to each of its children: a
-branch point asks its single row of logits for several targets. Whole logits would be the largest tensor of a step
-(vocabulary 151,936: 0.6 MB a token in float32), so both passes go over chunks of rows and the backward pass computes
-the logits again.
+A row (a token of the stream) has one distribution over the vocabulary, and one *edge* to each of its children: at a
+branch point, several targets read the same row of logits. The logits of all rows would be the largest tensor of a step
+(vocabulary 151,936: 0.6 MB a token in float32). Both passes therefore process chunks of rows, and the backward pass
+recomputes the logits.
 
 Legend: R rows, E edges, V vocabulary, C hidden size, B rows of one chunk.
 """
@@ -47,7 +47,7 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype = accumulation_dtype(hidden_RC.dtype)
         logprobs_E = hidden_RC.new_empty(target_E.shape, dtype=dtype)
         entropy_R = hidden_RC.new_empty(hidden_RC.shape[:1], dtype=dtype)
-        # The log-sum-exp of a row is largest + log_mass; the plain path keeps all of it in log_mass.
+        # The log-sum-exp of a row is largest + log_mass; the path without kernels stores all of it in log_mass.
         largest_R, log_mass_R = torch.zeros_like(entropy_R), torch.empty_like(entropy_R)
         for chunk in chunks:
             rows, edges = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
@@ -99,7 +99,7 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
             if sum_VC is not None:
                 add_weight_gradient(sum_VC, grad_logits_BV, hidden_RC[rows])
-            del grad_logits_BV  # before the next chunk's is made
+            del grad_logits_BV  # before the next chunk's tensor is allocated
         grad_weight_VC = weight_gradient(weight_VC, sum_VC, ctx.weight_grad_VC, ctx.needs_input_grad[1])
         return grad_hidden_RC, grad_weight_VC, None, None, None, None, None, None
 
@@ -119,13 +119,13 @@ def linear_logprobs(
     Args:
         hidden_RC: hidden states of the rows.
         weight_VC: output weight.
-        edge_row_E: int64, row of each edge, ascending; every row may have any number of edges with different targets.
+        edge_row_E: int64, row of each edge, ascending; a row may have several edges, each with a different target.
         target_E: int64, token id of each edge.
         chunks: row ranges that cover all rows and edges in order; one chunk's logits are alive at a time.
         temperature: divides the logits; the logprobs are those of the sampling distribution.
-        fused: whether Triton's kernels (``fused_logits``) go over the logits; None: on a GPU, but for float64.
-        weight_grad_VC: buffer that the backward pass adds the weight's gradient to, chunk by chunk. What autograd gets
-            for the weight, if it needs a gradient, is then a ``gradient_placeholder``. Without a buffer the pass makes
+        fused: whether Triton's kernels (``fused_logits``) process the logits; None: on a GPU, except for float64.
+        weight_grad_VC: buffer to which the backward pass adds the weight's gradient, chunk by chunk. If the weight
+            needs a gradient, autograd then gets a ``gradient_placeholder`` for it. Without a buffer the pass allocates
             one in the accumulation precision.
 
     Returns:
@@ -139,7 +139,7 @@ def linear_logprobs(
 def weight_gradient_sum(
     weight_VC: Tensor, weight_grad_VC: Tensor | None, is_needed: bool, dtype: torch.dtype
 ) -> Tensor | None:
-    """Where a backward pass adds up the weight's gradient: the caller's buffer or one of its own; None for nowhere."""
+    """The buffer for the weight's gradient: the caller's or a new one; None if no gradient is needed."""
     if weight_grad_VC is not None:
         return weight_grad_VC
     return torch.zeros_like(weight_VC, dtype=dtype) if is_needed else None
@@ -148,14 +148,14 @@ def weight_gradient_sum(
 def weight_gradient(
     weight_VC: Tensor, sum_VC: Tensor | None, weight_grad_VC: Tensor | None, is_needed: bool
 ) -> Tensor | None:
-    """What a backward pass returns to autograd as the weight's gradient."""
+    """The backward pass's return value for the weight's gradient."""
     if not is_needed:
         return None
     return sum_VC.to(weight_VC.dtype) if weight_grad_VC is None else gradient_placeholder(weight_VC)
 
 
 def chunk_logits(hidden_BC: Tensor, weight_VC: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Logits of a chunk, a fresh tensor [B, V]; what follows works in place, since allocating it is what costs."""
+    """Logits of a chunk in a new tensor [B, V]; later steps work in place, because allocation is the main cost."""
     return (hidden_BC @ weight_VC.t()).to(dtype).div_(temperature)
 
 
@@ -170,12 +170,12 @@ def grad_chunk_logits(
 ) -> Tensor:
     """Gradient by the (tempered) logits [B, V]; overwrites ``logprobs_BV``.
 
-    Where the vocabulary is divided, ``is_own`` says which targets are among these columns; the others name any column.
+    If the vocabulary is divided, ``is_own`` says which targets are among these columns; the others name any column.
     d logprob(target) / d logits = onehot(target) - p and d entropy / d logits = -p (logprob + entropy).
     """
     row_sum_B = torch.zeros_like(entropy_B)
     if grad_edges is not None:
-        # Edges are sorted by row, so each row's sum is over a run, in a fixed order.
+        # Edges are sorted by row, so the sum of each row is over a run, in a fixed order.
         bounds = torch.arange(entropy_B.shape[0] + 1, device=edge_row.device)
         lengths = torch.searchsorted(edge_row, bounds).diff()
         row_sum_B = torch.segment_reduce(grad_edges, "sum", lengths=lengths, unsafe=True)
@@ -186,9 +186,9 @@ def grad_chunk_logits(
         factor_BV = logprobs_BV.add_(entropy_B[:, None]).mul_(-grad_entropy_B[:, None]).sub_(row_sum_B[:, None])
         grad_logits_BV.mul_(factor_BV)
     if grad_edges is not None and is_own is not None:
-        # Targets of other ranks add a zero somewhere, so no order of additions can matter.
+        # Targets of other ranks add zeros, so the order of additions does not matter.
         grad_logits_BV.index_put_((edge_row, target), torch.where(is_own, grad_edges, 0), accumulate=True)
     elif grad_edges is not None:
-        # The children of one token differ in their token, so every (row, target) occurs once.
+        # The children of one token are different tokens, so every (row, target) occurs once.
         grad_logits_BV[edge_row, target] += grad_edges
     return grad_logits_BV

@@ -1,4 +1,4 @@
-"""One chunk of logits of ``linear_logprobs`` on the fused kernels, forward and backward.
+"""Computes one chunk of logits of ``linear_logprobs`` on the fused kernels, forward and backward.
 
 Legend: B rows and e edges of a chunk, V columns (the vocabulary, or a rank's part of it), C hidden size.
 """
@@ -46,7 +46,7 @@ def fused_gradient(
     from dta_kernels.logprobs.fused_logits import gradient_in_place
 
     B, V = hidden_BC.shape[0], weight_VC.shape[0]
-    # One more row takes what is written for targets that are not among these columns.
+    # An additional row receives the writes for targets that are not among these columns.
     padded = hidden_BC.new_empty((B + 1, V))
     logits_BV = padded[:B]
     torch.mm(hidden_BC, weight_VC.t(), out=logits_BV)
@@ -55,7 +55,7 @@ def fused_gradient(
         bounds = torch.arange(B + 1, device=edge_row_e.device)
         lengths = torch.searchsorted(edge_row_e, bounds).diff()
         factor_B = torch.segment_reduce(grad_edges_e, "sum", lengths=lengths, unsafe=True)
-        # Targets' gradients are computed apart, before the logits are overwritten: p - 1 must not be rounded twice.
+        # Gradients of targets are computed separately, before the logits are overwritten, to round p - 1 only once.
         chosen = logits_BV[edge_row_e, column_e].float() * (1.0 / temperature)
         logprob = chosen - largest_B[edge_row_e] - log_mass_B[edge_row_e]
         factor = factor_B[edge_row_e]
@@ -65,6 +65,6 @@ def fused_gradient(
     gradient_in_place(logits_BV, temperature, largest_B, log_mass_B, factor_B, entropy_B, grad_entropy_B)
     if grad_edges_e is not None:
         row = edge_row_e if is_own_e is None else torch.where(is_own_e, edge_row_e, B)
-        # The children of one token differ in their token, so every own (row, target) occurs once.
+        # The children of one token are different tokens, so every own (row, target) occurs once.
         padded[row, column_e] = of_targets.to(padded.dtype)
     return logits_BV

@@ -1,13 +1,13 @@
-"""``linear_logprobs`` with the vocabulary divided among the ranks of a process group.
+"""Computes ``linear_logprobs`` with the vocabulary divided among the ranks of a process group.
 
-Every rank has all hidden states and its own rows of the output weight. Chunks of logits give each rank, per row, the
-largest of its logits, the sum of exp(logit - largest) and the sum of (logit - largest) exp(logit - largest), and per
-edge the target's logit if the target is its own. Two all-reduces a call make the logprobs and entropies of the whole
-vocabulary of them, however many chunks there are: one for the largest logits, one for the sums after they have been
-brought to the common largest. All ranks get the same result, bit for bit.
+Every rank has all hidden states and its own rows of the output weight. From chunks of logits, each rank computes for
+every row its maximum logit, the sum of exp(logit - maximum) and the sum of (logit - maximum) exp(logit - maximum), and
+for every edge the target's logit if the target is its own. Two all-reduces a call, for any number of chunks, combine
+them to logprobs and entropies over the whole vocabulary: one for the maxima, and one for the sums after rescaling to
+the common maximum. All ranks get the same result, bit for bit.
 
-The backward pass needs no communication of its own: a rank returns *its part* of the gradient by the hidden states, and
-the sum over the group is the gradient. The caller's mapping adds the parts up, for all rows of a pass at once.
+The backward pass has no communication: a rank returns *its part* of the gradient by the hidden states, and the sum over
+the group is the gradient. The caller's mapping sums the parts, for all rows of a pass at once.
 
 Legend: R rows, E edges, V the rank's part of the vocabulary, C hidden size, B rows of one chunk.
 """
@@ -45,13 +45,13 @@ def parallel_linear_logprobs(
     """Logprob of every edge and entropy of every row, over the vocabulary of all ranks of ``group``.
 
     Args:
-        weight_VC: the rank's rows of the output weight; may be none.
+        weight_VC: the rank's rows of the output weight, possibly none.
         fused, weight_grad_VC: as in ``linear_logprobs``.
-        first_token: token id of its first row. The ranks' rows together are the vocabulary, each token once.
-        group: every rank of it calls with the same other arguments.
+        first_token: token id of the first row. The ranks' rows together are the vocabulary, each token once.
+        group: all its ranks must call this with the same other arguments.
 
-    The other arguments and the result are those of ``linear_logprobs``, but for the gradient by ``hidden``: see the top
-    of the file.
+    The other arguments and the result are those of ``linear_logprobs``, except for the gradient by ``hidden``, which is
+    a part of a sum (see the module).
     """
     fused = uses_fused_kernels(hidden_RC) if fused is None else fused
     return _ParallelLinearLogprobs.apply(
@@ -76,7 +76,7 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(hidden_RC.dtype)
         column_E, is_own_E = _own_columns(target_E, first_token, weight_VC.shape[0])
-        # What a rank without any token contributes: nothing to the sums, and no largest.
+        # A rank without any token contributes nothing to the sums, and no maximum.
         largest_R = hidden_RC.new_full(hidden_RC.shape[:1], torch.finfo(dtype).min / 2, dtype=dtype)
         num_rows, num_edges = hidden_RC.shape[0], target_E.shape[0]
         sums = hidden_RC.new_zeros(2 * num_rows + num_edges, dtype=dtype)
@@ -105,8 +105,8 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
             moment_R.add_(below_R * mass_R).mul_(below_R.exp())
             mass_R.mul_(below_R.exp())
             distributed.all_reduce(sums, distributed.ReduceOp.SUM, group)
-        # The largest logit is taken off first, here and in the backward pass: their difference is exact, and what is
-        # small beside large logits keeps its digits.
+        # The maximum logit is subtracted first, here and in the backward pass: the difference is exact, and small terms
+        # keep their digits beside large logits.
         log_mass_R = mass_R.log()
         logprobs_E = target_logit_E - largest_R.index_select(0, edge_row_E) - log_mass_R.index_select(0, edge_row_E)
         entropy_R = log_mass_R - moment_R / mass_R
@@ -143,13 +143,13 @@ class _ParallelLinearLogprobs(torch.autograd.Function):
             grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
             if sum_VC is not None:
                 add_weight_gradient(sum_VC, grad_logits_BV, hidden_RC[rows])
-            del grad_logits_BV  # before the next chunk's is made
+            del grad_logits_BV  # before the next chunk's tensor is allocated
         grad_weight_VC = weight_gradient(weight_VC, sum_VC, ctx.weight_grad_VC, ctx.needs_input_grad[1])
         return grad_hidden_RC, grad_weight_VC, None, None, None, None, None, None, None, None
 
 
 def _own_columns(target_E: Tensor, first_token: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """The rank's column of each target and whether it is the rank's at all; a column in range where it is not."""
+    """The rank's column of each target, and whether the target is the rank's; if not, the column is any valid one."""
     column_E = target_E - first_token
     is_own_E = (column_E >= 0) & (column_E < num_columns)
     return column_E.clamp(0, max(0, num_columns - 1)), is_own_E

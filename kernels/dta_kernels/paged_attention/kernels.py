@@ -1,12 +1,11 @@
-"""Triton kernels of attention over a paged K/V cache; the launcher is in ``paged_attention``.
+"""Triton kernels of attention over a paged K/V cache; ``launch`` launches them.
 
-A tile is a run of new tokens of one sequence. A program computes one tile, one group of heads and one part of the
-keys, with the online softmax in base 2; a second kernel merges a tile's parts in their order. How the keys are divided
-follows from the tile's own number of keys alone, so a sequence's result does not depend on what else is in the batch.
-Shapes that change from pass to pass are read from memory: nothing is compiled again, and a captured launch serves every
-pass.
+A tile is a run of new tokens of one sequence. A program computes one tile, one group of heads and one part of the keys,
+with the online softmax in base 2; a second kernel merges the parts of a tile in order. The division of the keys depends
+only on the tile's own number of keys, so the result of a sequence does not depend on the rest of the batch.
 
-The pages' addresses are read from memory too: a captured launch stays right when the cache moves.
+Shapes that change between passes, and the pages' addresses, are read from memory. Nothing is compiled again, and a
+captured launch serves every pass, also after the cache has moved.
 
 Legend: H query heads, G key/value heads, D head size, J = H / G, S positions of a page. A tile has ``BLOCK_M`` rows,
 tokens times J heads, token-major. ``BLOCK_D`` is D rounded up to a power of two.
@@ -45,7 +44,7 @@ def paged_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles x G, PARTS). A tile without queries, and a part without keys, is left out."""
+    """Grid (tiles x G, PARTS). Tiles without queries and parts without keys are skipped."""
     J: tl.constexpr = H // G
     group = tl.program_id(0) % G
     part = tl.program_id(1)
@@ -87,7 +86,7 @@ def paged_attention_kernel(
         visible = inside[None, :] & (key[None, :] <= position[:, None])
         scores = tl.where(visible, scores * scale_2, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen nothing yet keeps minus infinity, which must not be subtracted from itself.
+        # A row that has seen no key yet keeps minus infinity, which must not be subtracted from itself.
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         probability = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(largest - shift)
@@ -112,7 +111,7 @@ def merge_parts_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr, MIN_PART: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles x G): the weighted mean of a tile's parts, one after the other. A single part is in place already."""
+    """Grid (tiles x G): the weighted mean of a tile's parts, in order. A single part is in place already."""
     J: tl.constexpr = H // G
     group = tl.program_id(0) % G
     first, count, first_position, _ = load_tile(tiles, tl.program_id(0) // G)
@@ -147,7 +146,7 @@ def write_pages_kernel(
     key, value, addresses, slots, key_stride, key_group_stride, value_stride, value_group_stride,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens): K and V of one token into its slot; none where the slot is negative."""
+    """Grid (tokens): writes K and V of one token to its slot; negative slots are skipped."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -168,7 +167,7 @@ def write_pages_kernel(
 def move_pages_kernel(
     between, addresses, pages, num_pages, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr
 ):
-    """Grid (pages, tensors, blocks of a page): pages of every layer's K and V into ``between``, or out of it."""
+    """Grid (pages, tensors, blocks of a page): copies pages of every layer's K and V to or from ``between``."""
     i, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
     element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     exists = element < ELEMENTS

@@ -1,11 +1,11 @@
 """Attention of new tokens over K and V in pages, for decoding, prefill and the verification of drafts.
 
 The new tokens of a pass are divided into tiles: runs of consecutive tokens of one sequence. All tiles of a launch have
-room for the same number of rows; a tile may hold fewer tokens, or none (a launch that is captured in a CUDA graph has
-as many tiles in every pass). A token sees every position of its sequence up to its own, and all tiles' K and V are
+the same number of rows. A tile may hold fewer tokens, or none: a launch that is captured in a CUDA graph has the same
+number of tiles in every pass. A token sees every position of its sequence up to its own. K and V of all tiles are
 written before the attention runs.
 
-``paged_attention_reference`` and ``write_pages_reference`` are the plain PyTorch twins.
+``paged_attention_reference`` and ``write_pages_reference`` are the plain PyTorch references.
 
 Legend: n tokens, T tiles, H query heads, G key/value heads, D head size, P pages, S positions of a page.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TILE_FIELDS = 4
 """A tile's first token, its number of tokens, the position of the first one, and where its page table begins."""
 
-# Longest run for which the keys are divided among programs: longer ones fill a GPU without.
+# Longest run for which the keys are divided among programs: longer runs fill a GPU without this.
 LONGEST_SPLIT_RUN = 64
 
 
@@ -38,8 +38,8 @@ class PagedConfig:
     """Settings of a launch.
 
     Attributes:
-        rows: of a tile, tokens times heads of a group; a power of two, at least 16.
-        keys: of a block, a power of two, at least 16.
+        rows: rows of a tile, tokens times heads of a group; a power of two, at least 16.
+        keys: keys of a block; a power of two, at least 16.
         parts: most programs among which a tile's keys are divided.
         min_part: keys of a part are a multiple of this, itself a multiple of ``keys``.
         num_warps, num_stages: Triton's.
@@ -53,7 +53,7 @@ class PagedConfig:
     num_stages: int
 
     def tokens_of(self, group_size: int) -> int:
-        """Most tokens of a tile, with so many query heads of each key/value head."""
+        """Most tokens of a tile, for this number of query heads of each key/value head."""
         return self.rows // group_size
 
 
@@ -62,7 +62,7 @@ def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int) 
     """Settings for runs of up to ``run`` tokens; those of decoding (1) do not depend on the batch.
 
     Raises:
-        ValueError: inputs that the kernels do not take.
+        ValueError: the kernels do not support the inputs.
     """
     if not supports(head_size, dtype) or group_size > 128:
         raise ValueError(f"no paged attention kernel for head size {head_size}, {dtype}, {group_size} heads of a group")
@@ -86,7 +86,7 @@ def tiles_of(
 
     Args:
         table_begins: where each row's page table begins.
-        first_token: of the first row; the rows' tokens follow each other.
+        first_token: first token of the first row; the tokens of the rows are consecutive.
 
     Returns:
         int64 [T, 4], ``TILE_FIELDS``.
@@ -101,13 +101,13 @@ def tiles_of(
 
 @dataclass
 class Parts:
-    """Memory for the parts of split tiles: one for all layers of a pass, whose results follow each other."""
+    """Memory for the parts of split tiles, shared by all layers of a pass, which run one after the other."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
 
     def at_least(self, parts: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for ``parts`` results of ``query`` [n, H, D]: float32 [parts, n, H, D] and [parts, n, H]."""
+        """Buffers for ``parts`` results of ``query`` [n, H, D]: float32 [parts, n, H, D] and [parts, n, H]."""
         if self.out is None or self.out.numel() < parts * query.numel():
             self.out = query.new_empty(parts * query.numel(), dtype=torch.float32)
             self.lse = query.new_empty(parts * query.shape[0] * query.shape[1], dtype=torch.float32)
@@ -126,15 +126,15 @@ def paged_attention(
     config: PagedConfig,
     parts: Parts,
 ) -> None:
-    """Write the attention of the tokens in ``tiles`` into their rows of ``out_NHD``; other rows are left alone.
+    """Write the attention of the tokens in ``tiles`` to their rows of ``out_NHD``; other rows are unchanged.
 
     Args:
-        query_NHD: [n, H, D], channels next to each other.
-        out_NHD: as the queries, contiguous.
+        query_NHD: [n, H, D], with adjacent channels.
+        out_NHD: of the queries' shape, contiguous.
         addresses: int64 [2] on the device: where the pages of K and of V begin, each [P, S, G, D] of the same dtype.
         tiles: int64 [T, 4], ``tiles_of`` with ``config.tokens_of(H / G)``.
-        tables: int64, page tables one behind the other.
-        parts: memory that is used and kept.
+        tables: int64, the page tables, concatenated.
+        parts: buffers that are reused between calls.
     """
     n, H, D = query_NHD.shape
     if tiles.shape[0] == 0:
@@ -163,7 +163,7 @@ def _attention_launchers(
 
     shape = {"H": num_heads, "G": num_groups, "D": head_size, "BLOCK_D": padded_head_size(head_size)}
     shape |= {"BLOCK_M": config.rows, "PARTS": config.parts, "MIN_PART": config.min_part}
-    # Products of float32 stay float32's: the default would round their inputs to 10 bits.
+    # "ieee" keeps float32 products exact; the default would round their inputs to 10 bits.
     numbers = {"PRECISION": "ieee", "UPCAST": interpreted() and dtype == torch.bfloat16}
     settings = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     attend = Launcher(paged_attention_kernel, **shape, S=page_size, BLOCK_N=config.keys, **numbers, **settings)
@@ -171,7 +171,7 @@ def _attention_launchers(
 
 
 def write_pages(key_NGD: Tensor, value_NGD: Tensor, addresses: Tensor, slots: Tensor) -> None:
-    """Put each token's K and V [n, G, D] into its slot (page x S + offset, int64 [n]); none where that is negative.
+    """Write each token's K and V [n, G, D] to its slot (page x S + offset, int64 [n]); negative slots are skipped.
 
     addresses: int64 [2] on the device: where the pages of K and of V begin.
     """
@@ -197,8 +197,8 @@ def _write_launcher(num_groups: int, head_size: int) -> Launcher:
 def copy_pages(sources: Tensor, targets: Tensor, addresses: Tensor, page_elements: int, dtype: torch.dtype) -> None:
     """Copy whole pages (int64 [n] each, on the device) in all layers, all at once: a source may be another's target.
 
-    addresses: int64 [layers, 2] on the device: where each layer's pages of K and of V begin, each page of
-    ``page_elements`` next to each other.
+    addresses: int64 [layers, 2] on the device: where each layer's pages of K and of V begin; the ``page_elements`` of a
+    page are contiguous.
     """
     from dta_kernels.paged_attention.kernels import move_pages_kernel
 
@@ -220,7 +220,7 @@ def paged_attention_reference(
     tables: Tensor,
     scale: float,
 ) -> None:
-    """``paged_attention`` tile by tile in plain PyTorch, with the pages themselves."""
+    """``paged_attention`` tile by tile in plain PyTorch; takes the pages instead of their addresses."""
     page_size, group_size = keys_PSGD.shape[1], query_NHD.shape[1] // keys_PSGD.shape[2]
     dtype = accumulation_dtype(query_NHD.dtype)
     for first, count, position, table_begin in tiles.tolist():
@@ -242,7 +242,7 @@ def paged_attention_reference(
 def write_pages_reference(
     key_NGD: Tensor, value_NGD: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, slots: Tensor
 ) -> None:
-    """``write_pages`` in plain PyTorch, with the pages themselves."""
+    """``write_pages`` in plain PyTorch; takes the pages instead of their addresses."""
     written = slots >= 0
     keys_PSGD.flatten(0, 1)[slots[written]] = key_NGD[written]
     values_PSGD.flatten(0, 1)[slots[written]] = value_NGD[written]

@@ -1,15 +1,15 @@
-"""Triton kernels of the backward pass of tree attention; the launcher is in ``tree_attention``.
+"""Triton kernels of the backward pass of tree attention; ``launch`` launches them.
 
     prepare         delta = rowsum(dO O) and the log-sum-exp in base 2, in the order in which tiles read them
-    key_gradients   a program owns one block of keys of one group, loops over the queries that see it and keeps dK and
-                    dV in float32 registers: no atomics, and the heads of a group are added in a fixed order. With
-                    STORE it writes every tile of dS = d loss / d (scaled scores) as well.
+    key_gradients   A program owns one block of keys of one group, loops over the queries that see it and keeps dK and
+                    dV in float32 registers. It needs no atomics, and the heads of a group are added in a fixed order.
+                    With STORE it also writes every tile of dS = d loss / d (scaled scores).
     query_gradients_from_scores
-                    dQ = dS K from the stored tiles: five matrix products in all instead of the seven that two
-                    kernels need which both compute the scores
-    query_gradients a program owns one tile of queries and computes dS again: needs no memory
+                    dQ = dS K from the stored tiles. This takes five matrix products in all, instead of seven if two
+                    kernels compute the scores.
+    query_gradients A program owns one tile of queries and recomputes dS, which needs no memory for it.
 
-Legend: see ``tree_attention_common``; M is the number of keys, A of them ancestors, which come first.
+Legend: see ``common``; M is the number of keys, of which the first A are ancestors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def prepare_kernel(
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr,
     COPY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of the N * H rows). COPY writes dO and Q in the order of tiles, [H / PACK, N, PACK, D], too.
+    """Grid (blocks of the N * H rows). COPY also writes dO and Q in the order of tiles, [H / PACK, N, PACK, D].
 
     delta and lse_2 are in that order as well, with ``chunk_stride`` elements for each N * PACK of them.
     """
@@ -74,11 +74,11 @@ def key_gradients_kernel(
 
     PREFIX: ``prefix_dk`` and ``prefix_dv`` [num_prefix_keys, G, D] are added to the first keys' gradients.
 
-    With TMA ``grad_out`` and ``q`` are descriptors of their copies in the order of tiles, else pointers to [N, H, D].
-    ACCUMULATE: the gradients of the first ``num_added`` keys are added to ``grad_keys[slots]`` and
-    ``grad_values[slots]`` [., G, D] float32; those of the other keys, with what stands at their slots added to them,
-    go to ``dk`` and ``dv`` [M - num_added, G, D] in the queries' dtype (None where all are added). Else all go to
-    ``dk`` and ``dv``, float32.
+    With TMA, ``grad_out`` and ``q`` are descriptors of their copies in the order of tiles, else pointers to [N, H, D].
+    With ACCUMULATE, the gradients of the first ``num_added`` keys are added to ``grad_keys[slots]`` and
+    ``grad_values[slots]`` [., G, D] float32. Those of the other keys, plus the values at their slots, are written to
+    ``dk`` and ``dv`` [M - num_added, G, D] in the queries' dtype (None if all keys are added). Without ACCUMULATE, all
+    gradients are written to ``dk`` and ``dv``, float32.
     """
     CHUNKS: tl.constexpr = H // G // PACK
     group = first_group + tl.program_id(0)
@@ -86,7 +86,7 @@ def key_gradients_kernel(
     block = tl.load(program)
     run_begin, run_end = tl.load(program + 1), tl.load(program + 2)
     list_begin, list_middle, list_end = tl.load(program + 3), tl.load(program + 4), tl.load(program + 5)
-    # Where in ``tiles`` the numbers of the run's and of the list's tiles would begin, were the first index zero.
+    # Offsets into ``tiles`` at which the tiles of the run and of the list would begin if the first index were zero.
     run_tiles = tl.load(program + 6) - run_begin
     list_tiles = run_tiles + run_end - list_begin
     k = load_rows(k_MGD, block * BLOCK_K, num_keys, G * D, group * D, D, BLOCK_K, BLOCK_D, True, False)
@@ -146,7 +146,7 @@ def _collect(
     PACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients from the tiles of queries ``begin .. end``, of the list if LISTED. Scores are [keys, rows]."""
+    """Add the gradients from query tiles ``begin .. end`` (of the list if LISTED). Scores are [keys, rows]."""
     BLOCK_M: tl.constexpr = BLOCK_Q * PACK
     row = tl.arange(0, BLOCK_M)
     channel = tl.arange(0, BLOCK_D)
@@ -160,7 +160,7 @@ def _collect(
         first = block * BLOCK_Q
         tile_row = first * PACK + row
         if PARTIAL:
-            # Rows behind the last query have log-sum-exp infinity, hence probability zero, whatever is read for them.
+            # Rows behind the last query have log-sum-exp infinity, so their probability is zero for any loaded values.
             exists = row < (num_queries - first) * PACK
             lse = tl.load(lse_2 + statistics + tile_row, mask=exists, other=float("inf"))
             delta_row = tl.load(delta + statistics + tile_row, mask=exists, other=0.0)
@@ -295,7 +295,7 @@ def _collect_queries(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K over the blocks of keys ``begin .. end``, of the list if LISTED."""
+    """Add dS K over the key blocks ``begin .. end`` (of the list if LISTED)."""
     scale_2 = scale * 1.4426950408889634
     for index in tl.range(begin, end):
         block = index

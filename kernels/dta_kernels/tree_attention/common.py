@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels share: loading tiles, products, the visibility of a tile.
+"""Functions that the forward and backward kernels share: loading tiles, products, the visibility of a tile.
 
 Legend (also of the kernels): H query heads, G key/value heads, D head size, N queries, M keys. A tile of queries has
 ``BLOCK_Q`` tokens times ``PACK`` heads of one key/value group as its rows, token-major, so that the heads of a group
@@ -26,7 +26,7 @@ def load_rows(source, first, num_rows, STRIDE: tl.constexpr, column, D: tl.const
               BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Rows ``first .. first + ROWS`` and columns ``column .. column + D`` of a row-major matrix; zero outside of it.
 
-    Without MASKED all the rows must exist. With TMA ``source`` is a tensor descriptor, else a pointer to the matrix.
+    Without MASKED, all the rows must exist. With TMA, ``source`` is a tensor descriptor, else a pointer to the matrix.
     """
     if TMA:
         tile = source.load([first, column])
@@ -48,7 +48,7 @@ def load_rows(source, first, num_rows, STRIDE: tl.constexpr, column, D: tl.const
 @triton.jit
 def query_row_pointers(block, head, BLOCK_Q: tl.constexpr, PACK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
                        BLOCK_D: tl.constexpr):  # fmt: skip
-    """Offsets [BLOCK_Q * PACK, BLOCK_D] into a tensor [N, H, D] of a tile of queries, and the rows' queries."""
+    """Offsets [BLOCK_Q * PACK, BLOCK_D] of a query tile into a tensor [N, H, D], and the queries of its rows."""
     row = tl.arange(0, BLOCK_Q * PACK)
     query = block * BLOCK_Q + row // PACK
     base = tl.cast(block * BLOCK_Q, tl.int64) * (H * D) + head * D
@@ -58,6 +58,6 @@ def query_row_pointers(block, head, BLOCK_Q: tl.constexpr, PACK: tl.constexpr, H
 
 @triton.jit
 def load_key_end(key_end, block, num_keys, BLOCK_K: tl.constexpr):
-    """Positions of a block's keys and where their visibility ends; keys that do not exist are seen by nobody."""
+    """Positions of a block's keys and the ends of their visibility; no query sees keys that do not exist."""
     key = block * BLOCK_K + tl.arange(0, BLOCK_K)
     return key, tl.load(key_end + key, mask=key < num_keys, other=0)

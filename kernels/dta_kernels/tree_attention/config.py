@@ -1,8 +1,7 @@
-"""Tile sizes and launch settings of the tree attention kernels, from fixed tables.
+"""Selects tile sizes and launch settings of the tree attention kernels from fixed tables.
 
-Nothing is tuned while training: a table by head size and dtype answers at once, and the same answer everywhere keeps
-results the same bit for bit from run to run. ``benchmarks/attention.py`` measures other candidates; its winners
-belong here.
+Nothing is tuned during training. A table by head size and dtype needs no search, and the same settings everywhere keep
+results reproducible bit for bit. ``benchmarks/attention.py`` measures other candidates; enter its winners here.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class KernelConfig:
         num_warps, num_stages: Triton's.
         tma: read tiles through tensor descriptors (Hopper and later).
         max_pack: most heads of a group in one tile.
-        hopper: the kernel of ``tree_attention_hopper``, for compute capability 9, head sizes 64 and 128, 16-bit inputs;
-            num_warps and num_stages are its own.
+        hopper: use the kernel of ``hopper_forward`` or ``hopper_backward``, for compute capability 9, head sizes 64 and
+            128, 16-bit inputs; num_warps and num_stages are its own.
     """
 
     rows: int
@@ -53,14 +52,14 @@ class TreeAttentionConfig:
     """Settings of a forward and a backward pass.
 
     Attributes:
-        key_gradients: also sets the tiles of dS that are stored; the kernel in Gluon always stores them.
+        key_gradients: also sets the size of the stored dS tiles; the Gluon kernel always stores them.
         query_gradients_from_scores: its tile sizes are those of ``key_gradients``.
-        query_gradients: where dS is computed again; its packing is that of ``key_gradients``.
-        stored_scores_bytes: most memory for tiles of dS, but for the tiles of one row of blocks. A segment that needs
-            more is done in several launches, of some groups or of some queries each. 0 computes dS again.
-        library_queries, library_keys: a library's kernel (``prefix_attention``) takes the largest rectangle of
-            queries x ancestors without a mask whose sides are multiples of these (they bound the number of shapes that
-            the library has to prepare for); 0 queries: none. Multiples of the tiles' tokens and keys.
+        query_gradients: used if dS is recomputed; its packing is that of ``key_gradients``.
+        stored_scores_bytes: most memory for dS tiles; a single row of blocks may exceed it. A segment that needs more
+            runs in several launches, each for some groups or some queries. 0 recomputes dS.
+        library_queries, library_keys: a library's kernel (``prefix_attention``) computes the largest unmasked rectangle
+            of queries x ancestors whose sides are multiples of these numbers, which bound the number of shapes that the
+            library prepares for. They must be multiples of the tiles' tokens and keys. 0 queries: no rectangle.
     """
 
     forward: KernelConfig
@@ -73,12 +72,12 @@ class TreeAttentionConfig:
 
 
 def supports(head_size: int, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels can take these inputs."""
+    """Whether the Triton kernels support these inputs."""
     return 1 <= head_size <= MAX_HEAD_SIZE and dtype in DTYPES
 
 
 def padded_head_size(head_size: int) -> int:
-    """``BLOCK_D`` of the kernels: a power of two, at least what a matrix product takes."""
+    """``BLOCK_D`` of the kernels: a power of two, at least the smallest size of a matrix product."""
     return max(16, 1 << (head_size - 1).bit_length())
 
 
@@ -104,7 +103,7 @@ _HOPPER = {
         KernelConfig(64, 64, 8, 1),
     ),
 }
-# The same with the kernels in Gluon, which is experimental: only with the versions of Triton they were tried on.
+# The same with the kernels in Gluon, which is experimental: used only with the tested versions of Triton.
 _GLUON_VERSIONS = ("3.6.",)
 _GLUON = {
     64: (
@@ -120,7 +119,7 @@ _GLUON = {
         KernelConfig(128, 64, 8, 3, tma=True),
     ),
 }
-# 16-bit inputs elsewhere: less shared memory, no tensor descriptors.
+# 16-bit inputs on other GPUs: less shared memory, no tensor descriptors.
 _OTHER = {
     64: (
         KernelConfig(128, 64, 4, 3),
@@ -141,7 +140,7 @@ _OTHER = {
         KernelConfig(32, 32, 4, 1),
     ),
 }
-# float32: products run outside the tensor cores, for exactness; small tiles that fit the registers.
+# float32: products run outside the tensor cores, for exactness, with small tiles that fit the registers.
 _FLOAT32 = {
     64: (KernelConfig(32, 32, 4, 1),) * 4,
     128: (KernelConfig(32, 32, 4, 1),) * 4,
@@ -155,11 +154,11 @@ def default_config(
     """The table's settings for these inputs on this device.
 
     Args:
-        gluon: whether to take the kernels in Gluon where there are settings for them; None: with the versions of
-            Triton that they were tried on.
+        gluon: whether to use the Gluon kernels if there are settings for them; None uses them with the tested versions
+            of Triton.
 
     Raises:
-        ValueError: the kernels do not take these inputs.
+        ValueError: the kernels do not support these inputs.
     """
     if not supports(head_size, dtype):
         raise ValueError(f"no Triton tree attention for head size {head_size} and {dtype}")
@@ -184,7 +183,7 @@ def _has_tried_gluon() -> bool:
 
 
 def without_descriptors(config: TreeAttentionConfig) -> TreeAttentionConfig:
-    """The same settings with plain loads of keys and values: a padded head is no rectangle of their matrix."""
+    """The same settings with plain loads of keys and values: a padded head is not a rectangle of their matrix."""
     return replace(
         config,
         forward=replace(config.forward, tma=False),

@@ -1,7 +1,7 @@
-"""Triton kernel of the forward pass of tree attention; the launcher is in ``tree_attention``.
+"""Triton kernel of the forward pass of tree attention; ``launch`` launches it.
 
-A program computes the output of one tile of queries: online softmax in base 2 over the blocks of keys that the block
-table lists for it, first those without any mask, then the partial ones. Legend: see ``tree_attention_common``.
+A program computes the output of one tile of queries: online softmax in base 2 over the key blocks that the block table
+lists for it, first those without a mask, then the partial ones. Legend: see ``common``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def forward_kernel(
     """Grid (H / PACK, blocks of queries).
 
     PREFIX: the first queries start from ``prefix_out`` [., H, D] and ``prefix_lse`` [H, .] over keys that the tables
-    leave out.
+    omit.
     """
     BLOCK_M: tl.constexpr = BLOCK_Q * PACK
     head = tl.program_id(0) * PACK
@@ -77,7 +77,7 @@ def _visit(
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the blocks of keys ``begin .. end``, of the list if LISTED."""
+    """Online softmax over the key blocks ``begin .. end`` (of the list if LISTED)."""
     for index in tl.range(begin, end):
         block = index
         if LISTED:
@@ -90,7 +90,7 @@ def _visit(
             visible = (key[None, :] <= position[:, None]) & (position[:, None] < end_of_key[None, :])
             scores = tl.where(visible, scores * scale_2, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
-            # A row that has seen nothing yet keeps minus infinity, which must not be subtracted from itself.
+            # A row that has seen no key yet keeps minus infinity, which must not be subtracted from itself.
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             probability = tl.exp2(scores - shift[:, None])
             decay = tl.exp2(largest - shift)

@@ -1,6 +1,6 @@
-"""Keys and values of a segment's ancestors and its own, brought together from a pool of slots in one launch.
+"""Gathers keys and values of a segment's ancestors and of the segment itself from a pool of slots, in one launch.
 
-A segment's own values may come from elsewhere at the same time, and are then written to their slots in the pool too.
+The segment's own values may also be given in a separate tensor; the same launch then writes them to the pool, too.
 
 Legend: S slots, M = A + N keys (A ancestors, then N own), G key/value heads, D head size.
 """
@@ -43,7 +43,7 @@ def _gather_kernel(
 
 @lru_cache
 def _rows(num_groups: int, head_size: int) -> int:
-    """Keys of a program."""
+    """Number of keys that a program handles."""
     return max(1, _ELEMENTS // triton.next_power_of_2(num_groups * head_size))
 
 
@@ -66,9 +66,9 @@ def gather_keys(
     Args:
         keys_SGD, values_SGD: contiguous.
         slots_M: int64, distinct.
-        out_MGD: where keys and values go, contiguous.
-        own_values_NGD: values of the last N keys, neighboring within a head; they go to the pool and to ``out``. None:
-            they are in the pool already.
+        out_MGD: output for keys and values, contiguous.
+        own_values_NGD: values of the last N keys, with adjacent channels; they are written to the pool and to ``out``.
+            None: they are in the pool already.
     """
     G, D = keys_SGD.shape[1:]
     M = slots_M.shape[0]

@@ -1,12 +1,13 @@
-"""dK, dV and the tiles of dS for Hopper in Gluon; see ``tree_attention_hopper`` for what that is and how it is tested.
+"""Computes dK, dV and the tiles of dS on Hopper GPUs in Gluon; ``hopper_forward`` explains Gluon and its tests.
 
 One producer warp copies tiles of 64 rows of Q and dO (in the order of tiles, as ``prepare_kernel`` writes them), with
-their log-sum-exp and delta, by TMA into two stages; two groups of four warps own 64 keys of a block of 128 each, with
-dK and dV in registers, and each runs its products while the other takes exponentials. dS leaves through shared memory
-and TMA too: addresses of ordinary stores, and statistics held longer than they are needed, would not fit the
+their log-sum-exp and delta, by TMA into two stages. Two groups of four warps each own 64 keys of a block of 128, with
+dK and dV in registers; each group runs its products while the other computes exponentials. dS is written through shared
+memory and TMA, too: the addresses of ordinary stores, and statistics held longer than needed, would not fit into the
 registers beside the sums.
 
-Same tables, same contract as ``key_gradients_kernel`` with STORE and TMA; head sizes 64 and 128, 16-bit inputs.
+The tables and the contract are those of ``key_gradients_kernel`` with STORE and TMA; head sizes 64 and 128, 16-bit
+inputs.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta
                 row = gl.arange(0, 64, layout=ROWS)
                 first_query = _block_of(index, run_begin, run_length, list_begin, blocks) * (64 // PACK)
                 position = num_ancestors + first_query + row // PACK
-                # Rows behind the last query are another head's, or zeros: whatever was read for them counts nothing.
+                # Rows behind the last query belong to another head or are zeros; they must not contribute.
                 exists = row < (num_queries - first_query) * PACK
                 visible = (key[:, None] <= position[None, :]) & (position[None, :] < end[:, None]) & exists[None, :]
                 probability = gl.where(visible, probability, 0.0)
@@ -91,7 +92,7 @@ def _consumer(WG: gl.constexpr, k_smem, v_smem, q_smem, do_smem, lse_smem, delta
             dscore = (probability * (dprobability - delta[None, :])).to(q.dtype)
             ds16 = gl.convert_layout(dscore, LEFT)
             k_token = warpgroup_mma(ds16, q, dk, is_async=True)
-            # dS goes out by TMA, from shared memory that the last tile's copy has left.
+            # dS is written by TMA from shared memory; wait until the previous tile's copy has left it.
             tma.store_wait(0)
             gl.thread_barrier()
             staged.store(dscore)

@@ -1,13 +1,12 @@
-"""The forward pass of tree attention for Hopper in Gluon, Triton's dialect with explicit layouts and barriers.
+"""Computes the forward pass of tree attention on Hopper GPUs in Gluon, Triton's dialect with explicit layouts.
 
-One producer warp copies blocks of keys and values by TMA into two stages; two groups of four warps own 64 rows of the
-tile of queries each. A group issues the scores of the next block before it multiplies the last block's probabilities
-with its values, and takes the exponentials while both run: what Triton's own pipeliner leaves idle.
+One producer warp copies blocks of keys and values by TMA into two stages. Two groups of four warps each own 64 rows of
+the query tile. A group issues the scores of the next block before it multiplies the previous block's probabilities with
+its values, and computes the exponentials while both run. Triton's own pipeliner leaves this time idle.
 
-Same tables, same contract as ``tree_attention_forward``: 128 rows a tile, head sizes 64 and 128, 16-bit inputs, no
-prefix to start from. Triton's interpreter does not run Gluon, so ``tests/gpu/test_gpu_tree_attention.py`` is its only
-test. Gluon is experimental: the table of settings takes these kernels only with the versions of Triton that they were
-tried on.
+The tables and the contract are those of ``forward``: 128 rows a tile, head sizes 64 and 128, 16-bit inputs, no prefix
+to start from. Triton's interpreter does not run Gluon, so ``tests/gpu/test_gpu_tree_attention.py`` is the only test of
+this kernel. Gluon is experimental: the table of settings selects these kernels only with the tested versions of Triton.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Launches the Hopper kernels of ``tree_attention_hopper`` and ``tree_attention_hopper_backward``.
+"""Launches the Hopper kernels of ``hopper_forward`` and ``hopper_backward``.
 
-Apart from ``tree_attention``, so that Gluon, which is experimental in Triton, is imported only where they are used.
+Separate from ``launch``, so that Gluon, which is experimental in Triton, is imported only if it is used.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _descriptor(x: Tensor, shape: list[int], block: list[int]) -> TensorDescript
 
 
 def _row_descriptor(x: Tensor) -> TensorDescriptor:
-    """Of a float32 vector of any shape, in blocks of 64."""
+    """Descriptor of a float32 vector of any shape, in blocks of 64."""
     return TensorDescriptor(x, [x.numel()], [1], [64], _row_layout())
 
 

@@ -1,8 +1,8 @@
 """Tree attention by Triton kernels, forward and backward, for one segment.
 
-The contract is that of ``tree_attention_reference``, with the indices replaced by a ``TreeAttentionPlan`` made of them
-before the step. Lengths are runtime arguments: one compilation serves all segments of a step. Sums over queries and
-heads happen inside one program in a fixed order, so results are the same bit for bit from run to run.
+The contract is that of ``reference``; a ``TreeAttentionPlan``, made from the indices before the step, replaces them.
+Lengths are runtime arguments, so one compilation serves all segments of a step. Sums over queries and heads happen
+inside one program in a fixed order, so results are reproducible bit for bit.
 
 Legend: N queries, M = A + N keys (A ancestors, then the queries' own), H query heads, G key/value heads, D head size,
 S slots of a K/V pool.
@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class KeyGradients:
-    """Accumulators of dK and dV over a step, and where a segment's keys stand in them.
+    """Accumulators of dK and dV over a step, and the slots of a segment's keys in them.
 
     Attributes:
         keys, values: float32 [S, G, D], contiguous.
@@ -85,7 +85,7 @@ def tree_attention_forward(
         q_NHD, k_MGD, v_MGD: queries, and keys and values of [ancestors, own]; one dtype.
         key_end_M: int32, ``local_key_end`` of the plan's segment.
         scale: factor on the scores, above 0.
-        shared: of the layers that go through this segment.
+        shared: cache for all layers of this segment.
 
     Returns:
         ``(out_NHD, lse_HN)``: the output in the queries' dtype, the log-sum-exp of the scaled scores in float32. A
@@ -129,14 +129,14 @@ def tree_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``tree_attention_forward``, from its outputs.
 
-    ``out`` and ``lse`` may also be those of attention over more keys than these, merged: the gradients are then these
-    keys' share.
+    ``out`` and ``lse`` may also come from attention over more keys, merged; the result is then the share of these keys
+    in the gradients.
 
     Args:
-        into: None returns all of dK and dV. Otherwise the ancestors' dK and dV are added in place at their slots, and
-            what stands at the own slots (from descendants) is added to the own dK and dV; it is undefined afterwards.
-        shared: of the layers that go through this segment; it then holds what a backward pass needs beside its inputs
-            and outputs.
+        into: None returns all of dK and dV. Otherwise, the ancestors' dK and dV are added in place at their slots. The
+            values at the own slots (from descendants) are added to the own dK and dV, and are undefined afterwards.
+        shared: cache for all layers of this segment; afterwards it also holds the temporary buffers of the backward
+            pass.
 
     Returns:
         ``(dq_NHD, dk, dv)``: dq in the queries' dtype. Without ``into`` dk and dv are float32 [M, G, D]; with it they
@@ -153,7 +153,7 @@ def tree_attention_backward(
     if into is not None:
         _check_accumulators(plan, into)
     if len(plan.parts) > 1:
-        # Parts add to the same keys one after the other, so all keys' gradients need a place where sums can stand.
+        # Several parts add to the same keys in turn, so the gradients of all keys need accumulators.
         target = into or _zeros_like(k_MGD)
         dk, dv, num_added = None, None, plan.num_keys
     elif into is not None:
@@ -284,11 +284,11 @@ def _prepare(
     settings: KernelConfig,
     shared: SharedByLayers,
 ) -> tuple[Tensor, Tensor, Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
-    """delta, base-2 log-sum-exp, dO and Q as ``key_gradients_kernel`` reads them."""
+    """delta, base-2 log-sum-exp, dO and Q in the order in which ``key_gradients_kernel`` reads them."""
     N, H, D = q_NHD.shape
     # The tensor memory accelerator copies vectors from multiples of 16 bytes only.
     chunk_stride = -(-N * pack // 4) * 4 if settings.hopper else N * pack
-    # What stands between the chunks is read, and multiplied by zero.
+    # The elements between the chunks are read and multiplied by zero.
     empty = lse_HN.new_empty if chunk_stride == N * pack else lse_HN.new_zeros
     delta, lse_2 = (shared.get(name, lambda: empty(H // pack, chunk_stride)) for name in ("delta", "lse_2"))
     tiles = (grad_out_NHD, q_NHD)
@@ -312,7 +312,7 @@ def _prepare(
 def _keys(
     shared: SharedByLayers, name: str, x_MGD: Tensor, settings: KernelConfig, block: int | None = None
 ) -> Tensor | TensorDescriptor:
-    """Keys or values as a kernel reads them; ``name`` is that of one use."""
+    """Keys or values in the form that a kernel reads; ``name`` identifies one use."""
     if not settings.tma:
         return x_MGD
     M, G, D = x_MGD.shape
@@ -337,7 +337,7 @@ def _launcher(
     has_prefix: bool,
     **more: bool,
 ) -> Launcher:
-    """The kernel with its compile-time arguments; ``tile`` sets the tile's sizes, which may be another kernel's."""
+    """The kernel with its compile-time arguments; ``tile`` sets the tile sizes and may belong to another kernel."""
     constants = {
         "H": shape.num_heads,
         "G": shape.num_groups,
@@ -348,7 +348,7 @@ def _launcher(
         "BLOCK_K": tile.keys,
         "TMA": settings.tma,
         "PREFIX": has_prefix,
-        # Products of float32 stay float32's: the default would round their inputs to 10 bits.
+        # "ieee" keeps float32 products exact; the default would round their inputs to 10 bits.
         "PRECISION": "ieee",
         "UPCAST": interpreted() and shape.dtype == torch.bfloat16,
         "num_warps": settings.num_warps,

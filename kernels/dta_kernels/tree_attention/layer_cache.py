@@ -1,7 +1,7 @@
-"""What all layers of a model can share while they go through the same segment: buffers, tensor descriptors, launchers.
+"""Caches the objects that all layers share for one segment: buffers, tensor descriptors, launchers.
 
-Making one of them takes the host about as long as launching a kernel, and for all layers of a segment they are the
-same. A buffer that is shared is overwritten by every layer in turn, so nothing may keep it until the backward.
+Making one of them takes the host about as long as launching a kernel, and they are the same for all layers of a
+segment. Every layer overwrites a shared buffer in turn, so its contents must not be needed in the backward.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ Made = TypeVar("Made")
 
 
 class SharedByLayers:
-    """Things by name, made when they are first asked for; they live as long as this object."""
+    """Objects by name, made at the first request; they live as long as this cache."""
 
     def __init__(self) -> None:
         self._made: dict[object, object] = {}
 
     def get(self, name: object, make: Callable[[], Made]) -> Made:
-        """What ``make`` has returned for this name the first time."""
+        """The object that ``make`` returned at the first request for this name."""
         made = self._made.get(name)
         if made is None:
             made = self._made[name] = make()
         return made
 
     def of_tensor(self, name: object, x: Tensor, make: Callable[[Tensor], Made]) -> Made:
-        """The same for what describes a tensor in its place in memory, of one shape for a name: it has ``base``."""
+        """Like ``get``, for a descriptor (with ``base``) of a tensor at its address; one shape for each name."""
         made = self._made.get(name)
         if made is None or made.base.data_ptr() != x.data_ptr():
             made = self._made[name] = make(x)

@@ -1,12 +1,13 @@
-"""Attention of some queries over a prefix that all of them see, by PyTorch's own kernels: cuDNN's on a GPU.
+"""Computes attention of some queries over a prefix that all of them see, by PyTorch's own kernels: cuDNN's on a GPU.
 
-Libraries are faster than ``tree_attention``'s kernels where there is no mask, and the ancestors' part of a segment
-mostly is such a rectangle: queries x keys, without a mask. Its result is a partial one. Forward: the tree kernel
-starts from the rectangle's output and log-sum-exp, as if it had visited those keys itself. Backward: the gradients of
-the rectangle, computed with the *merged* output and log-sum-exp, are exactly its share of the gradients, because the
-probabilities exp(score - lse) and delta = rowsum(dO O) are then those of the whole attention.
+Libraries are faster than our kernels where there is no mask. The ancestors' part of a segment is mostly such an
+unmasked rectangle of queries x keys. Its result is a partial one. Forward: the tree kernel starts from the rectangle's
+output and log-sum-exp, as if it had visited those keys itself. Backward: the gradients of the rectangle are computed
+with the *merged* output and log-sum-exp. They are exactly its share of the gradients, because the probabilities
+exp(score - lse) and delta = rowsum(dO O) are then those of the whole attention.
 
-The rectangle's dK and dV come in the inputs' dtype, rounded once for each segment, before they are added in float32.
+The rectangle's dK and dV have the inputs' dtype; they are rounded once for each segment, before they are added in
+float32.
 
 Legend: n queries, P keys of the rectangle, H query heads, G key/value heads, D head size.
 """
@@ -65,7 +66,7 @@ def prefix_backward(
 
 @lru_cache
 def _statistics_by_token(heads: int, groups: int, head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether cuDNN's log-sum-exp is laid out token by token, which depends on PyTorch's version: asked of it once."""
+    """Whether cuDNN's log-sum-exp is laid out token by token; this depends on PyTorch's version and is tested once."""
     q, k = (torch.zeros(128, h, head_size, dtype=dtype, device=device) for h in (heads, groups))
     _, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention(_batched(q), _batched(k), _batched(k), None, True)
     return lse.stride(1) == 1 and heads > 1

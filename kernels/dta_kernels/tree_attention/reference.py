@@ -1,16 +1,19 @@
-"""Tree attention in plain PyTorch: the definition that every faster kernel is tested against, and the CPU's own path.
+"""Tree attention in plain PyTorch: the definition that every faster kernel is tested against, and the path on CPUs.
 
 Legend of shape suffixes:
     N  queries (the tokens of one segment)      M  keys (the segment's ancestors, then its own tokens)
     H  query heads      G  key/value heads      R  query heads per key/value head (H / G)      D  head size
 
 Query q sees key k exactly when ``key_index[k] <= query_index[q] < key_end[k]``, where the indices count tokens of the
-depth-first stream and ``key_end`` is one past the last token of the key's subtree. That single rule is causal
-attention on a chain, variable-length attention on a forest of chains and tree attention on a tree.
+depth-first stream and ``key_end`` is one past the last token of the key's subtree. This single rule is causal attention
+on a chain, variable-length attention on a forest of chains, and tree attention on a tree.
 
-Both passes go over blocks of queries, so the memory for scores is bounded, and compute in at least float32 whatever
-comes in. A key that a query does not see has probability exactly zero there, hence no value of it can change a bit of
-the output.
+Example: token 0 has the children 1 and 2, so ``key_end = [3, 2, 3]``. Query 2 sees key 0 (0 <= 2 < 3) and itself, but
+not key 1, whose subtree ends before it (2 < 2 is false).
+
+Both passes process blocks of queries, which bounds the memory for scores, and compute in at least float32 for any
+input. A key that a query does not see has probability exactly zero there, so its value cannot change a bit of the
+output.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ CPU_BLOCK = 128
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over tokens are kept: float32, or float64 for float64 inputs."""
+    """The dtype of sums over tokens: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -44,7 +47,7 @@ def tree_attention_forward(
 
     Args:
         q_NHD, k_MGD, v_MGD: queries, keys and values, H a multiple of G.
-        query_index_N, key_index_M, key_end_M: integer stream indices (see the top of the file).
+        query_index_N, key_index_M, key_end_M: integer stream indices (see the module).
         scale: factor on the scores, usually 1 / sqrt(D).
 
     Returns:
@@ -102,7 +105,7 @@ def tree_attention_backward(
             q_NHD[block], k_GMD[:, keys], query_index_N[block], key_index_M[keys], key_end_M[keys], scale
         )
         probabilities_GRBM = torch.exp(scores_GRBM - lse_HN[:, block].unflatten(0, (G, H // G))[..., None])
-        # Each key stands once in ``keys``, so adding to the selection loses nothing.
+        # Each key occurs once in ``keys``, so adding to the selection loses nothing.
         dv_GMD[:, keys] += torch.einsum("grbm,grbd->gmd", probabilities_GRBM, grad_out_GRBD)
         dscores_GRBM = torch.einsum("grbd,gmd->grbm", grad_out_GRBD, v_GMD[:, keys])
         dscores_GRBM -= delta_HN[:, block].unflatten(0, (G, H // G))[..., None]
@@ -116,7 +119,7 @@ def tree_attention_backward(
 def _blocks(
     num_queries: int, num_heads: int, query_index_N: Tensor, key_index_M: Tensor, key_end_M: Tensor
 ) -> Iterator[tuple[slice, slice | Tensor]]:
-    """Blocks of queries, each with the keys it looks at."""
+    """Blocks of queries, each with the keys that it may see."""
     on_cpu = query_index_N.device.type == "cpu"
     length = max(1, SCORE_ELEMENTS // max(1, num_heads * key_index_M.shape[0]))
     length = min(length, CPU_BLOCK) if on_cpu else length

@@ -1,4 +1,4 @@
-"""Grouped experts on the kernels: one launch for a product of all experts, one for SwiGLU with the router's weights."""
+"""Grouped experts on the kernels: one launch for a product of all experts, one for SwiGLU with router weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_dta.model.experts.grouped_experts import GroupedExperts
 
 
 class FusedGroupedExperts(GroupedExperts):
-    """``GroupedExperts`` whose products, and where it is SwiGLU whose activation, run on the kernels."""
+    """``GroupedExperts`` whose products, and whose activation if it is SwiGLU, run on the kernels."""
 
     _tables: dict[str, MatrixTable] | None = None
 
@@ -21,7 +21,7 @@ class FusedGroupedExperts(GroupedExperts):
         return GroupedRows(counts_L.to(rows_RC.device, non_blocking=True), rows_RC, len(rows_RC))
 
     def matrices(self, key: str, matrices: Sequence[Tensor]) -> MatrixTable:
-        """The table of addresses; it is made anew when a matrix has moved."""
+        """The table of addresses; it is rebuilt when a matrix has moved."""
         if not key:
             return MatrixTable(matrices)
         self._tables = self._tables or {}

@@ -1,17 +1,17 @@
-"""A rank's experts as grouped products (``--moe-grouped-gemm``): the parameters are Megatron's, one pair an expert.
+"""Runs a rank's experts as grouped products (``--moe-grouped-gemm``), with Megatron's parameters, one pair an expert.
 
-Megatron's ``SequentialMLP`` runs some thirty small operations for each of up to 128 experts, and the host, not the GPU,
-decides how long that takes. Here all experts of a layer are one autograd function: two products over the rows of all
-experts forward, and four backward. Every expert keeps its own parameters, so checkpoints, conversions, the distributed
-optimizer and frozen weights know no difference. (PyTorch's ``grouped_mm`` would need copies of all weights as one
-tensor and rounds their gradients; Megatron's own grouped experts need another package or Transformer Engine.)
+Megatron's ``SequentialMLP`` runs about thirty small operations for each of up to 128 experts, so the host limits the
+speed, not the GPU. Here all experts of a layer are one autograd function: two products over the rows of all experts in
+the forward, and four in the backward. Every expert keeps its own parameters, so nothing changes for checkpoints,
+conversions, the distributed optimizer and frozen weights. (PyTorch's ``grouped_mm`` would need copies of all weights as
+one tensor and rounds their gradients; Megatron's own grouped experts need another package or Transformer Engine.)
 
-Kept for the backward are the rows as they came in and the first product; the activation is computed again. Gradients of
-weights go straight into their buffers where they have them (``main_grad``). As in ``fused_autograd_layer`` autograd
-then need not know of the parameters, unless their hooks must run (``SegmentContext.runs_hooks``).
+The input rows and the first product are kept for the backward; the activation is recomputed. Weight gradients are
+written directly to their buffers if these exist (``main_grad``). As in ``fused_autograd_layer``, autograd then need not
+know the parameters, unless their hooks must run (``SegmentContext.runs_hooks``).
 
-Here the products are loops over the experts, for any device and dtype, for which the host fetches each expert's number
-of rows; ``fused_experts`` has those of the kernels, to which the device's numbers are enough.
+The products of this module are loops over the experts, for any device and dtype; the host fetches the number of rows of
+each expert. ``fused_experts`` has the products on the kernels, which read these numbers on the device.
 
 Legend: R rows of all of a rank's experts, one expert after another; C hidden size, F width of an expert.
 """
@@ -40,10 +40,10 @@ class _Maps(NamedTuple):
 
 
 class GroupedExperts(SameOnEveryMesh):
-    """Megatron's experts but for the forward.
+    """Megatron's experts with another forward.
 
     Attributes:
-        context: the pass that the layer is running, set by ``RoutedLayer``; None where there is none.
+        context: the pass that the layer is running, set by ``RoutedLayer``; None if there is none.
     """
 
     context: AttentionContext | None = None
@@ -54,7 +54,7 @@ class GroupedExperts(SameOnEveryMesh):
 
         Args:
             tokens_per_expert: on any device, rows of each expert.
-            weights_R: what the router gave each row.
+            weights_R: the router's weight of each row.
         """
         rows = self.grouped_rows(tokens_per_expert, rows_RC)
         maps, in_buffers = self.maps, self._in_buffers()
@@ -64,7 +64,7 @@ class GroupedExperts(SameOnEveryMesh):
 
     @property
     def maps(self) -> _Maps:
-        """Looked up once: with many experts that takes as long as the launches of a pass."""
+        """The weights of both maps, cached: with many experts, the lookup takes as long as the launches of a pass."""
         if self._maps is None:
             experts = self.local_experts
             self._maps = _Maps(
@@ -73,21 +73,21 @@ class GroupedExperts(SameOnEveryMesh):
         return self._maps
 
     def _in_buffers(self) -> bool:
-        """Whether the gradients of all weights go straight into buffers."""
+        """Whether the gradients of all weights are written directly to buffers."""
         if not isinstance(self.local_experts[0].linear_fc1, MainGradColumnParallelLinear):
             return False
         return all(main_grad_of(weight) is not None for weights in self.maps for weight in weights)
 
     def grouped_rows(self, counts_L: Tensor, rows_RC: Tensor) -> Any:
-        """The rows of all experts with their products; ``matrices`` gives what these take."""
+        """The rows of all experts with their products; ``matrices`` makes the arguments of these products."""
         return PlainRows(counts_L.tolist())
 
     def matrices(self, key: str, matrices: Sequence[Tensor]) -> Any:
-        """A matrix for each expert; ``key`` tells these from others of the layer, and lasts longer than a pass."""
+        """One matrix for each expert; ``key`` identifies the set within the layer, across passes."""
         return matrices
 
     def activate(self, first_RF: Tensor, weights_R: Tensor) -> Tensor:
-        """What the second product reads."""
+        """The input of the second product."""
         return weighted_activation(first_RF, weights_R, self.config)
 
     def activation_gradients(self, grad_RF: Tensor, first_RF: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class GroupedExperts(SameOnEveryMesh):
 
 
 class _Experts(torch.autograd.Function):
-    """Both maps of all experts; ``parameters`` are their weights where autograd is to know of them, else none."""
+    """Both maps of all experts; ``parameters`` are their weights if autograd must know them, otherwise empty."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _weight_gradients(ctx: Any, name: str, grad: Tensor, x: Tensor) -> Sequence[Tensor | None]:
-    """What autograd gets for the weights of one map if it knows of them; into buffers the gradients go here."""
+    """Adds the weight gradients of one map to their buffers, or returns them if autograd knows the weights."""
     weights: tuple[Parameter, ...] = getattr(ctx.experts.maps, name)
     if ctx.in_buffers:
         sums = ctx.experts.matrices(f"{name} sums", [weight.main_grad for weight in weights])

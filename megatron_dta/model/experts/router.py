@@ -1,17 +1,17 @@
-"""The router of a mixture-of-experts layer: Megatron's, exact in the model's own precision and aware of the tree.
+"""Routes tokens to experts: Megatron's router, exact in the model's own precision and aware of the tree.
 
-Megatron's router computes scores in float32 whatever the model's dtype, draws its auxiliary losses from whatever one
-forward holds, and routes a recomputed forward anew. This one takes its place through the layer spec. Weights, gating
-product and group-limited choice stay Megatron's. It differs in this:
+Megatron's router computes scores in float32 for every model dtype, computes its auxiliary losses from the tokens of one
+forward, and routes a recomputed forward again. This router replaces it through the layer spec. Weights, gating product
+and group-limited choice stay Megatron's. The differences are:
 
-- scores are computed in float32, and in float64 where the logits are float64;
-- the experts that a pass chose are kept with the pass (``TokenRouting``): a recomputed forward uses the very same, and
-  rollouts may bring them;
-- what it returns is [N, K], for ``token_dispatcher``, and not a map of all experts;
-- the balancing loss, the z-loss and the loads of the loss-free balance count a token once for every sequence through
-  it, so they are those of training each sequence alone, however the tree is cut.
+- Scores are computed in float32, and in float64 if the logits are float64.
+- The experts chosen in a pass are stored with the pass (``TokenRouting``). A recomputed forward uses the same experts,
+  and rollouts may supply them.
+- The result has the shape [N, K], for ``token_dispatcher``, instead of a map over all experts.
+- The balancing loss, the z-loss and the loads of the loss-free balance count a token once for every sequence through
+  it. They equal those of training each sequence alone and do not depend on how the tree is cut.
 
-Legend: N tokens of the pass on this rank, E experts, K experts a token is routed to.
+Legend: N tokens of the pass on this rank, E experts, K experts of each token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TreeRouter(TopKRouter):
     context: AttentionContext | None = None
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits. Megatron's product names a function of Transformer Engine's even where that is not installed."""
+        """Logits; overridden because Megatron's product needs the name of a Transformer Engine function in any case."""
         if hasattr(moe_utils, "te_general_gemm"):
             return super().gating(input)
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
@@ -69,7 +69,7 @@ class TreeRouter(TopKRouter):
 
     @torch.no_grad()
     def _choose(self, logits_NE: Tensor, routing: TokenRouting) -> None:
-        """The first forward of the pass: note the experts, count their loads."""
+        """In the first forward of the pass, store the experts and count their loads."""
         chosen_NK = choose_experts(logits_NE, self.expert_bias, self.config)
         if routing.replay is not None:
             replayed_NK = self._rows(routing.replay[:, self.expert_layer], len(logits_NE), fill=-1)
@@ -84,14 +84,14 @@ class TreeRouter(TopKRouter):
             self.local_tokens_per_expert.index_add_(0, chosen_NK.flatten(), counts_NK.flatten())
 
     def _maintain_float32_expert_bias(self) -> None:
-        """Biases and counts stay in float32, whatever the model is converted to: bfloat16 would lose counts."""
+        """Keep biases and counts in float32 when the model is converted: bfloat16 would lose counts."""
         super()._maintain_float32_expert_bias()
         if self.local_tokens_per_expert is not None:
             self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
 
     @property
     def expert_layer(self) -> int:
-        """Layers with experts before this one."""
+        """Number of layers with experts before this one."""
         return sum(self.config.moe_layer_freq[: self.layer_number - 1])
 
     def _rows(self, values: Tensor, num_rows: int, fill: int = 0) -> Tensor:
@@ -100,7 +100,7 @@ class TreeRouter(TopKRouter):
 
 
 class _ZLoss(torch.autograd.Function):
-    """The logits unchanged; their gradient gets that of the z-loss (ST-MoE, arXiv 2202.08906)."""
+    """Returns the logits unchanged; the backward adds the gradient of the z-loss (ST-MoE, arXiv 2202.08906)."""
 
     @staticmethod
     def forward(ctx, logits_NE: Tensor, weights_N: Tensor, routing: TokenRouting) -> Tensor:
@@ -119,10 +119,10 @@ class _ZLoss(torch.autograd.Function):
 
 
 class _BalancingLoss(torch.autograd.Function):
-    """The weights unchanged; the scores get the gradient of the step's balancing loss.
+    """Returns the weights unchanged; the scores get the gradient of the step's balancing loss.
 
-    It depends on where whole sequences went, which is known when the backward runs: every sequence through a segment
-    has run forward to its end by then.
+    This gradient depends on the experts of whole sequences. They are known when the backward runs, because every
+    sequence through a segment has then run forward to its end.
     """
 
     @staticmethod
@@ -140,17 +140,17 @@ class _BalancingLoss(torch.autograd.Function):
 
 
 class RoutedLayer(TransformerLayer):
-    """Megatron's transformer layer, which tells its router, and grouped experts, whose tokens these are.
+    """Megatron's transformer layer, which passes the context to its router and its grouped experts.
 
-    The core attention gets the pass's context as an argument, also when a layer is recomputed; the layer with experts
-    does not, so it is handed over here.
+    The core attention gets the pass's context as an argument, also in a recomputation. The experts do not, so this
+    layer hands the context to them.
     """
 
     dispatcher: type[TreeDispatcher] = TreeDispatcher
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        # Megatron's layer of experts takes its dispatchers from a list of its own.
+        # Megatron's MoE layer chooses its dispatcher from a fixed list.
         self.mlp.token_dispatcher = self.dispatcher.like(self.mlp.token_dispatcher)
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -162,7 +162,7 @@ class RoutedLayer(TransformerLayer):
 
 
 def keep_balance_in_float32(model: torch.nn.Module) -> None:
-    """Undo a conversion of ``model`` to another dtype for the routers' biases and counts."""
+    """Convert the routers' biases and counts back to float32 after ``model`` was converted to another dtype."""
     for module in model.modules():
         if isinstance(module, TreeRouter):
             module._maintain_float32_expert_bias()
@@ -173,7 +173,7 @@ def _scoring(logits_NE: Tensor) -> Tensor:
 
 
 def balanced_scores(logits_NE: Tensor, config: TransformerConfig) -> Tensor:
-    """Scores [N, E] that the balancing loss is about: of each token they sum to 1."""
+    """Scores [N, E] of the balancing loss; they sum to 1 for each token."""
     if config.moe_router_score_function == "sigmoid":
         scores_NE = torch.sigmoid(_scoring(logits_NE))
         return scores_NE / (scores_NE.sum(dim=-1, keepdim=True) + 1e-20)
@@ -201,7 +201,7 @@ def choose_experts(logits_NE: Tensor, expert_bias_E: Tensor | None, config: Tran
 
 
 def routing_weights(logits_NE: Tensor, chosen_NK: Tensor, config: TransformerConfig) -> Tensor:
-    """Weights [N, K] of the ``chosen`` experts, by Megatron's rules."""
+    """Weights [N, K] of the experts ``chosen_NK``, by Megatron's rules."""
     scores_NE = _scoring(logits_NE)
     if config.moe_router_score_function == "sigmoid":
         weights_NK = torch.sigmoid(scores_NE).gather(1, chosen_NK)

@@ -19,7 +19,7 @@ from megatron_dta.model.experts.weights import SameOnEveryMesh
 
 
 def expert_settings(model: ModelConfig) -> dict[str, Any]:
-    """The part of Megatron's ``TransformerConfig`` that is about experts; whether they are grouped is in the spec."""
+    """The expert settings of Megatron's ``TransformerConfig``; the spec decides whether experts are grouped."""
     if model.num_experts is None:
         return {}
     return dict(
@@ -45,9 +45,9 @@ def expert_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def expert_layer_spec(model: ModelConfig, router: type | None = TreeRouter) -> ModuleSpec:
-    """Megatron's spec of a layer with experts; ``router`` takes the place of its own, which None leaves.
+    """Megatron's spec of a layer with experts; ``router`` replaces Megatron's router unless it is None.
 
-    With our router experts are grouped products where the model asks for it; others have theirs one by one.
+    With our router, experts are grouped products if the model asks for them; with Megatron's, they run one by one.
     """
     spec = get_gpt_layer_local_spec(
         num_experts=model.num_experts, qk_layernorm=model.qk_layernorm, normalization=model.normalization
@@ -64,7 +64,7 @@ def expert_layer_spec(model: ModelConfig, router: type | None = TreeRouter) -> M
 
 
 def replace_experts(spec: ModuleSpec, old: type[SequentialMLP], new: type[SequentialMLP]) -> None:
-    """Put experts of the class ``new`` where a layer's spec has ``old`` ones, and otherwise leave it as it is."""
+    """Replace experts of class ``old`` in a layer's spec by class ``new``; any other spec is unchanged."""
     mlp = spec.submodules.mlp
     submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
     experts = getattr(submodules, "experts", None)

@@ -1,14 +1,15 @@
-"""Brings tokens to their experts and back: Megatron's dispatcher, with its places of rows computed on the device.
+"""Sends tokens to their experts and back: Megatron's dispatcher, with row positions computed on the device.
 
-Megatron's takes a map [tokens, experts], picks rows by masks, for whose numbers the host waits, and brings the chunks
-of experts into order by splitting and concatenating one tensor for each expert, also where they are in order. The host
-takes longer for that than the GPU for the layer's products. Here the router says which experts each token goes to, and
-every move of rows is a gather with an index that was computed on the device. On one rank nothing waits for it. Where
-experts are divided, Megatron's collectives run, and wait for the numbers of rows that they exchange as before.
+Megatron's dispatcher takes a map [tokens, experts] and selects rows with masks, whose sizes the host waits for. It
+orders the rows by expert by splitting and concatenating one tensor for each expert, even if they are in order already.
+This takes the host longer than the layer's products take the GPU. Here the router supplies the experts of each token,
+and every movement of rows is a gather with an index that was computed on the device. On one rank, nothing waits for
+this index. If experts are divided among ranks, Megatron's collectives run and wait for the exchanged numbers of rows,
+as in Megatron.
 
-A token's K rows come back by a sum in the order of the experts: on a CPU that is the order of Megatron's, and the
-results are the same bit for bit in float32 and float64; of 16-bit rows the sum is float32 and rounded once. No gather
-needs more than its index for the backward, which is the other of the two moves.
+A token's K rows are summed in the order of the experts. On a CPU that is Megatron's order, and results are the same bit
+for bit in float32 and float64; 16-bit rows are summed in float32 and rounded once. A gather needs only its index for
+the backward, which is the other one of the two movements.
 
 Legend: N tokens of this rank, K experts each, E experts in all, L of them here, T ranks that exchange tokens, R rows.
 """
@@ -33,12 +34,12 @@ RowSums = Callable[[Tensor, Tensor], Tensor]
 
 
 class Places(NamedTuple):
-    """Where tokens are among rows that are in the order of experts, and of tokens for each expert.
+    """Positions of tokens among rows in expert order, and of rows for each token.
 
     Attributes:
-        entries: [R], of each row its entry in a flat [N, K].
-        tokens: [R], of each row its token.
-        rows: [N, K], of each token its rows, ascending.
+        entries: [R], for each row its entry in a flat [N, K].
+        tokens: [R], for each row its token.
+        rows: [N, K], for each token its rows, ascending.
     """
 
     entries: Tensor
@@ -47,20 +48,20 @@ class Places(NamedTuple):
 
 
 def places_of(chosen_NK: Tensor) -> Places:
-    """For the experts that each token goes to; no expert twice."""
-    # Of narrow keys a GPU sorts a fraction of the digits.
+    """Places for the chosen experts of each token; a token must not choose an expert twice."""
+    # For narrow keys, a GPU sorts only a fraction of the digits.
     entry_R = chosen_NK.flatten().to(torch.int16).argsort(stable=True)
     row_NK = inverse_of(entry_R).view(chosen_NK.shape).sort(dim=1).values
     return Places(entry_R, entry_R.div(chosen_NK.shape[1], rounding_mode="floor"), row_NK)
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
-    """The permutation that undoes ``order``."""
+    """The inverse of the permutation ``order_R``."""
     return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
 
 
 def order_by_expert(counts_TL: Tensor, num_rows: int) -> Tensor:
-    """Of rows that come by rank and for each rank by expert, the order [R] by expert and for each expert by rank.
+    """Permutation [R] of rows ordered by rank, then expert, to rows ordered by expert, then rank.
 
     Args:
         counts_TL: int64, rows of each rank for each expert.
@@ -74,16 +75,16 @@ def order_by_expert(counts_TL: Tensor, num_rows: int) -> Tensor:
 
 
 class TreeDispatcher(MoEAlltoAllTokenDispatcher):
-    """Takes experts [N, K] in the place of a map and weights [N, K] in that of weights [N, E].
+    """Takes experts [N, K] in place of a map, and weights [N, K] in place of weights [N, E].
 
-    Counts of rows stay on the device; who wants them on the host has to fetch them.
+    Counts of rows stay on the device; a caller that needs them on the host must fetch them.
     """
 
     sum_rows: RowSums = staticmethod(sum_rows)
 
     @classmethod
     def like(cls, other: MoEAlltoAllTokenDispatcher) -> TreeDispatcher:
-        """One for the same experts and groups."""
+        """A dispatcher for the same experts and groups."""
         groups = SimpleNamespace(ep=other.ep_group, expt_tp=other.tp_group, tp_ep=other.tp_ep_group)
         return cls(other.num_local_experts, other.local_expert_indices, config=other.config, pg_collection=groups)
 
@@ -107,11 +108,11 @@ class TreeDispatcher(MoEAlltoAllTokenDispatcher):
         return _ToRows.apply(x_NC, weights_NK, self.places, self.sum_rows)
 
     def _exchange_counts(self) -> None:
-        """Sizes of what is sent and received, on their way to the host, and rows of each rank for the experts here."""
-        # Megatron sums a map over tokens: this is the sum.
+        """Start the copy of send and receive sizes to the host, and store each rank's rows for the experts here."""
+        # Megatron sums a map over tokens here; the counts are that sum already.
         self.counts = self.preprocess(self.counts.unsqueeze(0))
         if self.num_local_experts > 1:
-            # On the device is where this is needed, and there it stays.
+            # These counts are needed on the device only, so they stay there.
             self.counts_TL, self.num_global_tokens_per_local_expert = self.num_global_tokens_per_local_expert, None
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", None)
 

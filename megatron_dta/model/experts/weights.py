@@ -1,4 +1,4 @@
-"""Megatron's experts, each with the first weights that it would have on one process."""
+"""Megatron's experts with the same initial weights as on one process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SameOnEveryMesh(SequentialMLP):
-    """Experts one after another; parameters, checkpoints and adapters are Megatron's.
+    """Experts that run one after another; parameters, checkpoints and adapters are Megatron's.
 
-    On a CPU the random state decides the weights. A rank draws those of the experts before and after its own too and
-    drops them, so its experts differ from other ranks', and what is drawn next is the same on all.
+    On a CPU the random state decides the weights. A rank also draws the weights of the experts before and after its own
+    and discards them. Its experts therefore differ from other ranks' experts, and the random state afterwards is the
+    same on all ranks.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class SameOnEveryMesh(SequentialMLP):
         super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **names)
         draw((size - 1 - rank) * others)
         if pg_collection.expt_tp.size() != pg_collection.tp.size():
-            # Their gradients are summed over other ranks than the rest's. Up to 0.16 Megatron says so only where the
-            # experts are divided among ranks, and lets whole ones on the ranks of a tensor group drift apart.
+            # Their gradients are summed over other ranks than those of other weights. Megatron up to 0.16 marks them
+            # only if the experts are divided among ranks; undivided experts of a tensor group would then diverge.
             for parameter in self.parameters():
                 parameter.allreduce = False
