@@ -1,15 +1,15 @@
 """Dynamic sampling and overlong reward shaping (DAPO, arXiv 2503.14476) around any source of sampled rollouts.
 
-**Dynamic sampling.** A group whose rewards are all equal has advantages of 0: it costs a step and teaches nothing. So
-collection k is put together from rounds, each with a batch of prompts of its own, until as many groups as one round has
-differ in their rewards, or ``--dynamic-sampling-max-rounds`` are over. Round r of collection k takes batch number
-k x rounds + r of the prompts: what a collection is still follows from its number alone, and nothing has to be saved.
-Prompts of rounds that were not needed are skipped in this epoch of the prompts. If fewer groups differ than there are
-optimizer steps in a collection, others fill it up. Schedules and windows that count collections count no rounds.
+**Dynamic sampling.** A group whose rewards are all equal has advantages of 0, so training it has no effect. Rollout
+batch k is therefore collected in rounds, each with its own prompts, until it has ``--rollout-batch-size`` groups whose
+rewards differ, or until ``--dynamic-sampling-max-rounds`` rounds are done. Round r of batch k takes prompt batch
+k x rounds + r, so a rollout batch still follows from its number alone and no state has to be saved. The prompts of
+unneeded rounds are skipped in this epoch. If fewer groups differ than a batch has optimizer steps, other groups fill it
+up. Schedules and windows count rollout batches, not rounds.
 
 **Overlong shaping.** With L = ``--rollout-max-response-len`` and B = ``--overlong-buffer-len``, a response of n tokens
-loses factor x (n - (L - B)) / B of its reward, at least 0 and at most the factor. Groups are judged by the rewards
-before that.
+loses factor x (n - (L - B)) / B of its reward, clipped to [0, factor]. With L = 100, B = 20 and factor 1, a response of
+90 tokens loses 0.5. Groups are filtered by their rewards before shaping.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_dta.rollouts.paths import decoded_tokens
 
 
 class FilteringSource(WrappedSource):
-    """``inner`` with the filters that the settings ask for."""
+    """``inner`` with the filters of the settings applied."""
 
     _inner: SampledSource
 
@@ -41,7 +41,7 @@ class FilteringSource(WrappedSource):
         self._statistics: dict[str, float] = {}
 
     def next_batch(self, step: int) -> list[Rollout]:
-        """Collection ``step``; see on top."""
+        """Rollout batch number ``step``; see the module's docstring."""
         useful: list[list[Rollout]] = []
         others: list[list[Rollout]] = []
         for number in range(self._rounds):
@@ -96,7 +96,7 @@ def differs(group: Sequence[Rollout]) -> bool:
 
 
 def shape_reward(rollout: Rollout, max_tokens: int, buffer: int, factor: float) -> Rollout:
-    """The rollout with what its length costs taken off its reward, at its end."""
+    """The rollout with its length penalty subtracted from its reward, at its end."""
     excess = int(np.count_nonzero(rollout.loss_mask)) - (max_tokens - buffer)
     penalty = factor * min(max(excess / buffer, 0.0), 1.0)
     if penalty == 0:

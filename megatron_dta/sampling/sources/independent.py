@@ -1,10 +1,10 @@
-"""Closes the RL loop: rollouts sampled from the current weights for training, and mean rewards on held-out prompts.
+"""Samples independent rollouts from the current weights, for training and for evaluation on held-out prompts.
 
-Data-parallel ranks sample a share of the prompts each and then have all that was sampled: the identity of a sequence,
-which its random numbers are keyed by, does not depend on who samples it.
+Each data-parallel rank samples a share of the prompts; the results are then gathered on all ranks. The random numbers of
+a sequence are keyed by its identity, which does not depend on the rank that samples it.
 
-A collection of rollouts is a function of (weights, settings, seed, collection number): the prompts come from a keyed
-shuffle and every token from a keyed random number. Nothing has to be saved for a resumed run to continue bit for bit.
+A rollout batch is a function of (weights, settings, seed, batch number): the prompts come from a keyed shuffle and every
+token from a keyed random number. A resumed run continues bit for bit without any saved sampler state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_dta.sampling.task import SamplingTask
 
 
 class SamplingSource(SampledSource):
-    """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` rollouts a collection, from the engine's weights."""
+    """``rollout_batch_size`` prompts x ``n_samples_per_prompt`` rollouts per batch, from the engine's weights."""
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: SamplingConfig, seed: int) -> None:
         self._engine = engine
@@ -47,10 +47,10 @@ class SamplingSource(SampledSource):
         self._statistics: dict[str, float] = {}
 
     def sample(self, collection: int, batch: int) -> list[Rollout]:
-        """See ``SampledSource``; one group a prompt, in order.
+        """See ``SampledSource``; one group per prompt, in order.
 
-        ``policy_version`` is the collection's number; with servers, whose weights are updated from outside, the
-        optimizer steps that their weights have had.
+        ``policy_version`` is the number of the rollout batch. With servers, whose weights are updated from outside, it
+        is the number of optimizer steps behind their weights.
         """
         count, samples = self._config.rollout_batch_size, self._config.n_samples_per_prompt
         first = batch * count
@@ -65,8 +65,8 @@ class SamplingSource(SampledSource):
         }
         if all(reward is None for _, _, reward in scored):
             why = self._task.scorer.last_failure or "see the other ranks"
-            raise RolloutError(f"every reward of a collection has failed; the last one: {why}")
-        # A small prompt file may come round again within one collection: the place in the stream names the group.
+            raise RolloutError(f"every reward of a rollout batch has failed; the last one: {why}")
+        # A small prompt file may repeat within one batch, so the position in the stream names the group.
         return [
             to_rollout(prompt, result, reward, f"{first + index // samples}:{prompt.prompt_id}")
             for index, (prompt, result, reward) in enumerate(scored)
@@ -74,8 +74,8 @@ class SamplingSource(SampledSource):
         ]
 
     def statistics(self) -> dict[str, float]:
-        """``ended`` (fraction of responses not cut at the cap) and what the scorer counts (``sampling.scoring``), of
-        the last collection and over all ranks.
+        """Metrics of the last rollout batch over all ranks: ``ended`` (fraction of responses not cut at the length cap)
+        and the counts of the scorer (``rewards.scoring``).
         """
         return self._statistics
 
@@ -83,8 +83,8 @@ class SamplingSource(SampledSource):
 class SamplingEvaluation(Evaluation):
     """Mean reward on held-out prompts, each answered ``n_samples_per_eval_prompt`` times.
 
-    Every evaluation uses the same random numbers, from a domain that training never draws from: two evaluations differ
-    by their weights and not by luck. With ``eval_temperature`` 0 the answers are greedy.
+    Every evaluation uses the same random numbers, from a domain that training never uses, so two evaluations differ only
+    by their weights. With ``eval_temperature`` 0 the answers are greedy.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class SamplingEvaluation(Evaluation):
         self._params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """``reward``, ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the cap), with
-        several samples of a prompt ``pass@k``, and what the scorer counts. Rewards that failed are left out of the
-        mean, which is NaN if all have.
+        """``reward`` and ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the length cap),
+        ``pass@k`` if a prompt has several samples, and the counts of the scorer. Failed rewards are left out of the
+        mean, which is NaN if all have failed.
         """
         before = self._task.scorer.tally
         scored = _sample_and_score(self._engine, self._task, self._prompts, self._samples, self._params, 0)
@@ -162,20 +162,20 @@ def _sample_and_score(
 ) -> list[tuple[Prompt, GenerationResult, float | None]]:
     """``samples`` responses to every prompt with their rewards, prompt by prompt; the same on every rank.
 
-    A reward is None where it has failed and the rollout is to be dropped.
+    A reward is None if it has failed and its rollout must be dropped.
     """
     mesh = current_mesh()
     sequence_prompt = np.repeat(np.arange(len(prompts)), samples)
     share = np.array_split(np.arange(sequence_prompt.size), mesh.data_size)[mesh.data_rank]
     requests = [
-        # The place in the collection is the sequence's identity: whoever samples it draws the same numbers.
+        # The position in the batch is the identity of the sequence: every rank would draw the same numbers for it.
         GenerationRequest(place, prompts[sequence_prompt[place]].token_ids, params.max_response_tokens, key=place)
         for place in share.tolist()
     ]
     with phase(engine, params, iteration):
         results = generate(engine, requests)
     rewards: list[float | None] = []
-    # A user's reward may cost something, or be random: one rank of each replica asks for it.
+    # A user's reward function may be expensive or random, so only one rank of each replica calls it.
     if mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
         chosen = [
             (prompts[index], result.token_ids.tolist())

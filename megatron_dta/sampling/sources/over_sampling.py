@@ -1,8 +1,8 @@
-"""Sample more prompts than are trained and reject those whose rollouts all have one reward: they would teach nothing.
+"""Samples more prompts than are trained and rejects groups whose rewards are all equal, since their advantages are 0.
 
-Dynamic sampling of DAPO (arXiv 2503.14476), with a fixed number of prompts sampled at once, as the TreePO paper does
-(three times as many as are trained): a collection stays a function of the weights and its number. Where too few
-prompts remain, rejected ones make up for them in order, so a collection always has its number of groups.
+This is the dynamic sampling of DAPO (arXiv 2503.14476) with a fixed number of prompts sampled at once, as in the TreePO
+paper (three times the number trained), so a rollout batch stays a function of the weights and its number. If too few
+groups remain, rejected groups fill the batch in order; a batch always has the same number of groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_dta.rollouts.paths import decoded_tokens
 
 
 class DynamicSamplingSource(WrappedSource, SampledSource):
-    """The first ``groups`` groups of ``inner``'s collection whose rewards differ; see the module's docstring."""
+    """The first ``groups`` groups of each batch of ``inner`` whose rewards differ; see the module's docstring."""
 
     _inner: SampledSource
 
@@ -43,5 +43,5 @@ class DynamicSamplingSource(WrappedSource, SampledSource):
         return [rollout for name, group in groups.items() if name in kept for rollout in group]
 
     def statistics(self) -> dict[str, float]:
-        """Groups with equal rewards and others that were sampled, and the tokens decoded for what is not trained."""
+        """Adds the number of groups with equal and with differing rewards, and the decoded tokens of omitted groups."""
         return self._inner.statistics() | self._statistics

@@ -1,15 +1,18 @@
-"""A thread that samples collections of rollouts while training goes on, with a bound on how old their weights may be.
+"""Samples rollout batches in a thread during training, with a bound on the age of their weights.
 
     training                          prefetcher
-    offers weights of step v   ---->  newest weights offered
-    takes collection k         <----  collections sampled: k, k + 1, ...
+    offers weights of step v   ---->  newest offered weights
+    takes batch k              <----  sampled batches: k, k + 1, ...
 
-Collection k is going to be used at some step u(k). It may be sampled with weights of version v as soon as
-u(k) - v <= max_staleness, and it is sampled with the newest weights there are then. With a bound of 0 that is only when
-training waits for it: the two take turns. Weights change between collections only, so all tokens of a collection are of
-one version, which their ``policy_version`` tells.
+Batch k is trained from some step u(k) on. It may be sampled with weights of version v as soon as
+u(k) - v <= max_staleness, and it is sampled with the newest weights available at that time. With a bound of 0 this holds
+only while training waits for the batch, so sampling and training alternate. Weights change only between batches, so all
+tokens of a batch have one version, their ``policy_version``.
 
-An error ends the thread; whoever takes the next collection gets it.
+Example: with one step per batch, u(k) = k. With max_staleness 1 and weights of version 4, batches 4 and 5 may be
+sampled; batch 6 waits for version 5.
+
+An error ends the thread and is raised by the next call of ``take``.
 """
 
 from __future__ import annotations
@@ -27,14 +30,14 @@ from megatron_dta.rollouts import Rollout
 
 
 class RolloutPrefetcher:
-    """Samples ahead, in a thread of its own.
+    """Samples rollout batches ahead of training in its own thread.
 
     Args:
-        collect: samples the collection of a number; called in the thread, one at a time.
-        update: gives the sampler the weights of a version (from a folder); called in the thread, between collections.
-        steps_per_collection: optimizer steps that train a collection.
-        max_staleness: most optimizer steps between a collection's weights and the first step that trains it.
-        num_collections: how many the run needs in all; no further one is begun ahead.
+        collect: samples the batch with the given number; called in the thread, one at a time.
+        update: gives the sampler the weights of a version (from a folder); called in the thread, between batches.
+        steps_per_collection: optimizer steps that train one batch.
+        max_staleness: maximum number of optimizer steps between a batch's weights and the first step that trains it.
+        num_collections: number of batches that the run needs; no further one is started ahead.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class RolloutPrefetcher:
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._offered: tuple[int, Path | None] | None = None
         self._loaded: int | None = None
-        # Collection and step of the last call of ``take``: the others' steps follow from it.
+        # Batch and step of the last call of ``take``, from which the steps of the other batches follow.
         self._place: tuple[int, int] | None = None
         self._next = 0
         self._error: BaseException | None = None
@@ -60,23 +63,23 @@ class RolloutPrefetcher:
         self._thread = threading.Thread(target=self._run, name="rollout prefetcher", daemon=True)
 
     def offer(self, version: int, folder: Path | None) -> None:
-        """There are new weights."""
+        """Offer the weights of ``version``, stored in ``folder``."""
         with self._changed:
             self._offered = version, folder
             self._changed.notify_all()
 
     def take(self, number: int, step: int, timeout_s: float) -> list[Rollout] | None:
-        """Collection ``number``, which optimizer step ``step`` (steps done before it) begins to train.
+        """Wait for batch ``number``, whose training starts after ``step`` optimizer steps.
 
         Returns:
-            the rollouts, or None if they are not there after ``timeout_s``: call again.
+            The rollouts, or None if they are not ready after ``timeout_s``; then call again.
 
         Raises:
-            Exception: what the thread has failed with.
+            Exception: the error that ended the thread.
         """
         with self._changed:
             if self._place is None:
-                # Kept by a run with a higher bound, maybe.
+                # The restored batches may come from a run with a higher bound.
                 oldest = min((r.policy_version or 0 for r in self._ready.get(number, ())), default=step)
                 if self._offered is not None and step - oldest > self._max_staleness:
                     self._ready.clear()
@@ -90,7 +93,7 @@ class RolloutPrefetcher:
             return self._ready.pop(number, None)
 
     def run(self, job: Callable[[], Any]) -> Future[Any]:
-        """Call ``job`` in the thread, between two collections, after the newest weights were given to the sampler."""
+        """Call ``job`` in the thread, between two batches, after the sampler has received the newest weights."""
         done: Future[Any] = Future()
         with self._changed:
             if self._error is not None:
@@ -102,23 +105,23 @@ class RolloutPrefetcher:
         return done
 
     def finish_begun(self, timeout_s: float) -> bool:
-        """Whether all collections that the bound allows so far are sampled; waits up to ``timeout_s`` for them."""
+        """Whether all batches that the bound allows so far are sampled; waits up to ``timeout_s`` for them."""
         with self._changed:
             self._wait(lambda: not self._may_begin(), timeout_s)
             return not self._may_begin()
 
     def ready(self) -> dict[int, list[Rollout]]:
-        """The collections that are sampled and not taken, by number."""
+        """The batches that are sampled but not taken, by number."""
         with self._changed:
             return dict(self._ready)
 
     def restore(self, ready: Mapping[int, list[Rollout]]) -> None:
-        """Begin with collections of an earlier run, of consecutive numbers; call before the others."""
+        """Start with batches of an earlier run, which have consecutive numbers; call before any other method."""
         self._ready = dict(ready)
         self._next = max(ready, default=-1) + 1
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End the thread; what it is doing is waited for, but not for ever. May be called twice."""
+        """End the thread, waiting up to ``timeout_s`` for its current work. May be called twice."""
         with self._changed:
             self._stops = True
             self._changed.notify_all()
@@ -130,7 +133,7 @@ class RolloutPrefetcher:
             self._thread.start()
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for a condition or an error, the latter is raised if the condition does not hold."""
+        """Wait until ``condition`` holds; raise the thread's error if there is one and it does not hold."""
         end = time.monotonic() + timeout_s
         while not condition() and self._error is None and time.monotonic() < end:
             self._changed.wait(end - time.monotonic())
@@ -138,11 +141,11 @@ class RolloutPrefetcher:
             raise self._error
 
     def _may_begin(self) -> bool:
-        """Whether the next collection may be sampled with the newest weights."""
+        """Whether the next batch may be sampled with the newest weights."""
         if self._offered is None or self._place is None:
             return False
         number, step = self._place
-        # What is asked for is sampled in any case: collections with less to train than planned make a run need more.
+        # A requested batch is always sampled: if batches contain less to train than planned, a run needs more of them.
         if self._next >= self._num_collections and self._next != number:
             return False
         return step + (self._next - number) * self._steps - self._offered[0] <= self._max_staleness
@@ -161,7 +164,7 @@ class RolloutPrefetcher:
                     self._changed.notify_all()
 
     def _work(self) -> bool:
-        """One job or collection; False when the thread is to end."""
+        """Run one job or sample one batch; False if the thread must end."""
         with self._changed:
             while not (self._stops or self._jobs or self._may_begin()):
                 self._changed.wait()

@@ -1,14 +1,14 @@
-"""Rollouts that only the first rank samples, in a thread, and that all ranks get: from servers, or recorded ones.
+"""Samples rollouts on rank 0, in a thread, and broadcasts them to all ranks: from servers, or from stored rollouts.
 
-The source and the evaluation inside are those of any engine; here they run as if there were one process, and what they
-return is broadcast. Waiting ranks hear from the first one every second, so a long collection is no lost rank.
+The wrapped source and evaluation run as if there were one process, and their results are broadcast. Rank 0 sends the
+waiting ranks a message every second, so a long rollout batch is not mistaken for a dead rank.
 
-**Weights.** Before a collection is sampled and before an evaluation, the weights of the step are written to a folder
-(by all ranks) and the servers load it, unless they have been given that step's already.
+**Weights.** Before a rollout batch is sampled and before an evaluation, all ranks write the weights of the step to a
+folder and the servers load it, unless they already have the weights of that step.
 
-**What a checkpoint keeps.** The collections sampled ahead. What the bound on staleness has let begin is finished first
-(after a SIGTERM it is given up, and sampled again by the run that continues), so a continued run trains on what the
-unbroken one would have: with servers that repeat their samples, bit for bit.
+**Checkpoints.** A checkpoint stores the rollout batches sampled ahead. Batches that the staleness bound allows are
+finished first, so a resumed run trains on the same rollouts as an uninterrupted one, bit for bit if the servers
+reproduce their samples. After a SIGTERM they are abandoned, and the resumed run samples them again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Answer = TypeVar("Answer")
 
 
 class WeightsWriter(Protocol):
-    """Writes the weights for servers; ``training.rollout_weights`` has the one there is."""
+    """Writes the weights for servers; implemented in ``training.weights.servers``."""
 
     def write(self, version: int) -> Path:
-        """The folder with the weights as they are; every rank calls this."""
+        """Write the current weights and return their folder; every rank calls this."""
 
     def delete_before(self, version: int) -> None:
         """Delete the folders of earlier versions; the first rank calls this, from any thread."""
@@ -50,11 +50,11 @@ class WeightsWriter(Protocol):
 
 
 class Rank0Source(RolloutSource):
-    """Hands out what ``inner`` collects on the first rank.
+    """Returns the rollouts of ``inner``, which runs on rank 0, on all ranks.
 
     Args:
-        inner, engine: the source and what it samples with; None on the other ranks.
-        writer: where the engine's weights come from; None where it needs none. On all ranks or none.
+        inner, engine: the source and the engine it samples with; None on the other ranks.
+        writer: writes the engine's weights, None if the engine needs none; given on all ranks or on none.
         current_step: optimizer steps done so far.
         steps_per_collection, max_staleness, num_collections: see ``RolloutPrefetcher``.
     """
@@ -79,7 +79,7 @@ class Rank0Source(RolloutSource):
             )
         self._written: int | None = None
         self._statistics: dict[str, float] = {}
-        # What ``inner`` said of the collections that are sampled and not handed out, by number.
+        # Statistics of the rollout batches that are sampled but not yet returned, by number.
         self._waiting_statistics: dict[int, dict[str, float]] = {}
 
     def next_batch(self, step: int) -> list[Rollout]:
@@ -93,7 +93,7 @@ class Rank0Source(RolloutSource):
         return rollouts
 
     def _collect(self, number: int) -> list[Rollout]:
-        """In the prefetcher's thread: the next collection may be sampled before this one is handed out."""
+        """Runs in the prefetcher's thread: the next batch may be sampled before this one is returned."""
         rollouts = self._inner.next_batch(number)
         self._waiting_statistics[number] = self._inner.statistics()
         return rollouts
@@ -103,12 +103,12 @@ class Rank0Source(RolloutSource):
         return None if rollouts is None else (rollouts, self._waiting_statistics.pop(number, {}))
 
     def statistics(self) -> dict[str, float]:
-        """What ``inner`` says of the last collection, and ``rollout_staleness``: steps since its weights."""
+        """Statistics of ``inner`` for the last batch, and ``rollout_staleness``: optimizer steps since its weights."""
         return self._statistics
 
     def timing(self) -> dict[str, float]:
-        """What ``inner`` says of the collection that it has sampled last, and what the engine has counted since this
-        process began; on the first rank only.
+        """Timing of ``inner`` for the batch that it sampled last, and the engine's counts since this process started;
+        empty on ranks other than 0.
         """
         if self._inner is None:
             return {}
@@ -119,7 +119,7 @@ class Rank0Source(RolloutSource):
     def state_dict(self, wait: bool = True) -> dict[str, Any]:
         """See ``RolloutSource``; the same on every rank."""
         if wait:
-            # Training has all it needs for now; an error comes when it wants more.
+            # Training has what it needs for now; the error is raised when it asks for more.
             with suppress(RolloutError):
                 self._from_first(lambda: self._prefetcher.finish_begun(_WAIT_S) or None)
         state: dict[str, Any] = {}
@@ -140,7 +140,7 @@ class Rank0Source(RolloutSource):
         if self._prefetcher is not None and state:
             collections = [[unpack_rollout(packed) for packed in collection] for collection in state["collections"]]
             self._prefetcher.restore(dict(zip(state["numbers"], collections, strict=True)))
-            # Checkpoints of before have none.
+            # Older checkpoints lack this field.
             self._waiting_statistics = dict(zip(state["numbers"], state.get("statistics", []), strict=False))
             if isinstance(self._engine, ReplayEngine) and "replay" in state:
                 self._engine.load_state_dict(state["replay"])
@@ -157,7 +157,7 @@ class Rank0Source(RolloutSource):
                 self._writer.close()
 
     def call(self, job: Callable[[], Answer] | None, step: int) -> Answer:
-        """What ``job`` returns on the first rank, called with the weights of ``step`` between two collections."""
+        """Call ``job`` on rank 0 with the weights of ``step``, between two batches; its result on all ranks."""
         self._offer_weights(step)
         done: Future[Answer] | None = None if self._prefetcher is None else self._prefetcher.run(job)
 
@@ -172,7 +172,7 @@ class Rank0Source(RolloutSource):
         return self._from_first(ask)
 
     def _offer_weights(self, step: int) -> None:
-        """Let the sampler have the weights of ``step`` from its next collection on."""
+        """Give the sampler the weights of ``step`` from its next rollout batch on."""
         if self._written == step:
             return
         folder = self._writer.write(step) if self._writer is not None else None
@@ -186,7 +186,7 @@ class Rank0Source(RolloutSource):
             self._writer.delete_before(version)
 
     def _from_first(self, ask: Callable[[], Answer | None]) -> Answer:
-        """What ``ask`` returns on the first rank once it is not None; what it raises there is raised on all."""
+        """The first result of ``ask`` on rank 0 that is not None, on all ranks; its errors are raised on all ranks."""
         while True:
             found: tuple[str, Any] = ("wait", None)
             error: Exception | None = None
@@ -208,7 +208,7 @@ class Rank0Source(RolloutSource):
 
 
 class Rank0Evaluation(Evaluation):
-    """Runs ``inner`` (None on the other ranks) on the first rank, between the collections of ``source``."""
+    """Runs ``inner`` (None on the other ranks) on rank 0, between the rollout batches of ``source``."""
 
     def __init__(self, inner: Evaluation | None, source: Rank0Source) -> None:
         self._inner, self._source = inner, source
@@ -219,7 +219,7 @@ class Rank0Evaluation(Evaluation):
 
 
 def pack_rollout(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as tensors, numbers and strings; fields that are not set are left out."""
+    """Convert a rollout to tensors, numbers and strings; fields that are None are left out."""
     values = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
     return {
         name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value

@@ -1,13 +1,13 @@
-"""Rollouts of servers that draft: their metrics, and, for SGLang, the recent rollouts as a corpus to draft from.
+"""Rollouts from servers that draft: reports their metrics and gives SGLang recent rollouts as a corpus.
 
-SGLang forgets what it has sampled whenever weights are updated (``engines.server_speculation``), so the window of
-recent rollouts (``--das-window`` collections, ``--das-max-tokens`` tokens) is kept here and handed over before every
-collection: a file of JSON strings, one rollout a line, as its --speculative-ngram-external-corpus-path takes them, too.
-The server reads the file itself, so it lies where the weights do. Siblings of the collection that is being sampled are
-in the server's own trie.
+SGLang discards what it has sampled whenever its weights are updated (``engines.servers.speculation``). So the window of
+recent rollouts (``--das-window`` rollout batches, ``--das-max-tokens`` tokens) is kept here and sent before every
+rollout batch, as a file of JSON strings with one rollout per line, the format of SGLang's
+--speculative-ngram-external-corpus-path. The server reads the file itself, so it is written beside the weights. Siblings
+within the current batch are in the server's own trie.
 
-Texts go over and not ids, because that is what the server takes. It cuts them into tokens again, which are mostly those
-that were sampled; where they are not, a draft is wrong and no sample changes.
+The file contains text instead of token ids, because that is what the server accepts. The server tokenizes the text
+again. Where the result differs from the sampled tokens, drafts are rejected; samples do not change.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 
 
 class RolloutCorpus:
-    """Texts of the collections in the window, the newest last.
+    """Texts of the rollout batches in the window, the newest last.
 
     Args:
-        folder: where the file is written; servers see it by the same name.
-        window: collections kept; the oldest texts leave earlier where they have more than ``max_tokens`` tokens.
+        folder: where the file is written; servers see it under the same path.
+        window: number of rollout batches kept.
+        max_tokens: maximum number of tokens in the file; the oldest texts are left out first.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, window: int, max_tokens: int) -> None:
@@ -45,7 +46,7 @@ class RolloutCorpus:
         self._path: Path | None = None
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
-        """A new collection: what was sampled of each rollout, from its first trained token on."""
+        """Add a rollout batch: the text of each rollout from its first trained token on."""
         texts = []
         for rollout in rollouts:
             sampled = rollout.token_ids[int(np.argmax(rollout.loss_mask)) :]
@@ -56,10 +57,10 @@ class RolloutCorpus:
             self._collections.append(texts)
 
     def write(self, number: int) -> Path | None:
-        """The file for collection ``number``; None while there is nothing to write.
+        """Write the file for rollout batch ``number`` and return its path; None if there is nothing to write.
 
         Raises:
-            RolloutError: it cannot be written.
+            RolloutError: the file cannot be written.
         """
         with self._lock:
             texts = [entry for collection in self._collections for entry in collection]
@@ -84,7 +85,7 @@ class RolloutCorpus:
         return path
 
     def delete(self, keep: Path | None = None) -> None:
-        """Delete the file of the collection before."""
+        """Delete the file of the previous rollout batch unless it is ``keep``."""
         if self._path is not None and self._path != keep:
             self._path.unlink(missing_ok=True)
             self._path = None
@@ -95,7 +96,7 @@ class RolloutCorpus:
             return [[[text, length] for text, length in collection] for collection in self._collections]
 
     def load_state_dict(self, state: list[list[list[Any]]]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Restore the texts from ``state_dict``."""
         with self._lock:
             self._collections.clear()
             self._collections.extend([(text, length) for text, length in collection] for collection in state)
@@ -105,7 +106,7 @@ class DraftingServersSource(WrappedSource):
     """``inner``, sampled on servers that draft.
 
     Args:
-        corpus: given to the servers before each collection; None where they keep their own.
+        corpus: sent to the servers before each rollout batch; None if they keep their own.
     """
 
     def __init__(self, inner: RolloutSource, engine: HttpEngine, corpus: RolloutCorpus | None) -> None:
@@ -134,7 +135,7 @@ class DraftingServersSource(WrappedSource):
             self._corpus.load_state_dict(state["corpus"])
 
     def timing(self) -> dict[str, float]:
-        """What is drafted depends on what a server has at the moment."""
+        """Adds the draft counts, which are not reproducible: drafting depends on the server's state at the time."""
         return self._inner.timing() | self._counts.metrics()
 
     def close(self) -> None:

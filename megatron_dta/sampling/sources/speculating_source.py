@@ -1,9 +1,11 @@
-"""Rollouts of an engine that speculates: its metrics, and its trees in the checkpoint.
+"""Rollouts from an engine that speculates: reports its metrics and saves its suffix trees in the checkpoint.
 
-The samples need none of this: a run resumed without trees samples the same, in more passes until they have grown.
+The samples do not depend on this state: a run resumed without the trees draws the same samples, in more passes until the
+trees have grown again.
 
-Every replica has the samples of all in its trees (``SuffixDrafting.share``), so what a checkpoint keeps of the first
-one serves any number of them. Estimates of acceptance are the first one's own.
+The trees of every replica contain the samples of all replicas (``SuffixDrafting.share``), so the trees of the first
+replica, which a checkpoint stores, serve any number of replicas. The acceptance estimates in it are those of the first
+replica.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _STATE = "speculation"
 
 
 class SpeculatingSource(WrappedSource):
-    """``inner``, whose engine drafts by ``drafting``."""
+    """``inner``, whose engine drafts with ``drafting``."""
 
     def __init__(self, inner: RolloutSource, drafting: SuffixDrafting) -> None:
         super().__init__(inner)
@@ -40,7 +42,7 @@ class SpeculatingSource(WrappedSource):
             name: value.tolist() if value.dtype.kind == "U" else torch.from_numpy(np.array(value))
             for name, value in arrays.items()
         }
-        # Of what a replica has learned from its own samples, and in which order, each knows something else.
+        # The replicas' states differ in acceptance estimates and insertion order, so all ranks keep the first one's.
         return self._inner.state_dict(wait) | {_STATE: current_mesh().from_first(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -54,5 +56,5 @@ class SpeculatingSource(WrappedSource):
             self._drafting.speculator.load_state_dict(arrays)
 
     def timing(self) -> dict[str, float]:
-        """How much was drafted follows from what a pass was measured to cost."""
+        """Adds the draft metrics, which depend on the measured cost of a pass."""
         return self._inner.timing() | self._drafting.speculator.current_report().metrics()

@@ -1,7 +1,7 @@
-"""Counts the responses of a collection that an engine has ended for degenerate text.
+"""Counts the responses of a rollout batch that the engine ended because their text was degenerate.
 
-Such a stop changes what is sampled, as a length cap does, and a response cut by it looks like one cut at the cap. So
-how often it happens is a metric of every step, with speculation and without.
+Such a stop changes the samples, as a length cap does, and the response looks like one cut at the cap. The count is
+therefore a metric of every step, with and without speculation.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ class StoppingSource(WrappedSource):
         return rollouts
 
     def statistics(self) -> dict[str, float]:
-        """``degenerate_responses`` besides: of the last collection and all replicas, those that are not trained too."""
+        """Adds ``degenerate_responses`` of the last batch over all replicas, including those that are not trained."""
         return self._inner.statistics() | {"degenerate_responses": self._stopped}

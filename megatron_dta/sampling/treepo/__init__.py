@@ -1,5 +1,5 @@
-"""TreePO (arXiv 2508.17445): rollouts of a query grow as a tree, on any rollout engine.
+"""Samples the rollouts of a query as a tree, on any rollout engine (TreePO, arXiv 2508.17445).
 
-``policy`` decides what to decode next for one query, ``sampler`` drives an engine with many queries, ``tree`` is what
-comes out, ``records`` turns it into rollouts and ``source`` hands them to training.
+``policy`` decides what to decode next for one query, ``sampler`` drives an engine with many queries, ``tree`` is the
+result, ``records`` converts it to rollouts, and ``source`` passes them to training.
 """

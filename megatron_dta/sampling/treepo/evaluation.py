@@ -1,4 +1,4 @@
-"""Trees against independent rollouts on held-out prompts, at equal leaves and at equal decoded tokens."""
+"""Compares trees with independent rollouts on held-out prompts, at equal leaves and at equal decoded tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _answers(
     stops: StopRules,
     answer_of: Callable[[str], str],
 ) -> list[Answers]:
-    """What each held-out prompt is answered."""
+    """Sample and score the answers to each held-out prompt."""
     sampling = config.sampling
     temperature = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
     params = sampling_params(task, sampling, config.optimization.seed)

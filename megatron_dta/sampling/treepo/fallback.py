@@ -1,19 +1,19 @@
-"""Where a query branches again when all its paths have finished before it has its leaves.
+"""Chooses where a query branches again if all its paths finish before it has enough leaves.
 
-Cut points are the ends of nodes that exist, so the new branch is conditioned on exactly the tokens that are recorded
-in front of it. Candidates are finished paths; each one in turn gives a node strictly above its leaf (the root among
-them), and that node gets up to N new children, until the missing leaves are made up for.
+A new branch starts at the end of an existing node, so it is conditioned on exactly the tokens that are recorded before
+it. The candidates are finished paths. Each one in turn selects a node strictly above its leaf (possibly the root), and
+this node gets up to N new children, until no leaves are missing.
 
     from-start   the root
-    random       any finished path, in random order: nothing about the paths is looked at
-    finished     only paths with an end of sequence or an answer, in random order; the root where there are none
-    longest      any, the longest responses first
+    random       any finished path, in random order, regardless of its content
+    finished     only paths with an end of sequence or an answer, in random order; the root if there are none
+    longest      any path, the longest responses first
 
-The node of a path: any with the same probability (uniform), the one before the segment with the least likely token
-(min-logprob), or drawn by softmax over -/+ the mean logprob of the segment behind it (low-, high-logprob).
+The node on a path is chosen uniformly (uniform), as the one before the segment with the least likely token
+(min-logprob), or by softmax over -/+ the mean logprob of the segment after it (low-logprob, high-logprob).
 
-Fallback itself is a matter of outcome: it happens because paths ended early. Leaf weights take account of that
-(``tree.leaf_weights``) whatever the choice made here.
+Fallback depends on outcomes: it happens because paths ended early. Leaf weights account for this
+(``SampledTree.leaf_weights``) for every choice made here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WITH_OUTCOME = (EndReason.EOS, EndReason.ANSWER, EndReason.ENVIRONMENT)
 
 
 def fallback_nodes(tree: SampledTree, missing: int, settings: TreeSettings, draw: np.random.Generator) -> list[int]:
-    """The nodes that get a new child each, ``missing`` of them, one named as often as it gets children."""
+    """The parents of ``missing`` new children, one entry per child."""
     if settings.fallback == "from-start":
         return [0] * missing
     leaves = sorted(tree.leaves, key=lambda index: tree.nodes[index].path)

@@ -1,7 +1,7 @@
-"""A sampled tree as rollouts: one a leaf, with what is needed to find the tree again.
+"""Converts a sampled tree to rollouts, one per leaf, from which the tree can be reconstructed.
 
-``segment_ends`` and ``branches`` say which nodes a leaf's path has, so files of rollouts keep the tree: two rollouts of
-a group share the nodes up to which their branches agree (``rollouts.record``). Nothing is tokenised or searched for.
+``segment_ends`` and ``branches`` identify the nodes on a leaf's path, so rollout files preserve the tree: two rollouts of
+a group share the nodes up to which their branches agree (``rollouts.record``), without any comparison of tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def tree_rollouts(
     """The rollouts of a complete tree, in the order of its leaves.
 
     Args:
-        rewards: reward of each leaf by its index; None: those that the environment gave along the path.
-        drop_failed: leave out leaves at which the environment has failed; the weights of the others sum to 1 again.
+        rewards: reward of each leaf by its index; None: use the rewards that the environment gave along the path.
+        drop_failed: leave out leaves at which the environment failed; the weights of the others are rescaled to sum 1.
     """
     weights = tree.leaf_weights(fallback_weight)
     leaves = tree.leaves

@@ -1,4 +1,4 @@
-"""What sampling as trees has saved, in one sentence, from the records of a run's metrics."""
+"""Summarizes in one sentence how many tokens tree sampling saved, from the metrics of a run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 def treepo_benefit(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """Tokens that were decoded for those that were trained; None where no rollouts were sampled as trees that share."""
+    """Decoded tokens relative to trained tokens, as a sentence; None if no rollouts were sampled as trees."""
     steps = [record for record in records if "effective_leaves" in record]
     decoded = sum(record["decoded_tokens"] for record in steps)
     trained = sum(record["rollouts"] * record["response_tokens"] for record in steps)
-    # Rollouts with an environment are trees without shared nodes where they are sampled independently.
+    # Independent rollouts with an environment are trees that share no nodes.
     if round(decoded) == round(trained):
         return None
     sentence = f"TreePO decoded {decoded / trained:.2f} of the trained tokens ({decoded:,.0f} of {trained:,.0f}"
-    # A statistic of a collection, which each of its steps repeats.
+    # Every step of a rollout batch repeats this statistic.
     left_out = sum(step.get("left_out_decoded_tokens", 0) for step in steps if not step.get("collection_step"))
     if left_out:
         sentence += f", and {left_out:,.0f} for prompts that were left out"

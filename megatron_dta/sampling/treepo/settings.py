@@ -1,4 +1,4 @@
-"""What the sampler of trees needs to know, from the flags or by hand."""
+"""Settings of the tree sampler, built from the flags or by hand."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_dta.config import SamplingConfig, TreePOConfig
 
 @dataclass(frozen=True)
 class TreeSettings:
-    """How one query's tree grows; the meaning of each is in ``config.TreePOConfig`` and ``policy``.
+    """Settings by which one query's tree grows; ``config.TreePOConfig`` and ``policy`` explain each.
 
     Attributes:
         width: leaves wanted per query.
-        max_response_tokens: longest response, observed tokens of an environment included.
-        segment_tokens: tokens of a segment; None: as long as a response (or a turn) goes.
-        max_depth: most segments on a path; None: no limit.
-        initial_branches, initial_branches_max: branches at the root, drawn evenly from that range.
+        max_response_tokens: maximum length of a response, including observed tokens of an environment.
+        segment_tokens: tokens of a segment; None: a segment is a whole response (or turn).
+        max_depth: maximum number of segments on a path; None: no limit.
+        initial_branches, initial_branches_max: branches at the root, drawn uniformly from that range.
         allocation: "even", "low-logprob" or "high-logprob".
         score: "segment-mean", "path-mean" or "path-sum", for the other two.
         temperature: of the division by logprob.
@@ -51,9 +51,9 @@ class TreeSettings:
 
     @classmethod
     def independent(cls, width: int, max_response_tokens: int, segment_tokens: int | None = None) -> TreeSettings:
-        """``width`` independent rollouts: a tree that branches at its root alone.
+        """``width`` independent rollouts: a tree that branches only at its root.
 
-        ``segment_tokens`` is for stops that are looked at when a segment ends.
+        ``segment_tokens`` sets how often the stops that are checked at segment ends apply.
         """
         return cls(
             width,
@@ -69,7 +69,7 @@ class TreeSettings:
     def from_config(
         cls, treepo: TreePOConfig, sampling: SamplingConfig, collection: int, collections: int
     ) -> TreeSettings:
-        """The settings of the flags for collection number ``collection`` of a run with about ``collections``."""
+        """The settings of the flags for rollout batch number ``collection`` of about ``collections`` in the run."""
         if treepo.rollout_method == "independent":
             return cls.independent(sampling.n_samples_per_prompt, sampling.rollout_max_response_len)
         return cls(
@@ -90,7 +90,7 @@ class TreeSettings:
 
 
 def _scheduled_temperature(treepo: TreePOConfig, collection: int, collections: int) -> float:
-    """From the first to the last temperature along half a cosine over the collections."""
+    """Anneal from the first to the last temperature along half a cosine over the rollout batches."""
     first, last = treepo.treepo_allocation_temperature, treepo.treepo_allocation_temperature_end
     if last is None:
         return first

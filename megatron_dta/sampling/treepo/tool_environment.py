@@ -1,12 +1,12 @@
-"""A base class for environments whose model calls tools: the model writes a call, the next turn has the result.
+"""Base class of environments in which the model calls tools: the model writes a call and next sees the result.
 
-A call is one JSON object between tags, anywhere in the model's turn; several calls of a turn are answered in order:
+A call is a JSON object between tags, anywhere in the model's turn; several calls in one turn are answered in order:
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>   ->   <tool_response>3</tool_response>
 
-Subclasses give ``tools`` (functions by name) and ``finish``, which judges a turn without a call: it is the answer and
-ends the episode. A call that cannot be understood, or a tool that raises, is answered with the error, which the model
-can react to; it ends nothing, and is counted (``tool_errors`` of all ``tool_calls``).
+Subclasses define ``tools`` (functions by name) and ``finish``, which scores a turn without a call: this turn is the
+answer and ends the episode. A call that cannot be parsed, or a tool that raises, is answered with the error, to which
+the model can react. The episode continues, and the error is counted (``tool_errors`` out of ``tool_calls``).
 
     class Calculator(ToolEnvironment):
         tools = {"add": lambda a, b: a + b}
@@ -28,10 +28,10 @@ class ToolEnvironment(ABC):
     """An environment for ``--environment``; see the top of the module.
 
     Attributes:
-        tools: what can be called, by name; arguments are passed by name.
+        tools: functions by name; arguments are passed by name.
         call_reward: reward of each turn that calls tools.
-        last_calls: calls of the last turn, and how many of them were answered with an error.
-        before, after: what stands around the answers of a turn, such as a chat template's markers.
+        last_calls: number of calls in the last turn, and how many of them were answered with an error.
+        before, after: text around the answers of a turn, such as the markers of a chat template.
     """
 
     tools: ClassVar[Mapping[str, Callable[..., Any]]] = {}
@@ -41,12 +41,12 @@ class ToolEnvironment(ABC):
     after: str = ""
 
     def reset(self, record: Mapping[str, Any]) -> str | None:
-        """Keep the prompt's record; nothing is put behind the prompt."""
+        """Store the prompt's record; nothing is appended to the prompt."""
         self.record = record
         return None
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Answer the calls of a turn, or judge it where there are none."""
+        """Answer the calls of a turn, or score the turn if it has none."""
         calls = re.findall(r"<tool_call>(.*?)</tool_call>", action, flags=re.DOTALL)
         self.last_calls = len(calls), 0
         if not calls:

@@ -216,10 +216,13 @@ def test_bytes_that_stay_the_same(dtype: torch.dtype, each: int) -> None:
             "--tree-memory-gib conflicts with --tree-memory-tokens",
         ),
         (f"{STORED} --tree-memory-gib 8 --tree-activation-tokens 0", "conflicts with --tree-activation-tokens 0"),
-        (f"{STORED} --tree-memory-gib 8 --recompute-granularity selective", "what --recompute-granularity selective"),
+        (
+            f"{STORED} --tree-memory-gib 8 --recompute-granularity selective",
+            "conflicts with --recompute-granularity selective",
+        ),
         (f"{STORED} --tree-memory-gib 0", "--tree-memory-gib 0.0: must be above 0"),
-        (f"{STORED} --tree-memory-gib 8 --num-experts 4", "--tree-memory-gib 8.0: does not know experts"),
-        (f"{STORED} --cost-model c.json --num-experts 4", "--cost-model c.json: does not know experts"),
+        (f"{STORED} --tree-memory-gib 8 --num-experts 4", "--tree-memory-gib 8.0: does not support experts"),
+        (f"{STORED} --cost-model c.json --num-experts 4", "--cost-model c.json: does not support experts"),
     ],
 )
 def test_settings_that_do_not_fit_together(line: str, message: str) -> None:

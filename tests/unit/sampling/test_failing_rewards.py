@@ -250,7 +250,7 @@ def test_a_run_drops_what_failed_and_counts_it(tmp_path: Path) -> None:
     with RewardServer(("status", 404)) as server:
         flags = f"{prompts(tmp_path)} --reward-function remote --reward-server-url {server.url} --reward-failure drop"
         trainer, _ = make_trainer(flags)
-        with pytest.raises(RolloutError, match=r"every reward of a collection has failed; the last one: .* 404"):
+        with pytest.raises(RolloutError, match=r"every reward of a rollout batch has failed; the last one: .* 404"):
             trainer.source.next_batch(0)
 
 
