@@ -8,7 +8,7 @@ draft is then accepted as far as it agrees with the record, as it was when the r
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from megatron_dta.sampling.engines.in_process.drafting import Drafting
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
 from megatron_dta.sampling.engines.in_process.pass_costs import SilentDrafting
-from megatron_dta.sampling.engines.in_process.scheduler import Sequence
+from megatron_dta.sampling.engines.in_process.scheduler import Request
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
 
 
@@ -67,7 +67,7 @@ class ForcedEngine(InProcessEngine):
         """Use another drafting from now on, while nothing runs; what is captured stays."""
         self.drafting = drafting
 
-    def timed(self, requests: Rows[GenerationRequest]) -> tuple[list[GenerationResult], WaveTime]:
+    def timed(self, requests: Sequence[GenerationRequest]) -> tuple[list[GenerationResult], WaveTime]:
         """Run the requests, which is all that runs. Every pass that gives tokens waits for the device, so the host's
         clock is the device's."""
         before = self.statistics()
@@ -80,22 +80,22 @@ class ForcedEngine(InProcessEngine):
 
     def _take(
         self,
-        rows: list[Sequence],
+        rows: list[Request],
         sampled: list[tuple[np.ndarray, np.ndarray]],
         drafts: list[np.ndarray] | None,
         began: float,
         num_tokens: int,
-    ) -> list[Sequence]:
-        forced, done = [], [row.known - row.context_length for row in rows]
+    ) -> list[Request]:
+        forced, done = [], [row.num_tokens - row.context_length for row in rows]
         for row, (own, logprobs), first in zip(rows, sampled, done, strict=True):
-            record = self._recorded.get(row.request.key)
+            record = self._recorded.get(row.generation.key)
             forced.append((own if record is None else record[first : first + len(own)], logprobs))
         ended = super()._take(rows, forced, drafts, began, num_tokens)
         for row, (own, logprobs), first in zip(rows, sampled, done, strict=True):
-            if row.request.key not in self._recorded:
+            if row.generation.key not in self._recorded:
                 continue
-            taken = row.known - row.context_length - first if drafts is not None else 1
-            tokens, their_logprobs = self.own[row.request.key]
+            taken = row.num_tokens - row.context_length - first if drafts is not None else 1
+            tokens, their_logprobs = self.own[row.generation.key]
             tokens[first : first + taken], their_logprobs[first : first + taken] = own[:taken], logprobs[:taken]
         if 0 in done:
             self._prompts_over, self._prompt_forwards = time.perf_counter(), int(self._counts["forwards"])
@@ -114,7 +114,7 @@ class FixedDrafting(SilentDrafting):
         self.width = width
         self.ends: dict[int, list[float]] = {}
 
-    def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         return [np.zeros(min(self.width, limit), np.int32) for limit in most.tolist()]
 
     def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
@@ -128,11 +128,11 @@ class KnownDrafting(SilentDrafting):
         self._answers, self._width, self._vocab_size = answers, width, vocab_size
         self._rng = np.random.default_rng(seed)
 
-    def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         drafts = []
         for row, limit in zip(rows, most.tolist(), strict=True):
-            done = row.known - row.context_length
-            draft = self._answers[row.request.key][done:][: min(limit, self._width)].copy()
+            done = row.num_tokens - row.context_length
+            draft = self._answers[row.generation.key][done:][: min(limit, self._width)].copy()
             if len(draft) and self._rng.random() < 0.2:
                 draft[self._rng.integers(0, len(draft))] = self._rng.integers(0, self._vocab_size)
             drafts.append(draft.astype(np.int32))

@@ -30,7 +30,7 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.budgets import BUDGETS, BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import Rounds
+from megatron_dta.speculation.gate import SpeculationGate
 from megatron_dta.speculation.replay import (
     RecordedSample,
     plain_lives,
@@ -105,8 +105,8 @@ def _speculator(
     history: Sequence[Sequence[RecordedSample]],
 ) -> Speculator:
     drafter = DrafterParams(draft=DraftParams(width=arguments.das_draft_tokens))
-    rounds = Rounds(plain, drafted, arguments.burst)
-    made = Speculator(drafter, BudgetParams(arguments.das_budget), drafted, rounds)
+    gate = SpeculationGate(plain, drafted, arguments.burst)
+    made = Speculator(drafter, BudgetParams(arguments.das_budget), drafted, gate)
     remember(made, history)
     return made
 

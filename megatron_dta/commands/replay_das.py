@@ -41,7 +41,7 @@ from megatron_dta.rollouts import load_rollouts
 from megatron_dta.speculation.budgets import BUDGETS, BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import Rounds
+from megatron_dta.speculation.gate import SpeculationGate
 from megatron_dta.speculation.native import create_forest
 from megatron_dta.speculation.replay import (
     RecordedSample,
@@ -152,10 +152,10 @@ def replay(
         draft=DraftParams(width=arguments.das_draft_tokens),
     )
     cost = forward_cost(arguments)
-    rounds = Rounds(cost, cost, burst=1, prices_whole=True)
+    gate = SpeculationGate(cost, cost, burst=1, prices_whole=True)
     # Use the seconds of the cost model, not the clock of this machine.
-    rounds.is_measured = False
-    speculator = Speculator(drafter, BudgetParams(budget), cost, rounds)
+    gate.is_measured = False
+    speculator = Speculator(drafter, BudgetParams(budget), cost, gate)
     remember(speculator, history)
     return merged([replay_wave(speculator, part, len(history)) for part in parts])
 

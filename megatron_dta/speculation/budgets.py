@@ -1,28 +1,31 @@
-"""How many drafted tokens are worth their cost: the gate, classes of lengths, and the optimal budget.
+"""Decides how many tokens to draft for each sample: the token gate, length classes and the optimal budget.
 
-**The gate.** Another drafted token costs c_tok. If it is accepted, its sample is one forward further: that saves the
-token it would have computed in that forward, and its share of the forward's own cost, c_base / S, where S samples share
-a forward. So a token is drafted only where its probability of being accepted, given the draft before it, is at least
+**The gate.** Verifying one more drafted token costs c_tok. If it is accepted, its sample needs one forward fewer. That
+saves the token of that forward, c_tok, and the sample's share of the forward's fixed cost, c_base / S, where S samples
+share a forward. A token is drafted only if its probability of being accepted, given the draft before it, is at least
 
     c_tok / (c_tok + c_base / S)
 
-and where a forward is flat up to a knee, as many as are free below it, the most probable ones first. S is the live
-batch; or, better, the inverse of the probability that the sample is the last to end (``completion_probability.py``),
-since only the last one's forwards make the batch end later. Nothing may draft more than the gate allows, save for a
-rare, short exploration that keeps the estimates alive.
+If the forward's cost is flat up to a knee, the tokens below the knee are free and the most probable ones fill it. S is
+the live batch or, better, the inverse of the probability that the sample is the last to end
+(``completion_probability.py``), since only the last sample's forwards delay the end of the batch. Apart from rare,
+short explorations that update the acceptance estimates, no sample drafts more than the gate allows.
 
-**Length classes** (short, medium, long: terciles of recent lengths; equal lengths are of one class, and the longest
-are long, so samples that ran into the length cap are long however many there are). A problem's class is that of most of
-its past samples, medium where it has none; while a sample runs, the class most frequent among past samples of the same
-first class that became at least as long.
+Example: c_base = 8 ms, c_tok = 0.03 ms. With S = 100 samples the threshold is 0.03 / (0.03 + 0.08) = 0.27. A sample
+that is certain to end last (S = 1) drafts every token with a probability of at least 0.03 / 8.03 = 0.0037.
 
-**The optimal budget** (after DAS, arXiv 2511.13841, corrected). Drafting p tokens for a sample of length l gains
-A(p) = k l (1 - exp(-a p / l)) forwards, so N forwards are enough with
+**Length classes.** Short, medium and long are terciles of recent lengths. Equal lengths belong to one class. The
+longest samples are always long, so all samples that reached the length cap are long, however many there are. A
+problem's first class is the most frequent one among its past samples, or medium if there are none. The class of a
+running sample is the most frequent one among past samples of the same first class that became at least as long.
+
+**The optimal budget** (after DAS, arXiv 2511.13841, corrected). Drafting p tokens for a sample of length l saves
+A(p) = k l (1 - exp(-a p / l)) forwards, so the sample ends within N forwards with
 
     p = -(l / a) ln(1 - (1 - N / l) / k),  feasible for N > l (1 - k),  0 for N >= l
 
-(the paper's closed form has k in the wrong place and inverts A only for k = 1). The cost c_base N + c_tok sum p is
-convex in N, and least where c_base = c_tok sum over l > N of 1 / (a (k - 1 + N / l)).
+(The paper's closed form has k in the wrong place and inverts A only for k = 1.) The cost c_base N + c_tok sum p is
+convex in N and minimal where c_base = c_tok sum over l > N of 1 / (a (k - 1 + N / l)).
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from megatron_dta.speculation.completion_probability import candidate_lengths
 from megatron_dta.speculation.forward_cost import ForwardCost
 
 NEVER = 2.0
-"""Above every probability."""
+"""A threshold above every probability."""
 
 BUDGETS = ("straggler", "gate", "class", "optimal", "always")
 
@@ -44,12 +47,13 @@ BUDGETS = ("straggler", "gate", "class", "optimal", "always")
 @dataclass(frozen=True)
 class BudgetParams:
     """Attributes:
-    budget: what passes the gate. "straggler": the forwards of a sample are worth the more the likelier it is the last
-        one to end. "gate": all samples alike. "class": none for short samples, few for medium ones, and those of long
-        ones are shared by the long ones alone. "optimal": the optimal budget for the expected lengths, spread over
-        the expected forwards. "always": every draft as it comes, without the gate (for comparison).
-    exploration: share of drafts verified whatever the gate says, a few tokens each.
-    seed: of the exploration.
+    budget: how drafted tokens are valued. "straggler": a sample's forwards are worth more, the likelier the sample is
+        the last one to end. "gate": all samples share the forwards equally. "class": short samples draft nothing,
+        medium ones a few tokens, and the long samples alone share the forwards. "optimal": the optimal budget for
+        the expected lengths, spread over the expected forwards. "always": verify every draft, without the gate
+        (for comparison).
+    exploration: share of drafts that are verified against the gate's decision, a few tokens each.
+    seed: seed of the exploration.
     """
 
     budget: str = "straggler"
@@ -66,11 +70,17 @@ class BudgetParams:
 def optimal_budget(
     lengths: np.ndarray, k: np.ndarray, alpha: np.ndarray, c_base: float, c_tok: float
 ) -> tuple[float, np.ndarray]:
-    """The number of forwards N that costs least, and each sample's drafted tokens, float64 [n], for it.
+    """The number of forwards N with the lowest cost, and each sample's drafted tokens for it, float64 [n].
 
     Args:
-        lengths: [n], positive. k: [n] in [0, 1], the share of tokens that unlimited drafting has accepted. alpha: [n],
-            positive, how fast acceptance saturates. c_base, c_tok: seconds of a forward and of a drafted token.
+        lengths: [n], expected lengths; positive.
+        k: [n] in [0, 1], the share of tokens that unlimited drafting would have accepted.
+        alpha: [n], how fast acceptance saturates; positive.
+        c_base: seconds of a forward.
+        c_tok: seconds of a drafted token.
+
+    Raises:
+        ValueError: an argument is out of its range.
     """
     lengths, k, alpha = (np.asarray(x, np.float64) for x in (lengths, k, alpha))
     if not (len(lengths) and (lengths > 0).all() and ((k >= 0) & (k <= 1)).all() and (alpha > 0).all()):
@@ -93,7 +103,7 @@ def optimal_budget(
 
 
 def drafted_tokens(lengths: np.ndarray, k: np.ndarray, alpha: np.ndarray, forwards: float) -> np.ndarray:
-    """Drafted tokens, float64 [n], with which each sample is expected to end within ``forwards``; inf: impossible."""
+    """Drafted tokens with which each sample is expected to end within ``forwards``, float64 [n]; inf if impossible."""
     share = np.maximum(0.0, 1 - forwards / lengths)
     with np.errstate(divide="ignore", invalid="ignore"):
         left = 1 - np.where(share > 0, share / k, 0.0)
@@ -102,7 +112,7 @@ def drafted_tokens(lengths: np.ndarray, k: np.ndarray, alpha: np.ndarray, forwar
 
 
 ASSUMED_ACCEPTANCE = (0.5, 1.0)
-"""(k, alpha) before any draft was verified."""
+"""(k, alpha) until a draft has been verified."""
 
 
 def fit_acceptance(
@@ -111,7 +121,7 @@ def fit_acceptance(
     accepted: np.ndarray,
     otherwise: tuple[float, float] = ASSUMED_ACCEPTANCE,
 ) -> tuple[float, float]:
-    """(k, alpha) of samples by least squares of accepted / length; ``otherwise`` where nothing was drafted."""
+    """Fits (k, alpha) by least squares of accepted / length; returns ``otherwise`` if nothing was drafted."""
     use = drafted > 0
     if not use.any():
         return otherwise
@@ -129,10 +139,10 @@ def gate(
     """How many tokens of each draft to verify, int64 [n].
 
     Args:
-        accept: float64 [n, width], the probability that positions 0 .. j are accepted, never rising along a row.
-        allowed: int [n], tokens that there are, or may be drafted.
-        live: sequences in the forward, those without a draft included.
-        sharers: float [n], by how many samples a forward saved for each one is shared; default ``live``.
+        accept: float64 [n, width], the probability that positions 0 .. j are accepted; non-increasing along a row.
+        allowed: int [n], maximum number of tokens to verify, at most the draft's length.
+        live: sequences in the forward, including those without a draft.
+        sharers: float [n], number of samples that share each sample's forwards; default ``live``.
     """
     accept = np.where(np.arange(accept.shape[1]) < allowed[:, None], accept, -1.0)
     share = np.full(len(accept), float(live)) if sharers is None else np.maximum(sharers, 1.0)
@@ -141,11 +151,11 @@ def gate(
     free = max(0, int(cost.knee) - live)
     if not free:
         return (accept >= above[:, None]).sum(1)
-    # Up to the knee tokens cost nothing: the most probable ones first, those beyond it by the gate.
+    # Tokens up to the knee are free: the most probable ones fill it. The gate decides about the others.
     lengths = (accept >= np.minimum(above, NEVER)[:, None]).sum(1)
     flat = np.flatnonzero(accept.reshape(-1) > 0)
     if len(flat) > free:
-        # Ties by row and position, so that all ranks choose alike; a later position is never before an earlier one.
+        # The stable sort breaks ties by row and position: all ranks choose alike, and a draft has no gaps.
         order = np.argsort(-accept.reshape(-1)[flat], kind="stable")
         flat = flat[order[:free]]
     within = np.bincount(flat // accept.shape[1], minlength=len(accept))
@@ -159,19 +169,19 @@ class LengthClass(IntEnum):
 
 
 class LengthHistory:
-    """Lengths of recent samples, by problem, and the classes that follow from them.
+    """Lengths of recent samples by problem, and the length classes derived from them.
 
-    Bounds and counts change in ``end_step`` only, so they do not depend on the order in which samples end.
+    The class bounds and counts change only in ``end_step``, so they do not depend on the order in which samples end.
     """
 
     def __init__(self, max_samples: int = 4096) -> None:
         self.max_samples = max_samples
-        self._bounds: tuple[int, int] | None = None  # the lengths from which on a sample is medium, and long
+        self._bounds: tuple[int, int] | None = None  # minimum lengths of medium and long samples
         self._lengths = np.zeros(0, np.int64)
-        self._first = np.zeros(0, np.int64)  # the class each of them began with
+        self._first = np.zeros(0, np.int64)  # the first class of each sample
         self._problems: dict[str, list[int]] = {}
         self._new: list[tuple[str, int, int]] = []
-        self._expected: dict[str, tuple[LengthClass, np.ndarray]] = {}  # until the history changes
+        self._expected: dict[str, tuple[LengthClass, np.ndarray]] = {}  # cache, cleared when the history changes
 
     def expected(self, problem: str) -> tuple[LengthClass, np.ndarray]:
         """``first_class`` and ``candidates`` of a problem."""
@@ -180,7 +190,7 @@ class LengthHistory:
         return self._expected[problem]
 
     def first_class(self, problem: str) -> LengthClass:
-        """The class of most past samples of the problem; the longer one of equals."""
+        """The most frequent class of the problem's past samples; the longer class wins a tie."""
         lengths = self._problems.get(problem)
         if self._bounds is None or not lengths:
             return LengthClass.MEDIUM
@@ -188,11 +198,11 @@ class LengthHistory:
         return LengthClass(2 - int(counts[::-1].argmax()))
 
     def candidates(self, problem: str) -> np.ndarray:
-        """Equally likely lengths of a sample of the problem, see ``straggler.candidate_lengths``."""
+        """Equally likely lengths of a sample of the problem; see ``completion_probability.candidate_lengths``."""
         return candidate_lengths(np.array(self._problems.get(problem, []), np.float64), self._lengths)
 
     def classes(self, first: np.ndarray, so_far: np.ndarray) -> np.ndarray:
-        """int64 [n]: classes of running samples by the class they began with and their length so far."""
+        """Classes of running samples by their first class and current length, int64 [n]."""
         if self._bounds is None:
             return first.astype(np.int64)
         own = self._classes(so_far)
@@ -246,10 +256,10 @@ class LengthHistory:
 
 
 def class_bounds(lengths: np.ndarray) -> tuple[int, int]:
-    """The lengths from which on a sample is medium, and long, so that each class has about a third of ``lengths``.
+    """Minimum lengths of medium and of long samples, chosen so that each class has about a third of ``lengths``.
 
-    Equal lengths cannot be divided. Those across a bound go where the outer class stays closer to a third; the longest
-    are long in any case, since they decide when a rollout is done.
+    Equal lengths are not split. If they cross a bound, they go to the side that keeps the outer class closer to a
+    third. The longest samples are always long, since they decide when a rollout is done.
     """
     low, high = np.quantile(lengths, [1 / 3, 2 / 3])
     medium = min(np.ceil(low), np.floor(low) + 1, key=lambda begin: abs(np.mean(lengths < begin) - 1 / 3))
@@ -259,5 +269,5 @@ def class_bounds(lengths: np.ndarray) -> tuple[int, int]:
 
 
 def _longer(lengths: np.ndarray, than: np.ndarray) -> np.ndarray:
-    """How many of ``lengths`` are at least each of ``than``."""
+    """Number of ``lengths`` that are at least each value of ``than``."""
     return len(lengths) - np.searchsorted(np.sort(lengths), than, side="left")

@@ -1,9 +1,12 @@
-"""Which running sample will be the last? Its forwards are the ones that make a batch end later.
+"""Estimates the probability that each running sample is the last one of its batch to complete.
 
-The time of a batch is c_base x (forwards until the last sample ends) + c_tok x (tokens). An accepted draft always saves
-the token that the sample need not compute again; it saves a part of c_base only in so far as the sample is the last to
-end. ``last_probabilities`` estimates that probability from each sample's possible lengths, its length so far, and the
-speed with which it advances. The probabilities sum to 1, so their inverse is "how many samples share a forward".
+A batch takes c_base x (forwards until the last sample ends) + c_tok x (tokens). An accepted draft always saves the cost
+of one token. It saves a forward only if its sample is the last to end. ``completion_probability`` estimates how likely
+that is from each sample's possible lengths, its current length and its speed in tokens per forward. The probabilities
+sum to 1, and the inverse of a sample's probability is the number of samples that share its forwards.
+
+Example: one problem, three running samples whose past lengths are all alike, the same current length and speed. Each is
+the last one with probability 1/3, so three samples share a forward and an accepted token is worth c_base / 3 + c_tok.
 """
 
 from __future__ import annotations
@@ -11,16 +14,19 @@ from __future__ import annotations
 import numpy as np
 
 CANDIDATES = 12
+"""Number of equally likely lengths that represent a sample's length distribution."""
 _TIMES = 48
+"""Points in time at which the end times are compared."""
 _LINDY = 0.5
-"""A sample longer than all its candidates is expected to go on for up to this share of its length."""
+"""Assumed remaining length of a sample that exceeds all its candidates, as a share of its current length."""
 
 
 def candidate_lengths(own: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """float64 [CANDIDATES]: equally likely total lengths, ascending; zeros (nothing known) without any past sample.
+    """float64 [CANDIDATES]: equally likely total lengths, ascending; all zero if there are no past samples.
 
     Args:
-        own: lengths of the problem's past samples. others: lengths of all recent samples.
+        own: lengths of the problem's past samples.
+        others: lengths of all recent samples.
     """
     if not len(others):
         return np.zeros(CANDIDATES)
@@ -28,7 +34,7 @@ def candidate_lengths(own: np.ndarray, others: np.ndarray) -> np.ndarray:
     count = round(share * CANDIDATES)
     parts = []
     if count:
-        # A few samples do not show how far the next one may stray.
+        # A few samples underestimate the spread of the next one.
         spread = np.geomspace(0.8, 1.25, count) if count > 1 else np.ones(1)
         parts.append(_quantiles(own, count) * spread)
     parts.append(_quantiles(others, CANDIDATES - count))
@@ -36,20 +42,21 @@ def candidate_lengths(own: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _quantiles(values: np.ndarray, count: int) -> np.ndarray:
-    """float64 [count]: the middles of ``count`` equal parts, as ``numpy.quantile`` interpolates them."""
+    """float64 [count]: midpoint quantiles of ``count`` equal parts, interpolated as in ``numpy.quantile``."""
     at = (np.arange(count) + 0.5) / count * (len(values) - 1)
     return np.interp(at, np.arange(len(values)), np.sort(values))
 
 
-def last_probabilities(candidates: np.ndarray, so_far: np.ndarray, speed: np.ndarray) -> np.ndarray:
+def completion_probability(candidates: np.ndarray, so_far: np.ndarray, speed: np.ndarray) -> np.ndarray:
     """float64 [n], summing to 1: the probability that each sample is the last one to end.
 
     Args:
-        candidates: float64 [n, CANDIDATES] of ``candidate_lengths``. so_far: [n] generated tokens.
-        speed: [n], tokens per forward that are expected of each sample, positive.
+        candidates: float64 [n, CANDIDATES] from ``candidate_lengths``.
+        so_far: [n], generated tokens.
+        speed: [n], expected tokens per forward of each sample; positive.
     """
     if len(so_far) == 1 or not candidates.any():
-        return np.full(len(so_far), 1 / len(so_far))  # nothing tells them apart
+        return np.full(len(so_far), 1 / len(so_far))
     steps = (np.arange(CANDIDATES) + 1) / CANDIDATES
     later = so_far[:, None] + 1 + _LINDY * (so_far[:, None] + 16.0) * steps
     total = np.where(candidates > so_far[:, None], candidates, later)

@@ -1,22 +1,29 @@
 """Decides for each decoding pass whether drafting is expected to pay, within a bounded overhead.
 
-A pass with drafts is a round of its own: the host makes the drafts, waits for the samples and inserts them before it
-knows the next ones, while passes without drafts follow each other on the device. So its cost is not the weights and
-its tokens alone, and what counts is measured: all seconds from round to round, the host's included, of both kinds. The
-calibrated costs give how they grow with live sequences and tokens; the medians of measured over calibrated seconds give
-the rest.
+A pass with drafts is a round of its own: the host makes the drafts, waits for the sampled tokens and inserts them
+before it can draft again. Passes without drafts run back to back on the device, in bursts. The gate therefore measures
+the wall time of both kinds of rounds, including the host's part. The calibrated costs say how the time grows with live
+sequences and tokens; the median ratio of measured to calibrated seconds scales them.
 
-    gain  = sum over accepted tokens of (base / sharers + per_token)      of passes without drafts that need not run
+    gain  = sum over accepted tokens of (base / sharers + per_token)      seconds of passes that need not run
     extra = seconds(pass with these tokens) - seconds(pass of a burst)
 
-A pass has drafts where the expected gain exceeds the extra. Expectations can be wrong, so what came of each such pass
-is booked: when the extra has exceeded the gain by ``LOSS_SHARE`` of all time and ``CREDIT`` passes, no pass has drafts
-until enough time has gone by. That bounds what speculation can cost whatever the samples are. The same overhead budget
-pays for probes, passes with drafts against the gate's advice, without which wrong estimates would stay. After rounds in
-vain drafts are looked for ever less often, so that looking costs ``ASKING_SHARE`` of the time.
+A pass runs with drafts if the expected gain exceeds the extra time.
 
-A clock decides here, so the ranks of a replica may decide by their own clocks only where a replica is one rank;
-elsewhere ``is_measured`` is off and the calibrated seconds stand for the measured ones.
+Expectations can be wrong, so the gate accounts for the actual gain of each pass with drafts. Once the net loss exceeds
+``LOSS_SHARE`` of the elapsed time plus ``CREDIT`` passes, no pass has drafts until the elapsed time has grown enough.
+This overhead budget bounds what speculation can cost for any samples. It also pays for probes, which are passes with
+drafts that are not expected to pay; without them a wrong estimate would never be corrected. After rejected drafts the
+gate asks for drafts less and less often, so that asking costs at most ``ASKING_SHARE`` of the time.
+
+The decision depends on a clock. The ranks of a replica must decide alike, so ``is_measured`` is set only where a
+replica is one rank. Elsewhere the calibrated seconds replace the measured ones.
+
+Example: a pass without drafts takes 2 ms + 0.01 ms x sequences, one with drafts 4 ms + 0.01 ms x tokens, and 40 samples
+are live. A pass that verifies 60 drafted tokens takes 5 ms and a plain pass 2.4 ms, so the extra is 2.6 ms. If all
+samples share the forwards (``sharers`` = 40), an accepted token saves 2 / 40 + 0.01 = 0.06 ms and at least 44 of the 60
+must be accepted. If one sample is certain to finish last (``sharers`` = 1), its accepted tokens save 2.01 ms each and
+two are enough.
 """
 
 from __future__ import annotations
@@ -32,32 +39,37 @@ LOSS_SHARE = 0.004
 CREDIT = 1.0
 ASKING_SHARE = 0.002
 ASKING_SECONDS = 6e-4
-"""Of looking for drafts for a batch, besides ``ForwardCost.draft`` for each sequence."""
+"""Seconds to look for drafts for a batch, in addition to ``ForwardCost.draft`` for each sequence."""
 _RECENT = 31
+"""Rounds of each kind over which the median ratio is taken."""
 _RENEWAL = 0.3
-_VAIN = 4
-"""Rounds in vain after which drafts are no longer likely to come soon."""
+"""Weight of the newest pass in the moving average ``last_tokens``."""
+_MAX_REJECTIONS = 4
+"""Rejections in a row after which a draft is no longer considered likely in the next rounds."""
 _MOST_CREDIT = 0.03
-"""What was gained covers later losses up to this share of all time."""
+"""Cap on the gains that can offset later losses, as a share of the elapsed time."""
 
 
-class Rounds:
-    """Costs and overhead budget of one engine.
+class SpeculationGate:
+    """The pass-level gate of one engine: its costs and its overhead budget.
 
     Args:
-        plain: a pass in a burst, by live sequences. drafted: a pass with drafts, by tokens. burst: passes of a burst.
-        prices_whole: take a forward that the last sample need not run for a whole one, whatever it drafts itself. That
-            drafts more early on: better where the host makes drafts in no time, worse where a round of it costs.
+        plain: cost of one pass of a burst as a function of live sequences.
+        drafted: cost of a pass with drafts as a function of tokens.
+        burst: passes in a burst.
+        prices_whole: value a forward saved for the last sample at its full cost, even if that sample drafts. More
+            drafts run early in a wave. It is better if drafting takes the host no time and worse if a round has a cost.
 
     Attributes:
-        is_measured: scale both by what rounds are measured to take.
-        tokens_alone: what the sample that will be the last goes on by in a pass with drafts.
-        is_hopeful: a draft is likely to be worth it in one of the next rounds.
-        elapsed: seconds, as passes without drafts would count. loss: seconds lost by drafts, negative if gained.
+        is_measured: scale both costs by the measured time of rounds.
+        last_tokens: moving average of the tokens that the likely last sample advances by in a pass with drafts.
+        is_hopeful: whether a draft is likely to pay in one of the next rounds.
+        elapsed: seconds that the same tokens would have taken without drafts.
+        loss: net seconds lost to drafts; negative for a net gain.
     """
 
     def __init__(self, plain: ForwardCost, drafted: ForwardCost, burst: int = 8, prices_whole: bool = False) -> None:
-        self.burst, self.is_measured, self.tokens_alone = burst, True, 1.0
+        self.burst, self.is_measured, self.last_tokens = burst, True, 1.0
         self.prices_whole = prices_whole
         self.plain_cost, self.drafted_cost = plain, drafted
         self._ratios: dict[bool, deque[float]] = {}
@@ -66,22 +78,22 @@ class Rounds:
         self.end_step()
 
     def calibrate(self, plain: ForwardCost, drafted: ForwardCost) -> None:
-        """Go by these costs, and measure anew how far they are off."""
+        """Replace the costs and reset the measured ratios."""
         self.plain_cost, self.drafted_cost = plain, drafted
         self._ratios = {kind: deque(maxlen=_RECENT) for kind in (False, True)}
         self._scale = {False: 1.0, True: 1.0}
 
-    def unlearned(self) -> Rounds:
-        """Of the same costs, with nothing measured and a overhead budget of its own."""
-        fresh = Rounds(self.plain_cost, self.drafted_cost, self.burst, self.prices_whole)
+    def unlearned(self) -> SpeculationGate:
+        """A gate with the same costs, no measurements and its own overhead budget."""
+        fresh = SpeculationGate(self.plain_cost, self.drafted_cost, self.burst, self.prices_whole)
         fresh.is_measured = self.is_measured
         return fresh
 
     def end_step(self) -> None:
-        """A collection is over: the overhead budget is filled for the next."""
+        """Reset the overhead budget at the end of a rollout batch."""
         self.elapsed = self.loss = 0.0
         self.is_hopeful = False
-        self._vain = self._wait = self._probe_wait = self._asked_live = 0
+        self._rejections = self._rounds_to_skip = self._probes_to_skip = self._asked_live = 0
         self._pause = self._probe_pause = 1
         self._probed, self._is_probe = 0.0, False
 
@@ -94,79 +106,85 @@ class Rounds:
         return self._scale[True] * float(self.drafted_cost.seconds(tokens))
 
     def cost(self, live: int) -> ForwardCost:
-        """For the gate of single tokens: what a forward saved saves, and what a drafted token costs."""
+        """Costs for the token-level gate: the value of a saved forward and the price of a drafted token."""
         base, _ = self._worth(live)
         per_token = self._scale[True] * self.drafted_cost.per_token
         return ForwardCost(base, per_token, self.drafted_cost.knee, self.drafted_cost.draft)
 
     def gain(self, tokens: np.ndarray, sharers: np.ndarray, live: int) -> float:
-        """Seconds that so many accepted tokens of each sample save; [n] each, tokens may be expectations."""
+        """Seconds saved by ``tokens`` accepted tokens, which may be expected values.
+
+        Args:
+            tokens: [n], accepted tokens of each sample.
+            sharers: [n], number of samples that share each sample's forwards.
+            live: sequences in the pass.
+        """
         base, per_token = self._worth(live)
         return float(np.sum(tokens * (base / sharers + per_token)))
 
     def saved(self, tokens: np.ndarray, sharers: np.ndarray, live: int) -> float:
-        """The same against decoding without any drafts."""
+        """Like ``gain``, but compared with decoding that never drafts."""
         base, per_token = self._parts(live)
         return float(np.sum(tokens * (base / sharers + per_token)))
 
     @property
-    def asks_next(self) -> bool:
-        """Whether drafts will be looked for in the next round."""
-        return not self._wait
+    def drafts_next(self) -> bool:
+        """Whether the next round will ask for drafts."""
+        return not self._rounds_to_skip
 
     def wants(self, live: int) -> bool:
-        """Whether to look for drafts in this round; to be asked once a round. Not in the first one, which shows what
-        a pass without drafts takes."""
+        """Whether this round should ask for drafts. Call it once a round. The first round never does: it measures a
+        pass without drafts."""
         if self.is_measured and not self._ratios[False]:
             return False
-        if self._wait:
-            # Once half of the samples have ended the answer may be another.
-            self._wait = self._wait - 1 if 2 * live > self._asked_live else 0
+        if self._rounds_to_skip:
+            # Ask again early once half of the samples have ended.
+            self._rounds_to_skip = self._rounds_to_skip - 1 if 2 * live > self._asked_live else 0
             return False
         self._asked_live = live
         return True
 
     def pays(self, gain: float, live: int, tokens: int) -> bool:
-        """Whether a pass of ``tokens`` tokens with that expected gain pays and the overhead budget allows it."""
+        """Whether a pass of ``tokens`` tokens with this expected gain pays and fits the overhead budget."""
         extra = self.drafted(tokens) - self.plain(live)
         return gain > extra and (extra <= 0 or self.loss <= self._allowed(extra))
 
     def may_probe(self, gain: float, live: int, tokens: int) -> bool:
-        """Whether the overhead budget pays for a pass that is not expected to pay; if so it is to run. What drafts have
-        gained is not for probes, and after probes in vain the next one is ever further off."""
-        if self._probe_wait:
-            self._probe_wait -= 1
+        """Whether the overhead budget allows a pass that is not expected to pay. If so, the caller must run it. Gains
+        of earlier drafts do not pay for probes. The wait for the next probe doubles after each one that loses."""
+        if self._probes_to_skip:
+            self._probes_to_skip -= 1
             return False
         extra = self.drafted(tokens) - self.plain(live)
         lost = max(self._probed, self.loss) + max(0.0, extra - gain)
         self._is_probe = lost <= self._allowed(extra)
         return self._is_probe
 
-    def in_vain(self, live: int) -> None:
-        """Drafts were looked for, and none was worth it."""
-        self._vain += 1
-        if self._vain < _VAIN and self.is_hopeful:
+    def record_rejected(self, live: int) -> None:
+        """Record a round that asked for drafts and rejected all of them."""
+        self._rejections += 1
+        if self._rejections < _MAX_REJECTIONS and self.is_hopeful:
             return
         self.is_hopeful = False
         seconds = ASKING_SECONDS + self.drafted_cost.draft * live
         longest = int(np.clip(np.ceil(seconds / (ASKING_SHARE * self.burst * self.plain(live))), 1, 32))
-        self._wait = min(self._pause, longest)
+        self._rounds_to_skip = min(self._pause, longest)
         self._pause = min(2 * self._pause, longest)
 
-    def ran(self, live: int, passes: int, seconds: float) -> None:
-        """A round of ``passes`` passes without drafts took so long."""
+    def record_plain(self, live: int, passes: int, seconds: float) -> None:
+        """Record the seconds of a round of ``passes`` passes without drafts."""
         self._measure(False, seconds / passes / float(self.plain_cost.seconds(live)))
         self.elapsed += passes * self.plain(live)
 
-    def went_on(self, tokens: float) -> None:
-        """In a pass with drafts the samples that may be the last went on by so many tokens."""
-        self.tokens_alone += _RENEWAL * (tokens - self.tokens_alone)
+    def record_progress(self, tokens: float) -> None:
+        """Record by how many tokens the likely last samples advanced in a pass with drafts."""
+        self.last_tokens += _RENEWAL * (tokens - self.last_tokens)
 
-    def ran_drafted(self, live: int, tokens: int, gain: float, seconds: float) -> None:
-        """A pass with drafts took so long and had that gain."""
+    def record_drafted(self, live: int, tokens: int, gain: float, seconds: float) -> None:
+        """Record the seconds and the actual gain of a pass with drafts."""
         self._measure(True, seconds / float(self.drafted_cost.seconds(tokens)))
         usual = self.drafted(tokens)
-        # What takes far longer than usual, such as a first compilation, is not the drafts' fault.
+        # An outlier such as a first compilation is not caused by the drafts.
         seconds = min(seconds, 2 * usual) if self.is_measured else usual
         net = gain - (seconds - self.plain(live))
         self.elapsed += self.plain(live) + gain
@@ -174,30 +192,30 @@ class Rounds:
         if self._is_probe:
             self._is_probe = False
             self._probed += max(0.0, -net)
-            self._probe_wait = 0 if net > 0 else self._probe_pause
+            self._probes_to_skip = 0 if net > 0 else self._probe_pause
             self._probe_pause = 1 if net > 0 else min(2 * self._probe_pause, 32)
             if net <= 0:
-                self.in_vain(live)
+                self.record_rejected(live)
                 return
-        self._vain, self.is_hopeful = 0, net > 0 or self.loss < 0
+        self._rejections, self.is_hopeful = 0, net > 0 or self.loss < 0
         if self.is_hopeful:
             self._pause = 1
         else:
-            self.in_vain(live)
+            self.record_rejected(live)
 
     def _allowed(self, extra: float) -> float:
         return LOSS_SHARE * self.elapsed + CREDIT * max(0.0, extra)
 
     def _worth(self, live: int) -> tuple[float, float]:
-        """Seconds that are saved where the last sample need not run one more pass, and where a sample need not run in
-        one. By the time that the last one is alone it drafts, if that pays, so that a pass is worth several tokens."""
+        """Seconds saved by one pass fewer for the last sample, and by one sequence fewer in a pass. The last sample
+        drafts itself once it runs alone, if that pays, so one of its passes is then worth several tokens."""
         base, per_token = self._parts(live)
         if self.prices_whole:
             return base, per_token
-        return min(base, self.drafted(self.tokens_alone) / self.tokens_alone), per_token
+        return min(base, self.drafted(self.last_tokens) / self.last_tokens), per_token
 
     def _parts(self, live: int) -> tuple[float, float]:
-        """Of a pass without drafts: seconds for itself, and for each sequence."""
+        """Seconds of a pass without drafts: its fixed part, and its part for each sequence."""
         cost, scale = self.plain_cost, self._scale[False]
         return scale * cost.base, scale * (float(cost.seconds(live)) - cost.base) / live
 
@@ -208,5 +226,5 @@ class Rounds:
         ratios.append(ratio)
         self._scale[is_drafted] = median(ratios)
         if not is_drafted and not self._ratios[True]:
-            # Until one has run: what is off for one kind is for the other.
+            # Until a pass with drafts has run, use the ratio of plain passes for it.
             self._scale[True] = self._scale[False]

@@ -137,7 +137,7 @@ def replay_wave(
     while len(live):
         proposal = speculator.propose(slots[live], most[live]) if burst == 1 or speculator.wants(len(live)) else None
         if burst > 1 and (proposal is None or not proposal.lengths.any()):
-            hopeful = speculator.rounds is None or speculator.rounds.is_hopeful
+            hopeful = speculator.pass_gate is None or speculator.pass_gate.is_hopeful
             count = np.minimum(min(burst, 4) if hopeful else burst, end[live] - position[live])
             appended = [stream[a : a + n] for a, n in zip(position[live].tolist(), count.tolist(), strict=True)]
             seconds = _burst_seconds(speculator, count)
@@ -151,7 +151,7 @@ def replay_wave(
         offsets = np.concatenate([[0], np.cumsum(new)])
         tokens = stream[np.repeat(position[live] - offsets[:-1], new) + np.arange(offsets[-1])]
         count = len(live) + int(proposal.lengths.sum())
-        cost = speculator.cost if speculator.rounds is None else speculator.rounds.drafted_cost
+        cost = speculator.cost if speculator.pass_gate is None else speculator.pass_gate.drafted_cost
         seconds = float(cost.seconds(count)) + cost.draft * len(proposal.asked)
         speculator.record(proposal, accepted, tokens, offsets, seconds)
         host = _took(speculator, seconds, host)
@@ -181,7 +181,7 @@ def _took(speculator: Speculator, seconds: float, host: float) -> float:
 
 def _burst_seconds(speculator: Speculator, counts: np.ndarray) -> float:
     """Of passes without drafts, of which each sample takes part in the first ``counts[i]``."""
-    cost = speculator.cost if speculator.rounds is None else speculator.rounds.plain_cost
+    cost = speculator.cost if speculator.pass_gate is None else speculator.pass_gate.plain_cost
     lives = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max()), side="right")
     return float(cost.seconds(lives).sum())
 

@@ -15,7 +15,7 @@ state, so all ranks of a group propose the same. A sample whose drafts were not 
 pause that doubles up to a bound, which keeps the CPU's part below about ``_QUERY_SHARE`` of a forward; rare short
 drafts against the gate's advice keep the estimates of acceptance alive (``exploration.py``).
 
-With ``rounds`` (an engine's) whole passes have a gate of their own (``gate.py``), which probes within an overhead
+With ``pass_gate`` (an engine's) whole passes have a gate of their own (``gate.py``), which probes within an overhead
 budget in place of the rare drafts. Its costs may be measured ones.
 """
 
@@ -36,11 +36,11 @@ from megatron_dta.speculation.budgets import (
     optimal_budget,
 )
 from megatron_dta.speculation.calibration import AcceptanceTable
-from megatron_dta.speculation.completion_probability import CANDIDATES, last_probabilities
+from megatron_dta.speculation.completion_probability import CANDIDATES, completion_probability
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.exploration import EXPLORED_TOKENS, LONELY, exploring_share, keyed_share
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import Rounds
+from megatron_dta.speculation.gate import SpeculationGate
 from megatron_dta.speculation.plain_forwards import NOTHING_BEFORE, Before, PlainForwards
 from megatron_dta.speculation.proposal import Proposal
 from megatron_dta.speculation.report import SpeculationReport
@@ -65,10 +65,10 @@ class Speculator:
     """Drafter, budgets and report of one engine."""
 
     def __init__(
-        self, drafter: DrafterParams, budget: BudgetParams, cost: ForwardCost, rounds: Rounds | None = None
+        self, drafter: DrafterParams, budget: BudgetParams, cost: ForwardCost, pass_gate: SpeculationGate | None = None
     ) -> None:
         self.drafter, self.budget, self.cost = Drafter(drafter), budget, cost
-        self.rounds = None if budget.budget == "always" else rounds
+        self.pass_gate = None if budget.budget == "always" else pass_gate
         self.table, self.history = AcceptanceTable(), LengthHistory()
         self.report = SpeculationReport()
         self._step, self._forwards, self._acceptance = 0, 0, ASSUMED_ACCEPTANCE
@@ -84,8 +84,8 @@ class Speculator:
 
     def unlearned(self) -> Speculator:
         """Of the same settings and costs, but without anything that was sampled or learned from it."""
-        rounds = None if self.rounds is None else self.rounds.unlearned()
-        return Speculator(self.drafter.params, self.budget, self.cost, rounds)
+        pass_gate = None if self.pass_gate is None else self.pass_gate.unlearned()
+        return Speculator(self.drafter.params, self.budget, self.cost, pass_gate)
 
     def begin_phase(self) -> None:
         """All samples so far are complete; the next ones begin together."""
@@ -113,15 +113,15 @@ class Speculator:
     def wants(self, live: int) -> bool:
         """Whether drafts are to be looked for before the next forward of so many samples; to be asked once before each,
         or burst."""
-        return self.rounds is None or self.rounds.wants(live)
+        return self.pass_gate is None or self.pass_gate.wants(live)
 
     def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
         """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
         begin = time.perf_counter()
         rows, live = self._rows[slots], len(slots)
         width = self.drafter.params.draft.width
-        if self.rounds is not None:
-            self.cost = self.rounds.cost(live)
+        if self.pass_gate is not None:
+            self.cost = self.pass_gate.cost(live)
         if self._forwards >= self._next_plan:
             self._plan(slots)
             self._next_plan = self._forwards + _REPLAN_FORWARDS
@@ -140,13 +140,13 @@ class Speculator:
         else:
             drafts = self.drafter.draft(rows[asked, 0], caps[asked])
             tokens[asked] = drafts.tokens
-            if self.rounds is None:
+            if self.pass_gate is None:
                 lengths[asked] = self._lengths(drafts, slots[asked], explore[asked], live, is_lonely_turn)
             else:
                 lengths[asked] = self._lengths_of_round(drafts, slots[asked], live)
             self._pause(slots[asked], lengths[asked] > 0, live)
-        if self.rounds is not None and not lengths.any():
-            self.rounds.in_vain(live)
+        if self.pass_gate is not None and not lengths.any():
+            self.pass_gate.record_rejected(live)
         self.report.queries += len(asked)
         self._proposing = time.perf_counter() - begin
         self.report.draft_seconds += self._proposing
@@ -173,10 +173,10 @@ class Speculator:
         self.drafter.extend(self._rows[proposal.slots, 0], tokens, offsets)
         live, count = len(drafted), len(drafted) + int(drafted.sum())
         gain = 0.0
-        if self.rounds is not None and count > live:
+        if self.pass_gate is not None and count > live:
             sharers = self._sharers(proposal.slots, live)
-            gain = self.rounds.saved(accepted, sharers, live)
-            self.rounds.went_on(float(np.average(1 + accepted, weights=1 / sharers)))
+            gain = self.pass_gate.saved(accepted, sharers, live)
+            self.pass_gate.record_progress(float(np.average(1 + accepted, weights=1 / sharers)))
         self._last_round = live, count, 1, gain
         self._plain.forwards += 1
         self.report.add_forward(live, count, seconds)
@@ -187,12 +187,12 @@ class Speculator:
     def took(self, seconds: float) -> None:
         """The forward or burst that was recorded last took so long, with all that the host did for it."""
         (live, tokens, passes, gain), self._last_round = self._last_round, (0, 0, 0, 0.0)
-        if self.rounds is None or not live:
+        if self.pass_gate is None or not live:
             return
         if tokens > live:
-            self.rounds.ran_drafted(live, tokens, gain, seconds)
+            self.pass_gate.record_drafted(live, tokens, gain, seconds)
         else:
-            self.rounds.ran(live, passes, seconds)
+            self.pass_gate.record_plain(live, passes, seconds)
 
     def record_burst(
         self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float, was_asked: bool = True
@@ -268,8 +268,8 @@ class Speculator:
         self.drafter.end_step(step)
         self._step, self._forwards, self._lonely, self._next_plan = step + 1, 0, 0, 0
         self._plain = PlainForwards()
-        if self.rounds is not None:
-            self.rounds.end_step()
+        if self.pass_gate is not None:
+            self.pass_gate.end_step()
         return report
 
     def current_report(self) -> SpeculationReport:
@@ -322,16 +322,16 @@ class Speculator:
 
         def gain() -> float:
             expected = np.where(np.arange(width) < lengths[:, None], accept, 0.0).sum(1)
-            return self.rounds.gain(expected, sharers, live)
+            return self.pass_gate.gain(expected, sharers, live)
 
-        if self.rounds.pays(gain(), live, live + int(lengths.sum())):
+        if self.pass_gate.pays(gain(), live, live + int(lengths.sum())):
             return lengths
         probes = np.minimum(drafts.lengths, EXPLORED_TOKENS).astype(np.int64)
         likeliest = np.argsort(np.where(probes > 0, -accept[:, 0], 1.0), kind="stable")
         probes[likeliest[_PROBES:]] = 0
         lengths = probes if not lengths.any() else lengths
         tokens = live + int(lengths.sum())
-        if self.budget.exploration and tokens > live and self.rounds.may_probe(gain(), live, tokens):
+        if self.budget.exploration and tokens > live and self.pass_gate.may_probe(gain(), live, tokens):
             return lengths
         return np.zeros(len(slots), np.int64)
 
@@ -364,7 +364,7 @@ class Speculator:
 
     def _explored(self, rows: np.ndarray, live: int, is_lonely_turn: bool) -> np.ndarray:
         """Which samples may draft against the gate's advice here, bool [n]."""
-        if self.budget.budget == "always" or not self.budget.exploration or self.rounds is not None:
+        if self.budget.budget == "always" or not self.budget.exploration or self.pass_gate is not None:
             return np.zeros(len(rows), bool)
         share = exploring_share(self.budget.exploration, self.cost, live, is_lonely_turn)
         return keyed_share(self.budget.seed, rows[:, 1], rows[:, 3]) < share
@@ -375,7 +375,7 @@ class Speculator:
         so_far = _response_lengths(rows)
         if budget == "straggler":
             speed = (rows[:, 3] + 8.0) / (rows[:, 4] + 8.0)
-            self._last[slots] = last_probabilities(self._candidates[slots], so_far, speed)
+            self._last[slots] = completion_probability(self._candidates[slots], so_far, speed)
         elif budget == "class":
             classes = self.history.classes(rows[:, 2], so_far)
             self._rows[slots, 9] = np.minimum(_CLASS_CAPS[classes], width)

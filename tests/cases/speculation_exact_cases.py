@@ -26,8 +26,8 @@ class Adversary(Drafting):
         return [self._draft(row, limit) for row, limit in zip(rows, most.tolist(), strict=True)]
 
     def _draft(self, row, most: int) -> np.ndarray:
-        answer = self.answers[(row.request.token_ids.tobytes(), row.request.key)]
-        done = row.known - row.context_length
+        answer = self.answers[(row.generation.token_ids.tobytes(), row.generation.key)]
+        done = row.num_tokens - row.context_length
         # Beyond the end too, where an engine must not look: whatever stands there is noise.
         rest = np.concatenate([answer[done:], self.rng.integers(0, VOCAB, 5)])[: max(most, 0)]
         kind = self.rng.choice(["right", "wrong", "random"]) if self.kind == "mixed" else self.kind

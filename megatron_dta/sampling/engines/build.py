@@ -21,7 +21,7 @@ from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
 from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import Rounds
+from megatron_dta.speculation.gate import SpeculationGate
 from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 
@@ -40,7 +40,7 @@ def build_drafting(config: TrainConfig) -> SuffixDrafting | None:
         draft=DraftParams(width=settings.das_draft_tokens),
     )
     budget = BudgetParams(settings.das_budget, seed=config.optimization.seed)
-    speculator = Speculator(drafter, budget, ForwardCost(), Rounds(ForwardCost(), ForwardCost()))
+    speculator = Speculator(drafter, budget, ForwardCost(), SpeculationGate(ForwardCost(), ForwardCost()))
     return SuffixDrafting(speculator, follows_clock=not config.optimization.deterministic_mode)
 
 

@@ -74,7 +74,7 @@ def test_time_goes_to_the_prompts_or_to_the_passes_behind_them(monkeypatch, draf
     monkeypatch.setattr(forced_engine, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def slow(*arguments):
-        waiting = engine._scheduler.waiting or any(s.known == s.context_length for s in engine._scheduler.running)
+        waiting = engine._scheduler.waiting or any(s.num_tokens == s.context_length for s in engine._scheduler.running)
         clock[0] += 100.0 if waiting else 1.0
         first_tokens.add(clock[0])
         return passes(*arguments)

@@ -83,8 +83,8 @@ def costs_of_a_run(rank: int, flags: str) -> tuple[bool, ForwardCost, ForwardCos
         trainer.run()
     finally:
         trainer.metrics.close()
-    rounds = drafting.speculator.rounds
-    return is_known, rounds.plain_cost, rounds.drafted_cost
+    gate = drafting.speculator.pass_gate
+    return is_known, gate.plain_cost, gate.drafted_cost
 
 
 @pytest.mark.parametrize("parallel", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.sampling.engines.in_process.pages import PagePool
-from megatron_dta.sampling.engines.in_process.scheduler import Pass, Scheduler, Sequence
+from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request, Scheduler
 from megatron_dta.sampling.engines.interface import GenerationRequest
 
 
@@ -33,27 +33,27 @@ class Store:
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         for row, count in zip(plan.rows, plan.counts, strict=True):
             assert count >= 1
-            for position in range(row.computed, row.computed + count):
+            for position in range(row.num_computed_tokens, row.num_computed_tokens + count):
                 page = int(row.table[position // self._size])
                 assert position // self._size < row.num_pages
                 assert pool.holders(page) == 1
                 self._slots[page, position % self._size] = row.tokens[: position + 1].tobytes()
         for row, count in zip(plan.rows, plan.counts, strict=True):
-            for position in range(row.computed + count):
+            for position in range(row.num_computed_tokens + count):
                 page = int(row.table[position // self._size])
                 assert self._slots[page, position % self._size] == row.tokens[: position + 1].tobytes()
 
-    def run_draft(self, row: Sequence, draft: np.ndarray, pool: PagePool) -> None:
+    def run_draft(self, row: Request, draft: np.ndarray, pool: PagePool) -> None:
         """Write what belongs to guesses behind the row's tokens."""
-        guessed = np.concatenate([row.tokens[: row.known], draft])
-        for position in range(row.known, len(guessed)):
+        guessed = np.concatenate([row.tokens[: row.num_tokens], draft])
+        for position in range(row.num_tokens, len(guessed)):
             page = int(row.table[position // self._size])
             assert position // self._size < row.num_pages
             assert pool.holders(page) == 1
             self._slots[page, position % self._size] = guessed[: position + 1].tobytes()
 
 
-def check_pages(pool: PagePool, scheduler: Scheduler, sequences: list[Sequence]) -> None:
+def check_pages(pool: PagePool, scheduler: Scheduler, sequences: list[Request]) -> None:
     held = Counter(page for sequence in sequences for page in sequence.pages)
     assert held == Counter({page: pool.holders(page) for page in range(pool.num_pages) if pool.holders(page)})
     assert pool.pages_in_use == len(held)
@@ -74,18 +74,18 @@ CASES = [
 ]
 
 
-def run_drafts(rng: np.random.Generator, scheduler: Scheduler, store: Store, plan: Pass) -> dict[Sequence, np.ndarray]:
+def run_drafts(rng: np.random.Generator, scheduler: Scheduler, store: Store, plan: Pass) -> dict[Request, np.ndarray]:
     """Guessed tokens behind the rows that get a token now, with whatever K and V belong to the guesses."""
     drafts = {}
     for row, count in zip(plan.rows, plan.counts, strict=True):
-        most = min(9, len(row.tokens) - row.known - 1)
-        if row.computed + count < row.known or most < 1 or rng.random() < 0.3:
+        most = min(9, len(row.tokens) - row.num_tokens - 1)
+        if row.num_computed_tokens + count < row.num_tokens or most < 1 or rng.random() < 0.3:
             continue
         before = row.num_pages
-        end = scheduler.reserve_pages(row, row.known + int(rng.integers(1, most + 1)))
+        end = scheduler.reserve_pages(row, row.num_tokens + int(rng.integers(1, most + 1)))
         # Pages for guesses are never those that running rows need for their next token.
         assert row.num_pages == before or scheduler.pool.has_room(len(scheduler.running))
-        drafts[row] = rng.integers(0, 2, end - row.known).astype(np.int32)
+        drafts[row] = rng.integers(0, 2, end - row.num_tokens).astype(np.int32)
         store.run_draft(row, drafts[row], scheduler.pool)
     return drafts
 
@@ -99,8 +99,8 @@ def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int, is_drafted:
     pool = PagePool(size, pages)
     scheduler, store = Scheduler(pool, rows, tokens), Store(size)
     longest = size * pages if pages is not None else 60
-    everything: list[Sequence] = []
-    held: list[Sequence] = []
+    everything: list[Request] = []
+    held: list[Request] = []
     open_requests, finished = 300, 0
     while open_requests or not scheduler.is_idle:
         for _ in range(int(rng.integers(0, 6)) if open_requests else 0):
@@ -125,13 +125,13 @@ def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int, is_drafted:
             if len(draft):
                 scheduler.commit_draft(sequence, accepted)
                 rejected += len(draft) - accepted
-                assert sequence.computed == sequence.known - 1
+                assert sequence.num_computed_tokens == sequence.num_tokens - 1
                 # Pages that only rejected guesses have used are free again.
-                assert sequence.num_pages == -(-sequence.computed // size)
-            if sequence.known == len(sequence.tokens) or rng.random() < 0.2:
+                assert sequence.num_pages == -(-sequence.num_computed_tokens // size)
+            if sequence.num_tokens == len(sequence.tokens) or rng.random() < 0.2:
                 scheduler.finish(sequence)
                 finished += 1
-                if sequence.request.hold:
+                if sequence.generation.hold:
                     held.append(sequence)
         if held and rng.random() < 0.3:
             scheduler.release(held.pop(int(rng.integers(len(held)))))
@@ -149,18 +149,18 @@ def test_every_row_attends_to_its_own_prefix(case: tuple, seed: int, is_drafted:
     pool.clear()
 
 
-def new_sequence(rng: np.random.Generator, index: int, size: int, longest: int, held: list[Sequence]) -> Sequence:
+def new_sequence(rng: np.random.Generator, index: int, size: int, longest: int, held: list[Request]) -> Request:
     """A new prompt, a held sequence continued or cut somewhere, sometimes with the right parent named."""
     parent = held[int(rng.integers(len(held)))] if held and rng.random() < 0.7 else None
     context = rng.integers(0, 2, int(rng.integers(1, max(2, longest // 2)))).astype(np.int32)
     if parent is not None:
-        cut = int(rng.integers(1, parent.known + 1)) if rng.random() < 0.4 else parent.known
+        cut = int(rng.integers(1, parent.num_tokens + 1)) if rng.random() < 0.4 else parent.num_tokens
         more = rng.integers(0, 2, int(rng.choice([0, 0, 1, 5]))).astype(np.int32)
         context = np.concatenate([parent.tokens[:cut], more])
     context = context[: longest - 1]
     most = int(rng.integers(1, min(12, longest - len(context)) + 1))
     request = GenerationRequest(index, context, most, 0, hold=bool(rng.random() < 0.5))
-    return Sequence(request, index, size, parent if rng.random() < 0.7 else None)
+    return Request(request, index, size, parent if rng.random() < 0.7 else None)
 
 
 def test_the_small_pools_did_preempt_and_evict():
@@ -170,14 +170,14 @@ def test_the_small_pools_did_preempt_and_evict():
     scheduler = Scheduler(pool, 9, 40)
     for index in range(40):
         context = rng.integers(0, 50, 9).astype(np.int32)
-        scheduler.submit(Sequence(GenerationRequest(index, context, 24, 0, hold=index % 2 == 0), index, 4, None))
+        scheduler.submit(Request(GenerationRequest(index, context, 24, 0, hold=index % 2 == 0), index, 4, None))
     order = []
     while not scheduler.is_idle:
         for sequence in scheduler.complete(scheduler.next_pass()):
             sequence.extend(np.ones(1, np.int32), np.zeros(1))
-            if sequence.known == len(sequence.tokens):
+            if sequence.num_tokens == len(sequence.tokens):
                 scheduler.finish(sequence)
-                order.append(sequence.request.request_id)
+                order.append(sequence.generation.request_id)
     assert scheduler.counts["preemptions"] > 5
     assert scheduler.counts["evictions"] > 5
     assert pool.peak_pages == 12
@@ -189,17 +189,17 @@ def test_a_prompt_is_computed_once_for_all_samples_at_once():
     scheduler = Scheduler(PagePool(4), 100, 50)
     context = np.arange(70, dtype=np.int32)
     for index in range(20):
-        scheduler.submit(Sequence(GenerationRequest(index, context, 2, 0), index, 4, None))
+        scheduler.submit(Request(GenerationRequest(index, context, 2, 0), index, 4, None))
     # Another prompt begins with the same 40 tokens: it waits for those, not for the others' last.
     other = np.concatenate([context[:40], np.full(5, 99, np.int32)])
-    scheduler.submit(Sequence(GenerationRequest(20, other, 2, 0), 20, 4, None))
+    scheduler.submit(Request(GenerationRequest(20, other, 2, 0), 20, 4, None))
     passes = []
     while not scheduler.is_idle:
         plan = scheduler.next_pass()
         passes.append(sorted(plan.counts, reverse=True))
         for sequence in scheduler.complete(plan):
             sequence.extend(np.ones(1, np.int32), np.zeros(1))
-            if sequence.known == len(sequence.tokens):
+            if sequence.num_tokens == len(sequence.tokens):
                 scheduler.finish(sequence)
     assert passes[:2] == [[50], [20, 5]]
     assert scheduler.counts["prefilled_tokens"] == 70 + 19 + 5

@@ -18,7 +18,7 @@ from megatron_dta.speculation.budgets import (
     optimal_budget,
 )
 from megatron_dta.speculation.calibration import AcceptanceTable
-from megatron_dta.speculation.completion_probability import CANDIDATES, candidate_lengths, last_probabilities
+from megatron_dta.speculation.completion_probability import CANDIDATES, candidate_lengths, completion_probability
 from megatron_dta.speculation.degenerate import DegenerateDetector, degenerate_length
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
@@ -238,7 +238,7 @@ def test_who_is_last() -> None:
     others = np.concatenate(own)
     candidates = np.stack([candidate_lengths(lengths, others) for lengths in own])
     so_far, speed = rng.integers(0, 150, 9), rng.uniform(1, 4, 9)
-    found = last_probabilities(candidates, so_far, speed)
+    found = completion_probability(candidates, so_far, speed)
     ends = np.where(candidates > so_far[:, None], candidates, np.nan)
     ends = (ends - so_far[:, None]) / speed[:, None]
     ends = np.where(np.isnan(ends), 0, ends)
@@ -247,12 +247,12 @@ def test_who_is_last() -> None:
     assert found.sum() == pytest.approx(1)
     assert np.abs(found - counted).max() < 0.12
     assert found.argmax() == counted.argmax()
-    same = last_probabilities(np.repeat(candidates[:1], 5, axis=0), np.full(5, 7), np.ones(5))
+    same = completion_probability(np.repeat(candidates[:1], 5, axis=0), np.full(5, 7), np.ones(5))
     assert np.allclose(same, 0.2)
-    unknown = last_probabilities(np.zeros((4, CANDIDATES)), np.arange(4), np.ones(4))
+    unknown = completion_probability(np.zeros((4, CANDIDATES)), np.arange(4), np.ones(4))
     assert np.allclose(unknown, 0.25)
     straggler = np.stack([np.full(CANDIDATES, 50.0)] * 3 + [np.full(CANDIDATES, 5000.0)])
-    assert last_probabilities(straggler, np.zeros(4), np.ones(4))[3] > 0.95
+    assert completion_probability(straggler, np.zeros(4), np.ones(4))[3] > 0.95
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -11,14 +11,14 @@ import pytest
 from conftest import seed_all
 from megatron_dta.model import initialize_parallel
 from megatron_dta.sampling.engines.in_process.drafting import NO_DRAFT, Drafting, SuffixDrafting
-from megatron_dta.sampling.engines.in_process.scheduler import Sequence
+from megatron_dta.sampling.engines.in_process.scheduler import Request
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.speculation import drafter
 from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.exploration import LONELY
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import Rounds
+from megatron_dta.speculation.gate import SpeculationGate
 from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import PythonSuffixForest
 
@@ -47,9 +47,9 @@ class Pair:
         return self.fast, self.slow
 
 
-def running(rng: np.random.Generator, count: int, length: int) -> list[Sequence]:
+def running(rng: np.random.Generator, count: int, length: int) -> list[Request]:
     prompts = rng.integers(0, 5, (count // 2 + 1, 6)).astype(np.int32)
-    return [Sequence(GenerationRequest(i, prompts[i // 2], length, key=i), i, 16, None) for i in range(count)]
+    return [Request(GenerationRequest(i, prompts[i // 2], length, key=i), i, 16, None) for i in range(count)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -61,23 +61,23 @@ def test_a_burst_is_its_passes(seed: int):
     for drafting in pair.both():
         for row in rows:
             drafting.submitted(row)
-    ended: list[Sequence] = []
+    ended: list[Request] = []
     while rows:
-        most = np.array([len(row.tokens) - row.known - 1 for row in rows])
+        most = np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
         drafts = [drafting.propose(rows, most) for drafting in pair.both()]
         assert all(len(draft) == 0 for both in drafts for draft in both)
-        lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.known for row in rows])
+        lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.num_tokens for row in rows])
         appended = [rng.integers(0, 5, length).astype(np.int32) for length in lengths]
         for row, tokens in zip(rows, appended, strict=True):
             row.extend(tokens, np.zeros(len(tokens)))
         for drafting in pair.both():
             drafting.verified_burst(rows, appended, 0.5, len(rows))
-        ended += [row for row in rows if row.known == len(row.tokens)]
+        ended += [row for row in rows if row.num_tokens == len(row.tokens)]
         for drafting in pair.both():
             for row in rows:
-                if row.known == len(row.tokens):
+                if row.num_tokens == len(row.tokens):
                     drafting.finished(row)
-        rows = [row for row in rows if row.known < len(row.tokens)]
+        rows = [row for row in rows if row.num_tokens < len(row.tokens)]
         fast, slow = (drafting.speculator for drafting in pair.both())
         # Tokens, steps, drafts and pauses of the samples.
         assert np.array_equal(fast._rows[:, 3:8], slow._rows[:, 3:8])
@@ -140,33 +140,33 @@ class AtOnce(SuffixDrafting):
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("has_rounds", [True, False])
-def test_what_is_put_off_is_there_when_it_is_asked_for(native: bool, has_rounds: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_what_is_put_off_is_there_when_it_is_asked_for(native: bool, has_gate: bool, monkeypatch: pytest.MonkeyPatch):
     """Beside a twin that puts nothing off; between bursts samples begin, end, branch, are drafted for and given up."""
     if not native:
         monkeypatch.setattr(drafter, "create_forest", PythonSuffixForest)
     rng = seed_all(11)
     initialize_parallel(11)
     cost = ForwardCost(base=1e-3, per_token=1e-6)
-    rounds = [Rounds(cost, cost) if has_rounds else None for _ in range(2)]
-    made = [Speculator(DrafterParams(depth=10, window=2, max_tokens=3000), BudgetParams(), cost, r) for r in rounds]
+    gates = [SpeculationGate(cost, cost) if has_gate else None for _ in range(2)]
+    made = [Speculator(DrafterParams(depth=10, window=2, max_tokens=3000), BudgetParams(), cost, r) for r in gates]
     draftings = [SuffixDrafting(made[0]), AtOnce(made[1])]
-    rows: list[Sequence] = []
+    rows: list[Request] = []
     count = most_put_off = 0
     for step in range(80):
         while len(rows) < 6:
             request = GenerationRequest(count, rng.integers(0, 4, 7).astype(np.int32), 40, count, hold=bool(count % 2))
-            rows.append(Sequence(request, count, 16, None))
+            rows.append(Request(request, count, 16, None))
             count += 1
             for drafting in draftings:
                 drafting.submitted(rows[-1])
         asked = [drafting.wants(len(rows)) for drafting in draftings]
         drafts = [[NO_DRAFT] * len(rows)] * 2
         if any(asked) and rng.random() < 0.3:
-            limits = np.array([len(row.tokens) - row.known - 1 for row in rows])
+            limits = np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
             drafts = [drafting.propose(rows, limits) for drafting in draftings]
             assert all(np.array_equal(a, b) for a, b in zip(*drafts, strict=True))
-        lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.known for row in rows])
+        lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.num_tokens for row in rows])
         is_drafted = any(map(len, drafts[0]))
         if is_drafted:
             lengths = np.minimum(lengths, [len(draft) + 1 for draft in drafts[0]])
@@ -180,11 +180,11 @@ def test_what_is_put_off_is_there_when_it_is_asked_for(native: bool, has_rounds:
             else:
                 drafting.verified_burst(list(rows), appended, 0.01, len(rows))
             drafting.ran(0.01)
-        for row in [row for row in rows if row.known == len(row.tokens)]:
+        for row in [row for row in rows if row.num_tokens == len(row.tokens)]:
             rows.remove(row)
             for drafting in draftings:
                 drafting.finished(row)
-                if row.request.hold:
+                if row.generation.hold:
                     drafting.released(row)
         most_put_off = max(most_put_off, len(draftings[0]._put_off))
         if step % 3 == 2:
@@ -205,7 +205,7 @@ def test_what_is_put_off_is_there_when_it_is_asked_for(native: bool, has_rounds:
 def test_a_burst_before_any_draft_does_not_stand_in_the_trees_twice():
     initialize_parallel(1)
     drafting = SuffixDrafting(Speculator(DrafterParams(depth=8), BudgetParams(), DEAR))
-    row = Sequence(GenerationRequest(0, np.arange(5, dtype=np.int32), 9, key=0), 0, 16, None)
+    row = Request(GenerationRequest(0, np.arange(5, dtype=np.int32), 9, key=0), 0, 16, None)
     drafting.submitted(row)
     tokens = np.array([7, 8, 9], np.int32)
     row.extend(tokens, np.zeros(3))
@@ -236,17 +236,17 @@ def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool):
     rng = seed_all(5)
     initialize_parallel(5)
     cost = ForwardCost(base=1e-3, per_token=1e-6)
-    made = [Speculator(DrafterParams(depth=10), BudgetParams(), cost, Rounds(cost, cost)) for _ in range(2)]
+    made = [Speculator(DrafterParams(depth=10), BudgetParams(), cost, SpeculationGate(cost, cost)) for _ in range(2)]
     draftings = [SuffixDrafting(each, follows_clock) for each in made]
     phrase, drafted = rng.integers(0, 50, 12).astype(np.int32), [[], []]
     for version in range(3):
-        rows = [Sequence(GenerationRequest(i, phrase[:4], 60, i), i, 16, None) for i in range(4)]
+        rows = [Request(GenerationRequest(i, phrase[:4], 60, i), i, 16, None) for i in range(4)]
         for drafting in draftings:
             drafting.weights_changed(version)
             for row in rows:
                 drafting.submitted(row)
-        while rows[0].known < len(rows[0].tokens):
-            known, limits = rows[0].known, np.array([len(row.tokens) - row.known - 1 for row in rows])
+        while rows[0].num_tokens < len(rows[0].tokens):
+            known, limits = rows[0].num_tokens, np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
             new = np.array([phrase[known % 12]], np.int32)
             for drafting, found, slow in zip(draftings, drafted, (1.0, 100.0), strict=True):
                 drafts = drafting.propose(rows, limits) if drafting.wants(4) else [NO_DRAFT] * 4

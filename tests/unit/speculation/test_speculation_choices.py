@@ -15,7 +15,7 @@ from megatron_dta.speculation.budgets import BudgetParams, LengthClass, optimal_
 from megatron_dta.speculation.calibration import AcceptanceTable
 from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import Rounds
+from megatron_dta.speculation.gate import SpeculationGate
 from megatron_dta.speculation.speculator import Speculator
 from mesh_worker import run_on_ranks
 from rollout_forest import NEVER, started
@@ -225,15 +225,15 @@ def costs_on_rank(rank: int, parallel: ParallelConfig) -> tuple:
     from megatron_dta.model import initialize_parallel
 
     initialize_parallel(5, parallel)
-    rounds = Rounds(ForwardCost(), ForwardCost())
-    drafting = SuffixDrafting(Speculator(DrafterParams(), BudgetParams(), ForwardCost(), rounds))
+    gate = SpeculationGate(ForwardCost(), ForwardCost())
+    drafting = SuffixDrafting(Speculator(DrafterParams(), BudgetParams(), ForwardCost(), gate))
     counts = [tokens for tokens in (1, 5, 9, 30) for _ in range(4)]
     # Each rank's own clock.
     drafting._measured = [
         (n, (1 + rank) * (1e-3 + 1e-5 * n + 2e-3 * kind), bool(kind)) for n in counts for kind in (0, 1)
     ]
     drafting.weights_changed(1)
-    return drafting.speculator.cost, rounds.plain_cost, rounds.drafted_cost, rounds.is_measured
+    return drafting.speculator.cost, gate.plain_cost, gate.drafted_cost, gate.is_measured
 
 
 @pytest.mark.parametrize("sizes", [dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2), {}])

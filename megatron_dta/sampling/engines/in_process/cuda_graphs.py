@@ -14,8 +14,7 @@ On a CPU the same passes run without a capture, for tests in Triton's interprete
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,7 @@ from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attentio
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles, upload
 from megatron_dta.sampling.engines.in_process.next_token import next_tokens
-from megatron_dta.sampling.engines.in_process.scheduler import Pass, Sequence
+from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request
 from megatron_dta.sampling.keyed_random import keyed_uniform
 from megatron_dta.sampling.params import SamplingParams
 
@@ -63,13 +62,13 @@ def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
 
 
 def noise_of(
-    rows: Rows[Sequence], drafts: Rows[np.ndarray], params: SamplingParams, iteration: int, steps: int = 1
+    rows: Sequence[Request], drafts: Sequence[np.ndarray], params: SamplingParams, iteration: int, steps: int = 1
 ) -> np.ndarray:
     """Uniform numbers for each row's next position and those behind its draft, row by row, in passes that follow each
     other position by position: float64 [steps, n]."""
     widths = np.array([len(draft) + 1 for draft in drafts])
-    keys = np.repeat(np.array([sequence.request.key for sequence in rows], dtype=np.int64), widths)
-    known = np.array([sequence.known for sequence in rows], dtype=np.int64)
+    keys = np.repeat(np.array([sequence.generation.key for sequence in rows], dtype=np.int64), widths)
+    known = np.array([sequence.num_tokens for sequence in rows], dtype=np.int64)
     positions = np.repeat(known - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
     positions = positions + np.arange(steps)[:, None]
     return keyed_uniform(params.seed, params.domain, iteration, keys, positions)
@@ -133,7 +132,8 @@ class DecodeSteps:
     def takes(self, plan: Pass, drafted: int) -> bool:
         """Whether ``plan`` is run here: all rows decode, with so many drafted tokens in all."""
         decodes = all(
-            count == 1 and row.known - row.computed == 1 for row, count in zip(plan.rows, plan.counts, strict=True)
+            count == 1 and row.num_tokens - row.num_computed_tokens == 1
+            for row, count in zip(plan.rows, plan.counts, strict=True)
         )
         return decodes and len(plan.rows) + drafted <= MOST_TOKENS
 

@@ -22,8 +22,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +30,7 @@ import numpy as np
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.model import current_mesh
-from megatron_dta.sampling.engines.in_process.scheduler import Pass, Scheduler, Sequence
+from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request, Scheduler
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.forward_cost import ForwardCost
@@ -58,7 +57,7 @@ class Drafting(ABC):
         """The phase is over, and all of its requests are complete."""
 
     @abstractmethod
-    def submitted(self, sequence: Sequence) -> None:
+    def submitted(self, sequence: Request) -> None:
         """A sequence will run."""
 
     def wants(self, live: int) -> bool:
@@ -78,7 +77,7 @@ class Drafting(ABC):
         """The round whose tokens were handed over last took so long, everything included."""
 
     @abstractmethod
-    def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         """A draft of at most ``most[i]`` tokens (int32, may be empty) for each of the sequences of a pass."""
 
     @abstractmethod
@@ -86,7 +85,9 @@ class Drafting(ABC):
         """The pass of ``tokens`` tokens is over: of row i's draft ``drafted[i]`` tokens were run, of some more than
         none, and it went on with ``appended[i]``."""
 
-    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, tokens: int) -> None:
+    def verified_burst(
+        self, rows: Sequence[Request], appended: Sequence[np.ndarray], seconds: float, tokens: int
+    ) -> None:
         """Passes of ``tokens`` tokens, none of them drafted, that ran one after the other are over: row i got a token
         in each of the first ``len(appended[i])``. It was asked for drafts before the first and gave none that was
         run, or was not asked."""
@@ -100,11 +101,11 @@ class Drafting(ABC):
             self.verified(none, new, seconds / passes, tokens)
 
     @abstractmethod
-    def finished(self, sequence: Sequence) -> None:
+    def finished(self, sequence: Request) -> None:
         """A sequence is complete."""
 
     @abstractmethod
-    def released(self, sequence: Sequence) -> None:
+    def released(self, sequence: Request) -> None:
         """A complete sequence that was held will be nobody's parent any more."""
 
     @abstractmethod
@@ -122,17 +123,17 @@ def drafts_of(plan: Pass, drafting: Drafting | None, scheduler: Scheduler, most_
     drafts = [NO_DRAFT] * len(plan.rows)
     if drafting is None:
         return drafts
-    ready = [i for i, row in enumerate(plan.rows) if row.computed + plan.counts[i] == row.known]
+    ready = [i for i, row in enumerate(plan.rows) if row.num_computed_tokens + plan.counts[i] == row.num_tokens]
     if not ready or not drafting.wants(len(ready)):
         return drafts
     rows = [plan.rows[i] for i in ready]
     # The last token is sampled behind the draft, and no token may lie beyond the request.
-    most = np.array([len(row.tokens) - row.known - 1 for row in rows])
+    most = np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
     budget = most_tokens - sum(plan.counts)
     for i, row, draft in zip(ready, rows, drafting.propose(rows, most), strict=True):
         length = min(len(draft), budget)
         if length:
-            length = scheduler.reserve_pages(row, row.known + length) - row.known
+            length = scheduler.reserve_pages(row, row.num_tokens + length) - row.num_tokens
             drafts[i] = draft[:length]
             budget -= length
     return drafts
@@ -169,13 +170,13 @@ class SuffixDrafting(Drafting):
         self._training, self.follows_clock = speculator, follows_clock
         self._speculator = speculator  # of the present phase
         self._policy_version: int | None = None
-        if speculator.rounds is not None:
-            speculator.rounds.is_measured = follows_clock
+        if speculator.pass_gate is not None:
+            speculator.pass_gate.is_measured = follows_clock
         # What is to be done before anything is asked of the speculator, in this order.
         self._put_off: deque[Callable[[], None]] = deque()
         self._bursts = 0
-        self._slots: dict[Sequence, int] = {}
-        self._paths: dict[Sequence, _Path] = {}  # of requests that run or are held
+        self._slots: dict[Request, int] = {}
+        self._paths: dict[Request, _Path] = {}  # of requests that run or are held
         self._proposal: Proposal | None = None
         # Tokens, seconds, and whether there were drafts.
         self._measured: list[tuple[int, float, bool]] = []
@@ -201,8 +202,8 @@ class SuffixDrafting(Drafting):
 
     def catch_up(self) -> None:
         # Not more often than needed: walking through the trees leaves nothing else in the host's caches.
-        rounds = self._speculator.rounds
-        if rounds is None or rounds.asks_next or self._bursts >= _MOST_BURSTS:
+        gate = self._speculator.pass_gate
+        if gate is None or gate.drafts_next or self._bursts >= _MOST_BURSTS:
             self._do_all()
 
     def _do_all(self) -> None:
@@ -217,10 +218,10 @@ class SuffixDrafting(Drafting):
         else:
             call()
 
-    def submitted(self, sequence: Sequence) -> None:
-        request, parent = sequence.request, sequence.parent
+    def submitted(self, sequence: Request) -> None:
+        request, parent = sequence.generation, sequence.parent
         above = None if parent is None else self._paths.get(parent)
-        if above is not None and sequence.common_with_parent >= parent.known:
+        if above is not None and sequence.common_with_parent >= parent.num_tokens:
             above.is_continued = True
         length = request.prompt_length
         if length is None and above is not None:
@@ -236,9 +237,9 @@ class SuffixDrafting(Drafting):
 
     @property
     def is_hopeful(self) -> bool:
-        return self._speculator.rounds is None or self._speculator.rounds.is_hopeful
+        return self._speculator.pass_gate is None or self._speculator.pass_gate.is_hopeful
 
-    def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         self._do_all()
         slots = np.array([self._slot(sequence) for sequence in rows], np.int64)
         self._proposal = self._speculator.propose(slots, most)
@@ -260,13 +261,17 @@ class SuffixDrafting(Drafting):
         is_pure = tokens == len(drafted) + int(drafted.sum())
         self._last = [(tokens, tokens > len(drafted))] if is_pure else []
 
-    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, tokens: int) -> None:
+    def verified_burst(
+        self, rows: Sequence[Request], appended: Sequence[np.ndarray], seconds: float, tokens: int
+    ) -> None:
         proposal, self._proposal = self._proposal, None
         self._bursts += 1
         self._put_off.append(partial(self._record_burst, rows, appended, seconds, proposal is not None))
         self._last = [(tokens, False)] * max(map(len, appended)) if tokens == len(rows) else []
 
-    def _record_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, was_asked: bool) -> None:
+    def _record_burst(
+        self, rows: Sequence[Request], appended: Sequence[np.ndarray], seconds: float, was_asked: bool
+    ) -> None:
         slots = np.array([self._slot(sequence) for sequence in rows], np.int64)
         self._speculator.record_burst(slots, appended, seconds, was_asked)
 
@@ -282,10 +287,10 @@ class SuffixDrafting(Drafting):
         self._measured += [(tokens, seconds / len(last), is_drafted) for tokens, is_drafted in last]
         del self._measured[:-_MEASURED]
 
-    def finished(self, sequence: Sequence) -> None:
+    def finished(self, sequence: Request) -> None:
         self._in_order(partial(self._finish, sequence))
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: Request) -> None:
         path = self._paths[sequence]
         path.end = self._speculator.end_request(self._slots.pop(sequence))
         path.length = path.before + len(sequence.response)
@@ -294,7 +299,7 @@ class SuffixDrafting(Drafting):
             context = sequence.tokens[: sequence.context_length]
             context = context[-self._speculator.drafter.params.depth :] if path.is_branch else context
             self._unshared.append((path.problem, path.is_branch, context.copy(), sequence.response.copy()))
-        if not sequence.request.hold:
+        if not sequence.generation.hold:
             self._end_path(self._paths.pop(sequence))
 
     @property
@@ -322,15 +327,15 @@ class SuffixDrafting(Drafting):
         self._paths.clear()
         self._proposal = None
 
-    def released(self, sequence: Sequence) -> None:
+    def released(self, sequence: Request) -> None:
         self._in_order(partial(self._release, sequence))
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Request) -> None:
         path = self._paths.pop(sequence, None)
         if path is not None:
             self._end_path(path)
 
-    def learn_costs(self, passes: Rows[tuple[int, float, bool]]) -> None:
+    def learn_costs(self, passes: Sequence[tuple[int, float, bool]]) -> None:
         """Take in (tokens, seconds, whether some were drafted) of passes that another drafting has seen."""
         self._measured += passes
         del self._measured[:-_MEASURED]
@@ -346,15 +351,15 @@ class SuffixDrafting(Drafting):
         if not self.follows_clock:
             return
         # The ranks of a replica draft alike, so they go by what the first one has measured.
-        mesh, rounds = current_mesh(), speculator.rounds
+        mesh, gate = current_mesh(), speculator.pass_gate
         costs = mesh.gather_over_replica((self.measured_cost(), self.measured_cost(False), self.measured_cost(True)))[0]
         if costs[0] is not None:
             speculator.cost = costs[0]
-        if rounds is not None:
-            rounds.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
+        if gate is not None:
+            gate.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
             plain, drafted = (own or costs[0] for own in costs[1:])
             if plain is not None and drafted is not None:
-                rounds.calibrate(plain, drafted)
+                gate.calibrate(plain, drafted)
 
     def share(self) -> None:
         """Take in what the other replicas have sampled since the last call; all ranks call this together."""
@@ -385,11 +390,11 @@ class SuffixDrafting(Drafting):
         except InputError:
             return None
 
-    def _slot(self, sequence: Sequence) -> int:
+    def _slot(self, sequence: Request) -> int:
         slot = self._slots.get(sequence)
         if slot is None:
             context, path = sequence.tokens[: sequence.context_length], self._paths[sequence]
             before = Before(path.before, None if path.above is None else path.above.end)
-            slot = self._speculator.open(path.problem, context, sequence.request.key, path.is_branch, before)
+            slot = self._speculator.open(path.problem, context, sequence.generation.key, path.is_branch, before)
             self._slots[sequence], path.above = slot, None
         return slot

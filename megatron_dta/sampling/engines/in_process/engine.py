@@ -15,7 +15,7 @@ memory. After an error the engine is empty and can be started again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Requests
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from megatron_dta.sampling.engines.in_process.drafting import Drafting, drafts_o
 from megatron_dta.sampling.engines.in_process.expert_passes import DecodingPasses
 from megatron_dta.sampling.engines.in_process.next_token import next_tokens, sampling_mode
 from megatron_dta.sampling.engines.in_process.pages import PagePool
-from megatron_dta.sampling.engines.in_process.scheduler import Pass, Scheduler, Sequence
+from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request, Scheduler
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
     GenerationRequest,
@@ -94,9 +94,9 @@ class InProcessEngine(RolloutEngine):
         self._buffer_size_gb = buffer_size_gb
         self._params: SamplingParams | None = None
         self._iteration = self._policy_version = self._arrivals = self._undrafted = 0
-        self._running: dict[int, Sequence] = {}
-        self._held: dict[int, Sequence] = {}
-        self._detectors: dict[Sequence, DegenerateDetector] = {}
+        self._running: dict[int, Request] = {}
+        self._held: dict[int, Request] = {}
+        self._detectors: dict[Request, DegenerateDetector] = {}
         self._cache: PagedCache | None = None
         self._counts = dict.fromkeys(_COUNTS, 0.0)
         self._scheduler = Scheduler(PagePool(block_size), max_requests, max_tokens)
@@ -116,14 +116,14 @@ class InProcessEngine(RolloutEngine):
         if self._steps is not None:
             self._steps.start()
 
-    def submit(self, requests: Requests[GenerationRequest]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if self._params is None:
             raise ValueError("the engine was not started")
-        new: dict[int, Sequence] = {}
+        new: dict[int, Request] = {}
         for request in requests:
             self._check(request, new)
             parent = None if request.parent is None else self._held[request.parent]
-            sequence = Sequence(request, self._arrivals + len(new), self._block_size, parent)
+            sequence = Request(request, self._arrivals + len(new), self._block_size, parent)
             if parent is not None and sequence.common_with_parent == 0:
                 raise ValueError(f"request {request.request_id}: shares no prefix with its parent {request.parent}")
             new[request.request_id] = sequence
@@ -136,7 +136,7 @@ class InProcessEngine(RolloutEngine):
 
     def poll(self) -> list[GenerationResult]:
         began = time.perf_counter()
-        finished: list[Sequence] = []
+        finished: list[Request] = []
         try:
             with sampling_mode(self._model):
                 while not finished and not self._scheduler.is_idle:
@@ -152,7 +152,7 @@ class InProcessEngine(RolloutEngine):
         self._counts["seconds"] += time.perf_counter() - began
         return results
 
-    def release(self, request_ids: Requests[int]) -> None:
+    def release(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
             if request_id not in self._held:
                 raise ValueError(f"request {request_id} is not held")
@@ -199,7 +199,7 @@ class InProcessEngine(RolloutEngine):
         if self.drafting is not None:
             self.drafting.abandoned()
 
-    def _run(self, plan: Pass) -> list[Sequence]:
+    def _run(self, plan: Pass) -> list[Request]:
         """One forward pass and its tokens; the sequences that it ends."""
         began = time.perf_counter()
         is_static = self._steps is not None and self._steps.takes(plan, 0)
@@ -208,7 +208,7 @@ class InProcessEngine(RolloutEngine):
         if is_static:
             return self._run_static(plan, drafts, began)
         cache = self._cache_for(plan)
-        starts = np.array([sequence.computed for sequence in plan.rows])
+        starts = np.array([sequence.num_computed_tokens for sequence in plan.rows])
         counts = np.array(plan.counts) + [len(draft) for draft in drafts]
         tables = [sequence.table for sequence in plan.rows]
         if self._is_paged:
@@ -238,7 +238,7 @@ class InProcessEngine(RolloutEngine):
         sampled = _by_row(tokens.astype(np.int32), logprobs, [len(draft) + 1 for draft in own_drafts])
         return self._take(rows, sampled, own_drafts, began, int(counts.sum()))
 
-    def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Sequence]:
+    def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Request]:
         """As ``_run`` for rows that all decode: one pass with drafts, or several without."""
         rows, is_drafted = plan.rows, any(map(len, drafts))
         is_short = self.drafting is not None and self._undrafted < _BURSTS_IN_VAIN and self.drafting.is_hopeful
@@ -247,9 +247,9 @@ class InProcessEngine(RolloutEngine):
         cache = self._cache_for(plan)
         pieces = []
         for row, draft in zip(rows, drafts, strict=True):
-            pieces += [row.tokens[row.known - 1 : row.known], draft]
+            pieces += [row.tokens[row.num_tokens - 1 : row.num_tokens], draft]
         counts = np.array([len(draft) + 1 for draft in drafts])
-        starts = np.array([row.computed for row in rows])
+        starts = np.array([row.num_computed_tokens for row in rows])
         noise = noise_of(rows, drafts, self._params, self._iteration, int(steps.max()))
         burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise)
         tokens, logprobs = self._steps.run(cache, burst, self._params, self._catch_up)
@@ -270,12 +270,12 @@ class InProcessEngine(RolloutEngine):
 
     def _take(
         self,
-        rows: list[Sequence],
+        rows: list[Request],
         sampled: list[tuple[np.ndarray, np.ndarray]],
         drafts: list[np.ndarray] | None,
         began: float,
         num_tokens: int,
-    ) -> list[Sequence]:
+    ) -> list[Request]:
         """Append to each of ``rows`` its next tokens, one and as many more as its draft was right; those at their end.
 
         sampled: each row's tokens and logprobs, one more than its draft. drafts: None for a burst, whose inputs were
@@ -287,9 +287,9 @@ class InProcessEngine(RolloutEngine):
         if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
         for sequence, (own, logprobs), draft in zip(rows, sampled, inputs, strict=True):
-            known = sequence.known
+            known = sequence.num_tokens
             is_end = self._append(sequence, own, logprobs, draft)
-            appended.append(own[: sequence.known - known])
+            appended.append(own[: sequence.num_tokens - known])
             if draft is None or len(draft):
                 self._scheduler.commit_draft(sequence, len(appended[-1]) - 1)
             if is_end:
@@ -309,10 +309,10 @@ class InProcessEngine(RolloutEngine):
             self.drafting.finished(sequence)
         return finished
 
-    def _append(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray | None) -> bool:
+    def _append(self, sequence: Request, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray | None) -> bool:
         """Take the sampled tokens up to the first at which the draft was wrong (None: it was right); whether the
         sequence is at its end."""
-        ends, room, values = self._params.eos_ids, len(sequence.tokens) - sequence.known, tokens.tolist()
+        ends, room, values = self._params.eos_ids, len(sequence.tokens) - sequence.num_tokens, tokens.tolist()
         guesses = values if draft is None else draft.tolist()
         if draft is None and not self._stop_degenerate and len(values) < room and ends.isdisjoint(values):
             sequence.extend(tokens, logprobs)
@@ -326,14 +326,14 @@ class InProcessEngine(RolloutEngine):
         sequence.extend(tokens[:taken], logprobs[:taken])
         return is_end
 
-    def _degenerates(self, sequence: Sequence, token: int) -> bool:
+    def _degenerates(self, sequence: Request, token: int) -> bool:
         detector = self._detectors.setdefault(sequence, DegenerateDetector())
         stops = detector.feed(np.array([token])) is not None
         self._counts["stopped_degenerate"] += stops
         return stops
 
-    def _finish(self, sequence: Sequence) -> GenerationResult:
-        request, response = sequence.request, sequence.response.copy()
+    def _finish(self, sequence: Request) -> GenerationResult:
+        request, response = sequence.generation, sequence.response.copy()
         del self._running[request.request_id]
         self._detectors.pop(sequence, None)
         if request.hold:
@@ -348,7 +348,7 @@ class InProcessEngine(RolloutEngine):
             self._policy_version,
         )
 
-    def _check(self, request: GenerationRequest, new: dict[int, Sequence]) -> None:
+    def _check(self, request: GenerationRequest, new: dict[int, Request]) -> None:
         check_request(request, self._running, self._held, new, vocab_size=self._model.true_vocab_size)
         tokens, where = request.token_ids, f"request {request.request_id}"
         length = len(tokens) + request.max_tokens
@@ -395,6 +395,6 @@ class InProcessEngine(RolloutEngine):
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Requests[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Each row's part of both, which has ``counts[i]`` entries."""
     return [(tokens[b - n : b], logprobs[b - n : b]) for n, b in zip(counts, np.cumsum(counts).tolist(), strict=True)]

@@ -7,13 +7,13 @@ without. They take a fraction of a second and compile, or capture, what the firs
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_dta.sampling.engines.in_process.drafting import Drafting
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
-from megatron_dta.sampling.engines.in_process.scheduler import Sequence
+from megatron_dta.sampling.engines.in_process.scheduler import Request
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate, phase
 from megatron_dta.sampling.params import SamplingParams
 
@@ -27,13 +27,13 @@ _NO_END = -1
 class SilentDrafting(Drafting):
     """Drafts that need to know of nothing but the rows of a pass."""
 
-    def submitted(self, sequence: Sequence) -> None: ...
+    def submitted(self, sequence: Request) -> None: ...
 
     def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None: ...
 
-    def finished(self, sequence: Sequence) -> None: ...
+    def finished(self, sequence: Request) -> None: ...
 
-    def released(self, sequence: Sequence) -> None: ...
+    def released(self, sequence: Request) -> None: ...
 
     def abandoned(self) -> None: ...
 
@@ -55,14 +55,16 @@ class _FixedDrafts(SilentDrafting):
     def wants(self, live: int) -> bool:
         return self.width > 0
 
-    def propose(self, rows: Rows[Sequence], most: np.ndarray) -> list[np.ndarray]:
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         return [np.zeros(max(0, min(self.width, limit)), np.int32) for limit in most.tolist()]
 
     def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
         is_pure = tokens == len(drafted) + int(drafted.sum())
         self._last = [(tokens, tokens > len(drafted))] if is_pure else []
 
-    def verified_burst(self, rows: Rows[Sequence], appended: Rows[np.ndarray], seconds: float, tokens: int) -> None:
+    def verified_burst(
+        self, rows: Sequence[Request], appended: Sequence[np.ndarray], seconds: float, tokens: int
+    ) -> None:
         self._last = [(tokens, False)] * max(map(len, appended)) if tokens == len(rows) else []
 
     def ran(self, seconds: float) -> None:

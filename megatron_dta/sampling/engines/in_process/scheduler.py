@@ -1,20 +1,24 @@
-"""Which sequences run in the next pass, and on which pages: continuous batching with shared prefixes.
+"""Schedules requests on cache pages: continuous batching with shared prefixes.
 
-A sequence has ``known`` tokens (context, then what was sampled) and K/V for the first ``computed`` of them. A pass
-appends K/V: one token for a sequence that decodes, a chunk for one that is behind, because it is new or was preempted.
-Whoever has all but its last token computed and runs that one gets its next token. Prefill, decoding, a fork and
-recomputation are therefore one thing.
+A request has ``num_tokens`` tokens (its context, then the sampled ones) and K/V for the first ``num_computed_tokens``
+of them. Each pass appends K/V: one token for a decoding request, and a run of tokens for a request that is new or was
+preempted. A request gets its next token from the pass that computes its last token. Prefill, decoding, forks and
+recomputation are therefore one operation.
 
-*Sharing.* An admitted sequence takes over the pages of the longest prefix that is there: full pages of anybody by their
-digest, and those of its parent or of a sequence with the same context, whose partly filled last page is copied. Where
-the prefix is just being computed by a running sequence, it waits for that.
+*Sharing.* An admitted request reuses the pages of its longest cached prefix. Full pages of any request are found by
+their digest. Pages of the parent and of a request with the same context are also reused, and their partly filled last
+page is copied. If a running request is still computing the prefix, the new request waits for it.
 
-*Memory.* A sequence is admitted when there are pages for its known tokens and one more for each running sequence. When
-a running one needs a page and none is free, held sequences lose theirs, those last used the longest ago and without
-waiting children first; then the sequence admitted last goes back to waiting and is computed again later. One sequence
-alone always fits, so all finish.
+*Memory.* A request is admitted if there are pages for all its tokens and one more page for each running request. If a
+running request needs a page and none is free, held requests are evicted first: least recently used first, and those
+without waiting children before the others. After that the request admitted last is preempted; it goes back to the
+queue and is recomputed later. A single request always fits, so all requests finish.
 
-Decisions follow from the calls alone, so the ranks of a replica take the same ones. No tensors here.
+Example: pages have 4 tokens. A request with a context of 6 tokens computes them on 2 pages and samples one token, so
+``num_tokens`` is 7 and ``num_computed_tokens`` 6. A second request with the same context can reuse 5 tokens, since its
+last one must run: it shares the first page, copies the second one for 1 more token, and computes one token.
+
+The decisions depend only on the calls, so all ranks of a replica decide alike. This module uses no tensors.
 """
 
 from __future__ import annotations
@@ -29,27 +33,29 @@ from megatron_dta.sampling.engines.in_process.pages import PagePool, extend_dige
 from megatron_dta.sampling.engines.interface import GenerationRequest
 
 
-class Sequence:
-    """One request on its way.
+class Request:
+    """The state of one generation request.
 
     Attributes:
-        tokens: int32 [context + max_tokens], the first ``known`` of them are.
-        computed: positions whose K and V lie in the first pages of ``table``.
-        table: int64, the first ``num_pages`` of it are held.
-        logprobs: float64 [max_tokens], of the sampled tokens.
-        waiting_children: sequences not yet admitted that have this one as their parent.
+        generation: the request as it was submitted.
+        tokens: int32 [context + max_tokens]; the first ``num_tokens`` are valid.
+        num_computed_tokens: positions whose K and V are stored in the first pages of ``table``.
+        table: int64 page numbers; the first ``num_pages`` are held.
+        logprobs: float64 [max_tokens], logprobs of the sampled tokens.
+        common_with_parent: length of the prefix that the context shares with the parent's tokens.
+        waiting_children: requests not yet admitted that have this one as their parent.
     """
 
-    def __init__(self, request: GenerationRequest, arrival: int, page_size: int, parent: Sequence | None) -> None:
-        context = np.asarray(request.token_ids, dtype=np.int32)
-        self.request, self.arrival, self.page_size, self.parent = request, arrival, page_size, parent
-        self.tokens = np.concatenate([context, np.zeros(request.max_tokens, dtype=np.int32)])
-        self.logprobs = np.zeros(request.max_tokens)
-        self.context_length = self.known = len(context)
-        self.computed = self.num_pages = self.waiting_children = 0
+    def __init__(self, generation: GenerationRequest, arrival: int, page_size: int, parent: Request | None) -> None:
+        context = np.asarray(generation.token_ids, dtype=np.int32)
+        self.generation, self.arrival, self.page_size, self.parent = generation, arrival, page_size, parent
+        self.tokens = np.concatenate([context, np.zeros(generation.max_tokens, dtype=np.int32)])
+        self.logprobs = np.zeros(generation.max_tokens)
+        self.context_length = self.num_tokens = len(context)
+        self.num_computed_tokens = self.num_pages = self.waiting_children = 0
         self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
-        self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.known], context)
-        # A long context is mostly its parent's: only what is new needs to be hashed.
+        self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.num_tokens], context)
+        # A long context is mostly its parent's, so only the new part is hashed.
         self._digests = [] if parent is None else parent.digests()[: self.common_with_parent // page_size]
         full = self.digests()
         self.context_digest = extend_digest((full[-1] if full else b"") + b"context", context[len(full) * page_size :])
@@ -57,258 +63,257 @@ class Sequence:
 
     @property
     def pages(self) -> list[int]:
-        """The pages it holds."""
+        """Numbers of the held pages."""
         return self.table[: self.num_pages].tolist()
 
     @property
     def response(self) -> np.ndarray:
         """Tokens sampled so far."""
-        return self.tokens[self.context_length : self.known]
+        return self.tokens[self.context_length : self.num_tokens]
 
     def digests(self) -> list[bytes]:
-        """Digest of the prefix up to the end of each page that the known tokens fill."""
+        """Digests of the prefixes that end with each full page."""
         size = self.page_size
-        while (len(self._digests) + 1) * size <= self.known:
+        while (len(self._digests) + 1) * size <= self.num_tokens:
             first = len(self._digests) * size
             previous = self._digests[-1] if self._digests else b""
             self._digests.append(extend_digest(previous, self.tokens[first : first + size]))
         return self._digests
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Take sampled tokens, one after the other."""
-        done, end = self.known - self.context_length, self.known + len(tokens)
+        """Append sampled tokens."""
+        done, end = self.num_tokens - self.context_length, self.num_tokens + len(tokens)
         self.logprobs[done : done + len(tokens)] = logprobs
-        self.tokens[self.known : end] = tokens
-        self.known = end
+        self.tokens[self.num_tokens : end] = tokens
+        self.num_tokens = end
 
     def add_pages(self, pages: list[int]) -> None:
-        """Hold further pages at the end of the table."""
+        """Append pages to the table."""
         self.table[self.num_pages : self.num_pages + len(pages)] = pages
         self.num_pages += len(pages)
 
 
 @dataclass
 class Pass:
-    """One forward pass: copy the pages of ``copies`` (source, target), then run ``counts[i]`` tokens of ``rows[i]``."""
+    """One forward pass: copy the pages in ``copies`` (source, target), then run ``counts[i]`` tokens of ``rows[i]``."""
 
-    rows: list[Sequence] = field(default_factory=list)
+    rows: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
 class _Prefix:
-    """What is there of a sequence's tokens: full pages, maybe a page to copy from, and how many tokens that is."""
+    """The cached prefix of a request: full pages, an optional partial page, and its length in tokens."""
 
     pages: list[int]
     partial_page: int | None
     length: int
-    is_coming: bool  # a running sequence is about to have more of it
+    is_pending: bool  # a running request is computing a longer prefix
 
 
 class Scheduler:
-    """Decides on every pass.
+    """Plans each forward pass.
 
     Args:
-        pool: the pages.
-        max_requests: most sequences that run at once.
-        max_tokens: most tokens of one pass.
+        pool: the page pool.
+        max_requests: maximum number of running requests.
+        max_tokens: maximum number of tokens in a pass.
 
     Attributes:
-        running: in the order of their admission.
-        waiting: in the order of their arrival.
+        running: requests in the order of admission.
+        waiting: requests in the order of arrival.
         counts: prefilled_tokens, reused_tokens, recomputed_tokens, preemptions, evictions.
     """
 
     def __init__(self, pool: PagePool, max_requests: int, max_tokens: int) -> None:
         self.pool, self.max_requests, self.max_tokens = pool, max_requests, max_tokens
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
-        self.counts = dict.fromkeys(
-            ("prefilled_tokens", "reused_tokens", "recomputed_tokens", "preemptions", "evictions"), 0
-        )
-        # Finished sequences with pages, the one used last at the end.
-        self._held: OrderedDict[Sequence, None] = OrderedDict()
-        # Running and held sequences with pages by their context; running ones by the pages they are about to compute.
-        self._by_context: dict[bytes, list[Sequence]] = {}
-        self._coming: dict[bytes, Sequence] = {}
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        names = ("prefilled_tokens", "reused_tokens", "recomputed_tokens", "preemptions", "evictions")
+        self.counts = dict.fromkeys(names, 0)
+        # Finished requests that hold pages, most recently used last.
+        self._held: OrderedDict[Request, None] = OrderedDict()
+        # Running and held requests by context digest; running requests by the digest of each page they are computing.
+        self._by_context: dict[bytes, list[Request]] = {}
+        self._pending: dict[bytes, Request] = {}
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs or waits."""
+        """Whether no request is running or waiting."""
         return not self.running and not self.waiting
 
     @property
     def num_held(self) -> int:
-        """Finished sequences that hold pages."""
+        """Number of finished requests that hold pages."""
         return len(self._held)
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
-        self._wait(sequence)
+    def submit(self, request: Request) -> None:
+        """Add a new request to the queue."""
+        self._wait(request)
 
     def next_pass(self) -> Pass:
-        """What to run now; at least one row unless idle."""
+        """The next pass to run, with at least one row unless the scheduler is idle."""
         plan, budget, preemptions = Pass(), self.max_tokens, self.counts["preemptions"]
-        for sequence in list(self.running):
-            if budget and sequence.known - sequence.computed == 1 and self._has_page_for_next(sequence):
-                plan.rows.append(sequence)
+        for request in list(self.running):
+            if budget and request.num_tokens - request.num_computed_tokens == 1 and self._has_page_for_next(request):
+                plan.rows.append(request)
                 plan.counts.append(1)
                 budget -= 1
-        for sequence in self.running:
-            if budget and sequence.known - sequence.computed > 1:
-                budget -= self._run_chunk(plan, sequence, budget)
+        for request in self.running:
+            if budget and request.num_tokens - request.num_computed_tokens > 1:
+                budget -= self._run_chunk(plan, request, budget)
         index = 0
-        # Not right after a preemption: the pages that it freed are for those that run.
+        # Admit nothing after a preemption: the freed pages are for running requests.
         while self.counts["preemptions"] == preemptions and budget and index < len(self.waiting):
             if len(self.running) >= self.max_requests:
                 break
-            sequence = self.waiting[index]
-            prefix = self._find_prefix(sequence)
-            if prefix.is_coming:
+            request = self.waiting[index]
+            prefix = self._find_prefix(request)
+            if prefix.is_pending:
                 index += 1
-            elif self._admit(sequence, prefix, plan):
+            elif self._admit(request, prefix, plan):
                 del self.waiting[index]
-                budget -= self._run_chunk(plan, sequence, budget)
+                budget -= self._run_chunk(plan, request, budget)
             else:
                 break
         if not plan.rows and not self.is_idle and self.counts["preemptions"] == preemptions:
-            raise AssertionError("no sequence can run: the pool is smaller than was checked")
+            raise AssertionError("no request can run: the page pool is smaller than one request needs")
         return plan if plan.rows or self.is_idle else self.next_pass()
 
-    def complete(self, plan: Pass) -> list[Sequence]:
-        """The pass has run: its K and V are there. Returns the rows that get a token now."""
-        for sequence, count in zip(plan.rows, plan.counts, strict=True):
-            self._has_computed(sequence, count)
-        return [sequence for sequence in plan.rows if sequence.computed == sequence.known]
+    def complete(self, plan: Pass) -> list[Request]:
+        """Record that the pass has run. Returns the rows that get a token from it."""
+        for request, count in zip(plan.rows, plan.counts, strict=True):
+            self._record_computed(request, count)
+        return [request for request in plan.rows if request.num_computed_tokens == request.num_tokens]
 
-    def reserve_pages(self, sequence: Sequence, end: int) -> int:
-        """Give a running sequence pages for positions before ``end``, as far as there are some that nobody needs now;
-        before which position it has pages."""
-        size = sequence.page_size
-        missing = -(-end // size) - sequence.num_pages
+    def reserve_pages(self, request: Request, end: int) -> int:
+        """Reserve spare pages for the positions before ``end``. Returns the position up to which pages exist."""
+        size = request.page_size
+        missing = -(-end // size) - request.num_pages
         if missing <= 0:
             return end
         while missing > 0 and not self.pool.has_room(missing + len(self.running)):
             missing -= 1
         if missing > 0:
-            sequence.add_pages(self.pool.take(missing))
-        return min(end, sequence.num_pages * size)
+            request.add_pages(self.pool.take(missing))
+        return min(end, request.num_pages * size)
 
-    def max_burst_steps(self, sequences: list[Sequence], most: int) -> np.ndarray:
-        """How many tokens each of these running sequences can get one after the other, int64: as many as it may have,
-        ``most``, and as far as there are pages, which it is given."""
-        steps = np.ones(len(sequences), np.int64)
-        for i, sequence in enumerate(sequences):
-            wanted = min(most, len(sequence.tokens) - sequence.known)
-            if wanted > 1 and sequence.computed + wanted <= sequence.num_pages * sequence.page_size:
+    def max_burst_steps(self, requests: list[Request], most: int) -> np.ndarray:
+        """Reserve pages for up to ``most`` decoding steps of each running request. Returns the steps, int64 [n]."""
+        steps = np.ones(len(requests), np.int64)
+        for i, request in enumerate(requests):
+            wanted = min(most, len(request.tokens) - request.num_tokens)
+            if wanted > 1 and request.num_computed_tokens + wanted <= request.num_pages * request.page_size:
                 steps[i] = wanted
             elif wanted > 1:
-                steps[i] = self.reserve_pages(sequence, sequence.computed + wanted) - sequence.computed
+                begin = request.num_computed_tokens
+                steps[i] = self.reserve_pages(request, begin + wanted) - begin
         return steps
 
-    def commit_draft(self, sequence: Sequence, accepted: int) -> None:
-        """Of what was run beyond ``computed`` the first ``accepted`` tokens were right; pages for more are free."""
-        self._has_computed(sequence, accepted)
-        kept = -(-sequence.computed // sequence.page_size)
-        if kept == sequence.num_pages:
+    def commit_draft(self, request: Request, accepted: int) -> None:
+        """Keep the first ``accepted`` tokens of a draft that was run, and free the pages of the rest."""
+        self._record_computed(request, accepted)
+        kept = -(-request.num_computed_tokens // request.page_size)
+        if kept == request.num_pages:
             return
-        self.pool.give_back(sequence.table[kept : sequence.num_pages].tolist())
-        sequence.num_pages = kept
+        self.pool.give_back(request.table[kept : request.num_pages].tolist())
+        request.num_pages = kept
 
-    def finish(self, sequence: Sequence) -> None:
-        """``sequence`` needs no further token; it keeps its pages if it is to be held."""
-        self._stop(sequence)
-        if sequence.request.hold:
-            self._held[sequence] = None
+    def finish(self, request: Request) -> None:
+        """Finish ``request``; it keeps its pages if it is held."""
+        self._stop(request)
+        if request.generation.hold:
+            self._held[request] = None
         else:
-            self._drop_pages(sequence)
+            self._drop_pages(request)
 
-    def release(self, sequence: Sequence) -> None:
-        """Nobody will name this finished sequence as a parent again; children that wait still find its pages."""
-        sequence.released = True
-        if sequence.waiting_children == 0 and sequence in self._held:
-            del self._held[sequence]
-            self._drop_pages(sequence)
+    def release(self, request: Request) -> None:
+        """Release a finished request: it gets no new children, and waiting ones can still reuse its pages."""
+        request.released = True
+        if request.waiting_children == 0 and request in self._held:
+            del self._held[request]
+            self._drop_pages(request)
 
-    def _has_computed(self, sequence: Sequence, count: int) -> None:
-        """K and V of the next ``count`` known tokens are there: others may share the pages that they fill."""
-        first, last = sequence.computed // sequence.page_size, (sequence.computed + count) // sequence.page_size
-        sequence.computed += count
+    def _record_computed(self, request: Request, count: int) -> None:
+        """Record K and V of the next ``count`` tokens and register the full pages for sharing."""
+        first = request.num_computed_tokens // request.page_size
+        request.num_computed_tokens += count
+        last = request.num_computed_tokens // request.page_size
         if first == last:
             return
-        digests = sequence.digests()
+        digests = request.digests()
         for i in range(first, last):
-            self._not_coming(digests[i], sequence)
-            self.pool.register(digests[i], int(sequence.table[i]))
+            self._clear_pending(digests[i], request)
+            self.pool.register(digests[i], int(request.table[i]))
 
-    def _wait(self, sequence: Sequence) -> None:
-        if sequence.parent is not None:
-            sequence.parent.waiting_children += 1
-        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.arrival)
+    def _wait(self, request: Request) -> None:
+        if request.parent is not None:
+            request.parent.waiting_children += 1
+        bisect.insort(self.waiting, request, key=lambda waiting: waiting.arrival)
 
-    def _run_chunk(self, plan: Pass, sequence: Sequence, budget: int) -> int:
-        count = min(sequence.known - sequence.computed, budget)
-        plan.rows.append(sequence)
+    def _run_chunk(self, plan: Pass, request: Request, budget: int) -> int:
+        count = min(request.num_tokens - request.num_computed_tokens, budget)
+        plan.rows.append(request)
         plan.counts.append(count)
         return count
 
-    def _has_page_for_next(self, sequence: Sequence) -> bool:
-        """Give the running ``sequence`` a page for its next token if it needs one; False if it was preempted itself."""
-        if not sequence.is_running:
+    def _has_page_for_next(self, request: Request) -> bool:
+        """Give the running ``request`` a page for its next token if it needs one; False if it was preempted."""
+        if not request.is_running:
             return False
-        if sequence.computed < sequence.num_pages * sequence.page_size:
+        if request.num_computed_tokens < request.num_pages * request.page_size:
             return True
         while not self.pool.has_room(1):
             if not self._evict(with_children=True):
-                # Those admitted last come last in a pass, so no row that is planned already loses its pages.
+                # The victim was admitted last and comes last in the pass, so no planned row loses its pages.
                 victim = self.running[-1]
                 self._preempt(victim)
-                if victim is sequence:
+                if victim is request:
                     return False
-        sequence.add_pages(self.pool.take(1))
+        request.add_pages(self.pool.take(1))
         return True
 
-    def _admit(self, sequence: Sequence, prefix: _Prefix, plan: Pass) -> bool:
-        """Give ``sequence`` pages for all its known tokens; False if there are not enough."""
+    def _admit(self, request: Request, prefix: _Prefix, plan: Pass) -> bool:
+        """Give ``request`` pages for all its tokens and start it; False if there are not enough pages."""
         pages, partial, computed = prefix.pages, prefix.partial_page, prefix.length
-        needed = -(-sequence.known // sequence.page_size) - len(pages)
-        # Held meanwhile, so that making room does not free what is to be shared.
+        needed = -(-request.num_tokens // request.page_size) - len(pages)
+        # Hold the shared pages, so that `_make_room` does not free them.
         self.pool.share(pages)
         self.pool.share([] if partial is None else [partial])
         has_room = self._make_room(needed + len(self.running))
         if partial is not None:
             self.pool.give_back([partial])
             if not has_room and not self.running:
-                # Alone it must fit: without its source's last page it does.
-                partial, computed = None, len(pages) * sequence.page_size
+                # A single request must fit. It does without the source's last page.
+                partial, computed = None, len(pages) * request.page_size
                 has_room = self._make_room(needed)
         if not has_room:
             self.pool.give_back(pages)
             return False
         fresh = self.pool.take(needed)
         if partial is not None:
-            # The source may be filled by a copy of this very pass, and all are made at once.
+            # The source may be the target of a copy in this pass. All copies run at once, so read its origin.
             origin = next((source for source, target in plan.copies if target == partial), partial)
             plan.copies.append((origin, fresh[0]))
-        sequence.add_pages(pages + fresh)
-        sequence.computed = computed
-        self._start(sequence)
+        request.add_pages(pages + fresh)
+        request.num_computed_tokens = computed
+        self._start(request)
         return True
 
-    def _start(self, sequence: Sequence) -> None:
-        behind = sequence.known - sequence.computed
-        if sequence.was_admitted:
+    def _start(self, request: Request) -> None:
+        behind = request.num_tokens - request.num_computed_tokens
+        if request.was_admitted:
             self.counts["recomputed_tokens"] += behind
         else:
-            self.counts["reused_tokens"] += sequence.computed
+            self.counts["reused_tokens"] += request.num_computed_tokens
             self.counts["prefilled_tokens"] += behind
-        sequence.was_admitted = sequence.is_running = True
-        self.running.append(sequence)
-        self._by_context.setdefault(sequence.context_digest, []).append(sequence)
-        for digest in sequence.digests()[sequence.computed // sequence.page_size :]:
-            self._coming.setdefault(digest, sequence)
-        parent = sequence.parent
+        request.was_admitted = request.is_running = True
+        self.running.append(request)
+        self._by_context.setdefault(request.context_digest, []).append(request)
+        for digest in request.digests()[request.num_computed_tokens // request.page_size :]:
+            self._pending.setdefault(digest, request)
+        parent = request.parent
         if parent is not None:
             parent.waiting_children -= 1
             if parent in self._held:
@@ -316,44 +321,44 @@ class Scheduler:
             if parent.released:
                 self.release(parent)
 
-    def _find_prefix(self, sequence: Sequence) -> _Prefix:
-        size, limit = sequence.page_size, sequence.known - 1
+    def _find_prefix(self, request: Request) -> _Prefix:
+        size, limit = request.page_size, request.num_tokens - 1
         pages: list[int] = []
-        for digest in sequence.digests()[: limit // size]:
+        for digest in request.digests()[: limit // size]:
             page = self.pool.find(digest)
             if page is None:
                 break
             pages.append(page)
         prefix = _Prefix(pages, None, len(pages) * size, False)
         if len(pages) < limit // size:
-            prefix.is_coming = sequence.digests()[len(pages)] in self._coming
-        # Later ones with the same context started when the first had computed it.
-        same_context = self._by_context.get(sequence.context_digest, [])[:1]
-        sources = [(other, sequence.context_length) for other in same_context]
-        if sequence.parent is not None and sequence.parent.num_pages:
-            sources.append((sequence.parent, sequence.common_with_parent))
-        coming = 0
+            prefix.is_pending = request.digests()[len(pages)] in self._pending
+        # The first request with this context has computed the most of it.
+        same_context = self._by_context.get(request.context_digest, [])[:1]
+        sources = [(other, request.context_length) for other in same_context]
+        if request.parent is not None and request.parent.num_pages:
+            sources.append((request.parent, request.common_with_parent))
+        pending = 0
         for other, common in sources:
-            length = min(common, limit, other.computed)
+            length = min(common, limit, other.num_computed_tokens)
             if other.is_running:
-                coming = max(coming, min(common, limit))
+                pending = max(pending, min(common, limit))
             if length > prefix.length:
                 prefix.pages = other.pages[: length // size]
                 prefix.partial_page = int(other.table[length // size]) if length % size else None
                 prefix.length = length
-        prefix.is_coming = prefix.is_coming or coming > prefix.length
+        prefix.is_pending = prefix.is_pending or pending > prefix.length
         return prefix
 
     def _make_room(self, count: int) -> bool:
         while not self.pool.has_room(count):
-            # Those that run will finish and leave room; what waiting children need is taken only for lack of that.
+            # Running requests will free pages. Parents of waiting children are evicted only if nothing runs.
             if not self._evict(with_children=not self.running):
                 return False
         return True
 
     def _evict(self, with_children: bool) -> bool:
-        """Take the pages of one held sequence; False if there is none, or only such as have waiting children."""
-        victim = next((sequence for sequence in self._held if sequence.waiting_children == 0), None)
+        """Evict one held request; False if there is none, or none without waiting children unless ``with_children``."""
+        victim = next((request for request in self._held if request.waiting_children == 0), None)
         if victim is None and with_children:
             victim = next(iter(self._held), None)
         if victim is None:
@@ -363,33 +368,33 @@ class Scheduler:
         self.counts["evictions"] += 1
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, request: Request) -> None:
         self.counts["preemptions"] += 1
-        self._stop(sequence)
-        self._drop_pages(sequence)
-        self._wait(sequence)
+        self._stop(request)
+        self._drop_pages(request)
+        self._wait(request)
 
-    def _stop(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        sequence.is_running = False
+    def _stop(self, request: Request) -> None:
+        self.running.remove(request)
+        request.is_running = False
 
-    def _drop_pages(self, sequence: Sequence) -> None:
-        same_context = self._by_context[sequence.context_digest]
-        same_context.remove(sequence)
+    def _drop_pages(self, request: Request) -> None:
+        same_context = self._by_context[request.context_digest]
+        same_context.remove(request)
         if not same_context:
-            del self._by_context[sequence.context_digest]
-        for digest in sequence.digests()[sequence.computed // sequence.page_size :]:
-            self._not_coming(digest, sequence)
-        self.pool.give_back(sequence.pages)
-        sequence.num_pages = sequence.computed = 0
+            del self._by_context[request.context_digest]
+        for digest in request.digests()[request.num_computed_tokens // request.page_size :]:
+            self._clear_pending(digest, request)
+        self.pool.give_back(request.pages)
+        request.num_pages = request.num_computed_tokens = 0
 
-    def _not_coming(self, digest: bytes, sequence: Sequence) -> None:
-        if self._coming.get(digest) is sequence:
-            del self._coming[digest]
+    def _clear_pending(self, digest: bytes, request: Request) -> None:
+        if self._pending.get(digest) is request:
+            del self._pending[digest]
 
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Length of the longest prefix that both have."""
+    """Length of the longest common prefix."""
     length = min(len(first), len(second))
     differing = np.flatnonzero(first[:length] != second[:length])
     return int(differing[0]) if differing.size else length
