@@ -1,22 +1,22 @@
-"""Speculation for a batch of running samples: drafts, their budgets, and the accounting of what became of them.
+"""Proposes drafts for a batch of running samples and records what became of them.
 
-One object for an engine and for the replay of stored samples. The caller runs the forwards:
+Engines and the replay of stored samples both use a ``Speculator``. The caller runs the forwards:
 
     slots = [speculator.open(problem, prompt, key) ...]
     while samples run:
         proposal = speculator.propose(slots, most)        # tokens to verify in one forward, per sample
-        ... forward over each sample's next token and its draft; sample at every position ...
+        ... run each sample's next token and its draft in one forward; sample at every position ...
         speculator.record(proposal, accepted, tokens, offsets, seconds)
-        speculator.finish(slot) for those that ended
+        speculator.finish(slot)                           # for each sample that ended
     speculator.end_step(step)
 
-Everything here is a function of the samples, their keys and the number of live sequences: no clock and no random
-state, so all ranks of a group propose the same. A sample whose drafts were not worth it is asked again only after a
-pause that doubles up to a bound, which keeps the CPU's part below about ``_QUERY_SHARE`` of a forward; rare short
-drafts against the gate's advice keep the estimates of acceptance alive (``exploration.py``).
+The proposals depend only on the samples, their keys and the number of live sequences, not on a clock or a random
+state, so all ranks of a group propose the same drafts. After a rejected draft a sample pauses; the pause doubles up to
+a bound that keeps the CPU time below about ``_QUERY_SHARE`` of a forward. Rare short drafts against the gate's decision
+update the acceptance estimates (``exploration.py``).
 
-With ``pass_gate`` (an engine's) whole passes have a gate of their own (``gate.py``), which probes within an overhead
-budget in place of the rare drafts. Its costs may be measured ones.
+An engine passes a ``pass_gate`` (``gate.py``), which decides about whole passes, may use measured costs, and replaces
+the rare drafts by probes within its overhead budget.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from megatron_dta.speculation.suffix_forest import Drafts
 
 _QUERY_SHARE = 0.005
 _USUAL_GAIN = 0.1
-"""Of what a draft could gain at best, what a good one gains; where that is less than making it costs, none is made."""
+"""Gain of a good draft as a share of the maximum gain. No draft is made if this gain is below the cost of making it."""
 _MAX_PAUSE = 64
 _FIRST_DRAFTS = 64
-"""While the table knows little, a forward verifies so many drafts, and twice those that were verified before."""
+"""Maximum drafts in a forward while the acceptance table is empty; the limit grows by 2 for each verified draft."""
 _REPLAN_FORWARDS = 16
 _PROBES = 24
-"""Most drafts of a pass that probes, those that are the likeliest to be right."""
+"""Maximum drafts in a probe, the most probable ones."""
 _MOST_SHARERS = 4
-"""A sample that surely is no straggler passes the gate as if so many times the live batch shared its forwards."""
+"""Cap on the sharing factor for samples that are unlikely to finish last, as a multiple of the live batch."""
 _CLASS_CAPS = np.array([0, 6, 255])
-"""Drafted tokens a forward of short, medium and long samples, with the budget "class"."""
+"""Maximum drafted tokens per forward of short, medium and long samples with the budget "class"."""
 
 
 class Speculator:
@@ -76,27 +76,27 @@ class Speculator:
         self._lonely, self._proposing = 0, 0.0
         self._free: list[int] = []
         self._problems: list[str] = []
-        # By slot: text, key, first class, generated tokens, steps, drafted, accepted, pause left, next pause, cap;
-        # tokens of the response before, and the forward in which it would have begun without drafts.
+        # Columns by slot: text, key, first class, generated tokens, steps, drafted, accepted, remaining pause, next
+        # pause, cap, earlier tokens of the response, and the forward in which it would have begun without drafts.
         self._rows = np.zeros((0, 12), np.int64)
         self._plain = PlainForwards()
         self._candidates, self._last = np.zeros((0, CANDIDATES)), np.zeros(0)
 
     def unlearned(self) -> Speculator:
-        """Of the same settings and costs, but without anything that was sampled or learned from it."""
+        """A speculator with the same settings and costs, but with no samples and no learned estimates."""
         pass_gate = None if self.pass_gate is None else self.pass_gate.unlearned()
         return Speculator(self.drafter.params, self.budget, self.cost, pass_gate)
 
     def begin_phase(self) -> None:
-        """All samples so far are complete; the next ones begin together."""
+        """Begin a phase: all earlier samples are complete, and the next ones begin together."""
         self._plain.begin_phase()
 
     def open(
         self, problem: str, prompt: np.ndarray, key: int, is_branch: bool = False, before: Before = NOTHING_BEFORE
     ) -> int:
-        """A sample of ``problem`` begins after ``prompt``; ``key`` in [0, 2^63) is its identity. Returns its slot.
+        """Begin a sample of ``problem`` after ``prompt``; ``key`` in [0, 2^63) identifies it. Returns its slot.
 
-        is_branch: the prompt goes on from another sample of the problem, so it is in the tree already.
+        is_branch: the prompt continues another sample of the problem, so the tree contains it already.
         """
         if not self._free:
             self._grow()
@@ -111,8 +111,7 @@ class Speculator:
         return slot
 
     def wants(self, live: int) -> bool:
-        """Whether drafts are to be looked for before the next forward of so many samples; to be asked once before each,
-        or burst."""
+        """Whether to propose drafts for the next forward or burst of ``live`` samples; call it once for each."""
         return self.pass_gate is None or self.pass_gate.wants(live)
 
     def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
@@ -143,7 +142,7 @@ class Speculator:
             if self.pass_gate is None:
                 lengths[asked] = self._lengths(drafts, slots[asked], explore[asked], live, is_lonely_turn)
             else:
-                lengths[asked] = self._lengths_of_round(drafts, slots[asked], live)
+                lengths[asked] = self._lengths_of_pass(drafts, slots[asked], live)
             self._pause(slots[asked], lengths[asked] > 0, live)
         if self.pass_gate is not None and not lengths.any():
             self.pass_gate.record_rejected(live)
@@ -155,8 +154,8 @@ class Speculator:
     def record(
         self, proposal: Proposal, accepted: np.ndarray, tokens: np.ndarray, offsets: np.ndarray, seconds: float
     ) -> None:
-        """A forward is done: row i accepted the first ``accepted[i]`` tokens of its draft, and goes on with
-        ``tokens[offsets[i] : offsets[i + 1]]`` (int32), these and the one sampled behind them."""
+        """Record a forward: row i accepted the first ``accepted[i]`` tokens of its draft. Its new tokens are
+        ``tokens[offsets[i] : offsets[i + 1]]`` (int32), the accepted ones and the one sampled after them."""
         begin = time.perf_counter()
         asked, drafted = proposal.asked, proposal.lengths
         self.table.update(
@@ -185,7 +184,7 @@ class Speculator:
         self.report.outside_seconds += own if count > live else own + self._proposing
 
     def took(self, seconds: float) -> None:
-        """The forward or burst that was recorded last took so long, with all that the host did for it."""
+        """Record the wall seconds of the last recorded forward or burst, including the host's part."""
         (live, tokens, passes, gain), self._last_round = self._last_round, (0, 0, 0, 0.0)
         if self.pass_gate is None or not live:
             return
@@ -197,9 +196,9 @@ class Speculator:
     def record_burst(
         self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float, was_asked: bool = True
     ) -> None:
-        """Forwards without drafts have followed each other: row i got the tokens ``appended[i]`` (int32), one in each
-        of the first forwards. ``seconds`` of all together. was_asked: drafts were looked for before the first. To be
-        called while a device runs the next ones."""
+        """Record a burst of forwards without drafts, which took ``seconds``: row i got the tokens ``appended[i]``
+        (int32), one in each of the first forwards. ``was_asked``: ``propose`` was called before the first forward.
+        Call this while the device runs the next burst."""
         begin = time.perf_counter()
         counts = np.array([len(tokens) for tokens in appended], np.int64)
         passes = int(counts.max())
@@ -217,21 +216,21 @@ class Speculator:
         self.report.hidden_seconds += time.perf_counter() - begin
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
-        """Tokens that the sample did not generate, such as a tool's answer."""
+        """Append tokens that the sample did not generate, such as a tool's answer."""
         ends = np.array([0, len(tokens)], np.int64)
         self.drafter.extend(self._rows[slot : slot + 1, 0], np.ascontiguousarray(tokens, np.int32), ends)
 
     def finish(self, slot: int, length: int | None = None) -> None:
-        """The sample ended, and its response with it; it stays in the trees, its slot is free. ``length``: generated
-        tokens, where they were given by ``append`` alone."""
+        """End a sample and its response. The sample stays in the trees, and its slot is free. ``length`` is the number
+        of generated tokens if they were all given to ``append``."""
         if length is not None:
             self._rows[slot, 3] = length
         problem, response = self._problems[slot], int(self._rows[slot, 3] + self._rows[slot, 10])
         self.end_response(problem, response, self.end_request(slot))
 
     def end_request(self, slot: int) -> int:
-        """The sample ended, its response maybe not (``end_response``). Returns the forward of this phase that would
-        have been its last without drafts."""
+        """End a sample whose response may continue (``end_response`` ends that). Returns the forward of this phase that
+        would have been its last without drafts."""
         text, _, first, generated, steps, drafted, accepted = self._rows[slot, :7].tolist()
         self.drafter.finish(text, self._step)
         self.report.add_sample(generated, steps, drafted, accepted, first)
@@ -239,28 +238,28 @@ class Speculator:
         return int(self._rows[slot, 11]) + generated
 
     def end_response(self, problem: str, length: int, end: int) -> None:
-        """A response ended with ``length`` generated tokens in all; ``end`` is of its last request's end."""
+        """End a response of ``length`` generated tokens; ``end``: what ``end_request`` returned for its last part."""
         self._plain.end(end)
         self.learn_length(problem, length)
 
     def learn(self, problem: str, prompt: np.ndarray, generated: np.ndarray, is_branch: bool = False) -> None:
-        """Take in a sample that another engine has made in this step; the report is of this engine's own."""
+        """Add a sample that another engine generated in this step. The report does not count it."""
         slot = self.open(problem, prompt, 0, is_branch, Before(0, 0))
         self.append(slot, generated)
         self.drafter.finish(int(self._rows[slot, 0]), self._step)
         self._free.append(slot)
 
     def learn_length(self, problem: str, length: int) -> None:
-        """A response of the problem had so many generated tokens in all its segments and turns."""
+        """Add the length of a response, in generated tokens of all its segments and turns."""
         self.history.add(problem, int(self.history.expected(problem)[0]), length)
 
     def discard(self, slot: int) -> None:
-        """The sample is given up and forgotten."""
+        """Abort a sample and remove it from the trees."""
         self.drafter.discard(int(self._rows[slot, 0]))
         self._free.append(slot)
 
     def end_step(self, step: int) -> SpeculationReport:
-        """Policy step ``step`` is over: evicts, lets estimates age, and returns the report, beginning a new one."""
+        """End policy step ``step``: evict old samples, decay the estimates, and return the report of the step."""
         report, self.report = self.current_report(), SpeculationReport()
         self._acceptance = self._fitted_acceptance(report, self._rows[:0])
         self.history.end_step()
@@ -273,13 +272,13 @@ class Speculator:
         return report
 
     def current_report(self) -> SpeculationReport:
-        """What has been done since the last ``end_step``."""
+        """The report since the last ``end_step``."""
         self.report.drafter_bytes, self.report.drafter_tokens = self.drafter.num_bytes, self.drafter.stored_tokens
         self.report.plain_forwards = self._plain.total
         return self.report
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Plain arrays; running samples are left out."""
+        """The state as plain arrays, without the running samples."""
         parts = {"drafter": self.drafter, "table": self.table, "history": self.history}
         state = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
         return {**state, "step": np.array(self._step, np.int64), "acceptance": np.array(self._acceptance)}
@@ -313,8 +312,8 @@ class Speculator:
             return lengths
         return np.where(explore, np.maximum(lengths, np.minimum(drafts.lengths, EXPLORED_TOKENS)), lengths)
 
-    def _lengths_of_round(self, drafts: Drafts, slots: np.ndarray, live: int) -> np.ndarray:
-        """Those of the gate if the whole pass is worth it; if not, those of a probe if that is affordable, or none."""
+    def _lengths_of_pass(self, drafts: Drafts, slots: np.ndarray, live: int) -> np.ndarray:
+        """Lengths by the token gate if the whole pass pays; else those of a probe if the budget allows it, or 0."""
         sharers, width = self._sharers(slots, live), drafts.tokens.shape[1]
         accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities)
         lengths = gate(accept, drafts.lengths, self.cost, live, sharers)
@@ -336,7 +335,7 @@ class Speculator:
         return np.zeros(len(slots), np.int64)
 
     def _sharers(self, slots: np.ndarray, live: int) -> np.ndarray:
-        """float64 [n]: by how many samples a forward saved for each one is shared."""
+        """Number of samples that share each sample's forwards, float64 [n]."""
         rows = self._rows[slots]
         sharers = np.full(len(rows), float(live))
         if self.budget.budget == "straggler":
@@ -344,18 +343,18 @@ class Speculator:
                 sharers = np.minimum(1 / self._last[slots], _MOST_SHARERS * live)
         elif self.budget.budget == "class":
             is_long = self.history.classes(rows[:, 2], _response_lengths(rows)) == LengthClass.LONG
-            # Those that were not asked are taken to be like these.
+            # Assume the same share of long samples among the rows that were not asked.
             sharers[is_long] = max(1.0, float(is_long.mean()) * live)
         return sharers
 
     def _can_pay(self, sharers: np.ndarray) -> np.ndarray:
-        """Whether a good draft gains more than making it costs."""
+        """Whether a good draft would gain more than it costs to make, bool [n]."""
         if self.budget.budget == "always":
             return np.ones(len(sharers), bool)
         return _USUAL_GAIN * self.drafter.params.draft.width * self.cost.base / sharers >= self.cost.draft
 
     def _pause(self, slots: np.ndarray, useful: np.ndarray, live: int) -> None:
-        """Who was asked in vain pauses; at most so long that asking costs ``_QUERY_SHARE`` of a forward."""
+        """Pause the samples without a useful draft, but no longer than ``_QUERY_SHARE`` requires."""
         share = self.cost.draft * live / (_QUERY_SHARE * float(self.cost.seconds(live)))
         longest = int(np.clip(np.ceil(share), 1, _MAX_PAUSE))
         pause = np.where(useful, 1, np.minimum(self._rows[slots, 8] * 2, longest))
@@ -363,14 +362,14 @@ class Speculator:
         self._rows[slots, 8] = pause
 
     def _explored(self, rows: np.ndarray, live: int, is_lonely_turn: bool) -> np.ndarray:
-        """Which samples may draft against the gate's advice here, bool [n]."""
+        """Which samples may draft against the gate's decision, bool [n]."""
         if self.budget.budget == "always" or not self.budget.exploration or self.pass_gate is not None:
             return np.zeros(len(rows), bool)
         share = exploring_share(self.budget.exploration, self.cost, live, is_lonely_turn)
         return keyed_share(self.budget.seed, rows[:, 1], rows[:, 3]) < share
 
     def _plan(self, slots: np.ndarray) -> None:
-        """What follows from the lengths: who may be the last, and the caps of the budgets that have some."""
+        """Update what depends on lengths: the probability of being the last sample, and the caps of some budgets."""
         rows, width, budget = self._rows[slots], self.drafter.params.draft.width, self.budget.budget
         so_far = _response_lengths(rows)
         if budget == "straggler":
@@ -382,18 +381,18 @@ class Speculator:
         elif budget == "optimal":
             expected = self._candidates[slots].mean(1)
             left = np.maximum(expected, 1.25 * so_far + 16) - so_far
-            # With what this step has shown so far: in a run's first there is nothing else.
+            # Include this step's running samples: in a run's first step there are no others.
             fitted = self._fitted_acceptance(self.report, rows)
             k, alpha = (np.full(len(slots), value) for value in fitted)
             forwards, tokens = optimal_budget(left, k, alpha, self.cost.base, self.cost.per_token)
             self._rows[slots, 9] = np.where(expected > 0, np.clip(np.ceil(tokens / forwards), 0, width), width)
 
     def _fitted_acceptance(self, report: SpeculationReport, running: np.ndarray) -> tuple[float, float]:
-        """(k, alpha) of the finished samples and the rows of running ones; the last fit where none had drafts."""
+        """(k, alpha) fitted to finished and running samples; the last fit if none had drafts."""
         finished = np.array([report.lengths, report.drafted, report.accepted], np.float64)
         return fit_acceptance(*np.concatenate([finished, running[:, [3, 5, 6]].T], axis=1), self._acceptance)
 
 
 def _response_lengths(rows: np.ndarray) -> np.ndarray:
-    """Generated tokens of the responses so far, those before the running samples included."""
+    """Generated tokens of each response so far, including those before the running sample."""
     return rows[:, 3] + rows[:, 10]
