@@ -136,13 +136,13 @@ class AtOnce(SuffixDrafting):
 
     def verified_burst(self, rows, appended, seconds, tokens) -> None:
         super().verified_burst(rows, appended, seconds, tokens)
-        self._do_all()
+        self._run_deferred()
 
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("has_gate", [True, False])
-def test_what_is_put_off_is_there_when_it_is_asked_for(native: bool, has_gate: bool, monkeypatch: pytest.MonkeyPatch):
-    """Beside a twin that puts nothing off; between bursts samples begin, end, branch, are drafted for and given up."""
+def test_deferred_work_is_done_before_it_is_needed(native: bool, has_gate: bool, monkeypatch: pytest.MonkeyPatch):
+    """Compares with a twin that defers nothing, while samples begin, end, branch, are drafted for and aborted."""
     if not native:
         monkeypatch.setattr(drafter, "create_forest", PythonSuffixForest)
     rng = seed_all(11)
@@ -152,7 +152,7 @@ def test_what_is_put_off_is_there_when_it_is_asked_for(native: bool, has_gate: b
     made = [Speculator(DrafterParams(depth=10, window=2, max_tokens=3000), BudgetParams(), cost, r) for r in gates]
     draftings = [SuffixDrafting(made[0]), AtOnce(made[1])]
     rows: list[Request] = []
-    count = most_put_off = 0
+    count = most_deferred = 0
     for step in range(80):
         while len(rows) < 6:
             request = GenerationRequest(count, rng.integers(0, 4, 7).astype(np.int32), 40, count, hold=bool(count % 2))
@@ -186,7 +186,7 @@ def test_what_is_put_off_is_there_when_it_is_asked_for(native: bool, has_gate: b
                 drafting.finished(row)
                 if row.generation.hold:
                     drafting.released(row)
-        most_put_off = max(most_put_off, len(draftings[0]._put_off))
+        most_deferred = max(most_deferred, len(draftings[0]._deferred))
         if step % 3 == 2:
             for drafting in draftings:
                 drafting.catch_up()
@@ -195,7 +195,7 @@ def test_what_is_put_off_is_there_when_it_is_asked_for(native: bool, has_gate: b
             for drafting in draftings:
                 drafting.abandoned()
                 drafting.weights_changed(step // 25 + 1)
-    assert most_put_off > 4
+    assert most_deferred > 4
     states = [drafting.speculator.state_dict() for drafting in draftings]
     assert states[0].keys() == states[1].keys()
     assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])

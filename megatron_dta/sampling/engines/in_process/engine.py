@@ -1,15 +1,16 @@
-"""Rollouts from the training weights themselves: no copy of the weights, and the trainer's own logprobs.
+"""Samples rollouts with the training model in its own process, without a copy of the weights.
 
-Each pass runs a mixture of prompt chunks and decoding rows through the model (``scheduler`` decides, ``decode_context``
-attends) and waits for the device once, for the sampled tokens. It works with whatever ``build_model`` gives: the ranks
-of a tensor group gather the logits and draw the same tokens, a pipeline's stages get them from the last one, and
-data-parallel replicas run engines of their own, in step where they share experts (``passes``).
+Each pass runs a mixture of prompt parts and decoding rows through the model and waits for the device once, for the
+sampled tokens. ``scheduler`` plans the pass and ``decode_context`` computes its attention. The engine supports every
+mesh of ``build_model``: the ranks of a tensor group gather the logits and draw the same tokens, pipeline stages receive
+the tokens from the last stage, and each data-parallel replica runs its own engine. Replicas that share experts run
+their passes together (``expert_passes``). The logprobs are those of the trainer.
 
-On a GPU attention reads the pages in place (``model.paged_context``), and passes that only decode are CUDA graphs, of
-which several run before the host looks at their tokens (``decode_steps``).
+On a GPU attention reads the pages in place (``paged_context``). Passes that only decode run as CUDA graphs, several of
+them before the host reads their tokens (``cuda_graphs``).
 
-K and V exist while requests run or are held, and are given back to the device afterwards, so that training has the
-memory. After an error the engine is empty and can be started again.
+The K/V cache exists while requests run or are held and is freed afterwards, so that training can use the memory. After
+an error the engine is empty and can be started again.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from megatron_dta.sampling.engines.interface import (
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.degenerate import DegenerateDetector
 
-# Where nothing is worth a draft now, something may be soon; after so many short bursts in vain they are whole again.
-_PASSES_BETWEEN_DRAFTS, _BURSTS_IN_VAIN = 4, 4
+# Bursts are short while a draft is likely soon, and full again after this many short bursts without a draft.
+_PASSES_BETWEEN_DRAFTS, _MAX_SHORT_BURSTS = 4, 4
 
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
 _COUNTS += ("stopped_degenerate", "static_forwards", "captures")
@@ -55,19 +56,18 @@ class InProcessEngine(RolloutEngine):
     """Continuous batching over a paged K/V cache; see the module's docstring.
 
     Args:
-        model: the weights to sample from, left as they are.
-        max_requests: most sequences decoded at once; does not change the samples.
-        block_size: positions of a page.
-        buffer_size_gb: memory of the cache in GiB on each rank; None for as much as is asked for (on a GPU: half of
-            what is free).
-        max_tokens: most tokens of one forward pass: longer prompts are computed in chunks.
-        drafting: proposes tokens that are verified several a pass; samples stay. May be set anew while nothing runs.
-        stop_degenerate: end requests that have fallen into a loop or noise as if their length were reached.
+        model: the model to sample from; it is not modified.
+        max_requests: maximum number of running requests; does not change the samples.
+        block_size: positions in a page.
+        buffer_size_gb: size of the cache in GiB on each rank. None: half of the free memory on a GPU, else no limit.
+        max_tokens: maximum number of tokens in a forward pass; longer prompts are split over passes.
+        drafting: proposes drafts to verify; does not change the samples. It may be replaced while nothing runs.
+        stop_degenerate: end requests that have degenerated into a loop or noise as if their length were reached.
         attention_impl: "triton" for the kernels that read pages in place, "reference" for PyTorch's attention, "auto"
-            for the kernels wherever they run.
-        static_passes: run decoding over tensors at fixed addresses, in CUDA graphs on a GPU; the caller has asked
-            ``decode_steps.why_not_captured``.
-        burst: most passes that run before their tokens are read, with ``static_passes``.
+            for the kernels wherever they are supported.
+        static_passes: decode with tensors at fixed addresses, in CUDA graphs on a GPU. The caller must have checked
+            ``cuda_graphs.why_not_captured``.
+        burst: maximum number of passes that run before their tokens are read, with ``static_passes``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class InProcessEngine(RolloutEngine):
 
     @property
     def pages_in_use(self) -> int:
-        """Pages of the cache that running or held requests have."""
+        """Number of cache pages that running or held requests use."""
         return self._scheduler.pool.pages_in_use
 
     def start(self, params: SamplingParams, iteration: int) -> None:
@@ -163,16 +163,15 @@ class InProcessEngine(RolloutEngine):
         self._free_when_unused()
 
     def statistics(self) -> dict[str, float]:
-        """Besides those of all engines: ``forwards`` (passes), ``static_forwards`` (of them in graphs),
-        ``captures`` (of graphs), ``preemptions``, ``recomputed_tokens`` (after those), ``evictions`` (held requests
-        that lost their K/V), ``peak_pages``, ``drafted_tokens`` and ``accepted_drafts`` (of the former),
-        ``stopped_degenerate`` (requests).
-        """
+        """The statistics of all engines, and ``forwards`` (passes), ``static_forwards`` (passes in graphs),
+        ``captures`` (of graphs), ``preemptions``, ``recomputed_tokens`` (after preemptions), ``evictions`` (held requests that
+        lost their K/V), ``peak_pages``, ``drafted_tokens``, ``accepted_drafts`` (accepted drafted tokens) and
+        ``stopped_degenerate`` (requests)."""
         counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
         return counts | {"peak_pages": float(max(counts["peak_pages"], self._scheduler.pool.peak_pages))}
 
     def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
-        """The trainer has changed the weights in place; what is held was computed with the old ones and is dropped."""
+        """Drop all held K/V, since the trainer has changed the weights in place."""
         self._refuse_while_running("update_weights")
         for sequence in self._held.values():
             self._scheduler.release(sequence)
@@ -200,7 +199,7 @@ class InProcessEngine(RolloutEngine):
             self.drafting.abandoned()
 
     def _run(self, plan: Pass) -> list[Request]:
-        """One forward pass and its tokens; the sequences that it ends."""
+        """Run one forward pass and take its tokens. Returns the requests that it finished."""
         began = time.perf_counter()
         is_static = self._steps is not None and self._steps.takes(plan, 0)
         most = min(self._max_tokens, MOST_TOKENS) if is_static else self._max_tokens
@@ -233,15 +232,15 @@ class InProcessEngine(RolloutEngine):
         drawn = next_tokens(self._model, hidden, noise, self._params, self._is_paged)
         drawn = torch.stack([part.double() for part in drawn])
         self._catch_up()
-        # The only place that waits for the device; a float64 holds every token id.
+        # The only place that waits for the device. A float64 represents every token id exactly.
         tokens, logprobs = drawn.cpu().numpy()
         sampled = _by_row(tokens.astype(np.int32), logprobs, [len(draft) + 1 for draft in own_drafts])
         return self._take(rows, sampled, own_drafts, began, int(counts.sum()))
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Request]:
-        """As ``_run`` for rows that all decode: one pass with drafts, or several without."""
+        """Like ``_run`` if all rows decode: one pass with drafts, or a burst of passes without."""
         rows, is_drafted = plan.rows, any(map(len, drafts))
-        is_short = self.drafting is not None and self._undrafted < _BURSTS_IN_VAIN and self.drafting.is_hopeful
+        is_short = self.drafting is not None and self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
         most = min(self._burst, _PASSES_BETWEEN_DRAFTS) if is_short else self._burst
         steps = self._scheduler.max_burst_steps(rows, 1 if is_drafted else most)
         cache = self._cache_for(plan)
@@ -264,7 +263,7 @@ class InProcessEngine(RolloutEngine):
         return self._take(rows, sampled, None, began, len(rows))
 
     def _catch_up(self) -> None:
-        """While the device runs."""
+        """Do deferred host work while the device runs."""
         if self.drafting is not None:
             self.drafting.catch_up()
 
@@ -276,10 +275,10 @@ class InProcessEngine(RolloutEngine):
         began: float,
         num_tokens: int,
     ) -> list[Request]:
-        """Append to each of ``rows`` its next tokens, one and as many more as its draft was right; those at their end.
+        """Append the accepted and the next sampled tokens to each of ``rows``. Returns the requests that ended.
 
         sampled: each row's tokens and logprobs, one more than its draft. drafts: None for a burst, whose inputs were
-            right. began: when the pass of ``num_tokens`` did, or the burst of such passes.
+            all sampled. began: start time of the pass or burst. num_tokens: tokens of each pass.
         """
         finished, appended = [], []
         inputs = [None] * len(rows) if drafts is None else drafts
@@ -310,8 +309,8 @@ class InProcessEngine(RolloutEngine):
         return finished
 
     def _append(self, sequence: Request, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray | None) -> bool:
-        """Take the sampled tokens up to the first at which the draft was wrong (None: it was right); whether the
-        sequence is at its end."""
+        """Append the sampled tokens up to the first one that differs from the draft (None: no check). Returns whether
+        the request has ended."""
         ends, room, values = self._params.eos_ids, len(sequence.tokens) - sequence.num_tokens, tokens.tolist()
         guesses = values if draft is None else draft.tolist()
         if draft is None and not self._stop_degenerate and len(values) < room and ends.isdisjoint(values):
@@ -377,7 +376,7 @@ class InProcessEngine(RolloutEngine):
             self._cache = None
 
     def _cache_for(self, plan: Pass) -> PagedCache:
-        """The cache with room for all pages that are held, and the plan's copies in it."""
+        """The cache, grown to all pages of the pool, after the page copies of the plan."""
         cache = self._allocated(self._scheduler.pool.num_pages)
         cache.copy([source for source, _ in plan.copies], [target for _, target in plan.copies])
         return cache
@@ -396,5 +395,5 @@ class InProcessEngine(RolloutEngine):
 
 
 def _by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Each row's part of both, which has ``counts[i]`` entries."""
+    """Splits both arrays into rows of ``counts[i]`` entries."""
     return [(tokens[b - n : b], logprobs[b - n : b]) for n, b in zip(counts, np.cumsum(counts).tolist(), strict=True)]
