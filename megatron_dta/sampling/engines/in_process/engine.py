@@ -163,9 +163,9 @@ class InProcessEngine(RolloutEngine):
         self._free_when_unused()
 
     def statistics(self) -> dict[str, float]:
-        """The statistics of all engines, and ``forwards`` (passes), ``static_forwards`` (passes in graphs),
-        ``captures`` (of graphs), ``preemptions``, ``recomputed_tokens`` (after preemptions), ``evictions`` (held requests that
-        lost their K/V), ``peak_pages``, ``drafted_tokens``, ``accepted_drafts`` (accepted drafted tokens) and
+        """The statistics of all engines, and ``forwards`` (passes), ``static_forwards`` (in graphs), ``captures``
+        (of graphs), ``preemptions``, ``recomputed_tokens`` (after preemptions), ``evictions`` (held requests that lost
+        their K/V), ``peak_pages``, ``drafted_tokens``, ``accepted_drafts`` (accepted drafted tokens) and
         ``stopped_degenerate`` (requests)."""
         counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
         return counts | {"peak_pages": float(max(counts["peak_pages"], self._scheduler.pool.peak_pages))}
