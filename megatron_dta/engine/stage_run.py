@@ -28,7 +28,7 @@ from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_transport import StageTransport
 from megatron_dta.model import AttentionShape, KVPool, SegmentAttentionPlans, SegmentContext, accumulation_dtype
-from megatron_dta.model.parallel import stage_channels
+from megatron_dta.model.parallel.stage_channels import stage_channels
 from megatron_dta.planning.pipeline.schedule import PipelineOp
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import stage_program
