@@ -1,14 +1,14 @@
-"""From a collection of rollouts to optimizer steps with all numbers that their losses need.
+"""Divides a rollout batch into optimizer steps and computes the inputs of their losses.
 
-    rollouts -> what is trained of them -> steps of whole groups -> one plan a step
+    rollouts -> selected rollouts -> steps of whole groups -> one plan per step
              -> passes on that plan: old logprobs, reference logprobs, the critic's values
-             -> advantages over the whole collection -> every step once for each epoch
+             -> advantages over the whole batch -> every step once per epoch
 
-One plan serves all passes of a step and its training in every epoch. The passes run with the weights before the
-collection's first step, and what they find stays fixed over the epochs; it is part of what a checkpoint keeps.
-Advantages come last, since a KL penalty in the reward and a critic need passes; they are computed over whole groups,
-however the collection is cut. Every data-parallel rank has all samples and computes its part of them; the results are
-exchanged.
+All passes of a step and its training in every epoch use the same plan. The passes run with the weights before the
+batch's first step. Their results stay fixed over the epochs and are saved in checkpoints. Advantages are computed last,
+since a KL penalty in the reward and a critic depend on the passes. They are computed over whole groups, regardless of
+how the batch is divided into steps. Every data-parallel rank has all samples, computes its share of them, and the ranks
+exchange the results.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _Arrays = list[np.ndarray]
 
 
 class SamplePreparation:
-    """Turns a collection of rollouts into steps.
+    """Divides a rollout batch into steps and computes their loss fields.
 
     Args:
         policy: engine on the weights being trained.
-        reference: the model that a KL penalty or a preference compares with, where the objective has one.
-        num_steps: optimizer steps that a collection is divided into; each comes once for every ``--ppo-epochs``.
-        critic: engine on the critic's weights, where the objective has one.
-        trusts_logprobs: whether logprobs of rollouts are those of the sampler; some engines have others, or none.
+        reference: the reference model of a KL penalty or a preference loss; None if the objective has none.
+        num_steps: number of optimizer steps per rollout batch and epoch (``--ppo-epochs``).
+        critic: engine on the critic's weights; None if the objective has no critic.
+        trusts_logprobs: whether the rollouts' logprobs are exactly the sampler's. Some engines return others, or none.
 
     Attributes:
-        pass_seconds: what the passes of the last collection took, without their plans.
+        pass_seconds: time of the last batch's passes, without planning.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SamplePreparation:
         self.critic_settings, self.filtering = critic_settings or CriticConfig(), filtering or FilterConfig()
 
     def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
-        """The steps of one collection, in order; none if nothing of it is to be trained."""
+        """Return the steps of one rollout batch, in order; an empty list if no rollout is selected for training."""
         self.pass_seconds = 0.0
         statistics = rollout_statistics(rollouts)
         num_rollouts = len(rollouts)
@@ -86,7 +86,7 @@ class SamplePreparation:
             rollouts, preference_pairs = _select_pairs(rollouts, self.settings.dpo_pairs)
         if not rollouts:
             return []
-        # How many groups have something to train depends on the rollouts: whole ones are dropped where rewards fail.
+        # There may be fewer groups than steps: groups are dropped if their rewards fail or if none is selected.
         num_steps = min(self.num_steps, len({rollout.group_id for rollout in rollouts}))
         selected = len(rollouts) < num_rollouts
         samples = self._samples(rollouts)
@@ -125,7 +125,7 @@ class SamplePreparation:
         return [replace(step, age=age) for age, step in enumerate(order)]
 
     def _samples(self, rollouts: Sequence[Rollout]) -> list[TrainingSample]:
-        """What is known of the samples before any pass."""
+        """Build the samples with all fields that need no pass."""
         weights = np.ones(len(rollouts))
         if self.objective.is_policy_gradient:
             weights = sequence_weights(rollouts, self.settings.leaf_weights)
@@ -140,7 +140,7 @@ class SamplePreparation:
                 for sample, rollout in zip(samples, rollouts, strict=True)
             ]
         if self.settings.shared_token_ownership == "first":
-            # In the order of the collection, so before it is cut: a token is trained once in an epoch.
+            # Ownership follows the order of the whole batch, so that a token is trained once per epoch.
             samples = [replace(s, owned=mask) for s, mask in zip(samples, first_owners(samples), strict=True)]
         if self.settings.loss_aggregation == "trajectory-mean":
             names = [(r.group_id, i if r.trajectory_id is None else r.trajectory_id) for i, r in enumerate(rollouts)]
@@ -151,31 +151,33 @@ class SamplePreparation:
     def _with_routing(
         self, samples: list[TrainingSample], rollouts: list[Rollout]
     ) -> tuple[list[TrainingSample], dict[str, float]]:
-        """The samples of one step with the experts that their tokens are to be routed to, where that is replayed; and
-        how often these are not the sampler's own.
+        """Add the replayed expert choices to the samples of one step, if routing replay is on.
+
+        Returns:
+            the samples, and the fraction of choices that differ from the sampler's own (empty without replay).
         """
         if not self.policy.replays_routing:
             return samples, {}
         config = self.policy.config
         shape = sum(config.moe_layer_freq), config.moe_router_topk, config.num_moe_experts
-        # Sources hand over rollouts with what the settings ask for: files are checked when they are read.
+        # The source guarantees recorded routing: files are checked when they are read.
         routing = [shaped_routing(rollout.routed_experts, len(rollout), *shape) for rollout in rollouts]
         agreed = agree_on_routing([sample.token_ids for sample in samples], routing)
         routed = [replace(sample, routed_experts=own) for sample, own in zip(samples, agreed, strict=True)]
         return routed, {"routing_replaced": replaced_share(routing, agreed)}
 
     def _passes(self, step: StepSamples, rollouts: list[Rollout]) -> dict[str, _Arrays]:
-        """Old and reference logprobs and values of all samples of a step, on its one plan."""
+        """Compute old and reference logprobs and values of all samples of a step, on the step's plan."""
         batch, mesh, own = step.batch(self.tree, self.settings, self.policy), self.policy.mesh, step.own
         start = time.perf_counter()
         found: dict[str, _Arrays] = {}
         settings = self.settings
         if self.objective.is_policy_gradient:
             if settings.old_logprobs == "rollout":
-                # Sources hand over rollouts with what the settings ask for: files are checked when they are read.
+                # The source guarantees logprobs: files are checked when they are read.
                 found["old_logprobs"] = [rollout.logprobs for rollout in rollouts]
             elif self.num_steps * settings.ppo_epochs > 1 or settings.kl_coef:
-                # The weights of an only step are the old ones: the loss takes missing old logprobs to be its own.
+                # With a single step, the current weights are the old ones. The loss then uses its own logprobs.
                 found["old_logprobs"] = _of_all_ranks(mesh, own, self.policy.compute_logprobs(batch))
         if self.reference is not None:
             with self.reference.on_device() as reference:
@@ -186,7 +188,7 @@ class SamplePreparation:
         return found
 
     def _penalties(self, rollouts: Sequence[Rollout], found: dict[str, _Arrays]) -> _Arrays | None:
-        """What the KL divergence takes off the reward of each token, [T]; None without ``--kl-coef``."""
+        """The KL penalty subtracted from each token's reward, [T] per sample; None without ``--kl-coef``."""
         settings = self.settings
         if not settings.kl_coef:
             return None
@@ -198,7 +200,7 @@ class SamplePreparation:
     def _advantages(
         self, rollouts: Sequence[Rollout], found: dict[str, _Arrays], penalties: _Arrays | None
     ) -> dict[str, _Arrays]:
-        """Advantages of the whole collection; with a critic returns too."""
+        """Compute the advantages of the whole batch and, with a critic, the returns."""
         if not self.objective.is_policy_gradient:
             return {}
         settings = self.settings
@@ -219,7 +221,7 @@ class SamplePreparation:
         return {"advantages": advantages, "returns": returns}
 
     def _fields_of_the_loss(self) -> set[str]:
-        """What the training pass reads: a reference that only shapes rewards is not kept."""
+        """Names of the fields that the training pass reads. Logprobs of a reward-only reference are not kept."""
         fields = {"advantages", "old_logprobs", "old_values", "returns"}
         if self.settings.kl_loss_coef or self.objective.pair_function is not None:
             fields.add("ref_logprobs")
@@ -227,10 +229,10 @@ class SamplePreparation:
 
 
 def _select_pairs(rollouts: Sequence[Rollout], choice: str) -> tuple[list[Rollout], np.ndarray]:
-    """The rollouts of some pair, and the pairs by their numbers among these."""
+    """Return the rollouts that occur in preference pairs, and the pairs as indices into these rollouts."""
     for i, rollout in enumerate(rollouts):
         if rollout.reward is None:
-            raise InputError(f"rollout {i + 1}: has no reward, by which --objective dpo tells chosen from rejected")
+            raise InputError(f"rollout {i + 1}: has no reward, which --objective dpo needs to choose pairs")
     whole = {(r.group_id, r.trajectory_id) for r in rollouts if r.trajectory_id is not None}
     if len(whole) < sum(rollout.trajectory_id is not None for rollout in rollouts):
         raise InputError(
@@ -243,6 +245,6 @@ def _select_pairs(rollouts: Sequence[Rollout], choice: str) -> tuple[list[Rollou
 
 
 def _of_all_ranks(mesh: Mesh, own: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Arrays of all samples in order, from those that each rank has computed of its ``own``."""
+    """Gather the arrays of all samples, in order, from the ranks that computed them for their ``own`` samples."""
     found = [pair for part in mesh.gather_over_data(list(zip(own, arrays, strict=True))) for pair in part]
     return [array for _, array in sorted(found, key=lambda pair: pair[0])]

@@ -1,8 +1,8 @@
-"""Rejection sampling: which rollouts of a collection supervised training learns from.
+"""Rejection sampling: selects the rollouts of a batch for supervised training.
 
-best        the rollout of highest reward of each group, the first of equals; all samples cut from its trajectory. With
-            a threshold only where that reward reaches it: of answers that are all wrong there is none to learn from
-threshold   all rollouts with at least ``--rejection-reward-threshold``
+best        the rollout with the highest reward in each group (the first one on a tie), with all samples of its
+            trajectory. With a threshold, groups whose highest reward is below it are dropped.
+threshold   all rollouts whose reward is at least ``--rejection-reward-threshold``
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from megatron_dta.rollouts import Rollout
 
 
 def select_rollouts(rollouts: Sequence[Rollout], settings: FilterConfig) -> list[Rollout]:
-    """What is trained of ``rollouts``, in their order; maybe nothing."""
+    """Return the selected rollouts in their original order; the list may be empty.
+
+    Raises:
+        InputError: a rollout has no reward.
+    """
     if settings.rejection_sampling is None:
         return list(rollouts)
     for i, rollout in enumerate(rollouts):
@@ -35,7 +39,7 @@ def select_rollouts(rollouts: Sequence[Rollout], settings: FilterConfig) -> list
 
 
 def _is_part_of(rollout: Rollout, number: int, best: dict[str, int], rollouts: Sequence[Rollout]) -> bool:
-    """Whether a rollout is the best of its group, or cut from the same trajectory."""
+    """Whether a rollout is the best of its group or belongs to the same trajectory as the best one."""
     leader = best[rollout.group_id]
     name = rollouts[leader].trajectory_id
     return number == leader or (name is not None and rollout.trajectory_id == name)

@@ -1,13 +1,14 @@
-"""Files of what chosen steps trained: rollouts with rewards and advantages, and the text of their tokens.
+"""Saves the rollouts of selected steps, with rewards, advantages and decoded text.
 
 SAVE/rollouts/step_0000100.jsonl         the first groups of the step's rollouts, for ``megatron_dta.rollouts``
-SAVE/rollouts/step_0000100_tokens.json   {"17": " the", ...}: the text of each token id, where there is a tokenizer
+SAVE/rollouts/step_0000100_tokens.json   {"17": " the", ...}: the text of each token id, if there is a tokenizer
 SAVE/rollouts/step_0000100_texts.json    [[[9, "What is 1+1?", false], ...], ...]: each rollout's text in runs of tokens
-                                         that are all trained or all not: their number, text, whether it is a special
-                                         token. Single tokens may be parts of a character; runs are decoded whole.
+                                         that are either all trained or all untrained: number of tokens, text, whether
+                                         it is a special token. A single token may be part of a character, so runs are
+                                         decoded as a whole.
 
-They are written when the step is prepared: before that a run that continues in the middle of a collection has written
-them already, after it checkpoints do not know which rewards the step's samples had.
+The files are written when the step is prepared. Later would be too late, since checkpoints do not keep the rewards of
+the step's samples. A run that continues in the middle of a rollout batch has therefore already written them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_dta.common.files import replacing
 from megatron_dta.rollouts import Rollout, write_rollouts
 
 if TYPE_CHECKING:
-    # Reports read these files and need no Megatron.
+    # Reports import this module without Megatron.
     from megatron_dta.sampling.prompts.tokenizer import Tokenizer
     from megatron_dta.training.data.step import StepSamples
 
@@ -35,12 +36,12 @@ TEXTS_SUFFIX = "_texts.json"
 
 
 class RolloutFiles:
-    """Writes the rollouts of every ``interval``-th step, and of the first; on one process.
+    """Writes the rollouts of the first step and of every ``interval``-th step. Only one process creates it.
 
     Args:
         save: folder of the run.
-        num_groups: how many groups are written, the first ones of the step.
-        tokenizer: gives the tokens' text; None where only ids are known.
+        num_groups: number of groups written, from the start of the step.
+        tokenizer: decodes the tokens; None if only token ids are known.
     """
 
     def __init__(self, save: str | Path, interval: int, num_groups: int, tokenizer: Tokenizer | None) -> None:
@@ -48,7 +49,7 @@ class RolloutFiles:
         self._tokenizer = tokenizer
 
     def write(self, first_iteration: int, steps: Sequence[StepSamples]) -> None:
-        """Write those that are due of ``steps``, which are going to be the steps from ``first_iteration`` on."""
+        """Write the rollouts of those ``steps`` that are due; the first of them will be step ``first_iteration``."""
         for iteration, step in enumerate(steps, start=first_iteration):
             if step.rollouts is not None and (iteration == 1 or iteration % self._interval == 0):
                 self._write(iteration, chosen_rollouts(step, self._num_groups))
@@ -58,7 +59,7 @@ class RolloutFiles:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"{self._folder}: the folder cannot be made ({error.strerror})") from error
+            raise InputError(f"{self._folder}: the folder cannot be created ({error.strerror})") from error
         write_rollouts(path.with_suffix(".jsonl"), rollouts)
         if self._tokenizer is None:
             return
@@ -71,7 +72,7 @@ class RolloutFiles:
 
 
 def text_runs(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[int, str, bool]]:
-    """(number of tokens, text, whether it is one special token) of runs that are all trained or all not."""
+    """Split a rollout into runs of trained or untrained tokens: (number of tokens, text, is one special token)."""
     ids = rollout.token_ids.tolist()
     special = [tokenizer.special_text(token) for token in ids]
     runs, begin = [], 0
@@ -86,7 +87,7 @@ def text_runs(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[int, str, bo
 
 
 def chosen_rollouts(step: StepSamples, num_groups: int) -> list[Rollout]:
-    """The rollouts of the step's first groups, with the advantages that are trained, where it has any."""
+    """The rollouts of the step's first groups, with the advantages used in training if there are any."""
     assert step.rollouts is not None
     names = list(dict.fromkeys(rollout.group_id for rollout in step.rollouts))[:num_groups]
     return [

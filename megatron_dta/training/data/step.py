@@ -1,7 +1,7 @@
-"""The samples of an optimizer step: their plan, the cut of a collection into steps, what a checkpoint keeps of them.
+"""The samples of an optimizer step: divides rollout batches into steps, plans them, and packs them for checkpoints.
 
-Every data-parallel rank has all samples of a step and trains its part of them, which follows from the samples and is
-the same for every pass. One plan serves all passes of a step; it follows from the samples, so no checkpoint has it.
+Every data-parallel rank has all samples of a step and trains its share, which is determined by the samples and is the
+same for every pass. All passes of a step use one plan. The plan is determined by the samples, so checkpoints omit it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
 from megatron_dta.tree.known_paths import KnownPath
 
-# Groups share a few tokens by chance: for less than this part of the work a shuffled collection stays as it is.
+# Groups share a few tokens by chance. A batch is regrouped only if that saves at least this fraction of the work.
 LEAST_SAVING = 0.01
 _ARRAYS = ("token_ids", "loss_mask", "owned", *FIELDS, "routed_experts")
 
-# Optimizer steps between the weights that sampled a collection and those it trains.
+# Metric: optimizer steps between the weights that sampled a rollout batch and the weights being trained.
 STALENESS = "rollout_staleness"
 
 
 @dataclass
 class StepSamples:
-    """The samples of one optimizer step, those of all ranks, and statistics of the rollouts they were made from.
+    """The samples of one optimizer step on all ranks, and statistics of the rollouts that they were made from.
 
     Attributes:
-        preference_pairs: int64 [K, 2], samples whose losses are coupled; None for objectives of single sequences.
-        age: optimizer steps since the collection was sampled; at 0 the weights are those of its passes.
-        rollouts: what the samples were made from, in their order; None after a checkpoint, which does not keep them.
+        preference_pairs: int64 [K, 2], chosen and rejected sample of each pair; None for other objectives.
+        age: optimizer steps since the rollout batch was sampled; at 0 the weights are those of the batch's passes.
+        rollouts: the rollouts of the samples, in the same order; None after loading a checkpoint, which omits them.
     """
 
     samples: list[TrainingSample]
@@ -53,13 +53,13 @@ class StepSamples:
     rollouts: list[Rollout] | None = None
 
     def add_statistics(self, found: dict[str, float]) -> None:
-        """Add what the source says of the collection; its weights are older for each step that is trained before."""
+        """Add the source's statistics of the rollout batch; the staleness grows with each earlier step of the batch."""
         self.statistics = self.statistics | found
         if STALENESS in found:
             self.statistics[STALENESS] = found[STALENESS] + self.age
 
     def batch(self, tree: TreeConfig, settings: ObjectiveConfig, engine: TreeEngine) -> TreeBatch:
-        """This rank's samples (``own``) with their plan: that of earlier passes, or a new one after a checkpoint."""
+        """This rank's samples (``own``) and their plan, which is made at the first call and reused afterwards."""
         if self.planned is None:
             start = time.perf_counter()
             mesh = engine.mesh
@@ -83,7 +83,7 @@ class StepSamples:
         return self.planned
 
     def set_fields(self, fields: Mapping[str, Sequence[np.ndarray]]) -> None:
-        """Fill in fields of the loss, one array [T] of every sample each."""
+        """Set loss fields of the samples: for each name, one array [T] per sample."""
         self.samples = [
             replace(sample, **{name: arrays[i] for name, arrays in fields.items()})
             for i, sample in enumerate(self.samples)
@@ -94,7 +94,7 @@ class StepSamples:
 
 
 def known_paths(rollouts: Sequence[Rollout]) -> Sequence[KnownPath | None]:
-    """Where each rollout runs through the trees that were sampled; None for all if some were not sampled as trees."""
+    """The path of each rollout through the sampled trees; None for all if any rollout was not sampled in a tree."""
     if any(rollout.branches is None for rollout in rollouts):
         return [None] * len(rollouts)
     found = tree_paths(rollouts)
@@ -104,10 +104,13 @@ def known_paths(rollouts: Sequence[Rollout]) -> Sequence[KnownPath | None]:
 def split_groups(
     rollouts: Sequence[Rollout], num_steps: int, cost_model: CostModel | None = None
 ) -> tuple[list[list[int]], dict[str, float]]:
-    """Indices of the rollouts of each step, and what is to be told of the cut (nothing of a single step).
+    """Divide whole groups of rollouts into steps.
 
-    Whole groups, as even in number as possible, cut so that steps share little (``planning.mini_batches``); in a step
-    the groups stand in order of appearance.
+    The steps have numbers of groups as equal as possible and share few tokens with each other
+    (``planning.partition.mini_batches``). Within a step, the groups keep their order of appearance.
+
+    Returns:
+        the indices of each step's rollouts, and metrics of the division (empty for a single step).
     """
     groups: dict[str, list[int]] = {}
     for index, rollout in enumerate(rollouts):
@@ -125,7 +128,7 @@ def split_groups(
 
 
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over the rollouts; a trajectory cut into several samples counts its reward once."""
+    """Means over the rollouts. The reward of a trajectory with several samples counts once."""
     rewards: dict[tuple[str, str | int], float] = {}
     for index, rollout in enumerate(rollouts):
         if rollout.reward is not None:
@@ -143,7 +146,7 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _uniform_groups(rewards: Mapping[tuple[str, str | int], float]) -> float:
-    """Fraction of the groups whose rewards are all equal, so that nothing is learned from them by comparing."""
+    """Fraction of the groups whose rewards are all equal, so that group-relative advantages are 0."""
     groups: dict[str, set[float]] = {}
     for (group, _), reward in rewards.items():
         groups.setdefault(group, set()).add(reward)
@@ -151,7 +154,7 @@ def _uniform_groups(rewards: Mapping[tuple[str, str | int], float]) -> float:
 
 
 def _tree_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What the leaves of sampled trees are worth: the unbiased mean reward, and as how many even leaves they count."""
+    """Statistics of sampled trees: the unbiased mean reward and the effective number of leaves."""
     leaves = [rollout for rollout in rollouts if rollout.leaf_weight is not None]
     groups: dict[str, list[Rollout]] = {}
     for rollout in leaves:
@@ -176,12 +179,12 @@ def _tree_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _any_weight(group: Sequence[Rollout]) -> bool:
-    """Whether a leaf of the group weighs anything."""
+    """Whether any leaf of the group has a positive weight."""
     return any(rollout.leaf_weight for rollout in group)
 
 
 def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
-    """Steps that a checkpoint keeps for later, as tensors and numbers."""
+    """Pack steps that are not trained yet as tensors and numbers, for a checkpoint."""
     packed = []
     for step in steps:
         state: dict[str, Any] = {"statistics": step.statistics}
@@ -197,11 +200,11 @@ def pack_steps(steps: Sequence[StepSamples]) -> list[dict[str, Any]]:
 
 
 def unpack_steps(packed: Sequence[dict[str, Any]]) -> list[StepSamples]:
-    """The steps that ``pack_steps`` packed."""
+    """Restore the steps from the result of ``pack_steps``."""
     steps = []
     for state in packed:
         cuts = np.cumsum(state["lengths"])[:-1]
-        weights = state.get("weights", [1.0] * len(state["lengths"]))  # checkpoints of before have none
+        weights = state.get("weights", [1.0] * len(state["lengths"]))  # Older checkpoints lack this field.
         arrays = {name: np.split(state[name].numpy(), cuts) for name in _ARRAYS if state.get(name) is not None}
         samples = [
             TrainingSample(**dict(zip(arrays, values, strict=True)), weight=weight)

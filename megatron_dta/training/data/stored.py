@@ -1,8 +1,8 @@
-"""Stored rollouts: shuffled by the seed every epoch, and cut into optimizer steps that keep related ones together.
+"""Reads stored rollouts, shuffles them by the seed in every epoch, and divides them into optimizer steps.
 
-For policy gradients those of a group: their rewards are compared, and they share a prompt. For supervised training
-those of a trajectory: its turns share their history. Which rollouts step k gets follows from the seed and k alone, so a
-resumed run needs no reader state.
+Related rollouts stay in one step. For policy gradients these are the rollouts of a group, which share a prompt and
+whose rewards are compared. For supervised training they are those of a trajectory, whose turns share their history. The
+rollouts of step k depend only on the seed and k, so a resumed run needs no reader state.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from megatron_dta.sampling.prompts.text_rollouts import TextReader, holds_text
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, build_tokenizer
 from megatron_dta.sampling.task import chat_template
 
-# Rollouts with advantages of their own need no group, and then all have this name, maybe behind a file's number.
+# Rollouts with stored advantages need no group; then all have this group name, possibly after a file's number.
 _UNNAMED_GROUP = Rollout.__dataclass_fields__["group_id"].default
 
 
 class StoredRollouts(RolloutSource):
-    """Hands out ``rollouts`` in steps of at most ``batch_size``.
+    """Returns ``rollouts`` in steps of at most ``batch_size``.
 
     Args:
-        units: for each rollout, the name of what it must stay together with.
+        units: name of each rollout's unit; rollouts of one unit stay in one step.
+
+    Raises:
+        InputError: a unit has more than ``batch_size`` rollouts.
     """
 
     def __init__(self, rollouts: Sequence[Rollout], units: Sequence[str], batch_size: int, seed: int) -> None:
@@ -47,12 +50,12 @@ class StoredRollouts(RolloutSource):
             )
         self._rollouts, self._units = rollouts, list(members.values())
         self._batch_size, self._seed = batch_size, seed
-        # First step of each epoch seen so far; how many steps an epoch has depends on its order.
+        # First step of each epoch so far. The number of steps in an epoch depends on its order.
         self._epoch_start = [0]
 
     @property
     def rollouts(self) -> Sequence[Rollout]:
-        """All of them, as they were read."""
+        """All rollouts, in the order of the files."""
         return self._rollouts
 
     def next_batch(self, step: int) -> list[Rollout]:
@@ -66,11 +69,11 @@ class StoredRollouts(RolloutSource):
                 return [self._rollouts[index] for index in batches[step - self._epoch_start[epoch]]]
 
     def epoch_sizes(self, epoch: int) -> list[int]:
-        """Rollouts in each step of an epoch: the last one has what is left, others what whole groups fill."""
+        """Number of rollouts in each step of an epoch. Steps hold whole units; the last step holds the rest."""
         return [len(batch) for batch in self._epoch(epoch)]
 
     def _epoch(self, epoch: int) -> list[list[int]]:
-        """The steps of an epoch: units in shuffled order, as many as fit into each step."""
+        """The steps of an epoch as indices: units in shuffled order, as many per step as fit."""
         batches: list[list[int]] = [[]]
         for unit in keyed_permutation(self._seed, epoch, len(self._units)):
             members = self._units[unit]
@@ -81,7 +84,7 @@ class StoredRollouts(RolloutSource):
 
 
 class StoredEvaluation(Evaluation):
-    """``loss``: mean negative logprob of the trained tokens of held-out rollouts, whose batches the ranks share."""
+    """Evaluates ``loss``: the mean negative logprob of the trained tokens of held-out rollouts, divided over ranks."""
 
     def __init__(self, engine: TreeEngine, rollouts: Sequence[Rollout], tree: TreeConfig, batch_size: int) -> None:
         self._engine = engine
@@ -93,7 +96,7 @@ class StoredEvaluation(Evaluation):
         self._batches = [prepare_batch(piece, tree, pipeline=pipeline) for piece in own]
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The mean over all trained tokens; the forward pass is that of training, trees and all."""
+        """Return the mean over all trained tokens. The forward pass is the same as in training, including trees."""
         total = sum(
             float(np.sum(logprobs, dtype=np.float64))
             for batch in self._batches
@@ -105,10 +108,13 @@ class StoredEvaluation(Evaluation):
 def load_files(
     files: Sequence[str], config: TrainConfig, require: Sequence[str] = (), text: TextReader | None = None
 ) -> list[Rollout]:
-    """The rollouts of several files, checked against the model; groups of different files stay apart.
+    """Read rollouts from several files and check them against the model. Groups of different files are kept separate.
 
     Args:
-        text: reads files of text; None: they are refused.
+        text: reader for files that hold text; with None such files are refused.
+
+    Raises:
+        InputError: a file cannot be read or does not fit the model.
     """
     rollouts: list[Rollout] = []
     vocab_size = config.model.vocab_size
@@ -135,7 +141,7 @@ def _load_text(file: str, config: TrainConfig, require: Sequence[str], text: Tex
     if text is None:
         raise InputError(
             f"{file}: holds text; --rollouts and --eval-rollouts read it with --tokenizer-type and --tokenizer-model "
-            "(and --apply-chat-template for messages), others need token_ids"
+            "(and --apply-chat-template for messages), other flags need token_ids"
         )
     name = config.objective.objective
     if name not in ("sft", "dpo") or config.filtering.rejection_sampling is not None:
@@ -152,7 +158,7 @@ def _longest(config: TrainConfig) -> int:
 
 
 def stored_tokenizer(config: TrainConfig) -> Tokenizer | None:
-    """The tokenizer beside stored rollouts, if one is given: of their text, and for what is written or shown."""
+    """The tokenizer for stored rollouts, if one is given. It encodes text in files and decodes tokens for output."""
     sampling = config.sampling
     if sampling.tokenizer_type is None:
         return None
@@ -160,7 +166,7 @@ def stored_tokenizer(config: TrainConfig) -> Tokenizer | None:
 
 
 def text_reader(config: TrainConfig) -> TextReader | None:
-    """What reads text in stored rollouts, where some hold text and there is a tokenizer."""
+    """The reader for text in stored rollouts; None if no file holds text or there is no tokenizer."""
     sampling = config.sampling
     if sampling.tokenizer_type is None or not _text_files(config):
         return None
@@ -177,7 +183,7 @@ def _text_files(config: TrainConfig) -> list[str]:
 
 
 def check_text_flags(config: TrainConfig) -> None:
-    """Refuse flags of text where no file has any: whether it does is known once the files are looked at."""
+    """Refuse flags for text if no file of rollouts holds text."""
     sampling, logging = config.sampling, config.logging
     if _text_files(config):
         return
@@ -186,7 +192,7 @@ def check_text_flags(config: TrainConfig) -> None:
         "--input-key": sampling.input_key is not None,
         "--label-key": sampling.label_key is not None,
     }
-    # The tokenizer of --load-hf comes by itself; and what is written or shown has its text from a tokenizer.
+    # A tokenizer is allowed if it comes from --load-hf or decodes rollouts that are saved or shown.
     if config.checkpoint.hf_checkpoint is None and not (logging.save_rollouts_interval or logging.log_rollout_samples):
         given["--tokenizer-type"] = sampling.tokenizer_type is not None
     for flag, present in given.items():
@@ -195,7 +201,7 @@ def check_text_flags(config: TrainConfig) -> None:
 
 
 def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRollouts:
-    """The source that ``--rollouts`` asks for; everything is read and checked now."""
+    """Build the source for ``--rollouts``. All files are read and checked immediately."""
     require = objective.requires
     if objective.is_policy_gradient and config.objective.needs_rollout_logprobs:
         require = (*require, "logprobs")
@@ -210,7 +216,7 @@ def load_stored_rollouts(config: TrainConfig, objective: Objective) -> StoredRol
 
 
 def _unit(rollout: Rollout, index: int, objective: Objective, by_group: bool) -> str:
-    """Name of what a rollout stays together with."""
+    """Name of the unit (group or trajectory) that a rollout belongs to."""
     grouped = rollout.advantages is None or rollout.group_id.rpartition(":")[2] != _UNNAMED_GROUP
     if (objective.is_policy_gradient or objective.pair_function is not None or by_group) and grouped:
         return f"group {rollout.group_id}"

@@ -1,7 +1,7 @@
-"""``--load-hf`` and ``--save-hf``: training starts from a Hugging Face checkpoint and leaves one, on any mesh.
+"""Loads and saves Hugging Face checkpoints in training, on any mesh (``--load-hf`` and ``--save-hf``).
 
-Each rank reads its own parts of the weights. For saving, one parameter after the other is gathered on the first rank,
-which writes under another name and renames the folder when it is whole.
+Each rank reads its own parts of the weights. For saving, rank 0 gathers one parameter at a time, writes it to a folder
+with a temporary name, and renames the folder when it is complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def hf_weights(config: TrainConfig, model: torch.nn.Module) -> HfWeights:
 
 
 def load_hf(config: TrainConfig, model: torch.nn.Module) -> None:
-    """Start from the weights of ``--load-hf``; what is wrong on one rank is raised on all."""
+    """Load the weights of ``--load-hf``; an input error on one rank is raised on all ranks."""
     error = None
     try:
         hf_weights(config, model).load(config.checkpoint.load_hf)
@@ -52,7 +52,11 @@ def load_hf(config: TrainConfig, model: torch.nn.Module) -> None:
 
 
 def check_save_hf(config: TrainConfig) -> None:
-    """Refuse a ``--save-hf`` that cannot be written when the run is over, before it begins."""
+    """Check before the run that ``--save-hf`` can be written at its end.
+
+    Raises:
+        InputError: the folder exists, or no Hugging Face architecture fits the model.
+    """
     if config.checkpoint.save_hf is not None:
         check_export(config)
         try:
@@ -62,7 +66,7 @@ def check_save_hf(config: TrainConfig) -> None:
 
 
 def save_hf(config: TrainConfig, model: torch.nn.Module, iteration: int) -> Path:
-    """Write the folder ``--save-hf``; every rank calls this."""
+    """Write the folder ``--save-hf``. Every rank must call this."""
     target = Path(config.checkpoint.save_hf)
     write_hf(config, model, target, "--save-hf", lambda folder: note_export(config, iteration, folder))
     return target
@@ -75,9 +79,11 @@ def write_hf(
     flag: str,
     before_naming: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write the folder ``target``, all of it or nothing; every rank calls this. Errors name ``flag``.
+    """Write the folder ``target`` atomically. Every rank must call this.
 
-    ``before_naming`` gets the folder once it is whole, while it still has another name.
+    Args:
+        flag: the flag that error messages name.
+        before_naming: called with the complete folder before it is renamed to ``target``.
     """
     with _template(config) as template:
         _write_like(template, hf_weights(config, model), target, flag, before_naming)
@@ -90,7 +96,7 @@ def _write_like(
     writer = _FolderWriter(target, layouts, flag) if current_mesh().rank == 0 else None
     error: InputError | None = None
     with ExitStack() as files:
-        # After a failure the others still send, so that they come to the end too.
+        # After a failure on rank 0 the iteration continues, since it is collective.
         for name, values in weights.iterate(to_all=False):
             error = error or writer.attempt(lambda name=name, values=values: writer.write(name, values, files))
         if writer is not None:
@@ -99,7 +105,7 @@ def _write_like(
 
 
 class _FolderWriter:
-    """The first rank's side: the files of one folder, all of them or none."""
+    """Writes the files of one folder on rank 0; the folder appears only when it is complete."""
 
     def __init__(self, target: Path, layouts: list[FileLayout], flag: str) -> None:
         self._target, self._layouts, self._flag = target, layouts, flag
@@ -108,7 +114,7 @@ class _FolderWriter:
         self._outputs: dict[str, SafetensorsOutput] = {}
 
     def attempt(self, act: Callable[[], None]) -> InputError | None:
-        """Act; a failure deletes what was written."""
+        """Run ``act``; if it fails, delete the folder and return the error."""
         try:
             act()
         except (OSError, InputError) as error:
@@ -119,10 +125,10 @@ class _FolderWriter:
         return None
 
     def write(self, name: str, values: Tensor, files: ExitStack) -> None:
-        """Write one tensor; ``files`` closes what is opened."""
+        """Write one tensor; ``files`` closes the opened files."""
         if not self._outputs:
             check_target(self._target)
-            # What a killed run has left.
+            # Remove the leftovers of a killed run.
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
         layout = self._layout_of[name]
@@ -131,7 +137,7 @@ class _FolderWriter:
         self._outputs[layout.name].write(name, 0, values.cpu())
 
     def finish(self, template: Path, before_naming: Callable[[Path], None]) -> None:
-        """Add what lies beside the weights and let the folder have its name."""
+        """Add the configuration and the tokenizer files and rename the folder."""
         for output in self._outputs.values():
             output.finish()
         write_surroundings(template, self._folder, self._layouts)
@@ -144,18 +150,18 @@ def _given(config: TrainConfig) -> str | None:
 
 
 def _hf_config(config: TrainConfig) -> dict[str, Any]:
-    """The config.json of the run's model: the one that was given, or by its settings."""
+    """The config.json of the run's model: the given one, or one derived from the settings."""
     folder = _given(config)
     if folder is not None:
         return read_hf_config(folder)
-    # Before the tokenizer is read its size may be unknown, and any is possible.
+    # The vocabulary size is unknown until the tokenizer is read; any value serves for the check.
     size = config.model.vocab_size or 1
     return config_from_settings(replace(config.model, vocab_size=size))
 
 
 @contextmanager
 def _template(config: TrainConfig) -> Iterator[Path]:
-    """A folder with what lies beside the weights."""
+    """A folder that holds the configuration and the tokenizer files."""
     folder = _given(config)
     if folder is not None:
         yield Path(folder)

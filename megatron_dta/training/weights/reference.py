@@ -1,8 +1,9 @@
-"""The frozen reference model: a model of its own, or the base of a policy with LoRA adapters.
+"""The frozen reference model: a separate model, or the base of a policy with LoRA adapters.
 
-The weights of its own model never change. They are on the device all the time, or, with ``--offload-reference``, there
-only while they compute logprobs: a copy on the host is made once; a pass copies it to the device and then drops what is
-there. Nothing is ever copied back. A policy with adapters needs no second model: a pass without them is the reference.
+The weights of a separate model never change. They stay on the device or, with ``--offload-reference``, are there only
+while they compute logprobs. A host copy is made once. Each pass copies it to the device and frees the device copy
+afterwards; nothing is copied back. A policy with adapters needs no second model: the reference is a pass of the policy
+without its adapters.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from megatron_dta.model import without_adapters
 
 
 class Reference:
-    """Engine on a frozen model.
+    """An engine on the frozen reference model.
 
     Args:
         offload: keep the weights on the host between passes.
-        is_base: the engine's model is the policy, and the reference is that without its adapters.
+        is_base: the engine's model is the policy; the reference is the policy without its adapters.
     """
 
     def __init__(self, engine: TreeEngine, offload: bool = False, is_base: bool = False) -> None:
@@ -33,7 +34,7 @@ class Reference:
 
     @contextmanager
     def on_device(self) -> Iterator[TreeEngine]:
-        """The engine, ready to run."""
+        """Yield the engine with its weights on the device and without adapters."""
         if self._is_base:
             with without_adapters(self.engine.tree_models):
                 yield self.engine
@@ -55,5 +56,5 @@ class Reference:
 
 def _host_copy(parameter: torch.nn.Parameter) -> torch.Tensor:
     copy = parameter.detach().to("cpu", copy=True)
-    # Pinned memory is what a GPU copies from without waiting.
+    # Copies from pinned memory to a GPU are asynchronous.
     return copy.pin_memory() if parameter.device.type == "cuda" else copy

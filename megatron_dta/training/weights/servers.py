@@ -1,7 +1,8 @@
-"""Weights on their way to rollout servers: a Hugging Face checkpoint for each version, in a folder that they share.
+"""Writes weights for rollout servers: one Hugging Face checkpoint per version, in a folder shared with the servers.
 
-A version's folder gets its name when it is whole. It is deleted when the servers have loaded a later one, and all are
-when the run ends, so there are two at most; on one machine a folder in memory (``/dev/shm``) saves the disk.
+A version's folder gets its final name when it is complete. It is deleted when the servers have loaded a later version,
+and all versions are deleted when the run ends. There are therefore at most two. If the servers run on the same machine,
+a folder in memory (``/dev/shm``) avoids disk writes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _NAME = re.compile(r"weights-(\d+)(\.unfinished)?$")
 
 
 class RolloutWeights:
-    """The folders of one run; those of an earlier run that was killed are deleted.
+    """The weight folders of one run. Folders left by an earlier killed run are deleted.
 
     Raises:
-        InputError: the folder cannot be made.
+        InputError: the folder cannot be created.
     """
 
     def __init__(self, config: TrainConfig, model: torch.nn.Module) -> None:
@@ -36,22 +37,22 @@ class RolloutWeights:
                 self._folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise InputError(
-                    f"--rollout-weights-dir {self._folder}: cannot be made ({error.strerror or error})"
+                    f"--rollout-weights-dir {self._folder}: cannot be created ({error.strerror or error})"
                 ) from error
             self._delete(lambda version: True)
 
     def write(self, version: int) -> Path:
-        """See ``sampling.rank0.WeightsWriter``."""
+        """See ``sampling.sources.rank0_source.WeightsWriter``."""
         target = self._folder / f"weights-{version}"
         write_hf(self._config, self._model, target, "--rollout-weights-dir")
         return target
 
     def delete_before(self, version: int) -> None:
-        """See ``sampling.rank0.WeightsWriter``."""
+        """See ``sampling.sources.rank0_source.WeightsWriter``."""
         self._delete(lambda found: found < version)
 
     def close(self) -> None:
-        """See ``sampling.rank0.WeightsWriter``."""
+        """See ``sampling.sources.rank0_source.WeightsWriter``."""
         self._delete(lambda version: True)
 
     def _delete(self, chosen: Callable[[int], bool]) -> None:
@@ -62,6 +63,6 @@ class RolloutWeights:
 
 
 def weights_folder(config: TrainConfig) -> Path:
-    """Where the checkpoints for servers go."""
+    """The folder of the checkpoints for servers."""
     given = config.sampling.rollout_weights_dir
     return Path(given) if given is not None else Path(config.checkpoint.save) / "rollout-weights"
