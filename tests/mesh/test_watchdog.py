@@ -50,12 +50,12 @@ def run_and_lose_a_rank(rank: int, argument: tuple[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("killed", "died: rank 1 in 'train' of step 3; rank 0 met that in 'update' of step 3"),
+        ("killed", "died: rank 1 in 'train' of step 3; rank 0 noticed it in 'update' of step 3"),
         ("stopped", "rank 1 died or was stopped in 'train' of step 3: nothing heard of it"),
         ("hangs", "rank 1 hangs in 'train' of step 3: the others have waited"),
         (
             "hangs within a phase",
-            "rank 0 waited in vain in 'train' of step 3; in no collective: rank 1 in 'train'",
+            "rank 0 timed out in 'train' of step 3; not in a collective: rank 1 in 'train'",
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""What a method saved in a run, one sentence each: printed at the end of training and on top of the report.
+"""Summarizes in one sentence each what the methods of a run saved, for the end of training and the report.
 
-A sentence is made from the records of the metrics file, so the report of a run that was continued covers all of its
-steps. It states what was counted or measured, also where a method did not pay.
+The sentences are derived from the records of the metrics file, so the report of a continued run covers all of its
+steps. They state counted or measured values, even if a method did not pay off.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ def benefit_sentences(records: Records) -> list[str]:
 
 
 def tree_benefit(records: Records) -> str | None:
-    """Tokens of rollouts for each computed one, and operations that training them one by one would have taken; None
-    where no step shared a token.
+    """The token reuse of a run and the operations that training without sharing would have taken.
+
+    Returns:
+        the sentence, or None if no step shared a token.
     """
     steps = [record for record in records if "unique_tokens" in record]
     tokens, unique = (sum(record[name] for record in steps) for name in ("tokens", "unique_tokens"))
     if tokens == unique:
         return None
-    sentence = f"Trees: each computed token stood for {tokens / unique:.2f} tokens of rollouts"
+    sentence = f"Trees: {tokens / unique:.2f}x token reuse"
     counted = [record for record in steps if record.get("tree_tflop")]
     tree, dense = (sum(record[name] for record in counted) for name in ("tree_tflop", "dense_tflop"))
     if tree:
@@ -41,7 +43,7 @@ def tree_benefit(records: Records) -> str | None:
 
 
 def _operations(tflop: float) -> str:
-    """Floating-point operations with three digits and a unit."""
+    """Format floating-point operations with three digits and a unit."""
     for factor, unit in ((1e6, "EFLOP"), (1e3, "PFLOP"), (1.0, "TFLOP"), (1e-3, "GFLOP")):
         if tflop >= factor:
             return f"{tflop / factor:.3g} {unit}"

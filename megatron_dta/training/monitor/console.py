@@ -1,7 +1,7 @@
-"""What a run says on the terminal: a line for each step and evaluation, warnings, and at the end what was saved.
+"""Prints the progress of a run: a line per step and evaluation, warnings, and a final summary.
 
-Lines of steps are at most ``WIDTH`` characters long: where one would be longer, it leaves out figures, the least
-important ones first. All of them are in the metrics file.
+Step lines are at most ``WIDTH`` characters long. A longer line drops figures, the least important ones first. The
+metrics file holds all figures.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from megatron_dta.training.monitor.benefits import benefit_sentences
 from megatron_dta.training.monitor.metrics import TIMING, read_metrics
 
 WIDTH = 120
-LEGEND = "length: mean trained tokens; ended: not cut; tied: groups of equal rewards; reuse: tokens per computed one"
-# The time that is left is estimated from as many steps.
+LEGEND = "length: mean trained tokens; ended: not cut; tied: groups of equal rewards; reuse: tokens / unique tokens"
+# The remaining time is estimated from this number of recent steps.
 RECENT_STEPS = 20
 
 Record = Mapping[str, Any]
 
 
 class RunConsole:
-    """Prints on the first process, whose ``console`` is the only one that is not quiet.
+    """Prints the progress on rank 0. The ``console`` of every other rank is quiet.
 
     Args:
-        metrics: the metrics file, or None where none is written.
+        metrics: the metrics file, or None if none is written.
     """
 
     def __init__(self, console: Console, config: TrainConfig, metrics: Path | None) -> None:
         self._console, self._metrics = console, metrics
         self._train_iters, self._interval = config.optimization.train_iters, config.logging.log_interval
         self._clock = StepClock()
-        # Without a file, what the last line speaks of must be kept.
+        # Without a metrics file, the records are kept in memory for the final summary.
         self._kept: list[Record] = []
         self._without_signal, self._advised = 0, False
 
     def print(self, line: str) -> None:
-        """A line that may be as long as the paths in it."""
+        """Print a line without wrapping it, since it may contain long paths."""
         self._console.print(line, soft_wrap=True, markup=False)
 
     def warn(self, line: str) -> None:
-        """A line that needs attention."""
+        """Print a warning."""
         self._console.print(line, style="yellow", soft_wrap=True, markup=False)
 
     def report(self, record: Record) -> None:
-        """Print what a step's record says, and nothing of steps that --log-interval leaves out but warnings."""
+        """Print a step's line if --log-interval includes the step, its evaluation, and any warnings."""
         iteration, last = record["iteration"], record["iteration"] == self._train_iters
         self._clock.tick(is_step=iteration > 0)
         if self._metrics is None and not self._console.quiet:
@@ -69,7 +69,7 @@ class RunConsole:
             self.print(evaluated)
 
     def finish(self, iteration: int, stopped_by: str | None) -> None:
-        """Say what the methods of the run were worth, and what has ended it early."""
+        """Print what the methods of the run saved, and the signal that stopped it early, if any."""
         records = self._kept if self._metrics is None or self._console.quiet else read_metrics(self._metrics)
         for sentence in benefit_sentences(records):
             self.print(sentence)
@@ -77,7 +77,7 @@ class RunConsole:
             self.print(f"stopped by {stopped_by} after step {iteration}")
 
     def _warn_without_signal(self, record: Record) -> None:
-        """Warn of steps whose advantages are all 0: the first in a row, and whenever their number has doubled."""
+        """Warn of consecutive steps with only zero advantages: at the first one and whenever the count has doubled."""
         if record.get("zero_advantages") != 1.0:
             self._without_signal = 0
             return
@@ -96,7 +96,7 @@ class RunConsole:
 
 
 class StepClock:
-    """Seconds of recent steps by the wall clock, with evaluations and checkpoints between them."""
+    """Measures the wall-clock time of recent steps, including evaluations and checkpoints between them."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._last = now, now()
@@ -104,10 +104,10 @@ class StepClock:
         self._steps = 0
 
     def tick(self, is_step: bool = True) -> None:
-        """A step has ended, or the evaluation before the first."""
+        """Record the end of a step or, with ``is_step=False``, of the evaluation before the first step."""
         now = self._now()
         if is_step:
-            # The first step prepares what later ones use.
+            # The first step includes one-time preparation, so later steps replace it.
             if self._steps == 1:
                 self._seconds.clear()
             self._seconds.append(now - self._last)
@@ -116,16 +116,16 @@ class StepClock:
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean over the recent steps."""
+        """Mean seconds per step over the recent steps."""
         return sum(self._seconds) / len(self._seconds)
 
 
 def step_line(record: Record, train_iters: int, seconds_per_step: float) -> str:
-    """What a person wants to see of a step, within ``WIDTH`` characters; ``LEGEND`` explains it."""
+    """Format a step's key figures within ``WIDTH`` characters; ``LEGEND`` explains them."""
     timing, done = record.get(TIMING, {}), record["iteration"]
     compares = "zero_advantages" in record or "dpo_margin" in record
     figures = (
-        # Name, value, how it is written, and its rank: the highest ones are left out first.
+        # Name, value, format, and drop order: figures with the highest number are dropped first.
         ("reward", record.get("reward"), ".3f", 0),
         ("loss", record.get("loss"), ".4f", 3),
         ("grad", record.get("grad_norm"), ".3f", 1),
@@ -147,7 +147,7 @@ def step_line(record: Record, train_iters: int, seconds_per_step: float) -> str:
 
 
 def evaluation_line(record: Record) -> str | None:
-    """What an evaluation has found; None if there was none."""
+    """Format the results of an evaluation; None if the record has none."""
     figures = (
         ("reward", "eval_reward", ".3f"),
         ("loss", "eval_loss", ".4f"),
@@ -161,7 +161,7 @@ def evaluation_line(record: Record) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """A time with its two largest units."""
+    """Format a duration with its two largest units."""
     seconds = round(seconds)
     for size, smaller, name, of_smaller in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
         if seconds >= size:
@@ -170,7 +170,7 @@ def duration(seconds: float) -> str:
 
 
 def _written(value: float, form: str | None = None) -> str:
-    """The value in ``form``; without one with as many digits as its size leaves worth reading."""
+    """Format a value with ``form`` or, by default, with a precision that depends on its magnitude."""
     if form is None:
         form = ".2f" if abs(value) < 10 else ".1f" if abs(value) < 100 else ",.0f"
     return format(value, form) if math.isfinite(value) else str(value)

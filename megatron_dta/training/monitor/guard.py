@@ -1,14 +1,14 @@
-"""Watches a run for what often comes before a collapse: gradient spikes, and a sampler that is not the trainer's model.
+"""Detects frequent precursors of a collapse: gradient spikes, and a mismatch between sampler and trainer.
 
-**Outliers.** A step whose gradient norm is above ``--grad-norm-outlier-factor`` times the median of the last
-``--grad-norm-outlier-window`` norms is an outlier: it is told or, with ``--grad-norm-outlier-action skip``, changes
-nothing. The norms of skipped steps enter the median too, so a run whose gradients have grown for good goes on after at
-most half a window. Nothing is judged before ``LEAST_NORMS`` norms are known.
+**Outliers.** A step is an outlier if its gradient norm is above ``--grad-norm-outlier-factor`` times the median of the
+last ``--grad-norm-outlier-window`` norms. Outliers are reported and, with ``--grad-norm-outlier-action skip``, also
+skipped. The norms of skipped steps enter the median too, so a run whose gradients have grown permanently continues
+after at most half a window. No step is an outlier before ``LEAST_NORMS`` norms are known.
 
-**Mismatch.** exp(mean |trainer's - sampler's logprob|) on the weights that sampled is 1 where both agree. Above
-``--sampler-mismatch-alarm`` an alarm is counted; ``--sampler-mismatch-stop`` of them in a row end the run.
+**Mismatch.** exp(mean |trainer's - sampler's logprob|), computed on the weights that sampled, is 1 if both agree. A
+value above ``--sampler-mismatch-alarm`` is an alarm; ``--sampler-mismatch-stop`` consecutive alarms end the run.
 
-What is remembered is part of a checkpoint, so a run that continues judges as one that was never stopped.
+The guard's state is saved in checkpoints, so a continued run behaves like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAST_NORMS = 10
 
 @dataclass
 class GuardState:
-    """What has been seen so far; ``norms`` are the gradient norms of the last steps, oldest first."""
+    """The guard's records so far; ``norms`` holds the gradient norms of the last steps, oldest first."""
 
     norms: list[float] = field(default_factory=list)
     outliers: int = 0
@@ -34,21 +34,21 @@ class GuardState:
     alarms_in_a_row: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint."""
+        """The fields as plain values, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> GuardState:
-        """What ``state_dict`` gave; a new one from the empty state of an older checkpoint."""
+        """Restore the state; the empty state of an older checkpoint gives a new one."""
         return cls(**state)
 
 
 class Guard:
-    """Judges every step of a run.
+    """Checks the gradient norm and the sampler's logprobs of every step.
 
     Args:
-        state: read and changed here, kept by the checkpoints of whoever owns it.
-        report: gets a line for each thing that is wrong.
+        state: the guard's records, which it updates in place. The caller saves them in checkpoints.
+        report: called with a line for each outlier and each alarm.
     """
 
     def __init__(self, config: TrainConfig, state: GuardState, report: Callable[[str], None]) -> None:
@@ -57,7 +57,7 @@ class Guard:
 
     @property
     def norm_limit(self) -> float | None:
-        """Largest gradient norm of the next step that is no outlier; None where nothing is judged."""
+        """Gradient norm above which the next step is an outlier; None if no limit applies."""
         factor = self._optimization.grad_norm_outlier_factor
         if factor is None or len(self._state.norms) < LEAST_NORMS:
             return None
@@ -65,18 +65,18 @@ class Guard:
 
     @property
     def skip_above(self) -> float | None:
-        """The limit where outliers are to be skipped."""
+        """The limit if outliers are skipped, otherwise None."""
         return self.norm_limit if self._optimization.grad_norm_outlier_action == "skip" else None
 
     def check_norm(self, iteration: int, grad_norm: float) -> dict[str, Any]:
-        """Judge the gradient norm of a step; its metrics. Norms that are not finite are the optimizer's business."""
+        """Check the gradient norm of a step and return metrics. The optimizer handles norms that are not finite."""
         if self._optimization.grad_norm_outlier_factor is None:
             return {}
         limit = self.norm_limit
         is_outlier = limit is not None and math.isfinite(grad_norm) and grad_norm > limit
         if is_outlier:
             self._state.outliers += 1
-            done = "skipped" if self._optimization.grad_norm_outlier_action == "skip" else "trained all the same"
+            done = "skipped" if self._optimization.grad_norm_outlier_action == "skip" else "not skipped"
             self._report(
                 f"step {iteration}: the gradient norm {grad_norm:.4g} is above {limit:.4g}, "
                 f"--grad-norm-outlier-factor {self._optimization.grad_norm_outlier_factor:g} times the median of the "
@@ -88,10 +88,10 @@ class Guard:
         return {"grad_norm_outlier": is_outlier, "grad_norm_outliers": self._state.outliers}
 
     def check_sampler(self, iteration: int, gap: float, sampled_with_these_weights: bool) -> dict[str, Any]:
-        """Judge the mean |trainer's - sampler's logprob| of a step; its metrics.
+        """Check the mean |trainer's - sampler's logprob| of a step and return metrics.
 
-        Later steps of a collection have other weights: there it says how far these have moved, too, and no alarm is
-        given.
+        In later steps of a rollout batch the weights have changed since sampling. The value then also measures that
+        change, so these steps raise no alarm.
         """
         ratio = math.exp(gap) if gap < 700 else math.inf
         record: dict[str, Any] = {"sampler_probability_ratio": ratio}
@@ -110,11 +110,11 @@ class Guard:
 
     @property
     def must_stop(self) -> str | None:
-        """Why the run must end, after too many alarms in a row."""
+        """The reason to end the run after too many consecutive alarms; None if it may continue."""
         stop = self._objective.sampler_mismatch_stop
         if stop is None or self._state.alarms_in_a_row < stop:
             return None
         return (
-            f"sampler and trainer disagreed in the last {stop} collections (--sampler-mismatch-stop {stop}), so the "
-            "run ends here; checkpoints of earlier steps are kept, this step is not saved"
+            f"sampler and trainer disagreed in the last {stop} rollout batches (--sampler-mismatch-stop {stop}), so "
+            "the run ends here; checkpoints of earlier steps are kept, this step is not saved"
         )

@@ -1,10 +1,10 @@
-"""Where a step's metrics go: a JSONL file, TensorBoard, Weights & Biases.
+"""Writes each step's metrics to a JSONL file, TensorBoard and Weights & Biases.
 
-The JSONL file holds one object per optimizer step, in order. All that depends on the clock stands under the key
-``timing``, so the rest of two runs can be compared bit for bit. A run that continues from a checkpoint cuts the file
-back to that step, and the file reads as if the run had never stopped. In TensorBoard the steps that come again hide
-the old ones. Weights & Biases gets them in the same run, which ``wandb_run.json`` beside the file names; it keeps the
-values that it has, which are the same.
+The JSONL file holds one object per optimizer step, in order. Values that depend on the clock are under the key
+``timing``, so the rest of two runs can be compared bit for bit. A run that continues from a checkpoint truncates the
+file to that step, so the file looks as if the run had never stopped. In TensorBoard, repeated steps hide the old ones.
+Weights & Biases continues the same run, which ``wandb_run.json`` beside the file names. It keeps its existing values
+of repeated steps, which are the same.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WANDB_RUN = "wandb_run.json"
 
 
 class MetricsLog:
-    """Writes every record to all places that the settings name.
+    """Writes every record to all outputs that the settings enable.
 
     Args:
-        path: the JSONL file, or None for none.
-        iteration: step that the run continues after, -1 for a new run; what the file holds beyond it is dropped.
+        path: the JSONL file, or None to write none.
+        iteration: the step after which the run continues, -1 for a new run. Later records in the file are dropped.
         config: all settings by flag, for Weights & Biases.
     """
 
@@ -59,7 +59,7 @@ class MetricsLog:
             self._wandb.log(scalars, step=record["iteration"])
 
     def close(self) -> None:
-        """Finish all outputs."""
+        """Flush and close all outputs."""
         if self._file is not None:
             self._file.close()
         if self._tensorboard is not None:
@@ -69,7 +69,7 @@ class MetricsLog:
 
 
 def check_loggers(settings: LoggingConfig) -> None:
-    """Refuse what needs a package that is not installed, before anything is loaded."""
+    """Refuse loggers whose packages are not installed."""
     for flag, value, package in (
         ("--wandb-project", settings.wandb_project, "wandb"),
         ("--tensorboard-dir", settings.tensorboard_dir, "tensorboard"),
@@ -79,7 +79,7 @@ def check_loggers(settings: LoggingConfig) -> None:
 
 
 def cut_back(path: Path, iteration: int) -> None:
-    """Keep the records of steps up to ``iteration``; also drops a last line that a kill has cut."""
+    """Keep the records of steps up to ``iteration``, and drop a last line that a kill truncated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [line for line, record in _read_lines(path) if record["iteration"] <= iteration]
     unfinished = path.with_name(path.name + ".tmp")
@@ -111,14 +111,14 @@ def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null; the record says by ``skipped`` why."""
+    """Replace NaN and infinity, which JSON lacks, by null. The record's ``skipped`` explains such values."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Numbers by name, those of ``timing`` as ``timing/...``."""
+    """Flatten a record to numbers by name; those of ``timing`` are named ``timing/...``."""
     timing = {f"{TIMING}/{name}": value for name, value in record.get(TIMING, {}).items()}
     values = {name: value for name, value in record.items() if name not in ("iteration", TIMING)} | timing
     return {name: float(value) for name, value in values.items() if isinstance(value, bool | int | float)}
@@ -129,12 +129,12 @@ def _open_tensorboard(settings: LoggingConfig, iteration: int) -> Any:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    # Events after the checkpoint are hidden: those steps come again.
+    # Hide events after the checkpoint, since their steps are repeated.
     return SummaryWriter(settings.tensorboard_dir, purge_step=iteration + 1)
 
 
 def _open_wandb(settings: LoggingConfig, config: dict[str, Any] | None, path: Path | None, iteration: int) -> Any:
-    """The run of Weights & Biases: a new one, or that of the steps before ``iteration``."""
+    """Start a run of Weights & Biases, or resume the run of the steps up to ``iteration``."""
     if settings.wandb_project is None:
         return None
     import wandb

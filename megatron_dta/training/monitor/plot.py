@@ -1,4 +1,4 @@
-"""A picture of the reward over the steps of a run, from its metrics file."""
+"""Plots the reward over the steps of a run from its metrics file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_dta.training.monitor.metrics import read_metrics
 
-# Steps whose mean is drawn over the single steps' dots.
+# Number of steps in the moving mean, which is drawn over the dots of single steps.
 _WINDOW = 10
 
 

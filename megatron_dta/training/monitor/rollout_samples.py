@@ -1,4 +1,4 @@
-"""``--log-rollout-samples``: some rollouts of a collection as text on the console, to see what the model writes."""
+"""Prints some rollouts of a batch as text on the console (``--log-rollout-samples``)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from megatron_dta.rollouts import Rollout, mask_runs
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 
-# Characters of the end of the prompt, and of the rest, half from its begin and half from its end.
+# Characters shown: of the prompt its end, of the response half from its start and half from its end.
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 300, 1200
 
 
 class RolloutSamples:
-    """Prints rollouts of a collection; ids where there is no tokenizer.
+    """Prints rollouts of a batch, as token ids if there is no tokenizer.
 
     Args:
-        count: how many.
-        interval: steps between progress lines; a collection without one is not shown, but the first is.
-        num_steps: optimizer steps of a collection.
+        count: number of rollouts to print.
+        interval: steps between progress lines. Only the first batch and batches with a progress line are shown.
+        num_steps: number of optimizer steps per rollout batch.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class RolloutSamples:
         self._tokenizer, self._report = tokenizer, report
 
     def show(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
-        """Print some of ``rollouts``, which step ``iteration`` begins to train, if that is due."""
+        """Print some of ``rollouts`` if due. Step ``iteration`` is the first one that trains them."""
         if not rollouts or (iteration > 1 and -iteration % self._interval >= self._num_steps):
             return
         for index in chosen_samples(rollouts, self._count):
@@ -48,7 +48,7 @@ class RolloutSamples:
 
 
 def chosen_samples(rollouts: Sequence[Rollout], count: int) -> list[int]:
-    """Places of ``count`` rollouts, evenly spread from the lowest to the highest reward; without rewards, in order."""
+    """Indices of ``count`` rollouts, evenly spread from the lowest to the highest reward; in order without rewards."""
     order = sorted(range(len(rollouts)), key=lambda i: 0.0 if rollouts[i].reward is None else rollouts[i].reward)
     if count == 1:
         return [order[len(order) // 2]]
@@ -57,7 +57,7 @@ def chosen_samples(rollouts: Sequence[Rollout], count: int) -> list[int]:
 
 
 def shown(text: str) -> str:
-    """``text`` with escapes for what would move the cursor or change colours; line breaks and tabs stay."""
+    """Escape characters that would move the cursor or change colours, except line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

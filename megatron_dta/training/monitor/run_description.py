@@ -1,6 +1,6 @@
-"""What a run is, in a few lines before its first step; ``--dry-run`` prints some of them without building anything.
+"""Describes a run in a few lines before its first step. ``--dry-run`` prints some of them without building a model.
 
-Each line is a name and a text, at most ``run_console.WIDTH`` characters but for paths.
+Each line is a name and a text, at most ``console.WIDTH`` characters long unless it contains paths.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Line = tuple[str, str]
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """What was built for a run, as far as its description needs it.
+    """The components of a run that its description needs.
 
     Attributes:
-        parameters, trained: parameters of the whole model, and those of them that are trained.
-        constant_bytes: weights, gradients and optimizer states of all models on this rank.
-        task: what is sampled; None where ``rollouts`` are stored ones.
+        parameters, trained: numbers of all parameters and of trained parameters in the whole model.
+        constant_bytes: bytes of weights, gradients and optimizer states of all models on this rank.
+        task: the sampling task; None if ``rollouts`` are stored ones.
         metrics: the metrics file, or None.
     """
 
@@ -76,7 +76,7 @@ def describe_run(run: BuiltRun) -> Iterator[Line]:
 
 
 def run_mesh(config: TrainConfig, world_size: int) -> RunMesh:
-    """The mesh of so many processes; that it can be made was checked with the flags."""
+    """The mesh of ``world_size`` processes. The flag checks have already ensured that it is valid."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     return RunMesh(
@@ -92,7 +92,7 @@ def run_mesh(config: TrainConfig, world_size: int) -> RunMesh:
 
 
 def mesh_text(mesh: RunMesh) -> str:
-    """Sizes of the mesh and layers of its stages."""
+    """The sizes of the mesh and the layers per stage, as text."""
     parts = [f"tensor {mesh.tensor}", f"pipeline {mesh.pipeline}"]
     if mesh.chunks > 1:
         parts.append(f"{mesh.chunks} virtual stages a rank")
@@ -103,7 +103,7 @@ def mesh_text(mesh: RunMesh) -> str:
 
 
 def steps_text(config: TrainConfig) -> str:
-    """Steps, checkpoints and evaluations."""
+    """The number of steps and the intervals of checkpoints and evaluations, as text."""
     optimization, parts = config.optimization, []
     parts.append(f"{optimization.train_iters:,} of {config.objective.objective}, learning rate {optimization.lr:g}")
     interval = config.checkpoint.save_interval
@@ -117,7 +117,7 @@ def steps_text(config: TrainConfig) -> str:
 
 
 def tokenizer_lines(tokenizer: Tokenizer) -> Iterator[Line]:
-    """The tokenizer, and what ends a response: where that was guessed, what to do if the guess is wrong."""
+    """The tokenizer and the token that ends a response. If that token was guessed, a second line names --eos-id."""
     eos, name = tokenizer.eos_id, type(tokenizer).__name__
     text = tokenizer.special_text(eos) or tokenizer.decode([eos])
     shown = f"{eos} {text!r}" if text else str(eos)
@@ -182,7 +182,7 @@ def _output_text(run: BuiltRun) -> str:
 
 
 def parameter_counts(parts: Sequence[torch.nn.Module], mesh: Mesh, config: TrainConfig) -> tuple[int, int]:
-    """Parameters of the whole model, and those that are trained; all ranks of a replica call this."""
+    """Numbers of all parameters and of trained parameters in the whole model. All ranks of a replica must call this."""
     own = [0, 0]
     for part in parts:
         for parameter in part.parameters():
@@ -194,7 +194,7 @@ def parameter_counts(parts: Sequence[torch.nn.Module], mesh: Mesh, config: Train
             own[1] += parameter.numel() * parameter.requires_grad
     total, trained = map(sum, zip(*mesh.gather_over_replica(own), strict=True))
     if config.model.num_experts is not None and mesh.world_size > 1:
-        # Which ranks hold the same experts is not the replica's matter: the whole model is counted.
+        # Expert parallelism does not follow replicas, so experts are counted over the whole model.
         whole = RunShape.of(config.model).num_parameters
         return whole, whole if total == trained else trained
     return total, trained

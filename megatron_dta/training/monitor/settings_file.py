@@ -1,6 +1,6 @@
-"""``SAVE/settings.json``: all settings of a run by flag, as of its last start, for people and for reports.
+"""Writes ``SAVE/settings.json``: all settings of a run by flag at its last start, for users and for reports.
 
-A checkpoint has the settings too, in a form that only PyTorch reads.
+Checkpoints hold the settings too, in a form that only PyTorch can read.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ SETTINGS = "settings.json"
 
 
 def write_settings(folder: str | Path, config: TrainConfig) -> None:
-    """Write them; a kill leaves the old file or the new one."""
+    """Write the settings atomically: a kill leaves either the old file or the new one."""
     replace_text(Path(folder) / SETTINGS, json.dumps(settings_by_flag(config), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What a step's record says beside its losses: seconds of each phase, rates, sizes of trees, balance of ranks."""
+"""Computes a step's metrics other than losses: phase times, rates, tree sizes and the balance of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_dta.model import Mesh
 
 
 class Stopwatch:
-    """Seconds spent under names since it was made; ``on_start`` gets each name as its time begins."""
+    """Accumulates seconds by phase name; ``on_start`` is called with the name when a phase starts."""
 
     def __init__(self, on_start: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
@@ -22,7 +22,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the block to ``name``, that of what it has queued on a GPU included."""
+        """Add the time of the block to ``name``, including the work that it queued on a GPU."""
         self._on_start(name)
         start = time.perf_counter()
         try:
@@ -35,12 +35,12 @@ class Stopwatch:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since the stopwatch was created."""
         return time.perf_counter() - self._began
 
 
 def step_sizes(engine: TreeEngine, batch: TreeBatch) -> dict[str, Any]:
-    """Sizes of the forests of all data-parallel ranks, and operations with and without sharing."""
+    """Sizes of the forests of all data-parallel ranks, and floating-point operations with and without sharing."""
     plan = batch.plan
     own = (plan.num_sequence_tokens, plan.segments.tree.num_tokens, plan.segments.num_segments)
     of_ranks = engine.mesh.gather_over_data((*own, *engine.operations(plan)))
@@ -56,11 +56,11 @@ def step_sizes(engine: TreeEngine, batch: TreeBatch) -> dict[str, Any]:
 
 
 def step_timing(watch: Stopwatch, sizes: dict[str, Any], sampled: int, mesh: Mesh) -> dict[str, Any]:
-    """What depends on the clock.
+    """The step's metrics that depend on the clock or the machine.
 
     Args:
-        sizes: of ``step_sizes``.
-        sampled: tokens that were sampled in this step.
+        sizes: the result of ``step_sizes``.
+        sampled: number of tokens sampled in this step.
     """
     seconds = watch.seconds
     trained = seconds["plan"] + seconds["train"] + seconds["update"] + seconds.get("critic", 0.0)
@@ -77,9 +77,9 @@ def step_timing(watch: Stopwatch, sizes: dict[str, Any], sampled: int, mesh: Mes
 
 
 def _balance(train_seconds: float, mesh: Mesh) -> dict[str, Any]:
-    """Seconds that each data-parallel rank was busy with its own sequences, and how even they are: 1 where alike.
+    """Seconds that each data-parallel rank spent on its own sequences, and their mean / maximum: 1 if all are equal.
 
-    With --overlap-grad-reduce they hold waiting for each other, too.
+    With --overlap-grad-reduce the seconds include waiting for other ranks.
     """
     if mesh.data_size == 1:
         return {}
@@ -89,7 +89,7 @@ def _balance(train_seconds: float, mesh: Mesh) -> dict[str, Any]:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Most memory that tensors of this rank took on its GPU since this was last asked."""
+    """Peak memory of this rank's tensors on its GPU since the last call."""
     if not torch.cuda.is_initialized():
         return {}
     peak = torch.cuda.max_memory_allocated() / 2**30

@@ -1,7 +1,7 @@
-"""Signals that end a run after the step it is in, with its state saved, instead of ending the process.
+"""Handles signals that end a run after its current step, with its state saved.
 
-SIGTERM and SIGUSR1 are what schedulers send before a time limit or a preemption, SIGINT is Ctrl-C. A second Ctrl-C,
-more than a second later (torchrun passes the first one on), ends the process at once.
+Schedulers send SIGTERM or SIGUSR1 before a time limit or a preemption; Ctrl-C sends SIGINT. A second Ctrl-C ends the
+process at once if it comes more than a second after the first. (torchrun forwards the first one.)
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# What shells give a program that Ctrl-C has ended, so that the script around it ends, too.
+# Exit status of a program that Ctrl-C ended, by the convention of shells; it also ends the calling script.
 INTERRUPTED = 128 + signal.SIGINT
 
 
 class StopSignals:
-    """Which signal this process has got.
+    """Records the stop signal that this process received.
 
     Attributes:
-        name: of the first one, such as SIGTERM; None while there is none.
+        name: name of the first signal, such as SIGTERM; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class StopSignals:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Take the signals within the block; the handlers from before come back."""
+        """Handle the signals within the block and restore the previous handlers afterwards."""
         before = {number: signal.signal(number, self._take) for number in STOP_SIGNALS}
         try:
             yield
@@ -45,6 +45,6 @@ class StopSignals:
                 raise KeyboardInterrupt
             if self._interrupted_at is None:
                 self._interrupted_at = now
-                # Not print: the handler may have come between two halves of one.
-                os.write(2, b"\nCtrl-C: the run ends after this step and is saved; once more ends it at once\n")
+                # os.write is safe in a signal handler; print is not, since the signal may interrupt another print.
+                os.write(2, b"\nCtrl-C: the run ends after this step and is saved; press it again to end at once\n")
         self.name = self.name or name

@@ -1,9 +1,9 @@
-"""Files of a step's timeline: what each pipeline stage was planned to do when, and when it did.
+"""Writes the planned and the measured timeline of a step's pipeline stages.
 
-DIR/step_4.json            measured, an event a line
-DIR/step_4_planned.json    by the cost model, on several stages
+DIR/step_4.json            measured events, one per line
+DIR/step_4_planned.json    planned events by the cost model, if there are several stages
 DIR/step_4_trace.json      both as a Chrome trace, for chrome://tracing or Perfetto
-DIR/step_4.png             both below each other
+DIR/step_4.png             picture of both, one below the other
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def write_step_timeline(
     folder: str | Path, iteration: int, measured: Sequence[TimelineEvent], planned: Sequence[TimelineEvent]
 ) -> None:
     """Write a step's files; the picture and the trace scale the planned times to the measured work."""
-    # Half a second to import, and only needed here.
+    # Importing Matplotlib takes half a second and is needed only here.
     from megatron_dta.plots.timeline import plot_timelines
 
     path = Path(folder) / f"step_{iteration}"
@@ -32,7 +32,7 @@ def write_step_timeline(
 
 
 def write_timeline_files(path: Path, measured: Sequence[TimelineEvent], planned: Sequence[TimelineEvent]) -> None:
-    """Write the files of a timeline but for the picture; ``path`` is what their names begin with."""
+    """Write the files of a timeline except the picture; ``path`` is the prefix of their names."""
     write_timeline(path.with_name(f"{path.name}.json"), measured)
     if planned:
         write_timeline(path.with_name(f"{path.name}_planned.json"), planned)
@@ -43,7 +43,7 @@ def write_timeline_files(path: Path, measured: Sequence[TimelineEvent], planned:
 
 
 def _scaled(planned: Sequence[TimelineEvent], measured: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-    """``planned`` with as much work as ``measured``: the cost model's unit need not be seconds of this machine."""
+    """Scale ``planned`` to the total work of ``measured``, since the cost model's unit may not be seconds."""
     work, measured_work = (
         sum(event.end - event.start for event in events if event.kind in WORK_KINDS) for events in (planned, measured)
     )

@@ -1,16 +1,16 @@
-"""Ends a job one of whose processes died or hangs, with a message that names it.
+"""Ends a job if one of its processes died or hangs, with a message that names the process.
 
-A collective that waits for a lost rank tells only who waited. So every rank has a thread that writes to the job's
-key-value store, once a second: a count of its own beats, and how many phases of the loop the main thread has entered.
-The first two ranks read what all have written and judge:
+The error of a collective that waits for a lost rank names only the ranks that waited. Therefore a thread on every rank
+writes to the job's key-value store once a second: a heartbeat count, and the number of phases of the loop that the main
+thread has entered. Ranks 0 and 1 read the entries of all ranks:
 
-    no new beat for the limit                         the process is dead or stopped
-    others are phases ahead for the limit             the process hangs in the phase it has entered last
+    no new heartbeat within the limit                 the process is dead or stopped
+    behind other ranks for longer than the limit      the process hangs in the phase that it entered last
 
-The limit is below the timeout of the collectives (``--distributed-timeout-minutes``), so the name comes before their
-error. A slow phase that all ranks are in is nobody's fault and left alone. The verdict goes through the store as well,
-so every rank ends, whatever it waits for. Ranks of a tensor group wait for each other inside one phase: there the
-collective's own error comes first, and what is added to it is which ranks were in no collective, and where instead.
+The limit is below the timeout of the collectives (``--distributed-timeout-minutes``), so this message precedes their
+error. A slow phase that all ranks are in is not an error. The verdict is written to the store as well, so every rank
+ends, even if it is blocked. Ranks of a tensor group wait for each other within one phase. There the collective's own
+error comes first, and a second line adds which ranks were outside a collective, and where.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WATCHERS = 2
 
 @dataclass
 class _Seen:
-    """What was last read of a rank, and when that changed, on the reader's clock."""
+    """The last entry that was read from a rank, and the time at which it changed, on the reader's clock."""
 
     beat: str = ""
     phases: int = 0
@@ -48,7 +48,7 @@ class Watchdog:
     """Watches all ranks while its ``with`` block runs; does nothing in a job of one process.
 
     Args:
-        timeout_s: timeout of the collectives in seconds; a lost rank ends the job before it.
+        timeout_s: timeout of the collectives in seconds. A lost rank ends the job before this timeout.
     """
 
     def __init__(self, mesh: Mesh, timeout_s: float) -> None:
@@ -60,12 +60,12 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def enter(self, phase: str) -> None:
-        """The main thread begins a phase; every rank goes through the same ones in the same order."""
+        """Record that the main thread enters a phase. Every rank enters the same phases in the same order."""
         self._phases, self._phase, self._entered = self._phases + 1, phase, time.monotonic()
 
     def __enter__(self) -> Watchdog:
         if self._mesh.world_size > 1:
-            # A connection of its own: a collective that waits on the store would hold the other one.
+            # Use a separate connection, since a collective that waits on the store blocks the default one.
             self._store = torch.distributed.distributed_c10d._get_default_store().clone()
             now = time.monotonic()
             self._seen = [_Seen(beat_changed=now) for _ in range(self._mesh.world_size)]
@@ -131,16 +131,16 @@ class Watchdog:
         return "; ".join(lost) or None
 
     def _end(self, verdict: str) -> None:
-        """End this process from outside its main thread, which waits for ever."""
+        """Report the verdict and end this process; its main thread may be blocked forever."""
         with contextlib.suppress(RuntimeError, OSError):
             self._store.set(_VERDICT, verdict)
-            # The others may lose this process next: let them read why first.
+            # Give the other ranks time to read the verdict before they lose this process.
             time.sleep(3 * self._interval_s)
         _report(f"error: {verdict}; --distributed-timeout-minutes sets how long a rank may take")
         os._exit(1)
 
     def _explain(self) -> None:
-        """A collective has failed: name the ranks that are gone, which broke it, or those that stay away."""
+        """After a failed collective, name the ranks that died, or else the ranks that did not join it."""
         try:
             self._read()
             time.sleep(3 * self._interval_s)
@@ -156,14 +156,14 @@ class Watchdog:
         away = [(rank, seen) for rank, seen in others if seen.place]
         if gone:
             names = ", ".join(f"rank {rank} in {seen.phase}" for rank, seen in gone)
-            _report(f"error: died: {names}; rank {self._mesh.rank} met that in {self._phase}")
+            _report(f"error: died: {names}; rank {self._mesh.rank} noticed it in {self._phase}")
         elif away and time.monotonic() - self._entered > self.limit_s:
             names = ", ".join(f"rank {rank} in {seen.phase} at {seen.place}" for rank, seen in away)
-            _report(f"error: rank {self._mesh.rank} waited in vain in {self._phase}; in no collective: {names}")
+            _report(f"error: rank {self._mesh.rank} timed out in {self._phase}; not in a collective: {names}")
 
 
 def _place_of_main_thread() -> str:
-    """Where the main thread is, empty if in a collective."""
+    """The current source location of the main thread; empty if it is in a collective."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     if frame is None or f"torch{os.sep}distributed" in frame.f_code.co_filename:
         return ""

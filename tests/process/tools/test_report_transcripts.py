@@ -164,7 +164,7 @@ def test_a_browser_reads_and_searches_them(tmp_path: Path) -> None:
         assert shown.evaluate("document.title") == "Run run"
         # On top stands what trees were worth.
         header = shown.evaluate("document.querySelector('header').innerText")
-        assert "each computed token stood for 3.00 tokens" in header
+        assert "Trees: 3.00x token reuse" in header
         assert shown.complaints == []
         assert shown.requests == [page.resolve().as_uri()]
 

@@ -191,7 +191,7 @@ def test_operations_without_sharing_are_those_of_dense_training(tmp_path: Path) 
     for mode in ("dta", "packed", "dense"):
         _, text = run(f"{flags} --tree-mode {mode} --tree-segment-tokens 40 --save {tmp_path}/{mode}")
         found[mode] = read_metrics(tmp_path / mode / "metrics.jsonl")
-        assert ("Trees: each computed token stood for" in text) == (mode != "dense")
+        assert ("x token reuse" in text) == (mode != "dense")
     for tree, packed, dense in zip(*found.values(), strict=True):
         assert tree["tree_tflop"] < tree["dense_tflop"] == pytest.approx(dense["tree_tflop"], rel=1e-12)
         assert dense["dense_tflop"] == dense["tree_tflop"]
@@ -222,10 +222,10 @@ def test_the_last_line_is_that_of_all_steps(tmp_path: Path) -> None:
 def test_what_trees_were_worth() -> None:
     steps = [record(i, tokens=70, unique_tokens=10, tree_tflop=2.0, dense_tflop=9.0) for i in (1, 2)]
     assert tree_benefit(steps) == (
-        "Trees: each computed token stood for 7.00 tokens of rollouts; without sharing, forward and backward would "
+        "Trees: 7.00x token reuse; without sharing, forward and backward would "
         "have taken 4.50 times the operations (18 TFLOP instead of 4 TFLOP)"
     )
     # Records of older versions lack the operations; a dense run saved nothing.
-    assert tree_benefit([record(1)]) == "Trees: each computed token stood for 7.00 tokens of rollouts"
+    assert tree_benefit([record(1)]) == "Trees: 7.00x token reuse"
     assert benefit_sentences([record(1, unique_tokens=70)]) == []
     assert benefit_sentences([{"iteration": 0, "timing": {}}]) == []
