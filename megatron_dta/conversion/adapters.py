@@ -1,8 +1,8 @@
-"""LoRA adapters in a checkpoint's files: where they are, merged into the weights, or on their own for PEFT.
+"""Reads LoRA adapters from checkpoints, and either merges them into the weights or writes them for PEFT.
 
-A checkpoint of a run with adapters holds these alone; the weights they belong to are in the folder ``base`` beside it.
-An adapter's B has the rows of the weight that it is added to, so it is split into Hugging Face tensors as the weight
-is; A is that of all of them.
+A checkpoint of a LoRA run holds only the adapters; their base weights are in the folder ``base`` beside it. An
+adapter's B has the same rows as the weight that it is added to, so it is split into Hugging Face tensors like the
+weight. All of these tensors share A.
 
     adapter_config.json, adapter_model.safetensors     what ``peft.PeftModel.from_pretrained`` loads
 
@@ -32,7 +32,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The flags of a run with adapters."""
+    """The LoRA settings of a run."""
 
     rank: int
     alpha: float
@@ -40,7 +40,7 @@ class LoraSettings:
 
     @classmethod
     def of(cls, settings: dict[str, Any] | None) -> LoraSettings | None:
-        """From a checkpoint's settings by flag; None if it has no adapters."""
+        """Read the LoRA settings from a checkpoint's settings by flag; None if it has no adapters."""
         if settings is None or settings.get("--lora-rank") is None:
             return None
         rank, alpha, targets = (settings.get(f"--lora-{name}") for name in ("rank", "alpha", "target-modules"))
@@ -54,7 +54,11 @@ class LoraSettings:
 
 
 def base_of(checkpoint: Path) -> Path:
-    """Where the weights are that a checkpoint's adapters belong to."""
+    """The folder of the base weights of a checkpoint's adapters.
+
+    Raises:
+        InputError: the folder does not exist.
+    """
     base = checkpoint.parent / BASE
     if not (base / "metadata.json").is_file():
         raise InputError(f"{checkpoint}: holds adapters alone, and the weights they belong to are not in {base}")
@@ -73,8 +77,9 @@ class CheckpointAdapters:
         found = LoraSettings.of(self.checkpoint.settings())
         if found is None:
             raise InputError(f"{path}: has no LoRA adapters")
+        # The pieces of one weight are requested consecutively.
         self.settings = found
-        # The pieces of one weight come one after the other.
+        # The pieces of one weight are requested consecutively.
         self.matrices = lru_cache(maxsize=2)(self._matrices)
 
     def _matrices(self, parameter: Parameter) -> tuple[Tensor, Tensor]:
@@ -90,7 +95,7 @@ class CheckpointAdapters:
         return whole
 
     def merged(self, parameter: Parameter, piece: StoredPiece, values: Tensor) -> Tensor:
-        """A piece of a weight with its part of the adapter added, in at least float32."""
+        """Add the adapter's part to a piece of a weight, in at least float32."""
         dtype = torch.promote_types(values.dtype, torch.float32)
         first, second = self.matrices(parameter)
         rows, columns = piece.shape
@@ -100,7 +105,7 @@ class CheckpointAdapters:
         return torch.addmm(values.to(dtype), second, first, alpha=scale)
 
     def peft_tensors(self, parameters: list[Parameter]) -> dict[str, Tensor]:
-        """All adapters under PEFT's names."""
+        """All adapter matrices by PEFT's names."""
         found: dict[str, Tensor] = {}
         for parameter in filter(self.settings.adapts, parameters):
             first, second = self.matrices(parameter)
@@ -112,7 +117,7 @@ class CheckpointAdapters:
 
 
 def _parameters(parameter: Parameter, rank: int) -> tuple[Parameter, Parameter]:
-    """A and B of the adapter of ``parameter`` as parameters of the whole model."""
+    """The adapter's A and B for ``parameter``, as parameters of the whole model."""
 
     def of(name: str, shape: tuple[int, int], sharding: Sharding, blocks: tuple[Block, ...]) -> Parameter:
         def renamed(key: str) -> str:
@@ -136,8 +141,8 @@ class ToPeft:
     Attributes:
         source: the checkpoint itself.
         template: Hugging Face checkpoint of the base, which the configuration names.
-        parameters: of the whole model.
-        dtype: of the matrices written; None keeps theirs.
+        parameters: all parameters of the whole model.
+        dtype: dtype of the written matrices; None keeps theirs.
     """
 
     source: Path
@@ -154,11 +159,11 @@ class ToPeft:
         self._layout = replace(layout, name=WEIGHTS)
 
     def files(self) -> dict[str, int]:
-        """The one file and its size."""
+        """The name and the size of the only file."""
         return {WEIGHTS: self._layout.size}
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the file depends on."""
+        """The values that the file depends on."""
         stamps = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(self.source.iterdir())]
         return {"to": "peft", "source": str(self.source), "dtype": str(self.dtype), "files_read": stamps}
 

@@ -1,10 +1,10 @@
-"""Whether a distributed checkpoint is what was saved: its files' checksums and sizes, and who may write to it.
+"""Verifies that a distributed checkpoint is unchanged since it was saved, and that not every user may write to it.
 
     checksums.json      {"algorithm": "crc32", "files": {NAME: [BYTES, CHECKSUM]}}, for every other file of the folder
 
-A disk, a file system or a copy that changes bytes gives no error when they are read, and training goes on with other
-weights. CRC-32 finds every single changed run of up to 32 bits and all but one of 4 billion other changes; it guards
-against accidents, not against people. Checkpoints from before there were checksums have none and are read as they are.
+If a disk, a file system or a copy corrupts bytes, reading them raises no error and training continues with wrong
+weights. CRC-32 detects every single error burst of up to 32 bits and misses one in 4 billion other changes. It protects
+against accidents, not against attackers. Older checkpoints have no checksums and are read without this check.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CHECKSUMS = "checksums.json"
 SKIP_FLAG = "--skip-checkpoint-checks"
 _ALGORITHM = "crc32"
 _BUFFER_BYTES = 1 << 22
-# Files read at the same time; zlib computes outside Python's global lock.
+# Number of files read concurrently; zlib releases Python's global interpreter lock.
 _THREADS = 4
 
 Checksums = dict[str, tuple[int, str]]
 
 
 def file_checksum(path: Path) -> tuple[int, str]:
-    """Bytes and checksum of a file."""
+    """Size in bytes and checksum of a file."""
     if not path.is_file():
         # A pipe would wait for ever.
         raise FileNotFoundError(errno.ENOENT, "is missing", str(path))
@@ -46,14 +46,14 @@ def file_checksum(path: Path) -> tuple[int, str]:
 
 
 def checksums_of(folder: Path, names: Iterable[str]) -> Checksums:
-    """Bytes and checksum of some files in ``folder``."""
+    """Size in bytes and checksum of some files in ``folder``, by name."""
     listed = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(listed, pool.map(file_checksum, (folder / name for name in listed)), strict=True))
 
 
 def write_checksums(folder: Path, checksums: Checksums) -> None:
-    """Write the list of checksums."""
+    """Write ``checksums.json``."""
     content = {"algorithm": _ALGORITHM, "files": dict(sorted(checksums.items()))}
     with open(folder / CHECKSUMS, "w") as file:
         json.dump(content, file, indent=0)
@@ -62,10 +62,10 @@ def write_checksums(folder: Path, checksums: Checksums) -> None:
 
 
 def read_checksums(path: Path) -> Checksums:
-    """What the files of the checkpoint ``path`` should be; nothing if it was written without checksums.
+    """The expected size and checksum of each file of the checkpoint ``path``; empty if it has no checksums.
 
     Raises:
-        InputError: the list of checksums itself is damaged.
+        InputError: ``checksums.json`` is damaged.
     """
     file = path / CHECKSUMS
     try:
@@ -89,13 +89,13 @@ def _is_entry(name: str, size: Any, checksum: Any) -> bool:
 
 
 def verify_checksums(path: Path, share: tuple[int, int] = (0, 1)) -> None:
-    """Refuse a checkpoint with a file that is not what was saved.
+    """Refuse a checkpoint with a file that has changed since it was saved.
 
     Args:
-        share: (i, n) to check only the i-th of n parts of the files, of about the same number of bytes.
+        share: (i, n) checks only the i-th of n shares of the files, which have about equal numbers of bytes.
     """
     expected = read_checksums(path)
-    # The largest first, each to the part that has least: all parts take about as long.
+    # Assign the largest files first, each to the smallest share, so that all shares take about the same time.
     loads, own = [0] * share[1], []
     for name in sorted(expected, key=lambda name: (-expected[name][0], name)):
         part = loads.index(min(loads))
@@ -120,7 +120,11 @@ def _described(entry: tuple[int, str]) -> str:
 
 
 def check_parts(path: Path) -> int:
-    """Bytes of all parts of the checkpoint ``path``; ``InputError`` names a file that is missing or cut."""
+    """Total bytes of the checkpoint ``path``.
+
+    Raises:
+        InputError: a file is missing or truncated.
+    """
     try:
         stored = read_metadata_of(path).storage_data
     except (OSError, pickle.UnpicklingError) as error:
@@ -133,12 +137,12 @@ def check_parts(path: Path) -> int:
         if not file.is_file():
             raise InputError(f"{file}: is missing from the checkpoint; write the number of an earlier one")
         if file.stat().st_size < end:
-            raise InputError(f"{file}: has {file.stat().st_size} bytes of {end}: the checkpoint is cut")
+            raise InputError(f"{file}: has {file.stat().st_size} bytes of {end}: the checkpoint is truncated")
     return sum(ends.values())
 
 
 def refuse_open_to_all(path: Path) -> None:
-    """Refuse a checkpoint that every user of the machine may change while it is read."""
+    """Refuse a checkpoint that every user of the machine may write."""
     for each in (path, *sorted(path.glob("*")), *sorted(path.glob(".metadata"))):
         try:
             mode = each.stat().st_mode
@@ -151,6 +155,6 @@ def refuse_open_to_all(path: Path) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """All checks of the checkpoint ``path`` by one process: nobody else may change it, and it is what was saved."""
+    """Run all checks of the checkpoint ``path`` in one process: its permissions and its checksums."""
     refuse_open_to_all(path)
     verify_checksums(path)

@@ -1,12 +1,12 @@
-"""A conversion as a list of files, each written on its own: by several processes, resumable, all or nothing.
+"""Runs a conversion that writes independent files: in several processes, resumable, and atomic.
 
-    TARGET.tmp/conversion.json     what is being converted into what
-    TARGET.tmp/FILE                a file being written, or complete
-    TARGET.tmp/FILE.done           what became of it: it is complete
-    TARGET                         the whole, once every file is
+    TARGET.tmp/conversion.json     fingerprint of the input and the output
+    TARGET.tmp/FILE                a file in progress, or complete
+    TARGET.tmp/FILE.done           the record of a complete file
+    TARGET                         the result, once every file is complete
 
-A killed conversion started again with the same input goes on with the files that are not complete. A failure (a full
-disk) deletes everything. Nothing gets the name TARGET before it is whole.
+A killed conversion that is started again with the same input continues with the incomplete files. A failure, such as a
+full disk, deletes everything. The folder is renamed to TARGET only when it is complete.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from megatron_dta.common.errors import InputError
 
 UNFINISHED = ".tmp"
 _MANIFEST, _DONE = "conversion.json", ".done"
-# Set in every process that writes files: the job, and how to count bytes.
+# The job and the function that counts bytes, set in every process that writes files.
 _worker: tuple[Job, Callable[[int], None]] | None = None
 
 
 class Job(Protocol):
-    """What is to be written. It is sent to the processes that write, so it holds plain values."""
+    """The description of a conversion. It is sent to the worker processes, so it must be picklable."""
 
     def files(self) -> dict[str, int]:
-        """Names of the files, with about how many bytes each will have."""
+        """Names of the files and the approximate size of each in bytes."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Plain values that differ where the input or the wanted output differs."""
+        """Plain values that identify the input and the requested output."""
 
     def write_file(self, name: str, folder: Path, advance: Callable[[int], None]) -> Any:
-        """Write one file, counting bytes with ``advance``; returns plain values that ``finish`` needs."""
+        """Write one file and report bytes with ``advance``; returns plain values for ``finish``."""
 
     def finish(self, folder: Path, records: dict[str, Any]) -> None:
-        """Add what can be written only when all files are; gets what ``write_file`` returned for each."""
+        """Write the files that depend on all others; ``records`` holds each file's result of ``write_file``."""
 
 
 def source_stamp(paths: list[Path]) -> list[list[Any]]:
-    """What changes when one of the files does."""
+    """Values that change when one of the files changes."""
     return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
 def check_target(target: Path) -> None:
-    """Refuse an output folder that holds something."""
+    """Refuse an output folder that exists already."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target}: exists already; give a folder that does not, or delete it first")
 
 
 def run_job(job: Job, target: Path, processes: int, console: Console) -> None:
-    """Write all files of ``job`` and let them be the folder ``target``.
+    """Write all files of ``job`` as the folder ``target``.
 
     Raises:
         InputError: the folder exists, holds another unfinished conversion, or cannot be written.
@@ -108,7 +108,7 @@ def _deleted_on_failure(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep a second process from writing the same files."""
+    """Hold a lock that prevents a second process from writing the same files."""
     file = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -121,7 +121,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _resume(folder: Path, job: Job, files: dict[str, int]) -> dict[str, Any]:
-    """Records of the files that an earlier process has completed."""
+    """Records of the files that an earlier process completed."""
     text = json.dumps({**job.fingerprint(), "files": files}, sort_keys=True)
     stamp = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest()})
     manifest = folder / _MANIFEST
@@ -142,7 +142,7 @@ def _resume(folder: Path, job: Job, files: dict[str, int]) -> dict[str, Any]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Let ``path`` hold ``text``, all of it or what was there before."""
+    """Replace the content of ``path`` atomically."""
     unfinished = path.with_name(path.name + ".part")
     with open(unfinished, "w") as file:
         file.write(text)
@@ -171,7 +171,7 @@ def _progress(console: Console, files: dict[str, int], done: dict[str, Any]) -> 
 def _written(
     job: Job, folder: Path, files: dict[str, int], done: dict[str, Any], processes: int, advance: Callable[[int], None]
 ) -> Iterator[tuple[str, Any]]:
-    """Write the files that are not ``done``, and tell of each."""
+    """Write the files that are not ``done`` and yield each one's name and record."""
     names = [name for name in files if name not in done]
     if processes == 1 or len(names) < 2:
         for name in names:

@@ -1,8 +1,8 @@
-"""Hugging Face architectures as tables: which tensors make up which Megatron parameter.
+"""Maps Hugging Face tensors to Megatron parameters with one table of rules per architecture.
 
-A rule is one line of a table. Names are those within a layer; ``{expert}`` stands for an expert's number. Everything
-that reads or writes weights works on what ``parameters_of`` makes of the rules, so a new architecture is a new table.
-Megatron's names are those of its local layer specification.
+Names in a rule are relative to the layer; ``{expert}`` stands for an expert's number. All code that reads or writes
+weights uses the result of ``parameters_of``, so a new architecture needs only a new table. Megatron's names are those
+of its local layer specification.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_dta.conversion.parameters import (
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the names and shapes of a model's weights; the names are those of the settings."""
+    """The settings that determine the names and shapes of a model's weights, under the settings' names."""
 
     num_layers: int
     hidden_size: int
@@ -43,12 +43,12 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelShape:
-        """The shape that these settings describe."""
+        """The shape of the model with these settings."""
         values = {item.name: getattr(model, item.name) for item in fields(cls) if hasattr(model, item.name)}
         return cls(**{**values, "moe_layers": tuple(values.get("moe_layers", ()))})
 
     def padded_vocab_size(self, tensor_size: int) -> int:
-        """Rows of the embedding on so many tensor-parallel ranks."""
+        """Rows of the padded embedding with ``tensor_size`` tensor-parallel ranks."""
         unit = self.make_vocab_size_divisible_by * tensor_size
         return -(-self.vocab_size // unit) * unit
 
@@ -57,7 +57,7 @@ class ModelShape:
         return bool(self.num_experts) and self.moe_layers[layer]
 
     def size_of(self, dimension: str) -> int:
-        """A dimension that the tables name."""
+        """The size of a dimension that the tables name."""
         heads, groups, head = self.num_attention_heads, self.num_query_groups, self.kv_channels
         sizes = {
             "hidden": self.hidden_size,
@@ -75,7 +75,7 @@ class ModelShape:
 
 
 class Place(Enum):
-    """Where in a model a rule applies."""
+    """The part of a model that a rule applies to."""
 
     EMBEDDING = "before the layers"
     LAYER = "every layer"
@@ -83,15 +83,15 @@ class Place(Enum):
     MIXTURE = "layers with experts"
     EXPERT = "every expert of a layer"
     END = "behind the layers"
-    OUTPUT = "behind the layers, if the output weight is not the embedding"
+    OUTPUT = "after the layers, if the output weight is not the embedding"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``megatron`` [dimensions of ``shape``] is made of the tensors ``huggingface``.
+    """The parameter ``megatron`` with the dimensions ``shape`` consists of the tensors ``huggingface``.
 
     Attributes:
-        key: the parameter's name in checkpoints, where it is another one.
+        key: the parameter's name in checkpoints, if it differs.
     """
 
     place: Place
@@ -102,7 +102,7 @@ class Rule:
     key: str | None = None
 
     def blocks(self, shape: ModelShape, rename: Callable[[str], str]) -> tuple[Block, ...]:
-        """The parameter's rows in tensors named by ``rename``."""
+        """The blocks of the parameter; ``rename`` completes the tensors' names."""
         names, rows = tuple(rename(name) for name in self.huggingface), shape.size_of(self.shape[0])
         if len(names) == 1:
             return plain_blocks(names[0], rows)
@@ -195,12 +195,16 @@ ARCHITECTURES: dict[str, list[Rule]] = {
         *_mixture("mlp", "gate_proj", "up_proj", "down_proj"),
     ],
 }
-# Buffers that old versions of transformers saved and newer ones compute: nothing to convert.
+# Buffers that old versions of transformers saved and newer ones compute. They are not converted.
 COMPUTED_TENSORS = ("rotary_emb.inv_freq",)
 
 
 def rules_of(architecture: str) -> list[Rule]:
-    """The table of an architecture; ``InputError`` if there is none."""
+    """The table of an architecture.
+
+    Raises:
+        InputError: the architecture is not supported.
+    """
     if architecture not in ARCHITECTURES:
         raise InputError(
             f"the architecture {architecture} cannot be converted; supported are {', '.join(ARCHITECTURES)}"
@@ -229,7 +233,7 @@ def _parameter(rule: Rule, shape: ModelShape, layer: int | None = None, expert: 
     experts = [] if expert is None else [(expert, shape.num_experts or 0)]
     places = [_stored_at(prefix + name, experts)]
     if layer is not None:
-        # Megatron joins all layers' parameters in one tensor unless it is told that layers differ, as with experts.
+        # Megatron stacks the parameters of all layers in one tensor unless layers differ, as with experts.
         joined = _stored_at(f"decoder.layers.{name}", [(layer, shape.num_layers), *experts])
         places.insert(1 if shape.num_experts else 0, joined)
 
@@ -252,5 +256,5 @@ def _stored_at(key: str, axes: list[tuple[int, int]]) -> StoredAt:
 
 
 def tensors_of(parameters: list[Parameter]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all Hugging Face tensors that the parameters are made of."""
+    """Shapes of all Hugging Face tensors that the parameters consist of."""
     return {name: tensor_shape for parameter in parameters for name, tensor_shape in parameter.tensors.items()}

@@ -1,13 +1,14 @@
 """Reads and writes the files of a Megatron distributed checkpoint (``torch_dist``) piece by piece, without a model.
 
-    __GROUP_NUMBER.distcp   pieces of tensors, one behind the other, each as PyTorch serializes a tensor
-    .metadata               which rectangle of which tensor stands where (written last)
-    common.pt               what is the same on every rank: here the settings
+    __GROUP_NUMBER.distcp   consecutive pieces of tensors, each serialized by PyTorch
+    .metadata               the rectangle and the location of every piece (written last)
+    common.pt               the state common to all ranks: here the settings
     metadata.json           the format's name
 
-A checkpoint's tensors are whole models' (Megatron's ``ShardedTensor``: any rank of any mesh reads its part of them), so
-pieces may be cut as one likes: along the parts of the mesh that is to load them, and small enough that memory does not
-depend on the largest tensor. Megatron's modules also keep an extra state, which is empty here but must be there.
+A checkpoint stores the tensors of the whole model (Megatron's ``ShardedTensor``), of which any rank of any mesh reads
+its part. Pieces can therefore have any boundaries. They follow the parts of the mesh that will load the checkpoint, and
+are small enough that memory use does not depend on the largest tensor. Megatron's modules also store an extra state,
+which is empty here but must exist.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-# Modules of Megatron's that keep an extra state.
+# Megatron's modules that store an extra state.
 _WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 _COMMON_STATE = "common_state/shard_0_1"
 
 
 class Piece(NamedTuple):
-    """Rows and columns of one parameter that stand together in a file; ``columns`` is None for a vector."""
+    """A rectangle of one parameter that is stored contiguously in a file; ``columns`` is None for a vector."""
 
     parameter: int
     rows: tuple[int, int]
@@ -67,7 +68,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Where a piece of a parameter is: rows and columns of it, in a file from ``offset`` on."""
+    """The location of a piece of a parameter: its rows and columns, and its file and byte offset."""
 
     path: Path
     offset: int
@@ -95,7 +96,7 @@ def _is_plain_tensor(values: Any) -> bool:
 
 
 class _Section(io.RawIOBase):
-    """A part of a file that looks like a file, read without going through copies in memory."""
+    """A file-like view of a section of a file, read without intermediate copies."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class _Section(io.RawIOBase):
 
 
 class MegatronCheckpoint:
-    """The parameters of a distributed checkpoint, found by what they are in the whole model.
+    """The parameters of a distributed checkpoint, addressed as parameters of the whole model.
 
     Raises:
         InputError: the folder holds no distributed checkpoint, or a damaged one.
@@ -144,7 +145,7 @@ class MegatronCheckpoint:
             raise InputError(f"{path}: is no readable distributed checkpoint ({error})") from error
 
     def settings(self) -> dict[str, Any] | None:
-        """All settings of the run that wrote it, by flag; None if it was not this project."""
+        """All settings of the run that wrote the checkpoint, by flag; None if another project wrote it."""
         try:
             common = self._common()
         except pickle.UnpicklingError as error:
@@ -157,7 +158,7 @@ class MegatronCheckpoint:
         return saved_settings(self.path, common)
 
     def _common(self) -> Any:
-        """What is the same on every rank; from Megatron-Core 0.19 on it stands among the pieces."""
+        """The state common to all ranks. Since Megatron-Core 0.19 it is stored among the pieces."""
         stored = self._metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
         if stored is None:
             with open(self.path / "common.pt", "rb") as file:
@@ -167,11 +168,11 @@ class MegatronCheckpoint:
             return load_values(section, stored.length)[0]
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:
-        """In what a parameter is stored."""
+        """The dtype in which a parameter is stored."""
         return self._found(parameter)[1].properties.dtype
 
     def pieces_of(self, parameter: Parameter) -> Iterator[StoredPiece]:
-        """All pieces of a parameter; together they cover it, and padding of the vocabulary besides."""
+        """Yield all pieces of a parameter. Together they cover it, including padding of the vocabulary."""
         (key, place, _), _ = self._found(parameter)
         axes, covered = len(place), 0
         for chunk in self._chunks(key, axes).get(place, []):
@@ -187,7 +188,7 @@ class MegatronCheckpoint:
             raise InputError(f"{self.path}: {parameter.name} is not whole in the checkpoint")
 
     def _chunks(self, key: str, axes: int) -> dict[tuple[int, ...], list[ChunkStorageMetadata]]:
-        """Chunks of a checkpoint's tensor by their place along its first ``axes`` axes."""
+        """Chunks of a checkpoint's tensor by their position along its first ``axes`` axes."""
         if key not in self._by_place:
             found = self._by_place[key] = {}
             for chunk in self._metadata.state_dict_metadata[key].chunks:
@@ -196,7 +197,7 @@ class MegatronCheckpoint:
         return self._by_place[key]
 
     def _found(self, parameter: Parameter) -> tuple[StoredAt, TensorStorageMetadata]:
-        """Where a parameter is, and what the metadata say of the tensor there, if that fits."""
+        """The location of a parameter and the metadata of its tensor, whose shape is checked."""
         described = ((place, self._metadata.state_dict_metadata.get(place.key)) for place in parameter.places)
         place, stored = next((pair for pair in described if isinstance(pair[1], TensorStorageMetadata)), (None, None))
         if place is None:
@@ -212,7 +213,12 @@ class MegatronCheckpoint:
 
 
 def read_metadata_of(path: Path) -> Metadata:
-    """The metadata of the checkpoint ``path``; ``OSError`` or ``pickle.UnpicklingError`` if there is none."""
+    """The metadata of the checkpoint ``path``.
+
+    Raises:
+        OSError: there is no metadata file.
+        pickle.UnpicklingError: it holds no metadata.
+    """
     if not (path / ".metadata").is_file():
         raise FileNotFoundError(errno.ENOENT, "there is no .metadata")
     with open(path / ".metadata", "rb") as file:
@@ -220,10 +226,10 @@ def read_metadata_of(path: Path) -> Metadata:
 
 
 def saved_settings(path: Path, common: Any) -> dict[str, Any] | None:
-    """The settings by flag in what a checkpoint holds beside shards; None if this project did not write it.
+    """The settings by flag in a checkpoint's common state; None if another project wrote the checkpoint.
 
     Raises:
-        InputError: they are of another form than this project writes.
+        InputError: the settings do not have this project's format.
     """
     own = common.get("megatron_dta") if isinstance(common, dict) else None
     if own is None:
@@ -238,21 +244,21 @@ def saved_settings(path: Path, common: Any) -> dict[str, Any] | None:
 
 
 class PieceWriter:
-    """Appends pieces to one file of a checkpoint and notes where they are."""
+    """Appends pieces to one file of a checkpoint and records their locations."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.spans: list[tuple[int, int]] = []
 
     def append(self, values: Any) -> None:
-        """Write a tensor (or an extra state) behind what was written before."""
+        """Append a tensor or an extra state."""
         start = self._file.tell()
         torch.save(values, self._file)
         self.spans.append((start, self._file.tell() - start))
 
 
 def extra_states_of(parameter: Parameter) -> list[str]:
-    """Names under which Megatron keeps the extra state of the parameter's module."""
+    """Names under which Megatron stores the extra state of the parameter's module."""
     key, index, count = parameter.stored_at
     if not key.endswith(_WITH_EXTRA_STATE):
         return []
@@ -268,11 +274,11 @@ def write_metadata(
     files: dict[str, list[tuple[Piece | str, tuple[int, int]]]],
     common: dict[str, Any],
 ) -> None:
-    """Describe the files of a checkpoint, which makes it one.
+    """Write the metadata, which completes a checkpoint.
 
     Args:
-        rows, dtypes: of every parameter as it is written, padding included.
-        files: pieces (or names of extra states) of every file, with where they start and how long they are.
+        rows, dtypes: number of rows (including padding) and dtype of every written parameter.
+        files: pieces (or names of extra states) of every file, each with its start and length in bytes.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {parameter.stored_at.key: [] for parameter in parameters}
     results: list[WriteResult] = []

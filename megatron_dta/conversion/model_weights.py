@@ -1,9 +1,9 @@
-"""A model on a mesh and Hugging Face tensors: load them into it, or iterate over them, without a file in between.
+"""Loads Hugging Face tensors into a model on a mesh, and iterates over the model's weights as Hugging Face tensors.
 
-A rank holds parts of some parameters (its pipeline stage's, its experts'). Loading reads the bytes of these parts
-only. Iterating yields either what the rank holds of each Hugging Face tensor, without any communication, or all tensors
-whole, in the order of the model, one parameter at a time: for inference servers whose weights are to be updated, and
-for saving. LoRA adapters are merged into what is iterated over; loading fills the weights that they belong to.
+A rank holds parts of some parameters (those of its pipeline stage and its experts). Loading reads only the bytes of
+these parts. Iteration yields either the rank's shards of the Hugging Face tensors, without any communication, or all
+whole tensors in the order of the model, one parameter at a time. It serves weight updates of inference servers, and
+saving. Iteration merges LoRA adapters into the weights; loading fills the base weights.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Adapter(Protocol):
 
 
 class HeldPart(NamedTuple):
-    """What this rank holds of a parameter.
+    """The part of a parameter that this rank holds.
 
     Attributes:
-        rank, size: place among the ranks that divide the parameter; (0, 1) where it is whole.
-        values: the live weights, of the part's shape.
-        is_copy: the last stage's copy of the embedding, where the two are tied.
-        adapter: what is added to them on export.
+        rank, size: position among the ranks that divide the parameter; (0, 1) if it is not divided.
+        values: the model's weights, of the part's shape, not copied.
+        is_copy: whether this is the last stage's copy of a tied embedding.
+        adapter: the adapter that is merged into the weights on export.
     """
 
     parameter: Parameter
@@ -57,7 +57,7 @@ class HeldPart(NamedTuple):
     adapter: Adapter | None
 
     def exported(self) -> Tensor:
-        """The weights as they are used: merged in float32, then rounded to their dtype."""
+        """The weights with the adapter, merged in float32 and rounded to their dtype."""
         values = self.values.detach()
         return values if self.adapter is None else self.adapter.merged(values).to(values.dtype)
 
@@ -67,9 +67,9 @@ class HfShard:
     """A rectangle of a Hugging Face tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        offsets: where ``values`` begin in it, along each axis.
-        values: a copy, or the live weights themselves: do not change them.
+        shape: shape of the whole tensor.
+        offsets: start of ``values`` in the whole tensor, along each axis.
+        values: a copy of the weights or the weights themselves; do not modify them.
     """
 
     name: str
@@ -82,9 +82,9 @@ class HfWeights:
     """The weights of a model on the mesh, as Hugging Face tensors.
 
     Args:
-        chunks: this rank's modules of the model: one, or one for each of its pipeline stages.
-        architecture: Hugging Face's name, such as "LlamaForCausalLM".
-        host_group: group of all ranks for objects on the host (gloo); None takes the default group.
+        chunks: this rank's model chunks, one for each of its (virtual) pipeline stages.
+        architecture: Hugging Face's name of the architecture, such as "LlamaForCausalLM".
+        host_group: group of all ranks for objects on the host (gloo); None uses the default group.
 
     Raises:
         InputError: the model has a parameter that the architecture does not.
@@ -107,10 +107,10 @@ class HfWeights:
         ]
 
     def load(self, folder: str | Path) -> None:
-        """Fill the rank's weights from a checkpoint; they keep their dtype.
+        """Load the rank's weights from a checkpoint; they keep their dtype.
 
         Raises:
-            InputError: the checkpoint is damaged or of another model; no weight has changed then.
+            InputError: the checkpoint is damaged or of another model. In this case no weight has changed.
         """
         reader = SafetensorsFolder(folder)
         check_tensors(reader, self.parameters, self._shape)
@@ -124,7 +124,7 @@ class HfWeights:
         reader.close()
 
     def iterate_shards(self) -> Iterator[HfShard]:
-        """What this rank holds, by Hugging Face tensor, in the order of its layers; no communication."""
+        """Yield this rank's shards of Hugging Face tensors in the order of its layers, without communication."""
         for held in self.held:
             if held.is_copy:
                 continue
@@ -136,12 +136,12 @@ class HfWeights:
                 rows = exported[copy.part_row : copy.part_row + copy.rows]
                 pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
             for name, found in pieces.items():
-                # A rank's head groups follow each other, so its rows of a tensor do, too.
+                # A rank's head groups are consecutive, so its rows of a tensor are consecutive, too.
                 values = found[0][1] if len(found) == 1 else torch.cat([rows for _, rows in found])
                 yield HfShard(name, shapes[name], (found[0][0], *column), values)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor that ``iterate`` yields, in its order; every rank must call this."""
+        """Shape and dtype of every tensor that ``iterate`` yields, in the same order. Every rank must call this."""
         dtypes = {name: dtype for (name, _), (_, dtype) in self._owners().items()}
         return {
             name: (shape, dtypes[parameter.name])
@@ -150,9 +150,9 @@ class HfWeights:
         }
 
     def iterate(self, to_all: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model, whole; every rank must iterate to the end.
+        """Yield every whole tensor of the model. Every rank must iterate to the end.
 
-        One parameter at a time is gathered, so memory beyond the weights is that of the largest one, twice.
+        One parameter at a time is gathered, so the additional memory is twice the size of the largest parameter.
 
         Args:
             to_all: False yields tensors on rank 0 only, and nothing on the others.
@@ -176,7 +176,7 @@ class HfWeights:
             yield from tensors.items()
 
     def _owners(self) -> dict[tuple[str, int], tuple[int, torch.dtype]]:
-        """The process that sends a part of a parameter, and its dtype; of replicas the first."""
+        """The process that sends each part of a parameter (the first replica), and the part's dtype."""
         mine = [(held.parameter.name, held.rank, held.values.dtype) for held in self.held if not held.is_copy]
         world = torch.distributed.get_world_size()
         everybody: list[list[tuple[str, int, torch.dtype]]] = [mine] * world
@@ -207,7 +207,7 @@ class HfWeights:
 
 
 def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor, Adapter | None]]:
-    """Parameters of a pipeline stage with the numbers of layers and experts in the whole model, and their adapters."""
+    """Parameters of a model chunk, named by layer and expert numbers in the whole model, and their adapters."""
     modules = dict(chunk.named_modules())
     layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
     experts = [int(found[1]) for found in (_EXPERT.search(name) for name, _ in chunk.named_parameters()) if found]
@@ -235,7 +235,7 @@ def _place_among_ranks(parameter: Parameter) -> tuple[int, int]:
 def _transfer(
     own: Tensor | None, part: Part, source: int, dtype: torch.dtype, device: torch.device, to_all: bool
 ) -> Tensor | None:
-    """A part on the ranks that want it: all, or only the first one (None on the others)."""
+    """Send a part to all ranks or only to rank 0; returns None on ranks that do not receive it."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     receives = to_all or rank == 0
     if source == rank:
@@ -253,7 +253,7 @@ def _transfer(
 
 
 def _place(parameter: Parameter, part: Part, values: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Copy a part's rows to where they belong; tensors are made as they are needed."""
+    """Copy a part's rows into the Hugging Face tensors, which are created as needed."""
     columns = slice(None) if part.columns is None else slice(*part.columns)
     for copy in parameter.copies(part):
         rows = values[copy.part_row : copy.part_row + copy.rows]

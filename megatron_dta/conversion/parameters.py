@@ -1,9 +1,14 @@
-"""One parameter of a Megatron model: where its rows stand in Hugging Face tensors, and what a rank holds of it.
+"""Describes a Megatron parameter: its rows in Hugging Face tensors, and the part of it that a rank holds.
 
-Whatever Megatron fuses (query, key and value of each head group; gate and up projection) is a rearrangement of whole
-rows, so a parameter is a list of blocks: so many rows of it are so many rows of that tensor. Everything else follows
-from the blocks, in both directions: which bytes a rank must read for its part, and where a rank's rows belong in the
-tensors it helps to export. Ranks divide rows (of a gated matrix: of each half) or columns.
+Megatron fuses tensors (query, key and value of each head group; gate and up projection) by rearranging whole rows. So a
+parameter is a list of blocks, each of which equals some consecutive rows of a Hugging Face tensor. The blocks determine
+both directions: the bytes that a rank reads for its part, and the place of a rank's rows in the exported tensors. Ranks
+divide rows (for a gated matrix, the rows of each half) or columns.
+
+Example: a model of hidden size 1 with two head groups has query rows q0 to q3 and key and value rows k0, k1, v0, v1.
+The fused parameter has the rows q0 q1 k0 v0 q2 q3 k1 v1, which are six blocks (row, tensor, tensor_row, rows):
+(0, q, 0, 2), (2, k, 0, 1), (3, v, 0, 1), (4, q, 2, 2), (6, k, 1, 1), (7, v, 1, 1). With two tensor-parallel ranks,
+rank 1 holds rows 4 to 7.
 """
 
 from __future__ import annotations
@@ -18,17 +23,17 @@ from torch import Tensor
 
 
 class Sharding(Enum):
-    """What tensor-parallel ranks divide of a parameter."""
+    """How tensor-parallel ranks divide a parameter."""
 
     WHOLE = "the same on every rank"
     ROWS = "rows"
     GATED_ROWS = "rows of each half"
     COLUMNS = "columns"
-    VOCABULARY = "rows, filled up to a multiple of the ranks"
+    VOCABULARY = "rows, padded to a multiple of the ranks"
 
 
 class Block(NamedTuple):
-    """``rows`` rows of the parameter from ``row`` on are those of ``tensor`` from ``tensor_row`` on."""
+    """``rows`` rows of the parameter, starting at ``row``, equal those of ``tensor`` starting at ``tensor_row``."""
 
     row: int
     tensor: str
@@ -37,7 +42,7 @@ class Block(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """``rows`` rows of a part from ``part_row`` on are those of ``tensor`` from ``tensor_row`` on."""
+    """``rows`` rows of a part, starting at ``part_row``, equal those of ``tensor`` starting at ``tensor_row``."""
 
     part_row: int
     tensor: str
@@ -46,12 +51,12 @@ class Copy(NamedTuple):
 
 
 class StoredAt(NamedTuple):
-    """A parameter's place in a distributed checkpoint, whose tensors may hold those of all layers, or of all experts.
+    """A parameter's place in a distributed checkpoint, where one tensor may stack all layers or all experts.
 
     Attributes:
         key: name of the tensor.
-        index: of the parameter along the tensor's first axes.
-        count: how many there are along each of these axes.
+        index: the parameter's index along the tensor's first axes.
+        count: the sizes of these axes.
     """
 
     key: str
@@ -61,12 +66,12 @@ class StoredAt(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle, or two of them one below the other, of a parameter.
+    """One rectangle of a parameter, or two that are concatenated along the rows.
 
     Attributes:
-        row_ranges: (start, stop) rows of the parameter, which stand one below the other in the part; rows beyond the
-            parameter's end are padding.
-        columns: (start, stop), None where the parameter is a vector.
+        row_ranges: (start, stop) row ranges of the parameter, concatenated in the part. Rows beyond the parameter's end
+            are padding.
+        columns: (start, stop) columns; None if the parameter is a vector.
     """
 
     row_ranges: tuple[tuple[int, int], ...]
@@ -84,10 +89,10 @@ class Parameter:
     """A parameter of the whole model.
 
     Attributes:
-        name: Megatron's, with the layer's and the expert's number in the whole model.
-        shape: without padding of the vocabulary.
-        layer, expert: None where it belongs to none.
-        places: where it may be in a distributed checkpoint; the first is where our models look for it.
+        name: Megatron's name, with the numbers of layer and expert in the whole model.
+        shape: shape without padding of the vocabulary.
+        layer, expert: numbers of the layer and the expert; None if the parameter belongs to none.
+        places: possible places in a distributed checkpoint; this project's models use the first one.
     """
 
     name: str
@@ -100,7 +105,7 @@ class Parameter:
 
     @property
     def stored_at(self) -> StoredAt:
-        """Where our models have it in a distributed checkpoint."""
+        """The parameter's place in distributed checkpoints of this project's models."""
         return self.places[0]
 
     @property
@@ -112,11 +117,11 @@ class Parameter:
         return {name: (count, *self.shape[1:]) for name, count in rows.items()}
 
     def whole(self) -> Part:
-        """All of it, without padding."""
+        """The part that covers the whole parameter, without padding."""
         return Part(((0, self.shape[0]),), self._all_columns())
 
     def part_of_rank(self, rank: int, size: int, padded_vocab_size: int) -> Part:
-        """What tensor-parallel rank ``rank`` of ``size`` holds; the sizes divide evenly."""
+        """The part that tensor-parallel rank ``rank`` of ``size`` holds. The sizes must divide evenly."""
         rows, columns = self.shape[0], self._all_columns()
         if self.sharding is Sharding.COLUMNS:
             width = self.shape[1] // size
@@ -131,7 +136,7 @@ class Parameter:
         return Part(((rank * own, (rank + 1) * own),), columns)
 
     def copies(self, part: Part) -> Iterator[Copy]:
-        """Where the rows of ``part`` stand in the Hugging Face tensors, in order; padding stands nowhere."""
+        """Yield the rows of ``part`` as rows of Hugging Face tensors, in order, without padding."""
         part_row = 0
         for start, stop in part.row_ranges:
             for block in self.blocks:
@@ -169,12 +174,12 @@ def _stacked(pieces: list[tuple[int, Tensor]]) -> Tensor:
 
 
 def plain_blocks(tensor: str, rows: int) -> tuple[Block, ...]:
-    """The parameter is the tensor."""
+    """The block of a parameter that equals one tensor."""
     return (Block(0, tensor, 0, rows),)
 
 
 def stacked_blocks(tensors: tuple[str, ...], rows: int) -> tuple[Block, ...]:
-    """The tensors one below the other, ``rows`` in all."""
+    """The blocks of a parameter that concatenates tensors along the rows; ``rows`` is the total."""
     each = rows // len(tensors)
     return tuple(Block(index * each, tensor, 0, each) for index, tensor in enumerate(tensors))
 
@@ -182,7 +187,7 @@ def stacked_blocks(tensors: tuple[str, ...], rows: int) -> tuple[Block, ...]:
 def head_group_blocks(
     tensors: tuple[str, ...], groups: int, queries_per_group: int, head_size: int
 ) -> tuple[Block, ...]:
-    """For each head group: its rows of the query tensor, then of the key and the value tensor."""
+    """The blocks of a fused QKV parameter: for each head group its query rows, then its key and value rows."""
     query, key, value = tensors
     own = queries_per_group * head_size
     blocks = []

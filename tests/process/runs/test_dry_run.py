@@ -94,7 +94,7 @@ def test_a_started_run(tmp_path: Path) -> None:
     part = max((tmp_path / "run" / "iter_0000003").glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = part.read_bytes()
     part.write_bytes(content[:-100])
-    with pytest.raises(InputError, match=f"{part.name}: has .* the checkpoint is cut"):
+    with pytest.raises(InputError, match=f"{part.name}: has .* the checkpoint is truncated"):
         check(flags)
     part.unlink()
     with pytest.raises(InputError, match=f"{part.name}: is missing"):
