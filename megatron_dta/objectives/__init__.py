@@ -1,8 +1,8 @@
-"""Advantages, losses per token, and their weights in the loss of a step.
+"""Computes advantages, losses per token, and their weights in the loss of a step.
 
     total = sum over sequences q and tokens t of  loss_weights[q] * objective(logprobs, entropy, fields).loss[q, t]
 
-``fields.py`` says what an objective is given; ``make_objective`` builds one from the settings of a run.
+``fields`` defines the inputs of an objective; ``make_objective`` builds one from the settings of a run.
 """
 
 from megatron_dta.objectives.advantages import group_advantages

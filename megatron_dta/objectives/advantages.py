@@ -1,13 +1,13 @@
-"""Advantages from rewards: each trajectory against the others of its group (GRPO, arXiv 2402.03300).
+"""Computes advantages from rewards: each trajectory against the others of its group (GRPO, arXiv 2402.03300).
 
     A_i = (R_i - mean of the group) / (standard deviation of the group + 1e-6)
 
-The standard deviation is the sample one (divisor n - 1), as most implementations take it. Without the division (Dr.
-GRPO, arXiv 2503.20783) prompts of small spread are not blown up. A group whose rewards are all equal, so also a group
-of one, says nothing: its advantages are exactly 0.
+The standard deviation is the sample one (divisor n - 1), as in most implementations. Without the division (Dr. GRPO,
+arXiv 2503.20783), prompts of small spread are not amplified. A group whose rewards are all equal, in particular a group
+of one, carries no signal: its advantages are exactly 0.
 
-Computed before the batch is cut in any way, since a group must be seen whole; and from the rewards in sorted order, so
-that the order of the rollouts changes no bit.
+Advantages are computed before the batch is divided in any way, because they need the whole group. They are computed
+from the rewards in sorted order, so that the order of the rollouts changes no bit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def group_advantages(
 ) -> np.ndarray:
     """Advantage of each of Q samples, float64 [Q].
 
-    Samples that share group and ``trajectory_id`` (None: none is shared) are parts of one trajectory: its reward counts
-    once in the group's statistics and all of them get its advantage. Raises ``InputError`` where a reward is unknown
-    (None, NaN) or infinite, or where parts of one trajectory disagree on it.
+    Samples with the same group and ``trajectory_id`` (None: not shared) are parts of one trajectory. Its reward counts
+    once in the group's statistics, and all its samples get its advantage. Raises ``InputError`` if a reward is unknown
+    (None, NaN) or infinite, or if parts of one trajectory have different rewards.
     """
     values = np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
     if not len(values) == len(group_ids) == len(values if trajectory_ids is None else trajectory_ids):
@@ -82,7 +82,7 @@ def _normalize(
     size = np.bincount(counted_group)
     mean = np.bincount(counted_group, counted) / size
     last = np.cumsum(size) - 1
-    # The mean of equal rewards is one ulp off for some values: those groups are told by their extremes.
+    # The mean of equal rewards can be off by one ulp, so such groups are detected by their extremes.
     spread = counted[last] != counted[last - size + 1]
     advantages = np.where(spread[group], rewards - mean[group], 0.0)
     if normalize_std:

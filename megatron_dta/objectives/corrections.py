@@ -1,14 +1,14 @@
-"""Importance sampling between sampler and trainer: two programs that compute the same weights' logprobs differently.
+"""Corrects by importance sampling for the different logprobs of sampler and trainer under the same weights.
 
-The sampler drew a token with the probability that it recorded, the trainer computes another for the same weights. The
-weight w = exp(old_logprob - rollout_logprob), old_logprob by the trainer and rollout_logprob by the sampler, corrects
-the expectation. To bound its variance it is (truncation: E. Ionides, "Truncated importance sampling", 2008)
+The sampler drew a token with the probability that it recorded; the trainer computes another one for the same weights.
+The weight w = exp(old_logprob - rollout_logprob), with old_logprob by the trainer and rollout_logprob by the sampler,
+corrects the expectation. To bound its variance it is (truncation: E. Ionides, "Truncated importance sampling", 2008)
 
     truncate    min(w, high), at least ``low``
-    mask        w where low <= w <= high, else 0: the token takes no part in the surrogate
+    mask        w where low <= w <= high, else 0: the token has no part in the surrogate
 
-per token, or from the sum of the log ratios of the whole sequence. Weights carry no gradient, and the denominator of
-the loss stays that of all trained tokens. Penalties (KL, entropy) are not weighed.
+per token, or computed from the sum of the log ratios of the whole sequence. Weights carry no gradient, and the
+denominator of the loss remains that of all trained tokens. Penalties (KL, entropy) are not weighted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CORRECTION_LEVELS = ("token", "sequence")
 
 @dataclass(frozen=True)
 class Correction:
-    """How the surrogate is weighed; names as on top."""
+    """Settings of the surrogate's weights; see the module for the names."""
 
     mode: str = "truncate"
     level: str = "token"

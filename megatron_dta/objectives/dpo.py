@@ -4,14 +4,14 @@ With S_q = sum over the trained tokens of sequence q of (logprob - ref_logprob),
 
     z = beta (S_c - S_r)        loss = -(1 - e) log sigmoid(z) - e log sigmoid(-z)        (e: label smoothing)
 
-The loss couples two sequences, and in depth-first order a branch of the first may have run backward before the second
-has run forward. But all that the gradient needs of the other sequence is one number:
+The loss connects two sequences, and in depth-first order a branch of the first may have run backward before the second
+has run forward. But the gradient needs only one number from the other sequence:
 
     d loss / d logprob = beta ((e - 1) sigmoid(-z) + e sigmoid(z))    for every token of c, minus that for those of r
 
-So one pass over the same plan without gradients finds S of all sequences, ``pair_terms`` turns them into a coefficient
-for each, and the training pass is a weighted likelihood. That is exact, keeps one path in flight, and leaves the two
-sequences of a pair free to be on different ranks. The coefficient belongs to the weights of this very step.
+One pass without gradients over the same plan therefore computes S of all sequences, ``pair_terms`` turns them into a
+coefficient for each sequence, and the training pass is a weighted likelihood. This is exact, keeps one path in flight,
+and allows the two sequences of a pair on different ranks. A coefficient is valid only for the weights of its own step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ PAIR_CHOICES = ("best-worst", "all")
 def preference_pairs(rewards: Sequence[float], group_ids: Sequence[str], choice: str = "best-worst") -> np.ndarray:
     """Pairs (chosen, rejected) of sequences of one group whose rewards differ, int64 [K, 2].
 
-    best-worst: one pair a group, of the first sequence of highest reward and the first of lowest; all: every pair.
+    best-worst: one pair a group, the first sequence with the highest reward and the first with the lowest; all: every
+    pair.
     """
     values, group = np.asarray(rewards, np.float64), group_numbers(group_ids)
     pairs = []
@@ -48,7 +49,7 @@ def preference_pairs(rewards: Sequence[float], group_ids: Sequence[str], choice:
 
 
 def pair_terms(sums: np.ndarray, pairs: np.ndarray, *, beta: float, label_smoothing: float = 0.0) -> PairTerms:
-    """Losses of the pairs [K, 2] from S [Q], as derivatives by each sequence's logprobs; see on top."""
+    """Losses of the pairs [K, 2] from S [Q], as derivatives by each sequence's logprobs; see the module."""
     chosen, rejected = pairs[:, 0], pairs[:, 1]
     z = beta * (sums[chosen] - sums[rejected])
     losses = (1 - label_smoothing) * np.logaddexp(0, -z) + label_smoothing * np.logaddexp(0, z)
@@ -74,7 +75,7 @@ def dpo_loss(logprobs: Tensor, entropy: Tensor, fields: LossFields) -> TokenLoss
     mask = fields.loss_mask
     present = masked(logprobs, mask)
     gradient, loss = masked(fields.pair_gradient, mask), masked(fields.pair_loss, mask)
-    # The difference is 0 and only carries the gradient; a NaN of the model stays one.
+    # The difference is 0 and only carries the gradient; a NaN of the model remains NaN.
     return TokenLosses(gradient * (present - present.detach()) + loss, {"entropy": masked(entropy.detach(), mask)})
 
 

@@ -1,6 +1,6 @@
-"""From rewards to the advantage of every token: the estimators of ``--advantage-estimator``.
+"""Computes the advantage of every token from rewards: the estimators of ``--advantage-estimator``.
 
-R_i is the reward of trajectory i and its group the n trajectories of one prompt; means are plain ones, or weighted by
+R_i is the reward of trajectory i, and its group are the n trajectories of one prompt. Means are plain, or weighted by
 the leaf weights of sampled trees (``--leaf-weights``), which makes them unbiased estimates.
 
     grpo                          (R_i - mean) / (std + 1e-6)                        arXiv 2402.03300
@@ -10,9 +10,9 @@ the leaf weights of sampled trees (``--leaf-weights``), which makes them unbiase
     reinforce_plus_plus_baseline  R_i - mean, whitened                               arXiv 2501.03262
     treepo, treepo_segment        by the levels of the tree, whitened                ``tree_advantages``
 
-"Whitened": minus mean, divided by standard deviation, both over all trained tokens of the collection, where a token
-counts once for every sequence that trains it (``--advantage-whitening``). Groups whose rewards are all equal say
-nothing: but for ``reinforce_plus_plus`` their advantages are 0, and they take no part in the whitening.
+"Whitened": minus the mean, divided by the standard deviation, both over all trained tokens of the rollout batch, where
+a token counts once for every sequence that trains it (``--advantage-whitening``). Groups whose rewards are all equal
+carry no signal: except with ``reinforce_plus_plus``, their advantages are 0 and they are excluded from the whitening.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WHITENED = ESTIMATORS[3:]
 
 
 class AdvantageSettings(Protocol):
-    """The settings that are read, see ``config.ObjectiveConfig``."""
+    """The settings that the estimators read, see ``config.ObjectiveConfig``."""
 
     advantage_estimator: str
     disable_grpo_std_normalization: bool
@@ -60,12 +60,12 @@ class AdvantageSettings(Protocol):
 def estimate_advantages(
     rollouts: Sequence[Rollout], settings: AdvantageSettings, penalties: Sequence[np.ndarray] | None = None
 ) -> list[np.ndarray]:
-    """Advantages per token of each rollout, float32 [T]: its own where it has them, else the estimator's.
+    """Advantages per token of each rollout, float32 [T]: its own if it has them, else the estimator's.
 
-    ``penalties``, float [T] of each rollout, are taken off the reward: token by token for ``reinforce_plus_plus``, for
-    the others all those of a trajectory together.
+    ``penalties``, float [T] of each rollout, are subtracted from the reward: token by token for
+    ``reinforce_plus_plus``, summed over each trajectory for the other estimators.
 
-    Rollouts with advantages of their own take no part in any statistics. Raises ``InputError`` where a reward is
+    Rollouts with advantages of their own are excluded from all statistics. Raises ``InputError`` if a reward is
     missing.
     """
     rewarded = [i for i, rollout in enumerate(rollouts) if rollout.advantages is None]
@@ -84,7 +84,7 @@ def estimate_advantages(
 def sequence_weights(rollouts: Sequence[Rollout], leaf_weights: str) -> np.ndarray:
     """Factor of each rollout's loss, float64 [Q]: its leaf weight times the leaves of its group, or 1.
 
-    In every group they sum to its number of trajectories, so that the loss keeps its scale.
+    They sum to the number of trajectories in every group, so that the loss keeps its scale.
     """
     if leaf_weights not in ("loss", "both"):
         return np.ones(len(rollouts))
@@ -95,7 +95,7 @@ def sequence_weights(rollouts: Sequence[Rollout], leaf_weights: str) -> np.ndarr
 
 
 def _counted(rollouts: Sequence[Rollout], rewards: np.ndarray) -> np.ndarray:
-    """bool [Q]: one sample of each trajectory, whose samples must agree on the reward."""
+    """bool [Q]: one sample of each trajectory; the samples of a trajectory must agree on the reward."""
     chosen = one_sample_per_trajectory(
         rewards, [rollout.group_id for rollout in rollouts], [rollout.trajectory_id for rollout in rollouts]
     )
@@ -105,10 +105,10 @@ def _counted(rollouts: Sequence[Rollout], rewards: np.ndarray) -> np.ndarray:
 
 
 def _leaf_weights(rollouts: Sequence[Rollout], group: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Leaf weights that sum to 1 over the counted samples of each group; equal where a group has none."""
+    """Leaf weights that sum to 1 over the counted samples of each group; equal weights for a group without any."""
     weights = np.array([np.nan if rollout.leaf_weight is None else rollout.leaf_weight for rollout in rollouts])
     groups = group.max(initial=-1) + 1
-    total = np.bincount(group[counted], weights[counted], groups)  # NaN where one is missing
+    total = np.bincount(group[counted], weights[counted], groups)  # NaN if a weight is missing
     size = np.bincount(group[counted], minlength=groups)
     if (total <= 0).any():
         name = rollouts[int(np.argmax((total <= 0)[group]))].group_id
@@ -118,7 +118,7 @@ def _leaf_weights(rollouts: Sequence[Rollout], group: np.ndarray, counted: np.nd
 
 
 class _Estimate:
-    """The rewards of rollouts that have no advantages, and what the estimators need of them."""
+    """The rewards of rollouts without advantages, and the statistics that the estimators need."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Estimate:
             self.weights = _leaf_weights(rollouts, self.group, self.counted)
         else:
             self.weights = 1 / np.bincount(self.group[self.counted])[self.group]
-        # Exactly 0 for groups without spread, whatever the estimator.
+        # Exactly 0 for groups without spread, with every estimator.
         trajectories = [rollout.trajectory_id for rollout in rollouts]
         self.plain = group_advantages(self.rewards, self.names, trajectories, normalize_std=False)
         lowest, highest = np.full(self.group.max() + 1, np.inf), np.full(self.group.max() + 1, -np.inf)
@@ -195,7 +195,7 @@ class _Estimate:
         if not normalize_std:
             return centred
         use = self.counted
-        # The unbiased variance of weighted samples; with equal weights that of n - 1.
+        # The unbiased variance of weighted samples; with equal weights, the divisor is n - 1.
         squares = np.bincount(self.group[use], (self.weights * centred**2)[use])
         freedom = 1 - np.bincount(self.group[use], (self.weights**2)[use])
         std = np.sqrt(squares / np.maximum(freedom, 1e-300))[self.group]
@@ -215,7 +215,7 @@ class _Estimate:
             return advantages
         masks = [rollout.loss_mask for rollout in self.rollouts]
         values = np.concatenate([advantages[i][masks[i]] for i in included])
-        # Weighted like the means: a leaf by its weight times the leaves of its group.
+        # Weighted like the means: the weight of a leaf times the number of leaves of its group.
         size = np.bincount(self.group[self.counted])[self.group]
         weight = np.repeat(
             [self.weights[i] * size[i] for i in included], [np.count_nonzero(masks[i]) for i in included]
@@ -228,7 +228,7 @@ class _Estimate:
 
 
 def _reward_to_come(rollout: Rollout) -> np.ndarray:
-    """The rewards received at or after each token, float64 [T]; all of the reward where no turns are known."""
+    """The rewards received at or after each token, float64 [T]; the whole reward if the turns are unknown."""
     if rollout.segment_rewards is None or rollout.segment_ends is None:
         return np.full(len(rollout), rollout.reward, np.float64)
     rewards = rollout.segment_rewards.astype(np.float64)

@@ -1,13 +1,13 @@
-"""What a loss is given and what it gives back, for one sequence or a batch of them.
+"""Defines the inputs and outputs of a loss, for one sequence or a batch of sequences.
 
-An objective is an ordinary function of one sequence: the logprob and the entropy of each of its tokens under the
-weights being trained, and its fields. It knows nothing of trees. The engine gathers the logprobs of the unique edges to
-every sequence through them, calls the objective, weighs the result (``weights.py``) and adds the gradient back to the
-edges.
+An objective is an ordinary function of one sequence: of the logprob and the entropy of each of its tokens under the
+weights being trained, and of its fields. It does not depend on trees. The engine gathers the logprobs of the unique
+edges to every sequence through them, calls the objective, weights the result (``weights``) and adds the gradient back
+to the edges.
 
-Shapes: the last axis T is time within the sequence; any axes before it are a batch, over which nothing is reduced, so a
-batch gives what its sequences give one by one. Shorter sequences are padded with ``loss_mask`` False. Values where the
-mask is False are never used: they may be NaN, and no gradient goes there.
+Shapes: the last axis T is time within the sequence. Any axes before it are a batch, over which nothing is reduced, so
+the results of a batch are those of its sequences alone. Shorter sequences are padded with ``loss_mask`` False. Values
+where the mask is False are never used: they may be NaN, and they get no gradient.
 """
 
 from __future__ import annotations
@@ -37,61 +37,61 @@ class PairTerms:
 
 @dataclass
 class LossFields:
-    """What is known about the tokens besides the model's own logprobs; all of shape [..., T]."""
+    """Values of the tokens besides the model's own logprobs; all of shape [..., T]."""
 
     loss_mask: Tensor
     """bool: True where the token is trained."""
     advantages: Tensor | None = None
     """float: advantage of each token (policy-gradient objectives only)."""
     old_logprobs: Tensor | None = None
-    """float: logprobs of the policy that sampled the tokens; None: the present ones, so every ratio is 1."""
+    """float: logprobs of the policy that sampled the tokens; None: the current ones, so every ratio is 1."""
     ref_logprobs: Tensor | None = None
-    """float: logprobs of the reference policy, where a KL term asks for them."""
+    """float: logprobs of the reference policy, if a KL term needs them."""
     rollout_logprobs: Tensor | None = None
-    """float: logprobs that the sampler recorded, where they are known."""
+    """float: logprobs that the sampler recorded, if they are known."""
     old_values: Tensor | None = None
-    """float: value of the state that each token was taken in, before the collection's first step (critics only)."""
+    """float: value of each token's state before the first step on the rollout batch (critics only)."""
     returns: Tensor | None = None
-    """float: what the values shall become (critics only)."""
+    """float: targets of the values (critics only)."""
     pair_gradient: Tensor | None = None
-    """float: derivative of the loss of a sequence's pairs by each of its logprobs (objectives of pairs only)."""
+    """float: derivative of the loss of a sequence's pairs by each of its logprobs (pairwise objectives only)."""
     pair_loss: Tensor | None = None
-    """float: each token's share of that loss (objectives of pairs only)."""
+    """float: each token's share of that loss (pairwise objectives only)."""
 
 
 @dataclass
 class TokenLosses:
-    """Loss per token, to be weighed and summed by the caller; 0 with gradient 0 where ``loss_mask`` is False."""
+    """Loss per token, which the caller weights and sums; 0 with gradient 0 where ``loss_mask`` is False."""
 
     loss: Tensor
     """[..., T], in the dtype of the logprobs."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """name -> [..., T], detached, 0 where the mask is False; to be averaged over trained tokens."""
+    """name -> [..., T], detached, 0 where the mask is False; the caller averages them over trained tokens."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    """name -> [..., T], detached, 0 where the mask is False; their largest value is reported."""
+    """name -> [..., T], detached, 0 where the mask is False; the caller reports their maximum."""
 
 
 LossFunction = Callable[[Tensor, Tensor, LossFields], TokenLosses]
-# (sum of logprob - ref_logprob of every sequence [Q], pairs [K, 2]) -> what ``pair_terms`` says of them.
+# (sum of logprob - ref_logprob of every sequence [Q], pairs [K, 2]) -> the terms that ``pair_terms`` computes.
 PairFunction = Callable[[np.ndarray, np.ndarray], PairTerms]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss with what it needs. Calling it: (logprobs [..., T], entropy [..., T], fields) -> ``TokenLosses``."""
+    """A loss and its requirements. Call: (logprobs [..., T], entropy [..., T], fields) -> ``TokenLosses``."""
 
     name: str
     function: LossFunction
     requires: tuple[str, ...] = ()
-    """What each rollout must have, as ``load_rollouts(require=...)`` takes it."""
+    """Required fields of each rollout, in the form of ``load_rollouts(require=...)``."""
     needs_ref_logprobs: bool = False
     """Whether ``LossFields.ref_logprobs`` must be given."""
     is_policy_gradient: bool = False
-    """Whether the loss has advantages and a ratio to old logprobs."""
+    """Whether the loss uses advantages and a ratio to old logprobs."""
     needs_critic: bool = False
     """Whether the advantages come from a critic's values."""
     pair_function: PairFunction | None = None
-    """For losses of pairs of sequences: the derivative of their loss by each sequence's logprobs."""
+    """For pairwise losses: the derivative of their loss by each sequence's logprobs."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, fields: LossFields) -> TokenLosses:
         return self.function(logprobs, entropy, fields)

@@ -1,10 +1,10 @@
-"""Generalized advantage estimation (arXiv 1506.02438) over the trained tokens of each sequence.
+"""Computes generalized advantage estimates (arXiv 1506.02438) over the trained tokens of each sequence.
 
     delta_t = r_t + gamma V_(t+1) - V_t          A_t = delta_t + gamma lambda A_(t+1)          R_t = A_t + V_t
 
-t runs over the trained tokens only: what a tool or a user says in between is part of the next state, not an action.
-V_t is the value of the state before token t; behind the last trained token value and advantage are 0. Sequences that
-share tokens share their values, and have their own rewards and so their own advantages there.
+t runs over the trained tokens only: tokens of a tool or a user in between are part of the next state, not an action.
+V_t is the value of the state before token t; behind the last trained token, value and advantage are 0. Sequences that
+share tokens share their values there, but have their own rewards and therefore their own advantages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _ROUNDING = 1e-12
 def token_rewards(rollout: Rollout) -> np.ndarray:
     """Reward received with each token, float64 [T], 0 where a token is not trained.
 
-    Rewards of segments come with the last trained token before their end (or the first one behind, if there is none
-    before), a plain reward with the last trained token. Their sum over the sequence is what was received.
+    The reward of a segment belongs to the last trained token before the segment's end (or, if there is none, to the
+    first one behind it). A plain reward belongs to the last trained token. The sum over the sequence is the total
+    reward received.
     """
     trained = np.flatnonzero(rollout.loss_mask)
     rewards = np.zeros(len(rollout))
@@ -48,7 +49,7 @@ def generalized_advantages(
     """
     trained = [np.flatnonzero(mask) for mask in loss_masks]
     longest = max((len(where) for where in trained), default=0)
-    # Sequences end together, at the right, so one walk over time serves all; the column behind the end stays 0.
+    # Sequences are aligned at their ends, so one loop over time serves all; the column behind the end stays 0.
     shape = len(trained), longest + 1
     reward_QT, value_QT, advantage_QT = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     for q, where in enumerate(trained):
@@ -76,8 +77,8 @@ def whiten(advantages: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray]) -
 
 
 def mean_and_scale(values: np.ndarray, weights: np.ndarray | None = None) -> tuple[float, float]:
-    """What whitening subtracts, and what it divides by: infinite where values differ by rounding only."""
+    """Mean and divisor of whitening; the divisor is infinite if the values differ by rounding only."""
     mean = np.average(values, weights=weights)
     std = np.sqrt(np.average((values - mean) ** 2, weights=weights))
-    # The mean of equal values is not exactly their value, and dividing by that difference would make it a signal.
+    # The mean of equal values is not exactly their value, and a small divisor would turn the difference into a signal.
     return mean, std + 1e-8 if std > _ROUNDING * np.abs(values).max() else np.inf

@@ -4,10 +4,10 @@ The loss of a token to minimize is, with a surrogate of ``surrogates.py`` and a 
 
     -weight * surrogate + kl_loss_coef * KL - entropy_coef * entropy
 
-KL to a reference policy is estimated as by J. Schulman, "Approximating KL divergence" (2020), with
-d = ref_logprob - logprob:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - 1 - d  (never negative; the one of GRPO). They are
-differentiated as they stand, as GRPO does. On the policy's own samples the expected gradient is that of
-KL(policy || reference) for k2, of KL(reference || policy) for k3, and 0 for k1, which is a measure and no penalty.
+The KL divergence to a reference policy is estimated as by J. Schulman, "Approximating KL divergence" (2020), with
+d = ref_logprob - logprob:  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - 1 - d  (never negative; the one of GRPO). The
+estimates are differentiated directly, as in GRPO. On the policy's own samples the expected gradient is that of
+KL(policy || reference) for k2, of KL(reference || policy) for k3, and 0 for k1, which is a metric and no penalty.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def policy_loss(
     ``rollout_logprobs`` with a correction.
 
     Without ``old_logprobs`` the ratio is exactly 1 (on-policy) and the gradient is that of -A * logprob.
-    Metrics: ratio (the surrogate's), clip_fraction (1 where a clip, also the dual one, has cut the gradient or the
-    weight), approx_kl (estimates KL(old || present) by r - 1 - log r of the tokens' ratios), entropy, ref_kl (the
-    estimator chosen) with a KL term, those of the correction, and with rollout logprobs sampler_logprob_gap =
+    Metrics: ratio (of the surrogate), clip_fraction (1 where a clip, including the dual clip, has cut the gradient or
+    the weight), approx_kl (estimates KL(old || current) by r - 1 - log r of the tokens' ratios), entropy, ref_kl (the
+    chosen estimator) with a KL term, those of the correction, and with rollout logprobs sampler_logprob_gap =
     |logprob - rollout_logprob|. Maxima: ratio_max, sampler_logprob_gap_max.
     """
     if fields.advantages is None:
@@ -68,7 +68,7 @@ def policy_loss(
         if fields.rollout_logprobs is None:
             raise InputError("--use-tis needs the logprobs that the sampler recorded")
         weights, weight_metrics = correction.weights(old, rollout, mask)
-        # Where the weight is 0 the surrogate may be infinite.
+        # A surrogate may be infinite where its weight is 0.
         loss = torch.where(weights == 0, 0.0, loss * weights)
         metrics |= weight_metrics
     if kl_loss_coef:
@@ -94,7 +94,7 @@ def grpo_loss(
     kl_loss_type: str = "k3",
     entropy_coef: float = 0.0,
 ) -> TokenLosses:
-    """``policy_loss`` with the clipped surrogate and bounds by the names of their flags."""
+    """``policy_loss`` with the clipped surrogate and bounds named as their flags."""
     return policy_loss(
         logprobs,
         entropy,
@@ -107,7 +107,7 @@ def grpo_loss(
 
 
 def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_type: str) -> Tensor:
-    """Estimate per token of KL(policy || reference) from tokens of the policy; formulas on top of the module."""
+    """Estimate per token of KL(policy || reference) from tokens of the policy; see the module for the formulas."""
     difference = ref_logprobs - logprobs
     if kl_type == "k1":
         return -difference
@@ -119,6 +119,6 @@ def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_type: str) -> Tensor
 
 
 def reward_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kl_type: str) -> np.ndarray:
-    """The same estimate for arrays, float64: as a penalty in the reward it has no gradient."""
+    """The same estimate for arrays, float64, without a gradient: for penalties in the reward."""
     pair = (torch.from_numpy(np.asarray(values, np.float64)) for values in (logprobs, ref_logprobs))
     return reference_kl(*pair, kl_type).numpy()

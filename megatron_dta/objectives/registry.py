@@ -1,4 +1,4 @@
-"""From the settings of a run to its loss function. A new objective is a function and an entry here."""
+"""Builds the loss function from the settings of a run. A new objective is a function and an entry here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_dta.objectives.value import value_loss
 
 
 class ObjectiveSettings(Protocol):
-    """The settings that are read, see ``config.ObjectiveConfig``; the flags have their names."""
+    """The settings that objectives read, see ``config.ObjectiveConfig``; the flags have the same names."""
 
     objective: str
     eps_clip: float
@@ -58,7 +58,7 @@ def _make_policy(config: ObjectiveSettings) -> Objective:
     return Objective(
         config.objective,
         function,
-        # Advantages that come with the rollouts say nothing of the rewards that a critic learns from.
+        # A critic learns from rewards, which advantages in the rollouts do not contain.
         requires=("reward",) if needs_critic else ("reward|advantages",),
         needs_ref_logprobs=config.kl_loss_coef != 0 or config.kl_coef != 0,
         is_policy_gradient=True,
@@ -83,7 +83,7 @@ OBJECTIVES: dict[str, Callable[[ObjectiveSettings], Objective]] = {
 
 
 def make_objective(config: ObjectiveSettings) -> Objective:
-    """The objective of ``config``; ``InputError`` names the flag of a value that makes no sense."""
+    """The objective of ``config``; raises ``InputError`` with the flag of an invalid value."""
     if config.objective not in OBJECTIVES:
         raise InputError(f"--objective {config.objective}: choose from {', '.join(sorted(OBJECTIVES))}")
     return OBJECTIVES[config.objective](config)
@@ -95,7 +95,7 @@ def make_value_objective(value_clip: float | None) -> Objective:
 
 
 def _check_policy(config: ObjectiveSettings) -> None:
-    """Comparisons are written so that NaN fails them."""
+    """Raise ``InputError`` for invalid settings. Comparisons are written so that NaN fails them."""
     if not 0 < config.eps_clip <= 1:
         raise InputError(f"--eps-clip {config.eps_clip}: must be above 0 and at most 1")
     if config.eps_clip_high is not None and not config.eps_clip_high > 0:

@@ -8,5 +8,5 @@ from megatron_dta.objectives.fields import LossFields, TokenLosses, masked
 
 
 def sft_loss(logprobs: Tensor, entropy: Tensor, fields: LossFields) -> TokenLosses:
-    """loss_t = -logprobs_t, all of shape [..., T]. Advantages and old logprobs have no part in it."""
+    """loss_t = -logprobs_t, all of shape [..., T]. Advantages and old logprobs are not used."""
     return TokenLosses(-masked(logprobs, fields.loss_mask), {"entropy": masked(entropy.detach(), fields.loss_mask)})

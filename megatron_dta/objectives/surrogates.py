@@ -1,4 +1,4 @@
-"""What a policy-gradient step maximizes, per token: the surrogates that objectives differ in.
+"""Defines the surrogates that policy-gradient objectives maximize, per token.
 
 With r_t = exp(logprob - old_logprob) of a token, A_t its advantage, sg(x) the value of x without its gradient, and
 clip(x) = min(max(x, 1 - eps_clip), 1 + eps_clip_high):
@@ -14,11 +14,11 @@ eps_clip_high above eps_clip is DAPO's "clip-higher", arXiv 2503.14476. Dual cli
 first three are bounded below by dual_clip * A, dual_clip > 1, so that a token that has become far more likely cannot
 dominate the step.
 
-Every branch of min and clip is chosen by comparing values, and only the chosen one is computed: where clipping bounds
-the loss an overflowing ratio costs nothing, and where it does not the loss overflows too, so that the trainer sees a
-non-finite step.
+Every branch of min and clip is chosen by comparing values, and only the chosen branch is computed. If clipping bounds
+the loss, an overflowing ratio is harmless; otherwise the loss overflows, too, so that the trainer detects a non-finite
+step.
 
-All functions take and give tensors [..., T], 0 where a token is not trained, and reduce over nothing but time.
+All functions take and return tensors [..., T], 0 where a token is not trained, and reduce over time only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Clip:
-    """Bounds of the ratio: 1 - low, 1 + high, and the one of tokens with negative advantage."""
+    """Bounds of the ratio: 1 - low, 1 + high, and the dual bound of tokens with negative advantage."""
 
     low: float = 0.2
     high: float | None = None
@@ -46,7 +46,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """To be maximized, per token; with the ratio (detached) and where clipping has cut the gradient or the weight."""
+    """Values to maximize, per token; the ratio (detached); and where clipping has cut the gradient or the weight."""
 
     value: Tensor
     ratio: Tensor
@@ -78,7 +78,7 @@ def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, loss_mask: Tensor, 
     """The weighted log-likelihood with a clipped weight."""
     ratio = (logprobs - old).detach().exp()
     low, high = clip.bounds
-    # Not clamp: a NaN of the model must stay one.
+    # Not clamp, because a NaN of the model must remain NaN.
     weight = torch.where(ratio > high, high, torch.where(ratio < low, low, ratio))
     return Surrogate(weight * advantages * logprobs, ratio, (ratio > high) | (ratio < low))
 
@@ -106,14 +106,14 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, clip: Clip) -> Surrogate:
     low, high = clip.bounds
     above = (advantages > 0) & (ratio > high)
     below = (advantages < 0) & (ratio < low)
-    # The constant ratio of the clipped branches; what stands in it elsewhere is not used.
+    # The constant ratio of the clipped branches; elsewhere its value is not used.
     bound = torch.where(above, torch.full_like(ratio, high), low)
     cut = above | below
     if clip.dual is not None:
         dual = (advantages < 0) & (ratio > clip.dual)
         bound = torch.where(dual, clip.dual, bound)
         cut = cut | dual
-    # Where A is 0 the surrogate is 0 whatever the ratio, but inf * 0 is not; a NaN stays: the model is broken.
+    # Where A is 0 the surrogate is 0 for any ratio, but inf * 0 is not. A NaN remains, because the model is broken.
     constant = cut | ((advantages == 0) & ~ratio.isnan())
     free_ratio = torch.where(constant, torch.zeros_like(log_ratio), log_ratio).exp()
     return Surrogate(torch.where(constant, bound, free_ratio) * advantages, ratio, cut)

@@ -1,4 +1,6 @@
-"""Advantages from the shape of the sampled tree: the leaves of each node are a group (TreePO, arXiv 2508.17445).
+"""Computes advantages from the shape of the sampled tree: the leaves of each node are a group.
+
+Source: TreePO (arXiv 2508.17445).
 
 For leaf i with reward R_i and the nodes above it at depths j = 0 .. J - 1 (0: the prompt, whose leaves are the group):
 
@@ -9,12 +11,12 @@ one number for all tokens of a response (``treepo``). Per segment (``treepo_segm
 
     A_n = mean over the nodes above n of (V(n) - V(node above)),    V(n) = mean of R over the leaves below n
 
-so a segment is judged by all that came of it, the leaf's own segment is judged as above, and a shared segment has one
-advantage in all responses that share it. With leaf weights the means are weighted: V(n) is then the mean of the
+A segment is therefore judged by all its continuations, the leaf's own segment is judged as above, and a shared segment
+has one advantage in all responses that share it. With leaf weights the means are weighted: V(n) is then the mean of the
 children's values, bottom up, an unbiased estimate of the value of the node's last state.
 
-Options are the ablations of the paper: levels weighed by the number of their leaves, no root level, and no levels whose
-rewards are all equal.
+The options are the ablations of the paper: levels weighted by their number of leaves, no root level, and no levels
+whose rewards are all equal.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def tree_advantages(
 
     Args:
         rewards: float [Q]; weights: float [Q], weight of each leaf in the means, equal where leaves count alike.
-        counted: bool [Q], False for samples whose trajectory is counted by another sample.
+        counted: bool [Q], False for samples whose trajectory is represented by another sample.
     """
     found = tree_paths(rollouts)
     below = _Leaves(found, rewards, weights, counted)
@@ -66,7 +68,7 @@ def tree_advantages(
 
 
 class _Leaves:
-    """Of each node, what is below it: number of leaves, weighted mean of their rewards, whether these differ."""
+    """For each node: number of leaves below it, weighted mean of their rewards, and whether these differ."""
 
     def __init__(self, found: TreePaths, rewards: np.ndarray, weights: np.ndarray, counted: np.ndarray) -> None:
         use = [(path, i) for i, path in enumerate(found.paths) if counted[i]]
@@ -75,7 +77,7 @@ class _Leaves:
         count = found.num_nodes
         self.size = np.bincount(nodes, minlength=count)
         total = np.bincount(nodes, weights[leaf], count)
-        # A node whose leaves all weigh nothing has no weighted mean: there they count alike.
+        # A node whose leaves all have weight 0 has no weighted mean; there the leaves count equally.
         weight = np.where(total[nodes] > 0, weights[leaf], 1.0)
         self.mean = np.bincount(nodes, weight * rewards[leaf], count) / np.maximum(
             np.bincount(nodes, weight, count), 1e-300
@@ -84,11 +86,11 @@ class _Leaves:
         np.minimum.at(lowest, nodes, rewards[leaf])
         np.maximum.at(highest, nodes, rewards[leaf])
         self.differ = highest > lowest
-        # The mean of equal rewards may be one ulp off.
+        # The mean of equal rewards may be off by one ulp.
         self.mean = np.where(self.differ, self.mean, np.where(np.isfinite(lowest), lowest, 0.0))
 
     def compare(self, value: float, above: np.ndarray, options: LevelOptions) -> float:
-        """Mean over the nodes ``above`` (the root first) of ``value`` minus the node's mean; 0 where none is left."""
+        """Mean over the nodes ``above`` (root first) of ``value`` minus the node's mean; 0 if no node remains."""
         keep = self.size[above] > 1
         keep[0] = not options.drop_root
         if options.reject_zero_variance:

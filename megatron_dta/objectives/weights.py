@@ -1,19 +1,19 @@
-"""From losses per token to the loss of a step: one weight per sequence, one denominator for the whole step.
+"""Combines losses per token to the loss of a step: one weight per sequence, one denominator for the whole step.
 
-    token-mean      1 / (trained tokens of the step): every trained token counts alike
-    sequence-mean   1 / (trained tokens of the sequence * sequences of the step): every sequence counts alike
-    trajectory-mean 1 / (trained tokens of the trajectory * trajectories of the step): as sequence-mean, where a
-                    trajectory may be cut into several sequences, whose number then changes nothing
-    sequence-sum    1 / (a constant length * sequences of the step): no sequence's length changes what its tokens
-                    weigh (Dr. GRPO, arXiv 2503.20783)
+    token-mean      1 / (trained tokens of the step): every trained token counts equally
+    sequence-mean   1 / (trained tokens of the sequence * sequences of the step): every sequence counts equally
+    trajectory-mean 1 / (trained tokens of the trajectory * trajectories of the step): like sequence-mean, but
+                    independent of the number of sequences into which a trajectory is cut
+    sequence-sum    1 / (a constant length * sequences of the step): the length of a sequence does not change the
+                    weight of its tokens (Dr. GRPO, arXiv 2503.20783)
 
-The denominator is of the step, across micro-batches, segments and ranks: each part sums loss * weight and the parts are
-added up, never averaged, so the result does not depend on how the step was cut. Sequences without a trained token have
-no mean of their own and are not counted.
+The denominator is that of the step, across micro-batches, segments and ranks. Each part sums loss * weight, and the
+parts are added, never averaged, so the result does not depend on how the step was cut. Sequences without a trained
+token have no mean and are not counted.
 
-Sequences may have weights of their own (the leaves of sampled trees): then the means are weighted ones, sums of
-weight x loss over sums of weight x trained tokens, or of weights. With trajectory-mean a part of a trajectory weighs
-its share of the trajectory's trained tokens (``trajectory_shares``); the shares of a trajectory sum to 1.
+Sequences may have their own weights (the leaves of sampled trees). The means are then weighted: sums of weight x loss
+over sums of weight x trained tokens, or of weights. With trajectory-mean, the weight of a part of a trajectory is its
+share of the trajectory's trained tokens (``trajectory_shares``); the shares of a trajectory sum to 1.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ AGGREGATIONS = ("token-mean", "sequence-mean", "trajectory-mean", "sequence-sum"
 
 @dataclass(frozen=True)
 class TrainedCounts:
-    """What a step trains; counts of its parts (ranks) are added with ``+``."""
+    """Counts of what a step trains; counts of its parts (ranks) are added with ``+``."""
 
     tokens: int
     """(sequence, token) pairs with ``loss_mask`` True; a token that k sequences train counts k times."""
     sequences: int
     """Sequences with at least one such token."""
     weighted_tokens: float | None = None
-    """Sum of sequence weight x trained tokens; None: all weights are 1."""
+    """Sum of sequence weight x trained tokens; None if all weights are 1."""
     weighted_sequences: float | None = None
-    """Sum of the weights of the sequences that are counted; None: all weights are 1."""
+    """Sum of the weights of the counted sequences; None if all weights are 1."""
 
     def __add__(self, other: TrainedCounts) -> TrainedCounts:
         tokens, sequences = self.tokens + other.tokens, self.sequences + other.sequences
@@ -76,10 +76,10 @@ def loss_weights(
 ) -> np.ndarray:
     """float64 [Q]: the weight of each token's loss in sequence q, from the trained tokens of each sequence, int [Q].
 
-    counts: of the whole step, where these are only a part of its sequences (default: these are all).
-    sequence_weights: float [Q], how much each sequence counts (default: alike); with trajectory-mean its share. A
-        sequence without trained tokens gets 0, as do all where all weights are 0.
-    constant_length: the length that sequence-sum divides by.
+    counts: of the whole step, if the arguments are only a part of its sequences (default: they are all).
+    sequence_weights: float [Q], weight of each sequence (default: equal); with trajectory-mean its share. A sequence
+        without trained tokens gets 0, and so do all sequences if all weights are 0.
+    constant_length: the divisor of sequence-sum.
     """
     trained_tokens = np.asarray(trained_tokens, np.int64)
     counts = count_trained(trained_tokens, sequence_weights) if counts is None else counts
@@ -100,7 +100,7 @@ def loss_weights(
 
 
 def trajectory_shares(trained_tokens: np.ndarray, trajectories: Sequence[Hashable]) -> np.ndarray:
-    """float64 [Q]: which part of its trajectory's trained tokens each sequence has; 0 where there are none."""
+    """float64 [Q]: each sequence's share of its trajectory's trained tokens; 0 if there are none."""
     numbers: dict[Hashable, int] = {}
     own = np.array([numbers.setdefault(name, len(numbers)) for name in trajectories], np.int64)
     trained = np.asarray(trained_tokens, np.float64)

@@ -25,7 +25,7 @@ from megatron_dta.config import ParallelConfig
 from megatron_dta.config.checks.all import check_world_size
 from megatron_dta.model.parallel.stage_channels import forget_stage_channels, make_stage_channels
 
-# Groups for objects on the host, of all ranks and of the replica's; made by ``initialize_parallel``.
+# Groups for objects on the host, of all ranks and of the replica's ranks; made by ``initialize_parallel``.
 _host_group: ProcessGroup | None = None
 _replica_group: ProcessGroup | None = None
 # Of this rank and its counterparts on the data-parallel ranks that share experts.
@@ -36,17 +36,17 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands, and exchange of small objects on the host (losses, rollouts, flags).
+    """This process's position in the mesh, and exchange of small objects on the host (losses, rollouts, flags).
 
     Attributes:
-        rank, world_size: place among all processes.
-        tensor_rank, tensor_size: place among the ranks that share every layer.
+        rank, world_size: position among all processes.
+        tensor_rank, tensor_size: position among the ranks that share every layer.
         pipeline_rank, pipeline_size: the rank's stage among the stages that share the stack of layers.
-        data_rank, data_size: place among the ranks that train other sequences.
-        data_group, host_group: gloo groups of those ranks and of all; None where there is only one rank.
+        data_rank, data_size: position among the ranks that train other sequences.
+        data_group, host_group: gloo groups of those ranks and of all; None if there is only one rank.
         replica_group: gloo group of the ranks that hold one replica of the model; None if the model is on one rank.
-        expert_data_ranks: data-parallel ranks that share experts, this one among them: they must run in step.
-        expert_group: gloo group of this rank's counterparts on them; None where it is alone.
+        expert_data_ranks: data-parallel ranks that share experts, including this one; they must run the same ops.
+        expert_group: gloo group of this rank's counterparts on them; None if there are no others.
     """
 
     rank: int
@@ -64,19 +64,19 @@ class Mesh:
     expert_group: ProcessGroup | None
 
     def gather_over_data(self, value: Any) -> list[Any]:
-        """``value`` of every data-parallel rank, in their order, on every one of them."""
+        """``value`` of every data-parallel rank, in rank order, on each of them."""
         return _gather(value, self.data_size, self.data_group)
 
     def gather_from_all(self, value: Any) -> list[Any]:
-        """``value`` of every process, in their order, on every one of them."""
+        """``value`` of every process, in rank order, on each of them."""
         return _gather(value, self.world_size, self.host_group)
 
     def gather_over_replica(self, value: Any) -> list[Any]:
-        """``value`` of every process that holds a part of this replica of the model, on every one of them."""
+        """``value`` of every process that holds a part of this replica of the model, on each of them."""
         return _gather(value, self.tensor_size * self.pipeline_size, self.replica_group)
 
     def gather_over_experts(self, value: Any) -> list[Any]:
-        """``value`` of every data-parallel rank that shares experts with this one, in their order."""
+        """``value`` of every data-parallel rank that shares experts with this one, in rank order."""
         return _gather(value, len(self.expert_data_ranks), self.expert_group)
 
     def gather_over_stages(self, value: Any) -> list[list[Any]]:
@@ -99,13 +99,13 @@ class Mesh:
         return next(part for part in self.gather_over_replica(value if is_source else None) if part is not None)
 
     def gather_from_replicas(self, value: Any) -> list[Any]:
-        """``value`` of the first rank of each replica, on every process: the others' need not be the same."""
+        """``value`` of the first rank of each replica, on every process; the values of other ranks are ignored."""
         is_first = self.tensor_rank == 0 and self.pipeline_rank == 0
         parts = self.gather_from_all((self.data_rank, value) if is_first else None)
         return [part for _, part in sorted((part for part in parts if part is not None), key=lambda part: part[0])]
 
     def from_first(self, value: Any) -> Any:
-        """``value`` of rank 0, on every process: the others' is not looked at."""
+        """``value`` of rank 0, on every process; the values of other ranks are ignored."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -113,7 +113,7 @@ class Mesh:
         return values[0]
 
     def wait_for_all(self) -> None:
-        """Return when every process has come here."""
+        """Wait until every process has called this."""
         if self.world_size > 1:
             torch.distributed.barrier(self.host_group)
 
@@ -128,22 +128,22 @@ def _gather(value: Any, size: int, group: ProcessGroup | None) -> list[Any]:
 def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> torch.device:
     """Set up torch.distributed (if the launcher has not), Megatron's mesh and its random states for this process.
 
-    Without torchrun's environment variables a group of one process is made in memory, with no network port. On a CPU
-    the random state decides the weights, and ``seed`` is the same on every rank: so are the weights, whatever the
-    tensor size.
+    Without torchrun's environment variables, a group of one process is made in memory, without a network port. On a CPU
+    the random state decides the weights. ``seed`` is the same on every rank, so the weights are the same for any tensor
+    size.
 
     Args:
         parallel: sizes of the mesh, by default all 1.
 
     Returns:
-        The device of this process: its CUDA GPU (by LOCAL_RANK) where there is one, else the CPU.
+        The device of this process: its CUDA GPU (by LOCAL_RANK) if there is one, else the CPU.
 
     Raises:
-        InputError: the processes cannot be divided as asked.
+        InputError: the processes cannot be divided into a mesh of these sizes.
     """
     parallel = parallel or ParallelConfig()
     cpu_compat.install()
-    # From 0.19 on every GPTModel announces its successor; ``provider`` is where that change will be made.
+    # From 0.19 on, every GPTModel logs a notice about its successor; ``provider`` is the place to adopt it.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     has_cuda = torch.cuda.is_available()
     if has_cuda:
@@ -164,20 +164,20 @@ def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> to
     _make_expert_group(parallel.timeout)
     global _initial_seed
     _initial_seed = seed
-    # Stages draw different layers; the ranks of a tensor group draw the whole layer and keep their parts.
+    # Stages draw different layers. The ranks of a tensor group draw the whole layer and keep their parts.
     torch.manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
-    # The inference tracker is a plain one without CUDA states: all there is to do where nothing is drawn from it.
+    # The inference tracker has no CUDA states, which suffices if nothing is drawn from it.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=not has_cuda, force_reset_rng=True)
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
 
 
 def initial_seed() -> int:
-    """The seed that ``initialize_parallel`` was given, the same on every rank."""
+    """The seed passed to ``initialize_parallel``, the same on every rank."""
     return _initial_seed
 
 
 def destroy_parallel() -> None:
-    """Take the mesh down, so that ``initialize_parallel`` can make another; the process group stays."""
+    """Remove the mesh, so that ``initialize_parallel`` can make another one; the process group remains."""
     global _replica_group, _expert_group
     _replica_group = _expert_group = None
     forget_stage_channels()
@@ -206,10 +206,10 @@ def _sizes_of_mesh() -> dict[str, int | None]:
 
 
 def _high_priority_groups(parallel: ParallelConfig) -> list[str] | None:
-    """Groups whose kernels start before others that wait.
+    """Groups whose kernels have priority over other waiting kernels.
 
-    On several stages nothing else lets communication of a tensor group start before the computation beside it
-    (``config.device_queues``).
+    With several stages, only this priority lets the communication of a tensor group start before the computation that
+    it overlaps with (``config.device_queues``).
     """
     is_nccl = torch.distributed.get_backend() == "nccl"
     return ["tp"] if is_nccl and parallel.pipeline_model_parallel_size > 1 else None
@@ -217,7 +217,7 @@ def _high_priority_groups(parallel: ParallelConfig) -> list[str] | None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """In this thread, let ``current_mesh`` be one process: what runs within exchanges nothing with other ranks."""
+    """In this thread, make ``current_mesh`` a single process, so that nothing is exchanged with other ranks."""
     before = getattr(_thread, "is_alone", False)
     _thread.is_alone = True
     try:
@@ -227,7 +227,7 @@ def alone() -> Iterator[None]:
 
 
 def current_mesh() -> Mesh:
-    """The mesh that ``initialize_parallel`` has set up, or one process within ``alone``."""
+    """The mesh that ``initialize_parallel`` made; within ``alone``, a mesh of one process."""
     if getattr(_thread, "is_alone", False):
         return Mesh(0, 1, 0, 1, 0, 1, 0, 1, None, None, None, (0,), None)
     data_size = parallel_state.get_data_parallel_world_size()
@@ -271,7 +271,7 @@ def _make_host_groups(timeout: timedelta) -> None:
 
 
 def _expert_data_ranks() -> tuple[int, ...]:
-    """Of the ranks that tokens go to and come from in a layer with experts, the places in data parallelism."""
+    """Data-parallel positions of the ranks that exchange tokens in a layer with experts."""
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
     data_size = parallel_state.get_data_parallel_world_size()
     ranks = torch.distributed.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
@@ -299,8 +299,8 @@ def _initialize_process_group(backend: str, timeout: timedelta) -> None:
     if torch.distributed.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
         if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
-            # torchrun keeps its store over restarts, with the addresses of the processes before. (On several nodes the
-            # restart counts of their launchers may differ.)
+            # torchrun keeps its store over restarts, including the addresses of the previous processes. (On several
+            # nodes, the restart counts of the launchers may differ.)
             store = torch.distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         torch.distributed.init_process_group(
             backend=backend, store=store, rank=rank, world_size=world_size, timeout=timeout

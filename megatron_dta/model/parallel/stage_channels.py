@@ -1,15 +1,15 @@
-"""Channels between pipeline stages: a process group for messages up the ranks of a pipeline and one for those down.
+"""Creates the process groups between pipeline stages: one for messages up the ranks, one for messages down.
 
-Within a group every pair of ranks has a communicator and a stream of its own (PyTorch makes them at the first message
-of a pair), on which messages pass one after the other. With one group for each direction a message never waits for one
-that goes the other way.
+Within a group, every pair of ranks has its own communicator and stream (PyTorch makes them at the first message of a
+pair), on which messages pass one after the other. With one group for each direction, a message never waits for one in
+the opposite direction.
 
-A send or receive of NCCL is a kernel that holds its share of the device from its launch until both sides are done, so
-one that waits for its peer takes that share from the computation. By default it is up to 32 multiprocessors, about a
-quarter of an H200. A few move a segment's hidden states in a fraction of a millisecond. The kernels get the device
-before the computation's next ones (high priority), so that they are soon over.
+A send or receive of NCCL is a kernel that occupies its share of the device from its launch until both sides are done.
+A message that waits for its peer takes this share from the computation. By default the share is up to 32
+multiprocessors, about a quarter of an H200, but a few multiprocessors can move a segment's hidden states in a fraction
+of a millisecond. The kernels have high priority: they run before the next kernels of the computation and end early.
 
-None of this helps where all streams share one queue of the device, see ``config.device_queues``.
+None of this helps if all streams share one queue of the device, see ``config.device_queues``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
-# Multiprocessors that a message takes at most.
+# Most multiprocessors that a message uses.
 MESSAGE_CTAS = 4
 
 
@@ -43,14 +43,14 @@ _channels: StageChannels | None = None
 
 
 def stage_channels() -> StageChannels:
-    """What ``make_stage_channels`` made."""
+    """The channels that ``make_stage_channels`` made."""
     if _channels is None:
         raise RuntimeError("the channels between pipeline stages are not made yet; call initialize_parallel")
     return _channels
 
 
 def make_stage_channels(host_group: ProcessGroup | None, timeout: timedelta) -> None:
-    """Make the groups, once; all ranks call this. Nothing is made for a single stage."""
+    """Make the groups, once; all ranks must call this. A single stage needs no groups."""
     global _channels
     own = tuple(torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
     if _channels is not None or len(own) == 1:
@@ -66,16 +66,16 @@ def make_stage_channels(host_group: ProcessGroup | None, timeout: timedelta) -> 
 
 
 def forget_stage_channels() -> None:
-    """Let another mesh make its own."""
+    """Discard the channels, so that another mesh can make its own."""
     global _channels
     _channels = None
 
 
 def _options(timeout: timedelta) -> object | None:
-    """Settings of NCCL; other backends have none."""
+    """NCCL's settings; None for other backends."""
     if torch.distributed.get_backend() != "nccl":
         return None
     options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MESSAGE_CTAS
-    options._timeout = timeout  # new_group warns of another one
+    options._timeout = timeout  # new_group warns if the two differ
     return options

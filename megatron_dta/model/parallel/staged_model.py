@@ -1,7 +1,7 @@
-"""One rank's parts of a pipelined model as one object, which samples and is saved and loaded like a whole model.
+"""Combines one rank's model chunks of a pipelined model to one object that samples, saves and loads like a whole model.
 
-Training does not run through here: the engine runs the parts op by op (``engine.stage_run``). A call of the model
-itself is one pass through all stages, one after the other, for decoding; only the last stage then has the result.
+Training does not use this forward: the engine runs the model chunks op by op (``engine.stage_run``). A call of the
+model is one pass through all stages, one after the other, for decoding; only the last stage then has the result.
 
 Legend: n tokens of the pass, C hidden size, V vocabulary.
 """
@@ -21,9 +21,9 @@ from megatron_dta.model.tree_model import TreeGPTModel
 
 
 class StagedModel(torch.nn.Module):
-    """The rank's parts of a model in the order of the stages; attributes are as in ``TreeGPTModel``.
+    """The rank's model chunks in stage order; attributes are as in ``TreeGPTModel``.
 
-    State dictionaries have the number of the part as their outer key.
+    The outer key of state dictionaries is the number of the model chunk.
     """
 
     def __init__(self, parts: Sequence[TreeGPTModel]) -> None:
@@ -40,9 +40,9 @@ class StagedModel(torch.nn.Module):
         return [number for part in self.parts for number in part.layer_numbers]
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        """Hidden states [n, C] after the final norm on the last stage; without meaning on the others.
+        """Hidden states [n, C] after the final norm on the last stage; undefined on the others.
 
-        Every rank of the pipeline calls this with the same arguments. Not for training.
+        Every rank of the pipeline must call this with the same arguments. Not for training.
         """
         hidden = None
         for part in self.parts:
@@ -56,7 +56,7 @@ class StagedModel(torch.nn.Module):
         return hidden.new_zeros(input_ids.shape[1], self.config.hidden_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, V] of ``hidden`` [n, C], whole and the same bits on every rank."""
+        """Logits [n, V] of ``hidden`` [n, C], complete and bit-identical on every rank."""
         last = self.parts[-1]
         logits = last.logits(hidden) if last.post_process else hidden.new_empty(hidden.shape[0], self.true_vocab_size)
         source = torch.distributed.get_process_group_ranks(self._group)[-1]
@@ -65,15 +65,15 @@ class StagedModel(torch.nn.Module):
         return logits
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The parts' state dictionaries by number of the part."""
+        """The model chunks' state dictionaries by number of the model chunk."""
         return {str(i): part.state_dict(*args, **kwargs) for i, part in enumerate(self.parts)}
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The parts' sharded state dictionaries by number of the part."""
+        """The model chunks' sharded state dictionaries by number of the model chunk."""
         return {str(i): part.sharded_state_dict(*args, **kwargs) for i, part in enumerate(self.parts)}
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load what ``state_dict`` or ``sharded_state_dict`` gave."""
+        """Load a dictionary from ``state_dict`` or ``sharded_state_dict``."""
         for i, part in enumerate(self.parts):
             part.load_state_dict(state_dict[str(i)], *args, **kwargs)
 
@@ -89,5 +89,5 @@ class StagedModel(torch.nn.Module):
             handle.wait()
 
 
-# What ``build_model`` gives: all of a model, or a pipeline rank's parts of it.
+# The type that ``build_model`` returns: a whole model, or a pipeline rank's model chunks.
 Model = TreeGPTModel | StagedModel
