@@ -1,9 +1,9 @@
-"""The machines of a planned run and how fast they are: what data sheets say, times how much of it is reached.
+"""Speeds and sizes of the machines of a planned run: data-sheet peaks times the share of each that is achieved.
 
-Peaks come from a preset or from flags. ``GEMM_TFLOPS`` is what a product of large matrices reaches; that of the H200 is
-measured, those of the others are estimates. How much of a peak this project reaches is set by a few shares, fitted to
-steps of the 1.7B, 8B, 14B and 70B shapes on one and four H200 (``benchmarks/step_*.json``, within 8%), which a
-cost model fitted to measured segments corrects (``run_time.calibrated``).
+Peaks come from a preset or from flags. ``gemm_tflops`` is the rate of a product of large matrices; it is measured for
+the H200 and estimated for the others. The achieved shares are fitted to steps of the 1.7B, 8B, 14B and 70B shapes on
+one and four H200 (``benchmarks/step_*.json``, within 8%). A cost model fitted to measured segments corrects them
+(``step_time.calibrated``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_dta.capacity.shape import RunShape
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import FLOOR_SECONDS_PER_LAYER, CostModel
 
-# Products that a row of logits takes part in: forward, again in the backward, and the two gradients.
+# Products per row of logits: the forward, its recomputation in the backward, and the two gradients.
 LOGIT_PASSES = 4.0
-# Attention's backward computes its scores again: 5 products for the forward's 2.
+# The backward of attention recomputes the scores: 5 products for the 2 of the forward.
 ATTENTION_PASSES = 3.5
 GEMM_PASSES = 3.0
-# Bytes that a layer's elementwise work moves for each token, by the channels that it reads and writes in the forward
-# and in the backward, with fused norms, rotation and activation.
+# Channels that elementwise work of a layer reads and writes per token in forward and backward, with fused norms,
+# rotary embedding and activation, over the width of each part.
 ELEMENTWISE_PASSES = {"hidden": 24.0, "attention": 7.0, "ffn": 9.0}
 
 
@@ -31,17 +31,17 @@ class Cluster:
     """GPUs and links.
 
     Attributes:
-        num_gpus, gpus_per_node: in all, and those that NVLink connects.
-        gpu_memory_gib: memory of one that a process can have.
-        gemm_tflops: operations a second of a large product in bfloat16, over 10^12.
-        hbm_gigabytes_per_second: of the GPU's memory.
-        nvlink_gbps, network_gbps: gigabits a second and direction, of each GPU.
-        host_gigabytes_per_second: at which a GPU's share of the host updates states that are offloaded.
-        gemm_share, logit_share, attention_share, hbm_share, link_share: what is reached of gemm_tflops (the first
+        num_gpus, gpus_per_node: GPUs of the run, and GPUs that NVLink connects.
+        gpu_memory_gib: memory of a GPU available to a process.
+        gemm_tflops: 10^12 operations per second of a large bfloat16 product.
+        hbm_gigabytes_per_second: bandwidth of the GPU's memory.
+        nvlink_gbps, network_gbps: gigabits per second, per direction and GPU.
+        host_gigabytes_per_second: rate at which the host updates offloaded states, per GPU.
+        gemm_share, logit_share, attention_share, hbm_share, link_share: achieved shares of gemm_tflops (the first
             three), hbm_gigabytes_per_second and the links.
-        short_segment_tokens: in segments of so many tokens products and elementwise work take twice their time.
-        floor_seconds_per_layer: what the host takes to launch a layer's forward and backward; a segment takes no less.
-        forward_floor_share: the forward's part of that.
+        short_segment_tokens: segment length at which products and elementwise work take twice as long per token.
+        floor_seconds_per_layer: time of the host to launch a layer's forward and backward; a lower bound per segment.
+        forward_floor_share: share of the forward in it.
     """
 
     num_gpus: int
@@ -71,37 +71,37 @@ class Cluster:
             raise InputError(f"--num-gpus {self.num_gpus} is not a multiple of --gpus-per-node {self.gpus_per_node}")
 
     def link(self, num_ranks: int, stride: int = 1) -> float:
-        """Bytes a second between ``num_ranks`` ranks that are ``stride`` apart: NVLink while a node holds them all."""
+        """Bytes per second between ``num_ranks`` ranks that are ``stride`` apart: NVLink if one node holds them all."""
         gigabits = self.nvlink_gbps if num_ranks * stride <= self.gpus_per_node else self.network_gbps
         return gigabits * 1e9 / 8 * self.link_share
 
     @property
     def hbm_rate(self) -> float:
-        """Bytes a second that elementwise work reaches."""
+        """Bytes per second of elementwise work."""
         return self.hbm_gigabytes_per_second * 1e9 * self.hbm_share
 
     @property
     def gemm_rate(self) -> float:
-        """Operations a second that the layers' products reach."""
+        """Operations per second of the layers' products."""
         return self.gemm_tflops * 1e12 * self.gemm_share
 
     @property
     def logit_rate(self) -> float:
-        """Operations a second that the products with the output matrix reach."""
+        """Operations per second of products with the output matrix."""
         return self.gemm_tflops * 1e12 * self.logit_share
 
     @property
     def attention_rate(self) -> float:
-        """Operations a second that attention reaches."""
+        """Operations per second of attention."""
         return self.gemm_tflops * 1e12 * self.attention_share
 
 
 def elementwise_channels(shape: RunShape, layer: int) -> tuple[float, float, float]:
-    """Channels read and written for a token: of hidden states, of attention, of the feed-forward layer."""
+    """Channels read and written per token: of hidden states, attention and the feed-forward layer."""
     passes = ELEMENTWISE_PASSES
     hidden = shape.hidden_size
     if shape.moe_layers[layer]:
-        # Tokens are put into their experts' order and brought back.
+        # Tokens are permuted into the order of their experts and back.
         width = shape.moe_router_topk * shape.expert_width + (shape.moe_shared_expert_intermediate_size or 0)
         hidden += shape.moe_router_topk * shape.hidden_size / 2
     else:

@@ -1,14 +1,15 @@
-"""Memory of a rank, part by part: what a training command needs of a GPU before it is run.
+"""Predicts the GPU memory of a rank, by part.
 
-weights        this rank's parameters
+weights        parameters of the rank
 gradients      Megatron's gradient buffer
-optimizer      master weights and Adam's two moments, divided by the replicas with the distributed optimizer
+optimizer      master weights and Adam's two moments; the distributed optimizer divides them over the replicas
 keys_values    K and V of the tokens in flight, and the float32 accumulators of their gradients
-activations    what the backward needs of the tokens in flight whose activations are kept, and of the running segment
-logits         the chunk of logits that exists at once, and its gradient
-workspace      room of the segment that runs, messages, and a fixed amount for the CUDA context, NCCL and the allocator
+activations    tensors saved for the backward of in-flight tokens whose activations are kept, and of the running segment
+logits         the logit chunk that exists at a time, and its gradient
+workspace      temporary memory of the running segment, messages, and a fixed amount for the CUDA context, NCCL and the
+               allocator
 
-Bytes a token are those of ``segment_bytes``, counted or measured (a file of ``tools/fit_cost_model.py``).
+Bytes per token are those of ``planning.costs.segment_bytes``, counted or measured (``tools/fit_cost_model.py``).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.segment_bytes import GIB, SegmentBytes
 
-# CUDA context, NCCL's buffers, cuBLAS' and Triton's workspace.
+# CUDA context, NCCL buffers, and the workspaces of cuBLAS and Triton.
 FIXED_BYTES = 2.0 * GIB
-# Elements of logits that exist at once on a GPU by default, and bytes of each with its gradient.
+# Default number of logits of a chunk on a GPU, and bytes of a logit with its gradient.
 LOGIT_ELEMENTS = 1 << 27
 LOGIT_BYTES = 4.0
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -31,11 +32,13 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 @dataclass(frozen=True)
 class RunMesh:
-    """Sizes of the process groups.
+    """Sizes of the process groups of a run.
 
     Attributes:
-        tensor, pipeline, chunks, experts: tensor, pipeline, virtual stages a rank, expert parallelism.
+        tensor, pipeline, chunks, experts: tensor parallelism, pipeline stages, model chunks per stage, expert
+            parallelism.
         data: replicas of the model.
+        expert_tensor: tensor parallelism of the experts.
         sequence_parallel: whether norms and residuals are divided along the sequence.
         layers: layers of each virtual stage.
     """
@@ -51,16 +54,16 @@ class RunMesh:
 
     @property
     def world_size(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.tensor * self.pipeline * self.data
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.tensor * self.data // (self.experts * self.expert_tensor)
 
     def stage_layers(self, stage: int) -> list[int]:
-        """Indices (from 0) of a stage's layers."""
+        """Indices (from 0) of the layers of a stage."""
         first = [sum(self.layers[:v]) for v in range(len(self.layers))]
         own = range(stage, len(self.layers), self.pipeline)
         return [layer for v in own for layer in range(first[v], first[v] + self.layers[v])]
@@ -68,15 +71,15 @@ class RunMesh:
 
 @dataclass(frozen=True)
 class StateSettings:
-    """What is kept of weights, gradients and the optimizer, and of activations.
+    """Data types and placement of weights, gradients, optimizer states and activations.
 
     Attributes:
         weights, main_grads, main_params, exp_avg, exp_avg_sq: dtypes, "fp32", "bf16", "fp16" or "fp8".
-        optimizer: whether there is one; a benchmark of a step has none.
-        distributed_optimizer: whether replicas divide its states.
-        offload_fraction: part of its states on the host.
-        logprob_chunk_tokens: rows of logits that exist at once; None for the default.
-        full_recompute_layers: layers of a unit of ``--recompute-granularity full``; None without it.
+        optimizer: whether there is an optimizer; a benchmark of a step has none.
+        distributed_optimizer: whether the replicas divide the optimizer states.
+        offload_fraction: share of the optimizer states on the host.
+        logprob_chunk_tokens: rows of a logit chunk; None for the default.
+        full_recompute_layers: layers recomputed together with ``--recompute-granularity full``; None without it.
     """
 
     weights: str = "bf16"
@@ -102,7 +105,7 @@ class StateSettings:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's states for each parameter; float32 weights are their own master weights."""
+        """Bytes of optimizer states per parameter; float32 weights are their own master weights."""
         if not self.optimizer:
             return 0
         master = 0 if self.weights == "fp32" else DTYPE_BYTES[self.main_params]
@@ -111,7 +114,7 @@ class StateSettings:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank, by part; see the top of the file. ``host`` is not on the GPU."""
+    """Bytes of a rank, by the parts of the module's docstring. ``host`` is not on the GPU."""
 
     weights: float
     gradients: float
@@ -123,18 +126,18 @@ class RankMemory:
     host: float = 0.0
 
     def parts(self) -> dict[str, float]:
-        """The parts on the GPU."""
+        """Bytes of each part on the GPU."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}
 
     @property
     def total(self) -> float:
-        """All of them on the GPU."""
+        """Bytes on the GPU."""
         return sum(self.parts().values())
 
 
 @lru_cache(maxsize=4096)
 def counted_bytes(shape: RunShape, mesh: RunMesh, states: StateSettings) -> SegmentBytes:
-    """Bytes of a token on a rank; those of layers are the mean over all layers. Logits are not in them."""
+    """Count the bytes of a token on a rank, without logits; figures per layer are the mean over all layers."""
     tensor, rows = mesh.tensor, mesh.tensor if mesh.sequence_parallel else 1
     element = DTYPE_BYTES[states.weights]
     kept = work = 0.0
@@ -153,16 +156,16 @@ def counted_bytes(shape: RunShape, mesh: RunMesh, states: StateSettings) -> Segm
         )
         experts = 0.0
         if shape.moe_layers[layer]:
-            # Each copy of a token in its experts' order, before and after them; routing in float32.
+            # Each copy of a token, in the order of its experts, before and after them; routing is in float32.
             copies = shape.moe_router_topk * shape.hidden_size * mesh.expert_tensor / tensor
             experts = 2 * element * copies + 8.0 * shape.num_experts / rows
         kept += (of_layer.kept_per_token_and_layer + experts) * count / shape.num_layers
         work = max(work, of_layer.work_per_token + experts)
-    # What is fixed is in FIXED_BYTES.
+    # Fixed bytes are in FIXED_BYTES.
     result = replace(of_layer, kept_per_token_and_layer=kept, work_per_token=work, work_fixed=0.0, fixed=0.0)
     if states.full_recompute_layers is None:
         return result
-    # Of a unit of layers its input stays, and the unit that runs again has its activations while it does.
+    # Each unit of layers keeps its input; a unit holds its activations while it is recomputed.
     unit = states.full_recompute_layers
     return replace(
         result,
@@ -172,7 +175,7 @@ def counted_bytes(shape: RunShape, mesh: RunMesh, states: StateSettings) -> Segm
 
 
 def corrected_bytes(counted: SegmentBytes, measured: CostFile | None) -> SegmentBytes:
-    """``counted``, each by the factor between what was measured of another model and what is counted of that one."""
+    """Scale each field of ``counted`` by the ratio of measured to counted bytes of the measured model."""
     if measured is None or measured.bytes is None:
         return counted
     of = measured.shape
@@ -189,14 +192,14 @@ def corrected_bytes(counted: SegmentBytes, measured: CostFile | None) -> Segment
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a stage holds of a step's segments at most.
+    """Peak of a step's segments on a stage.
 
     Attributes:
-        tokens: in flight, in each chunk of the stage.
-        kept: of these, those whose activations are kept; None for all.
-        segment, path: tokens of the longest segment, and of the longest path with it.
-        peak_bytes: most bytes of keys, values, activations and room (``segment_bytes.peak_bytes``), where a plan says
-            so; None to take the bound that follows from the tokens.
+        tokens: in-flight tokens in each model chunk of the stage.
+        kept: in-flight tokens whose activations are kept; None for all.
+        segment, path: tokens of the longest segment, and of the longest root path.
+        peak_bytes: peak bytes of keys, values, activations and workspace of a plan (``segment_bytes.peak_bytes``);
+            None to use the upper bound that follows from the tokens.
     """
 
     tokens: float
@@ -214,7 +217,7 @@ def stage_memory(
     flight: InFlight,
     each: SegmentBytes | None = None,
 ) -> RankMemory:
-    """Memory of a rank of pipeline stage ``stage``; ``each`` are the bytes of a token, None for ``counted_bytes``."""
+    """Predict the memory of a rank of ``stage``; ``each`` are the bytes per token, None for ``counted_bytes``."""
     each = each or counted_bytes(shape, mesh, states)
     parameters = rank_parameters(shape, mesh, stage)
     state = float(states.optimizer_bytes) * parameters.total
@@ -232,7 +235,7 @@ def stage_memory(
     if flight.peak_bytes is None:
         activations = kept * of_token + (flight.tokens - kept) * each.input_per_token
         if kept < flight.tokens:
-            activations += flight.segment * of_token  # The segment that runs again has its own.
+            activations += flight.segment * of_token  # The segment being recomputed holds its own.
     else:
         activations = max(0.0, flight.peak_bytes - keys_values - room)
     messages = 0.0 if mesh.pipeline == 1 else 2.0 * flight.segment * each.input_per_token
@@ -245,14 +248,14 @@ def stage_memory(
         activations=activations,
         logits=logits,
         workspace=FIXED_BYTES + room + messages,
-        # With the gradients that the host updates them with.
+        # Includes the gradients that the host uses for the update.
         host=offloaded * (1 + 4 / states.optimizer_bytes) if offloaded else 0.0,
     )
 
 
 @lru_cache(maxsize=4096)
 def rank_parameters(shape: RunShape, mesh: RunMesh, stage: int) -> RankParameters:
-    """Parameters of a rank of a stage."""
+    """Parameters on a rank of the stage."""
     found = RankParameters(0)
     for v in range(stage, len(mesh.layers), mesh.pipeline):
         found += shape.stage_parameters(mesh.layers, v, mesh.tensor, mesh.experts, mesh.expert_tensor)
@@ -260,12 +263,12 @@ def rank_parameters(shape: RunShape, mesh: RunMesh, stage: int) -> RankParameter
 
 
 def state_parameters(mesh: RunMesh, parameters: RankParameters) -> float:
-    """Parameters whose optimizer states a rank holds where replicas divide them."""
+    """Number of parameters whose optimizer states a rank holds with the distributed optimizer."""
     return parameters.dense / mesh.data + parameters.experts / max(1, mesh.expert_replicas)
 
 
 def layer_width(shape: RunShape, layer: int) -> float:
-    """Channels of a layer's feed-forward part that a token goes through."""
+    """Width of the feed-forward part of a layer that a token passes through."""
     if not shape.moe_layers[layer]:
         return float(shape.ffn_hidden_size)
     return shape.moe_router_topk * shape.expert_width + float(shape.moe_shared_expert_intermediate_size or 0)

@@ -1,4 +1,4 @@
-"""The meshes and settings that a model and a cluster allow."""
+"""Enumerates the meshes and settings that a model and a cluster allow."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.pipeline.layers import layers_per_stage
 
-# Longer pipelines are looked at only where they are asked for.
+# Longer pipelines are tried only on request.
 MOST_STAGES = 32
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings of a run that are searched for.
+    """Settings of a run that the search varies.
 
     Attributes:
-        segment_tokens, memory_tokens, activation_tokens: ``--tree-segment-tokens`` and so on, None for the default.
-        full_recompute: Megatron's recomputation of every layer.
+        mesh: sizes of the process groups.
+        segment_tokens, memory_tokens, activation_tokens: values of ``--tree-segment-tokens``, ``--tree-memory-tokens``
+            and ``--tree-activation-tokens``; None for the default.
+        full_recompute: whether Megatron recomputes every layer.
     """
 
     mesh: RunMesh
@@ -34,9 +36,9 @@ class Choice:
 
 
 def stage_layers(shape: RunShape, stages: int, chunks: int) -> tuple[int, ...] | None:
-    """Layers of each virtual stage: equal numbers, or those of ``--pipeline-model-parallel-layout auto``.
+    """Layers of each virtual stage: equal numbers if possible, else ``--pipeline-model-parallel-layout auto``.
 
-    None where there are fewer layers than virtual stages.
+    Returns None if there are fewer layers than virtual stages.
     """
     virtual = stages * chunks
     if shape.num_layers < virtual:
@@ -48,7 +50,7 @@ def stage_layers(shape: RunShape, stages: int, chunks: int) -> tuple[int, ...] |
 
 @lru_cache(maxsize=256)
 def auto_layers(shape: RunShape, stages: int, chunks: int) -> tuple[int, ...]:
-    """What ``--pipeline-model-parallel-layout auto`` makes of it."""
+    """Layers of each virtual stage by ``--pipeline-model-parallel-layout auto``."""
     cost = CostModel.from_shape(
         shape.num_layers,
         shape.hidden_size,
@@ -76,7 +78,7 @@ def make_mesh(
     sequence_parallel: bool | None = None,
     layers: tuple[int, ...] | None = None,
 ) -> RunMesh:
-    """A mesh of ``num_gpus`` processes; raises InputError, with the flag, where there is none of these sizes."""
+    """Create the mesh of ``num_gpus`` processes. Raises InputError naming the flag if the sizes do not fit."""
     if num_gpus % (tensor * pipeline):
         raise InputError(
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} does not divide "
@@ -120,10 +122,10 @@ def possible_choices(
     activation_tokens: int | None = None,
     recompute: Iterable[str] = ("tree", "full"),
 ) -> Iterator[Choice]:
-    """All choices of these sizes that the model and the cluster allow; None stands for all powers of two.
+    """Yield all choices of these sizes that the model and the cluster allow; None means all powers of two.
 
     Args:
-        recompute: "tree" keeps as much as fits, "full" is Megatron's of every layer.
+        recompute: "tree" keeps as many activations as fit, "full" lets Megatron recompute every layer.
     """
     gpus = cluster.num_gpus
     expert_sizes = (experts or _powers(gpus)) if shape.num_experts else (1,)
@@ -139,7 +141,7 @@ def possible_choices(
 
 
 def _meshes(shape: RunShape, gpus: int, t: int, p: int, v: int, e: int) -> Iterator[RunMesh]:
-    """Meshes of these sizes, with equal stages and with those that the cost model balances."""
+    """Yield the meshes of these sizes, with equal stages and with stages balanced by the cost model."""
     if shape.num_layers < p * v:
         return
     divisions = {stage_layers(shape, p, v), auto_layers(shape, p, v)} if p > 1 else {(shape.num_layers,)}

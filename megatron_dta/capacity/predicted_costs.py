@@ -1,4 +1,4 @@
-"""The costs that tools predict seconds by: their flags, the cost model, and where it comes from, in words."""
+"""Flags of the commands that predict seconds, the cost model that they select, and a description of its source."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ COUNTED = "operations at assumed rates of an H200"
 
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """``--cost-model``, ``--model`` and the flags of a shape; returns those that take a number of at least 1."""
+    """Add ``--cost-model``, ``--model`` and the flags of a shape; return the flags whose value must be at least 1."""
     parser.add_argument(
         "--cost-model",
         metavar="JSON",
-        help="file of tools/fit_cost_model.py, or coefficients, in place of counts for the model's shape; with "
-        "--num-layers the measured layers are counted so often",
+        help="file of tools/fit_cost_model.py, or a file of coefficients, in place of counted costs; --num-layers "
+        "scales the measured layers",
     )
     parser.add_argument(
         "--model",
         choices=sorted(SHAPES),
-        help=f"a model by name (default: {DEFAULT}); with --cost-model its costs are scaled from those that were "
-        "measured of another",
+        help=f"name of a model (default: {DEFAULT}); with --cost-model, its costs are scaled from the measurements of "
+        "another model",
     )
     flags = []
     for name, value in SHAPE.items():
         flags.append("--" + name.replace("_", "-"))
-        parser.add_argument(flags[-1], type=int, metavar="N", help=f"of the model (default: {value})")
+        parser.add_argument(flags[-1], type=int, metavar="N", help=f"setting of the model (default: {value})")
     return flags
 
 
 def read_costs(arguments: argparse.Namespace) -> tuple[CostModel, str]:
-    """The coefficients of a file, a named model or a shape; and their source: model, GPU and how they were found."""
+    """Return the cost model of a file, a named model or a shape, and its source: model, GPU and method."""
     given = {name: getattr(arguments, name) for name in SHAPE if getattr(arguments, name) is not None}
     for name in given.keys() - {"num_layers"}:
         for flag in ("--cost-model", "--model"):
@@ -64,7 +64,7 @@ def read_costs(arguments: argparse.Namespace) -> tuple[CostModel, str]:
         rates = COUNTED if measured is None else f"scaled from what {Path(path).name} measured of another model"
         return _scaled_costs(arguments, measured), f"{arguments.model} on H200s, {rates}"
     if measured is not None:
-        # Layers are divided as many as the costs are of.
+        # The default number of layers is the measured model's.
         arguments.num_layers = arguments.num_layers or measured.num_layers
         return measured.model(arguments.num_layers), f"measured on a machine ({path}), {arguments.num_layers} layers"
     if model is not None:
@@ -75,7 +75,7 @@ def read_costs(arguments: argparse.Namespace) -> tuple[CostModel, str]:
 
 
 def _scaled_costs(arguments: argparse.Namespace, measured: CostFile | None) -> CostModel:
-    """Costs of a model by its name on H200s, at the shares of the peaks that another model was measured to reach."""
+    """Costs of a named model on H200s, with the shares of the peaks that were measured on another model."""
     shape = SHAPES[arguments.model]
     arguments.num_layers = arguments.num_layers or shape.num_layers
     shape = replace(shape, num_layers=arguments.num_layers, moe_layers=shape.moe_layers[: arguments.num_layers])

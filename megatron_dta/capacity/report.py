@@ -1,4 +1,4 @@
-"""How ``plan_run.py`` shows what it found: tables, JSON, and the command that would run the best."""
+"""Formats the predictions of ``plan_run.py``: tables, JSON, and the commands that run the best mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIME_NAMES = {
 
 
 def describe(prediction: Prediction) -> str:
-    """A mesh in a few words."""
+    """Short description of a mesh."""
     choice, mesh = prediction.choice, prediction.choice.mesh
     pipeline = f"PP {mesh.pipeline}" + (f" x {mesh.chunks}" if mesh.chunks > 1 else "")
     experts = f", EP {mesh.experts}" + (f" x ETP {mesh.expert_tensor}" if mesh.expert_tensor > 1 else "")
@@ -40,7 +40,7 @@ def describe(prediction: Prediction) -> str:
 
 
 def useful_share(planner: Planner, prediction: Prediction) -> float:
-    """Operations that no implementation can leave out, of all GPUs' peak over the step."""
+    """Necessary operations of the step over the peak of all GPUs in its time."""
     shape, step = planner.shape, planner.step
     partition = step.partition(1)
     counts = partition.tokens_per_rank, partition.pairs_per_rank, partition.edges_per_rank
@@ -53,7 +53,7 @@ def useful_share(planner: Planner, prediction: Prediction) -> float:
 
 
 def as_json(found: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of ``--json``."""
+    """Return the figures of ``--json``."""
     planner: Planner = found["planner"]
     memory = planner.cluster.gpu_memory_gib
 
@@ -97,7 +97,7 @@ def as_json(found: dict[str, Any], arguments: argparse.Namespace) -> dict[str, A
 
 
 def print_predictions(found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """The ranking, and the parts of the best."""
+    """Print the ranking, and the parts of the best mesh's memory and time."""
     planner, best = found["planner"], found["best"]
     console = Console()
     console.print(_title(found))
@@ -138,7 +138,7 @@ def cost_source(planner: Planner, arguments: argparse.Namespace) -> str:
 
 
 def print_misses(found: dict[str, Any]) -> None:
-    """What does not fit, by how much, and which part is largest."""
+    """Print the nearest meshes that do not fit, their missing memory and their largest parts."""
     planner, console = found["planner"], Console()
     console.print(_title(found))
     memory = planner.cluster.gpu_memory_gib
@@ -175,7 +175,7 @@ def _parts(title: str, parts: dict[str, float], unit: float, names: dict[str, st
 
 
 def train_flags(planner: Planner, prediction: Prediction, arguments: argparse.Namespace) -> list[str]:
-    """Arguments of ``megatron_dta.train`` for a prediction; an argument file keeps its own."""
+    """Arguments of ``megatron_dta.train`` for a prediction. An argument file provides its own model and mesh."""
     if arguments.args_file is not None:
         flags = [f"@{arguments.args_file}"]
     else:
@@ -186,7 +186,7 @@ def train_flags(planner: Planner, prediction: Prediction, arguments: argparse.Na
 
 
 def own_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
-    """The checkpoint to start from and the folder of the run, as far as an argument file does not name them."""
+    """Flags of the initial checkpoint and of the run's folder, unless an argument file names them."""
     flags, given = [], arguments.args_file_gives if arguments.args_file is not None else ()
     hub_name = checkpoint_of(planner.shape)
     if arguments.hf_config is not None:
@@ -197,14 +197,14 @@ def own_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
 
 
 def checkpoint_of(shape: RunShape) -> str | None:
-    """The checkpoint on the hub that has this shape; None for a model of the user's own."""
+    """Name of the checkpoint on the hub with this shape; None if there is none."""
     return next(
         (HUB_NAMES[name] for name, known in SHAPES.items() if known == replace(shape, moe_grouped_gemm=False)), None
     )
 
 
 def placeholders(planner: Planner, arguments: argparse.Namespace) -> list[str]:
-    """What of the commands stands for something that the user has to provide."""
+    """Notes on the placeholders in the commands that the user must replace."""
     notes = [] if arguments.file else ["ROLLOUTS is the rollout file of the run (or give --prompt-data and a reward)"]
     flags, hub_name = own_flags(planner, arguments), checkpoint_of(planner.shape)
     if "--load-hf" in flags and arguments.hf_config is None:
@@ -218,7 +218,7 @@ def placeholders(planner: Planner, arguments: argparse.Namespace) -> list[str]:
 def _model_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
     shape, step = planner.shape, planner.step
     if arguments.hf_config is not None:
-        # The folder's config.json decides the shape.
+        # The shape comes from the folder's config.json.
         return ["--bf16", *["--moe-grouped-gemm"] * shape.moe_grouped_gemm]
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size"
     flags = [part for name in names.split() for part in ("--" + name.replace("_", "-"), str(getattr(shape, name)))]
@@ -274,7 +274,7 @@ def _mesh_flags(planner: Planner, prediction: Prediction) -> list[str]:
 
 
 def commands(planner: Planner, prediction: Prediction, arguments: argparse.Namespace) -> list[str]:
-    """The best as a command for torchrun on each node, and as a Slurm job."""
+    """Commands of a prediction: torchrun on each node, and a Slurm job."""
     flags = shlex.join(train_flags(planner, prediction, arguments))
     cluster = planner.cluster
     per_node = min(cluster.gpus_per_node, cluster.num_gpus)

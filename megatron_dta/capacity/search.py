@@ -1,11 +1,11 @@
-"""Which meshes fit a cluster, and how fast each would be.
+"""Predicts memory and time of each mesh on a cluster and searches for the fastest one that fits.
 
-Every mesh is first looked at with counts alone: memory of each stage, and a step without the bubble of N segments on P
-stages. The best of them are then planned as training would plan them, the slowest replica's segments are simulated on
-the pipeline, and memory and time are those of that plan.
+Every mesh is first estimated from counts alone, with the ideal utilisation of N segments on P stages. The best ones are
+then planned as in training: the segments of the slowest replica are simulated on the pipeline, and memory and time are
+those of that plan.
 
-Where activations do not fit whole, as many tokens keep theirs as there is room for (``--tree-activation-tokens``); the
-other choice is Megatron's recomputation of whole layers, which needs less still.
+If the activations of all in-flight tokens do not fit, those of as many tokens as possible are kept
+(``--tree-activation-tokens``). The alternative, Megatron's recomputation of whole layers, needs even less memory.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ from megatron_dta.planning.segments.recompute import choose_kept_segments, kept_
 from megatron_dta.planning.segments.schedule import depth_first_schedule
 from megatron_dta.planning.step.passes import PassPlan, stage_program
 
-# A stage of several has at most so many times the tokens in flight that one stage alone has.
+# Limit on the in-flight tokens of a pipeline stage, over those of a single stage.
 PIPELINE_FACTOR = DEFAULT_FACTOR
-# Part of a GPU's memory that is planned for; fragments and what is not counted take the rest.
+# Share of a GPU's memory that is planned for; fragmentation and uncounted memory take the rest.
 USABLE = 0.94
-# For each of the best that are asked for, so many more may turn out not to fit when they are planned.
+# Number of estimates per requested mesh that may turn out not to fit when planned, before the search ends.
 TRIED = 3
-# How often fewer activations are kept, where a plan needs more than it seemed.
+# Attempts with fewer kept activations if a plan needs more memory than estimated.
 CORRECTIONS = 3
-# Pipelines of more ops are scheduled once, without a search: when many are looked at, and for the best of them.
+# Pipelines with more ops are scheduled without a search: during the search over meshes, and for the best mesh.
 LOOKED_AT_OPS, CAREFUL_OPS = 30_000, 200_000
-GRANULE = 256  # Numbers of tokens are multiples of it.
+GRANULE = 256  # Numbers of kept tokens are multiples of this.
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a choice would need.
+    """Predicted memory and time of a choice.
 
     Attributes:
-        memory: of the stage that needs most; ``stage`` is its number.
-        time: of the slowest replica's busiest stage.
-        utilisation: of the pipeline; 1 for one stage.
+        memory: memory of the stage that needs most, ``stage``.
+        time: time of the slowest replica's busiest stage.
+        utilisation: utilisation of the pipeline; 1 for one stage.
         imbalance: cost of the slowest replica over the mean.
-        work: the slowest replica's.
+        work: work of the slowest replica.
         recomputed: share of tokens whose forward runs twice.
-        simulated: whether the segments were planned and simulated, or counted.
+        simulated: whether the segments were planned and simulated (else estimated from counts).
     """
 
     choice: Choice
@@ -95,17 +95,18 @@ class Prediction:
     simulated: bool
 
     def misses(self, memory_gib: float) -> float:
-        """GiB that it needs beyond the usable part of ``memory_gib``; negative where it fits."""
+        """GiB needed beyond the usable share of ``memory_gib``; negative if the choice fits."""
         return self.memory.total / GIB - USABLE * memory_gib
 
 
 @dataclass
 class Planner:
-    """A model, a cluster and a step, to be put together.
+    """Predicts and searches the choices for a model, a cluster and a step.
 
     Attributes:
-        states: what is kept; its recomputation is a choice's.
-        measured: a fitted cost model: the forward's shares, and bytes. The cluster's shares are corrected by it already
+        shape, cluster, step: the model, the machines and the sequences of a step.
+        states: data types and placement of states; recomputation is set by each choice.
+        measured: fitted cost model for the forward's share and the bytes. ``cluster`` must already be corrected by it
             (``calibrated``).
     """
 
@@ -116,7 +117,7 @@ class Planner:
     measured: CostFile | None = None
 
     def estimate(self, choice: Choice) -> Prediction:
-        """A first look, without planning a segment."""
+        """Predict from counts, without planning segments."""
         mesh = choice.mesh
         work = self.step.estimate(*self._cut(choice))
         factor = PIPELINE_FACTOR if mesh.pipeline > 1 else 1.0
@@ -136,17 +137,18 @@ class Planner:
         return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed, False)
 
     def simulate(self, choice: Choice, max_ops: int | None = None) -> Prediction:
-        """Segments, schedule and memory as training would have them.
+        """Predict from the segments and the schedule that training would plan.
 
         Args:
-            max_ops: a pipeline of more ops is scheduled once, without the search for a better schedule that training
-                would do; None for no limit.
+            choice: the settings to simulate.
+            max_ops: a pipeline with more ops is scheduled once, without the search that training does; None for no
+                limit.
         """
         mesh = choice.mesh
         work = self.step.plan(*self._cut(choice))
         segments, counts = work.planned
         parents, busiest, wait, utilisation = segments.segment_parent, 0, 1.0, 1.0
-        # With full recomputation each layer runs again, whatever its segment keeps.
+        # With full recomputation each layer is recomputed, so the segments keep nothing.
         by_tokens = np.zeros(segments.num_segments, dtype=bool)
         if not choice.full_recompute:
             by_tokens = choose_kept_segments(segments, choice.activation_tokens, mesh.pipeline)
@@ -158,7 +160,7 @@ class Planner:
             measured = None if self.measured is None else self.measured.model(self.shape.num_layers)
             model = mesh_costs(self.shape, mesh, self.cluster, measured, work.segment_tokens)
             send = send_seconds(self.shape, mesh, self.cluster, work.segment_tokens)
-            # Training chooses the schedule by the costs that it knows; how long it takes say those of this cluster.
+            # Training plans the schedule with its own cost model; the costs of this cluster give the time.
             known = self._training_costs(choice)
             if not choice.full_recompute:
                 kept = kept_on_stages(by_tokens, parents, len(mesh.layers))
@@ -183,12 +185,12 @@ class Planner:
         return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)
 
     def _cut(self, choice: Choice) -> tuple[int, int, int | None, int, int]:
-        """What decides how the step is divided and cut: the arguments of ``StepWork.plan``."""
+        """Arguments of ``StepWork.plan`` for a choice."""
         floor = tokens_of_floor(self._training_costs(choice))
         return choice.mesh.data, choice.segment_tokens, choice.memory_tokens, choice.mesh.pipeline, floor
 
     def _state_bytes(self, choice: Choice) -> float:
-        """Weights, gradients and optimizer of the fullest rank."""
+        """Bytes of weights, gradients and optimizer on the rank with most of them."""
         nothing = InFlight(0.0, 0.0, 0.0)
         return max(
             stage_memory(self.shape, choice.mesh, self.states, stage, nothing, self._bytes(choice)).total
@@ -229,7 +231,7 @@ class Planner:
         )
 
     def fitted(self, choice: Choice) -> Prediction:
-        """``choice`` with as many tokens' activations kept as there is room for."""
+        """Estimate ``choice`` with the activations of as many tokens kept as fit into memory."""
         memory = self.cluster.gpu_memory_gib
         found = self.estimate(choice)
         if found.misses(memory) <= 0 or choice.full_recompute or choice.activation_tokens is not None:
@@ -244,7 +246,7 @@ class Planner:
         return self.estimate(replace(choice, activation_tokens=least * GRANULE))
 
     def _planned_to_fit(self, choice: Choice) -> Prediction:
-        """``choice`` planned; where that needs more than it seemed, with fewer tokens' activations kept."""
+        """Plan ``choice``; if it needs more memory than estimated, keep the activations of fewer tokens."""
         memory = self.cluster.gpu_memory_gib
         planned = self.simulate(choice, LOOKED_AT_OPS)
         for _ in range(CORRECTIONS):
@@ -260,13 +262,13 @@ class Planner:
         return planned
 
     def search(self, choices: Iterable[Choice], top: int = 5) -> tuple[list[Prediction], list[Prediction]]:
-        """The best choices, planned and simulated, fastest first; and those that do not fit, the nearest first."""
+        """Return the best choices, planned and simulated, fastest first, and those that do not fit, nearest first."""
         fits: list[Prediction] = []
         misses: list[Prediction] = []
         hopeless: list[tuple[float, Choice]] = []
         memory = self.cluster.gpu_memory_gib
         for choice in choices:
-            # Where the states alone do not fit, the step need not be looked at.
+            # If the states alone do not fit, skip the estimate of the step.
             missing = self._state_bytes(choice) / GIB - USABLE * memory
             if missing > 0:
                 hopeless.append((missing, choice))
@@ -284,7 +286,7 @@ class Planner:
             if len(best) == top or len(misses) > TRIED * top + already:
                 break
             if sizes in seen:
-                continue  # The settings of a mesh that looked best stand for it.
+                continue  # Each mesh is represented by its best estimate.
             planned = self._planned_to_fit(estimate.choice)
             if planned.misses(memory) > 0:
                 misses.append(planned)
@@ -299,7 +301,7 @@ class Planner:
 
 
 def _schedule(segments: SegmentPlan, costs: PipelineCosts, mesh: RunMesh, max_ops: int | None) -> PipelineSchedule:
-    """The schedule that training would plan; for more ops than ``max_ops`` the first that its search looks at."""
+    """The schedule that training would plan; above ``max_ops`` ops, the first one of its search."""
     parents, lengths = segments.segment_parent, segments.lengths
     if max_ops is None or len(parents) * len(mesh.layers) * 2 <= max_ops:
         return plan_pipeline(parents, lengths, costs, mesh.pipeline, mesh.chunks)
@@ -311,7 +313,7 @@ def _schedule(segments: SegmentPlan, costs: PipelineCosts, mesh: RunMesh, max_op
 
 
 def _telling_stages(mesh: RunMesh) -> list[int]:
-    """The first stage, the last, and one with most layers: no other needs more of anything."""
+    """The first stage, the last, and one with most layers: no other stage needs more memory or time."""
     most = max(range(mesh.pipeline), key=lambda s: sum(mesh.layers[s :: mesh.pipeline]))
     return sorted({0, mesh.pipeline - 1, most})
 
@@ -328,11 +330,11 @@ def _in_flight(
     kept: np.ndarray,
     each: SegmentBytes,
 ) -> InFlight:
-    """What a stage holds at most under a schedule."""
+    """Peak of a stage under a schedule."""
     program = stage_program(segments, PassPlan(schedule, []), stage)
     own = mesh.layers[stage :: mesh.pipeline]
     lengths, paths = segments.lengths.tolist(), segments.in_flight_tokens.tolist()
-    # What the last stage keeps once for all layers is counted with its last chunk.
+    # Bytes that the last stage keeps once for all layers are counted with its last model chunk.
     is_last = (len(mesh.layers) - 1) % mesh.pipeline == stage
     of_stage = each if is_last else replace(each, kept_per_token=0.0)
     has_input = [v > 0 for v in range(stage, len(mesh.layers), mesh.pipeline)]

@@ -1,7 +1,7 @@
-"""Sequences with given numbers, for plans of a run whose rollouts do not exist yet.
+"""Generates sequences with given totals, to plan a run whose rollouts do not exist yet.
 
-Prompts of one length, each with several answers of one length; one answer is longer, so that the longest sequence has
-the length asked for.
+All prompts have one length, and the answers of each prompt have nearly equal lengths. One answer is longer, so that the
+longest sequence has the requested length.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ def made_up_sequences(
     samples_per_prompt: int = 1,
     attention_pairs: int | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Token ids and loss masks of sequences with these numbers; answers are trained.
+    """Generate token ids and loss masks of sequences with these totals; the answers are trained.
 
     Args:
-        attention_pairs: (query, key) pairs, which decide how long the prompts are: of the possible lengths, the one
-            whose forest comes nearest. None takes the longest prompts, which have most pairs.
+        num_sequences: sequences of the step.
+        unique_tokens: tokens of the forest, with shared tokens counted once.
+        longest_path: tokens of the longest sequence.
+        samples_per_prompt: sequences that share a prompt.
+        attention_pairs: (query, key) pairs; selects the length of the prompts whose forest comes nearest. None takes
+            the longest possible prompts, which have most pairs.
 
     Raises:
-        InputError: numbers that no such forest has.
+        InputError: no forest has these totals.
     """
     for flag, value in (("--sequences", num_sequences), ("--samples-per-prompt", samples_per_prompt)):
         if value < 1:
             raise InputError(f"{flag} must be at least 1, not {value}")
     groups = -(-num_sequences // samples_per_prompt)
     most = longest_path - 1
-    if num_sequences > groups:  # No sequence is longer than the longest.
+    if num_sequences > groups:  # No sequence exceeds the longest path.
         most = min(most, (num_sequences * longest_path - unique_tokens) // (num_sequences - groups))
-    if groups > 1:  # Every answer has a token.
+    if groups > 1:  # Every answer has at least one token.
         most = min(most, (unique_tokens - longest_path - num_sequences + 1) // (groups - 1))
     if most < 1 or _answers(num_sequences, groups, unique_tokens, most, longest_path) is None:
         raise InputError(
@@ -57,7 +61,7 @@ def made_up_sequences(
 
 
 def _answers(num_sequences: int, groups: int, unique: int, prompt: int, longest: int) -> list[int] | None:
-    """Lengths of the answers, the longest first; None where they do not fit."""
+    """Lengths of the answers, longest first; None if the totals do not fit."""
     first = longest - prompt
     rest = unique - groups * prompt - first
     if num_sequences == 1:
@@ -71,7 +75,7 @@ def _answers(num_sequences: int, groups: int, unique: int, prompt: int, longest:
 def _prompt_for_pairs(
     num_sequences: int, groups: int, unique: int, longest: int, attention_pairs: int, most: int
 ) -> int:
-    """The prompt's length whose forest has nearest to so many pairs."""
+    """Length of the prompts whose forest comes nearest to ``attention_pairs``."""
 
     def pairs(prompt: int) -> float:
         answers = _answers(num_sequences, groups, unique, prompt, longest)

@@ -1,6 +1,6 @@
-"""Where ``plan_run.py`` gets a model or a whole run from: a Hugging Face configuration, an argument file of training.
+"""Reads the model or all settings of a planned run from a Hugging Face configuration or an argument file of training.
 
-What is imported here brings torch along, which takes longer than a plan, so the tool imports it where it is needed.
+The functions import torch, which takes longer than planning, so they import it only when called.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from megatron_dta.common.files import read_json
 SIZES = (1024, 2048, 4096, 8192)
 
 
-# What flags without a text of their own say in --help.
+# Help texts of the flags that ``commands.plan_run`` generates from names.
 HELP = {
     "max_sequences": "only the first N sequences of FILE",
     "max_length": "only the first N tokens of each sequence of FILE",
-    "sequences": "without FILE: sequences of a step",
-    "unique_tokens": "without FILE: tokens of a step, shared ones counted once",
+    "sequences": "without FILE: number of sequences of a step",
+    "unique_tokens": "without FILE: tokens of a step, with shared tokens counted once",
     "longest_path": "without FILE: tokens of the longest sequence",
     "samples_per_prompt": "without FILE: sequences that share a prompt (default: 1)",
-    "attention_pairs": "without FILE: pairs of a query and a key that it sees (default: follows from the others)",
-    "num_gpus": "processes of the run",
+    "attention_pairs": "without FILE: attended (query, key) pairs (default: follows from the other numbers)",
+    "num_gpus": "number of GPUs of the run, one process each",
     "gpus_per_node": "GPUs that NVLink connects (default: 8)",
-    "gpu_memory_gib": "memory of a GPU (default: that of --gpu, as the next ones)",
-    "gemm_tflops": "peak of a product of large matrices in bfloat16",
+    "gpu_memory_gib": "memory of a GPU (default of this and the following flags: by --gpu)",
+    "gemm_tflops": "10^12 operations per second of a large bfloat16 product",
     "hbm_gigabytes_per_second": "bandwidth of a GPU's memory",
-    "nvlink_gbps": "gigabits a second and direction of a GPU inside a node",
-    "network_gbps": "gigabits a second and direction of a GPU between nodes",
-    "host_gigabytes_per_second": "bandwidth of the host's memory for each GPU, for offloaded states",
-    "gemm_share": "part of the peak that products of the layers reach",
-    "logit_share": "part of the peak that logits reach",
-    "attention_share": "part of the peak that attention reaches",
-    "hbm_share": "part of the memory's bandwidth that elementwise work reaches",
-    "link_share": "part of a link's bandwidth that communication reaches",
-    "short_segment_tokens": "products of a segment of so many tokens take twice as long a token",
-    "floor_seconds_per_layer": "what the host takes to launch a layer, forward and backward",
-    "forward_floor_share": "the forward's part of that",
-    "main_grads_dtype": "gradients (default: %(default)s)",
-    "main_params_dtype": "master weights (default: %(default)s)",
-    "exp_avg_dtype": "Adam's first moment (default: %(default)s)",
-    "exp_avg_sq_dtype": "Adam's second moment (default: %(default)s)",
+    "nvlink_gbps": "gigabits per second and direction of a GPU inside a node",
+    "network_gbps": "gigabits per second and direction of a GPU between nodes",
+    "host_gigabytes_per_second": "bandwidth of the host's memory per GPU, for offloaded states",
+    "gemm_share": "achieved share of the peak in products of the layers",
+    "logit_share": "achieved share of the peak in logits",
+    "attention_share": "achieved share of the peak in attention",
+    "hbm_share": "achieved share of the memory bandwidth in elementwise work",
+    "link_share": "achieved share of the bandwidth of a link",
+    "short_segment_tokens": "segment length at which products take twice as long per token",
+    "floor_seconds_per_layer": "time of the host to launch a layer, forward and backward",
+    "forward_floor_share": "share of the forward in --floor-seconds-per-layer",
+    "main_grads_dtype": "dtype of gradients (default: %(default)s)",
+    "main_params_dtype": "dtype of master weights (default: %(default)s)",
+    "exp_avg_dtype": "dtype of Adam's first moment (default: %(default)s)",
+    "exp_avg_sq_dtype": "dtype of Adam's second moment (default: %(default)s)",
     "tree_activation_tokens": "in-flight tokens whose activations are kept (default: as many as fit)",
-    "recompute": "kinds to look at: segments' second forwards (tree) or Megatron's of layers (full; default: both)",
-    "logprob_chunk_tokens": "rows of logits that exist at once (default: some 2^27 elements)",
+    "recompute": "kinds to try: of segments (tree) or of layers, by Megatron (full; default: both)",
+    "logprob_chunk_tokens": "rows of a logit chunk (default: about 2^27 logits)",
 }
 
 
 def read_hf_config(path: str) -> RunShape:
-    """The shape that a config.json (or its folder) says."""
+    """Read the shape of a config.json (or its folder)."""
     from megatron_dta.config import ModelConfig
     from megatron_dta.conversion.hf.config import model_settings, read_hf_config
 
@@ -66,9 +66,11 @@ def read_hf_config(path: str) -> RunShape:
 
 
 def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], StateSettings, list[str]]:
-    """Model, mesh and states of an argument file of ``megatron_dta.train`` on so many processes; its checks hold.
+    """Read and check an argument file of ``megatron_dta.train`` for ``num_gpus`` processes.
 
-    The last value are the names of the settings of a run's own that the file gives.
+    Returns:
+        The model, the choices to evaluate, the states, and the names of the run's settings ("save", "load_hf") that the
+        file gives.
     """
     from megatron_dta.arguments import parse_settings
     from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
@@ -112,7 +114,7 @@ def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], St
             f"{path}: of Megatron's recomputation only --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1 can be planned"
         )
-    # Where memory decides in training, the sizes that it may choose are looked at.
+    # If training chooses the segment size by memory, try the sizes that it can choose.
     sizes = (
         (tree.tree_segment_tokens,) if tree.tree_segment_tokens else (2048,) if tree.tree_memory_gib is None else SIZES
     )

@@ -1,8 +1,8 @@
-"""A decoder's parameters, counted: what of them a rank of a mesh holds, and what a token goes through.
+"""Counts the parameters of a decoder: those on each rank of a mesh, and those that a token passes through.
 
-Names are Megatron's. Counted are the layers that this project builds: attention, gated or plain feed-forward layers
-without biases, RMSNorm, optional norms of queries and keys, a bias on query, key and value where a family has one, and
-experts. A tensor group divides every matrix; norms and routers are whole on each of its ranks.
+Names are Megatron's. The counts cover the layers that this package builds: attention, gated or plain feed-forward
+layers without biases, RMSNorm, optional norms of queries and keys, optional biases on queries, keys and values, and
+experts. A tensor group divides every matrix; norms and routers are replicated on its ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_dta.common.errors import InputError
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters on a rank.
+    """Number of parameters on a rank.
 
     Attributes:
-        dense: those that all data-parallel ranks hold alike.
-        experts: routed experts', which only ranks of the same experts hold alike.
+        dense: parameters that all data-parallel ranks replicate.
+        experts: parameters of routed experts, replicated only on ranks with the same experts.
     """
 
     dense: int
@@ -28,7 +28,7 @@ class RankParameters:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Dense and expert parameters."""
         return self.dense + self.experts
 
     def __add__(self, other: RankParameters) -> RankParameters:
@@ -40,10 +40,9 @@ class RunShape:
     """The model that a run is planned for.
 
     Attributes:
-        moe_layers: whether each layer has experts; empty: all do where there are experts, else none.
-        moe_grouped_gemm: whether a rank's experts run together, and not one by one.
-        norm_epsilon, rotary_base, use_rope_scaling: change nothing that is counted; a command that trains the model
-            names them.
+        moe_layers: whether each layer has experts; empty means all layers if ``num_experts`` is set, else none.
+        moe_grouped_gemm: whether the experts of a rank run as grouped products instead of one by one.
+        norm_epsilon, rotary_base, use_rope_scaling: do not affect the counts; used in the flags of a training command.
     """
 
     num_layers: int
@@ -90,7 +89,10 @@ class RunShape:
 
     @classmethod
     def of(cls, settings: Any) -> RunShape:
-        """The shape of anything that has the attributes of ``ModelConfig``, its vocabulary known."""
+        """Read the shape from an object with the attributes of ``ModelConfig``.
+
+        Raises InputError if the vocabulary size is None.
+        """
         values = {field.name: getattr(settings, field.name) for field in fields(cls)}
         if values["vocab_size"] is None:
             raise InputError("--vocab-size is needed to plan a run: without it the tokenizer would decide")
@@ -103,7 +105,7 @@ class RunShape:
 
     @property
     def kv_width(self) -> int:
-        """Channels of all key heads; those of the values are as many."""
+        """Channels of all key heads, which is also that of all value heads."""
         return self.num_query_groups * self.kv_channels
 
     @property
@@ -124,7 +126,7 @@ class RunShape:
         return self._ffn(self.moe_shared_expert_intermediate_size or 0)
 
     def kinds(self, layers: Sequence[int]) -> list[tuple[int, int]]:
-        """(a layer of the kind, how many of ``layers`` are of it): those without experts, and those with."""
+        """(index of a layer, number of such layers) for the ``layers`` without and with experts."""
         sparse = [layer for layer in layers if self.moe_layers[layer]]
         dense = [layer for layer in layers if not self.moe_layers[layer]] if len(sparse) < len(layers) else []
         return [(kind[0], len(kind)) for kind in (dense, sparse) if kind]
@@ -147,10 +149,10 @@ class RunShape:
         experts: int = 1,
         expert_tensor: int = 1,
     ) -> RankParameters:
-        """Parameters of a virtual stage on one rank; ``layers`` are those of each virtual stage.
+        """Parameters of a virtual stage on one rank; ``layers`` has the number of layers of each virtual stage.
 
-        The first has the embedding; the last has the final norm and the output matrix, or its own copy of an embedding
-        that serves as one.
+        The first virtual stage has the embedding. The last one has the final norm and the output matrix, or a copy of
+        the embedding if the two share their weights.
         """
         first = sum(layers[:virtual_stage])
         found = RankParameters(0)
@@ -164,7 +166,7 @@ class RunShape:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return self.stage_parameters([self.num_layers], 0).total
 
     def token_weights(self, layer: int) -> int:
@@ -176,7 +178,7 @@ class RunShape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token goes through, the output matrix with them."""
+        """Parameters that a token passes through, including the output matrix."""
         return (
             sum(n * self.token_weights(layer) for layer, n in self.kinds(range(self.num_layers)))
             + self.hidden_size * self.vocab_size
@@ -195,7 +197,7 @@ def _shape(family: dict[str, Any], *sizes: int, **more: Any) -> RunShape:
     return RunShape(**family | dict(zip(_NAMES, sizes, strict=True)) | more)
 
 
-# Shapes by name: those of ``HUB_NAMES``. Any other comes from a config.json or from flags.
+# Shapes of the models in ``HUB_NAMES``. Other shapes come from a config.json or from flags.
 SHAPES: dict[str, RunShape] = {
     "qwen3-1.7b": _shape(_QWEN3, 28, 2048, 6144, 16, untie_embeddings_and_output_weights=False),
     "qwen3-8b": _shape(_QWEN3, 36, 4096, 12288, 32),
@@ -224,7 +226,7 @@ SHAPES: dict[str, RunShape] = {
     "llama3-8b": _shape(_LLAMA31, 32, 4096, 14336, 32),
     "llama3-70b": _shape(_LLAMA31, 80, 8192, 28672, 64),
 }
-# The checkpoints that the shapes by name are those of, on the Hugging Face hub.
+# Checkpoints of the named shapes on the Hugging Face hub.
 HUB_NAMES = {
     "qwen3-1.7b": "Qwen/Qwen3-1.7B",
     "qwen3-8b": "Qwen/Qwen3-8B",

@@ -1,4 +1,4 @@
-"""What ``simulate_pipeline.py`` says of the plan that training itself makes of a step."""
+"""Figures of the plan that training makes of a step, for ``simulate_pipeline.py``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def training_figures(
     activation_tokens: int | None,
     send_seconds: float,
 ) -> dict[str, object]:
-    """Figures of the step that ``plan_step`` plans, under the names of the keys of ``--json``."""
+    """Plan a step with ``plan_step`` and return its figures by their keys of ``--json``."""
     begin = time.perf_counter()
     step = plan_step(samples, tree_mode, segment_tokens, memory_tokens, activation_tokens, shape)
     seconds = time.perf_counter() - begin
@@ -55,7 +55,7 @@ def training_figures(
 
 
 def print_training(values: dict, title: str) -> None:
-    """The table of ``training_figures``."""
+    """Print ``training_figures`` as a table."""
     peak, alone = max(values["peak_in_flight_tokens"]), values["depth_first_in_flight_tokens"]
     rows = {
         "segments": f"{values['segments']:,} of at most {values['segment_tokens']:,} tokens",

@@ -1,17 +1,17 @@
-"""Seconds of a step, part by part, on the busiest stage of the slowest replica; the parts add up to the step.
+"""Predicts the seconds of a step on the busiest stage of the slowest replica, by part; the parts add up to the step.
 
 gemm          products of the layers
 attention     scores and values of visible pairs
-logits        rows of logits of trained edges, on the last stage
-elementwise   norms, rotation, activation, residuals, and reading ancestors' keys and values
-tensor        communication of the tensor group, and of experts
-launches      waiting for the host, which takes its time to launch a short segment
+logits        logits of trained edges, on the last stage
+elementwise   norms, rotary embedding, activation, residuals, and reading the keys and values of ancestors
+tensor        communication of the tensor group and of experts
+launches      waiting for the host to launch the kernels of short segments
 bubble        waiting for other stages
-data          adding up gradients over the replicas
+data          reduction of gradients over the replicas
 optimizer     reading and writing weights and states
 
-Nothing overlaps but what a schedule of the pipeline overlaps, so communication is on the safe side. Recomputation runs
-a forward again, and is part of the first four.
+Only the overlap of a pipeline schedule is counted; communication and computation do not overlap, so communication is an
+upper estimate. Recomputation runs a forward again, which counts in gemm, attention, elementwise and tensor.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from megatron_dta.capacity.work import ReplicaWork
 from megatron_dta.planning.costs.file import CostFile, CostShape
 from megatron_dta.planning.costs.model import CostModel
 
-# Of the kernels of a layer without experts, those that each of a rank's experts adds: 5 of some 30.
+# Kernels that each expert of a rank adds, over those of a layer without experts: 5 of about 30.
 LAUNCHES_PER_EXPERT = 1 / 6
-# The forward's part of a layer's elementwise work and communication.
+# Share of the forward in a layer's elementwise work and communication.
 FORWARD_PART = 1 / 3
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds, see the top of the file."""
+    """Seconds by the parts of the module's docstring."""
 
     gemm: float = 0.0
     attention: float = 0.0
@@ -61,7 +61,7 @@ class StepTime:
     optimizer: float = 0.0
 
     def parts(self) -> dict[str, float]:
-        """All parts by name."""
+        """Seconds of each part by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
@@ -83,7 +83,7 @@ def stage_time(
     stage: int,
     recomputed: float = 0.0,
 ) -> StepTime:
-    """What a stage computes in a step; ``recomputed`` is the share of tokens whose forward runs twice."""
+    """Predict the computing parts of a stage; ``recomputed`` is the share of tokens whose forward runs twice."""
     layers = mesh.stage_layers(stage)
     kinds = shape.kinds(layers)
     again_gemm, again_attention = 1 + recomputed / GEMM_PASSES, 1 + recomputed / ATTENTION_PASSES
@@ -98,7 +98,7 @@ def stage_time(
     moved = sum(
         2.0 * count * (hidden / rows + (attention + ffn) / mesh.tensor) for count, (hidden, attention, ffn) in channels
     )
-    # Keys and values of ancestors are gathered in forward and backward, their gradients added in float32.
+    # Keys and values of ancestors are gathered in forward and backward; their gradients are added in float32.
     gathered = len(layers) * 2.0 * shape.kv_width / mesh.tensor * (2 * 2 * 2 + 2 * 4)
     longer = 1 + cluster.short_segment_tokens / work.segment_tokens
     time = StepTime(
@@ -113,7 +113,7 @@ def stage_time(
 
 
 def layer_launches(shape: RunShape, mesh: RunMesh, layer: int) -> float:
-    """Kernels of a layer over those of one without experts: a rank's experts run one by one if they are not grouped."""
+    """Kernels of a layer over those of a layer without experts; experts that are not grouped run one by one."""
     if not shape.moe_layers[layer] or shape.moe_grouped_gemm:
         return 1.0
     return 1.0 + shape.num_experts / mesh.experts * LAUNCHES_PER_EXPERT
@@ -122,9 +122,9 @@ def layer_launches(shape: RunShape, mesh: RunMesh, layer: int) -> float:
 def _waiting_for_launches(
     time: StepTime, cluster: Cluster, work: ReplicaWork, num_layers: float, recomputed: float
 ) -> float:
-    """Seconds by which segments take longer than their work, as the host takes longer to launch them.
+    """Seconds by which launches prolong segments beyond their work.
 
-    An estimate takes all segments for alike.
+    Without planned segments, all segments are assumed equal.
     """
     by_tokens = time.gemm + time.elementwise + time.tensor
     if work.planned is None:
@@ -140,17 +140,18 @@ def _waiting_for_launches(
 
 
 def _token_communication(shape: RunShape, mesh: RunMesh, cluster: Cluster, layers: list[int]) -> float:
-    """Seconds a token of these layers' communication, forward and backward."""
+    """Seconds of communication per token in these layers, forward and backward."""
     row = 2.0 * shape.hidden_size
     tensor, experts = mesh.tensor, mesh.experts
     seconds = 0.0
     if tensor > 1:
-        # Two sums forward and two backward, each twice a ring; sequence parallelism gathers two inputs once more.
+        # Two all-reduces in the forward and two in the backward, each two ring passes; sequence parallelism gathers two
+        # inputs once more.
         passes = 8.0 + 2.0 * mesh.sequence_parallel
         seconds += len(layers) * passes * row * (tensor - 1) / tensor / cluster.link(tensor)
     num_expert_layers = sum(shape.moe_layers[layer] for layer in layers)
     if experts > 1:
-        # Every copy goes to its expert and back, forward and backward; under a tensor group a rank has its own rows.
+        # Every copy goes to its expert and back, in forward and backward; in a tensor group, each rank sends its rows.
         copies = 4.0 * shape.moe_router_topk / tensor
         link = cluster.link(experts * mesh.expert_tensor)
         seconds += num_expert_layers * copies * row * (experts - 1) / experts / link
@@ -164,11 +165,11 @@ def mesh_costs(
     measured: CostModel | None = None,
     segment_tokens: int = CostModel.segment_tokens,
 ) -> CostModel:
-    """The whole model's cost on such a mesh: what its stages' shares of are simulated. See ``CostModel``.
+    """Compute the cost model of the whole model on such a mesh; the stages of a simulation take shares of it.
 
     Args:
-        measured: takes the forward's shares from it.
-        segment_tokens: most tokens of a segment.
+        measured: cost model that provides the forward's share; None for the default.
+        segment_tokens: maximum tokens of a segment.
     """
     whole = replace(mesh, pipeline=1, chunks=1, layers=(shape.num_layers,))
 
@@ -191,9 +192,10 @@ def mesh_costs(
 def training_costs(
     shape: RunShape, mesh: RunMesh, measured: CostFile | None = None, segment_tokens: int = 2048
 ) -> CostModel:
-    """The cost model by which training would plan its segments and schedule on such a mesh.
+    """Return the cost model with which training would plan segments and schedules on such a mesh.
 
-    That is what was measured of this very model and tensor parallelism, else operations at fixed rates.
+    It is the measured one if it was measured on this shape and tensor parallelism; otherwise it is counted at fixed
+    rates.
     """
     names = ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "swiglu")
     own = {name: getattr(shape, name) for name in names}
@@ -212,16 +214,16 @@ def training_costs(
 
 
 def send_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, segment_tokens: int) -> float:
-    """Time that a segment's hidden states take to the next stage."""
+    """Seconds to send the hidden states of a segment to the next stage."""
     if mesh.pipeline == 1:
         return 0.0
     rows = mesh.tensor if mesh.sequence_parallel else 1
-    # Neighbours on one node lie a tensor group apart, those at its border on the network: the slower counts.
+    # Some neighbouring stages are on one node and others on two; the slower link counts.
     return 2.0 * segment_tokens * shape.hidden_size / rows / cluster.link(mesh.pipeline, mesh.tensor * mesh.data)
 
 
 def reduction_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
-    """Adding up gradients over the replicas, and giving out new weights."""
+    """Seconds to reduce gradients over the replicas and to distribute the new weights."""
     parameters = rank_parameters(shape, mesh, stage)
     gradients = DTYPE_BYTES[states.main_grads]
     per_parameter = gradients + DTYPE_BYTES[states.weights] if states.distributed_optimizer else 2 * gradients
@@ -236,7 +238,7 @@ def reduction_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: 
 
 
 def optimizer_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
-    """Clipping and updating: states and gradients are read, states and weights written."""
+    """Seconds to clip and update: reads states and gradients, writes states and weights."""
     if not states.optimizer:
         return 0.0
     parameters = rank_parameters(shape, mesh, stage)
@@ -247,12 +249,12 @@ def optimizer_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: 
 
 
 def calibrated(cluster: Cluster, measured: CostFile) -> Cluster:
-    """The cluster whose shares of its peaks give the measured seconds for the model that was measured.
+    """Correct the cluster's shares so that they reproduce the measured seconds for the measured model.
 
-    Another model, or another tensor parallelism, is then predicted with the same shares. Products, elementwise work and
-    communication of a layer are slower or faster by one factor; attention and logits by their own.
+    Other models and tensor parallelisms are then predicted with the same shares. One factor scales products,
+    elementwise work and communication of a layer; attention and logits have their own factors.
     """
-    cluster = replace(cluster, short_segment_tokens=0.0)  # What was measured says how long short segments take.
+    cluster = replace(cluster, short_segment_tokens=0.0)  # The measurements include short segments.
     of, layers = measured.shape, measured.num_layers
     names = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
     shape = RunShape(num_layers=layers, swiglu=of.swiglu, **{name: getattr(of, name) for name in names})

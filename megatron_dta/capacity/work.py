@@ -1,8 +1,8 @@
-"""What a replica of the model computes in a step: counts of the slowest one, from rollouts or from a few numbers.
+"""Work of the slowest replica in a step: token, pair and edge counts from rollouts or from generated sequences.
 
-Sequences are divided over replicas and cut into segments by the planners that training uses. A first look at many
-meshes takes the counts of the division alone (``estimate``); the best of them are planned in full (``plan``). Where
-only numbers are known, sequences are made up that have these numbers, so there is one way for both.
+The planners of training divide the sequences over the replicas and cut them into segments. ``estimate`` uses the counts
+of the division alone, for many meshes; ``plan`` plans the best ones in full. If only totals are known, sequences with
+these totals are generated (``capacity.sequences``), so both cases take the same path.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ReplicaWork:
 
     Attributes:
         tokens, pairs, edges: see ``CostModel``.
-        segments: forwards of a step.
-        segment_tokens: most tokens of one.
-        in_flight_tokens: most tokens in flight on one stage that has the whole model.
-        path_tokens: tokens of all segments' ancestors, which their attention reads again.
-        planned: the segments and their counts (tokens, pairs, edges of each); None of an estimate.
+        segments: number of segments.
+        segment_tokens: maximum tokens of a segment.
+        in_flight_tokens: peak in-flight tokens on a single stage with the whole model.
+        path_tokens: sum over segments of their ancestors' tokens, which attention reads again.
+        planned: the segments and their tokens, pairs and edges; None for an estimate.
     """
 
     tokens: int
@@ -53,8 +53,8 @@ class StepWork:
 
     Attributes:
         sequences, masks: token ids and loss masks of each, up to its last trained token.
-        cost_model: of the whole model; decides how sequences are divided.
-        tree_mode: "dta", or "dense" for sequences that share nothing.
+        cost_model: costs of the whole model, used to divide the sequences.
+        tree_mode: "dta", or "dense" to share no prefixes.
     """
 
     sequences: Sequence[np.ndarray]
@@ -87,7 +87,7 @@ class StepWork:
         return int(self.tree.sequence_lengths.max())
 
     def partition(self, num_replicas: int) -> Partition:
-        """The sequences of each replica."""
+        """The division of the sequences over the replicas."""
         if num_replicas not in self._partitions:
             self._partitions[num_replicas] = partition_costs(self.costs, num_replicas)
         return self._partitions[num_replicas]
@@ -95,7 +95,7 @@ class StepWork:
     def estimate(
         self, num_replicas: int, segment_tokens: int, memory_tokens: int | None, stages: int, floor_tokens: int = 0
     ) -> ReplicaWork:
-        """Counts without cutting anything: full segments, the budget of in-flight tokens used up."""
+        """Counts without segments, assuming full segments and a fully used limit on in-flight tokens."""
         partition = self.partition(num_replicas)
         slowest = int(partition.cost_per_rank.argmax())
         tokens, pairs, edges = (
@@ -111,7 +111,7 @@ class StepWork:
     def plan(
         self, num_replicas: int, segment_tokens: int, memory_tokens: int | None, stages: int, floor_tokens: int = 0
     ) -> ReplicaWork:
-        """Counts of the slowest replica as training would plan it; ``floor_tokens`` see ``pipeline_segment_tokens``."""
+        """Counts of the slowest replica as planned by training; ``floor_tokens``: see ``pipeline_segment_tokens``."""
         key = num_replicas, segment_tokens, memory_tokens, stages, floor_tokens
         if key not in self._plans:
             partition = self.partition(num_replicas)
@@ -136,7 +136,7 @@ class StepWork:
         return self._plans[key]
 
     def memory_tokens(self, segment_tokens: int, memory_tokens: int | None) -> int:
-        """The budget of in-flight tokens, the planner's default where none is given."""
+        """Limit on in-flight tokens; the planner's default if None is given."""
         if memory_tokens is None:
             return default_memory_tokens(self.tree, segment_tokens)
         if memory_tokens < self.longest:
