@@ -167,7 +167,7 @@ class _Search:
         return True
 
     def best(self, values: np.ndarray) -> np.ndarray:
-        """The choice of greatest value, bool [segments]: values from the leaves up, then choices from the roots down."""
+        """The choice of greatest value, bool [segments]: values from the leaves up, then choices from the roots."""
         budgets, parents, charge = self.budgets, self.parents, self.charge
         worth = np.asarray(values, dtype=np.float64).tolist()
         # Greatest value below a segment if it is dropped, and if it is kept (-inf: keeping it does not fit).

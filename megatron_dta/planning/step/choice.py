@@ -1,14 +1,14 @@
-"""Chooses what of a step is free: the size of segments, how many tokens are in flight, which segments run twice.
+"""Chooses the segment size, the tokens in flight and the recomputed segments of a step by predicted time.
 
-None of it changes the result, so the choice is by predicted seconds, within the memory that a rank may use. With
-segments of S tokens in a budget of M tokens in flight:
+None of these choices changes the result of a step. The planner takes the fastest predicted plan that fits the memory of
+a rank. With segments of S tokens and a budget of M tokens in flight:
 
-    larger S     fewer launches, and weights are read less often; but a segment's own activations are always there
-    larger M     fuller segments; but K and V of more tokens, and more activations that are kept at once
-    recompute    the seconds of a second forward, chosen segment by segment (``recompute``), where memory is short
+    larger S     fewer launches and fewer reads of the weights, but more activations of the running segment
+    larger M     fuller segments, but keys, values and kept activations of more tokens
+    recompute    a second forward of some segments (``recompute``), which saves their activations
 
-On a single stage pairs of S and M are searched (``step_search``). For a pipeline the candidates are judged by their
-schedules, and memory by what every stage holds at once as scheduled.
+On a single stage, pairs of S and M are searched (``StepSearch``). For a pipeline, each candidate is scheduled and
+simulated, and its memory is the largest amount that any stage holds at once in that schedule.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megatron_dta.planning.pipeline.segments import plan_pipeline_segments, toke
 from megatron_dta.planning.segments.cut import default_memory_tokens
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import choose_kept_segments
-from megatron_dta.planning.step.evaluate import StepChoice, judge, out_of_memory_error, with_peak
+from megatron_dta.planning.step.evaluate import StepChoice, evaluate_plan, out_of_memory_error, with_peak
 from megatron_dta.planning.step.passes import PipelineShape, plan_passes, stage_peak_bytes
 from megatron_dta.planning.step.search import StepSearch
 from megatron_dta.tree import PrefixTree
 
-# Sizes that are tried where none is given, and the one that is taken where nothing is known of costs.
+# Segment sizes to try if none is given, and the size to use if costs were not measured.
 SIZES = (8192, 6656, 5376, 4352, 3584, 2816, 2048, 1536, 1024, 768, 512, 256)
 PIPELINE_SIZES = (4096, 2048, 1024, 512)
 DEFAULT_SEGMENT_TOKENS = 2048
-# In a pipeline: parts of the tokens in flight whose activations are kept, tried in turn.
+# Shares of the tokens in flight whose activations are kept; a pipeline tries them in turn.
 KEPT_SHARES = (1.0, 0.7, 0.4, 0.0)
 
 
@@ -45,16 +45,17 @@ def choose_step(
     memory_tokens: int | None = None,
     activation_tokens: int | None = None,
 ) -> StepChoice:
-    """The fastest step over ``tree``; deterministic, so that all ranks of a replica choose the same.
+    """Choose the fastest plan over ``tree``. The choice is deterministic, so all ranks of a replica agree.
 
     Args:
         loss_masks: see ``segment_counts``.
-        shape: stages, cost model and memory; only shapes with a memory budget are limited in bytes.
-        segment_tokens, memory_tokens: not to be chosen, if given.
-        activation_tokens: budget in tokens, in place of a memory budget.
+        shape: stages, cost model and memory. Bytes are limited only if it has a memory budget.
+        segment_tokens, memory_tokens: fixed values; None to choose them.
+        activation_tokens: budget for kept activations in tokens, used without a memory budget.
 
     Raises:
-        InputError: nothing fits into the memory, by how much; or as ``plan_segments``.
+        InputError: no plan fits into the memory (the message says how many bytes are missing), or an argument that
+            ``plan_segments`` refuses.
     """
     if shape.num_stages > 1:
         return _for_pipeline(tree, loss_masks, shape, segment_tokens, memory_tokens, activation_tokens)
@@ -64,7 +65,7 @@ def choose_step(
 
 
 def _useful_sizes(sizes: Sequence[int], num_tokens: int) -> Iterator[int]:
-    """Of those that hold all tokens in one segment only the least."""
+    """The sizes worth trying: of those that hold all tokens in one segment, only the smallest."""
     for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
         if smaller < num_tokens or not smaller:
             yield size
@@ -85,12 +86,12 @@ def _for_pipeline(
         budgets = [memory_tokens]
         if memory_tokens is None and shape.memory is not None:
             budgets.append(longest)
-        # Segments as long as their launches take, and shorter ones, which need less memory.
+        # Try segments with and without the minimum length of the launch time; shorter ones need less memory.
         for budget, floor in product(budgets, (0, tokens_of_floor(shape.cost_model))):
             segments = plan_pipeline_segments(tree, size, budget, stages, shape.max_in_flight_tokens, floor)
             forward, backward = shape.cost_model.segment_seconds(*segment_counts(segments, loss_masks))
             count = max(1, segments.num_segments)
-            # Of equal segments; schedules of unequal ones come near to it.
+            # Exact for equal segments, and close for unequal ones.
             seconds = float((forward + backward).sum()) / stages * (count + stages - 1) / count
             candidates.append((seconds, -count, budget or default_memory_tokens(tree, size), segments))
     candidates.sort(key=lambda each: each[:2])
@@ -115,7 +116,7 @@ def _for_pipeline(
 def _within_memory(
     segments: SegmentPlan, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, memory_tokens: int
 ) -> tuple[StepChoice | None, float, int]:
-    """The first attempt that fits on all stages; else None, the bytes that are missing at least, and on which stage."""
+    """The first attempt that fits on all stages, or None with the fewest missing bytes and their stage."""
     missing, stage = np.inf, 0
     for attempt in _attempts(segments, loss_masks, shape, memory_tokens):
         over = [peak - shape.memory.available(rank) for rank, peak in enumerate(attempt.peak_bytes)]
@@ -129,7 +130,7 @@ def _within_memory(
 def _attempts(
     segments: SegmentPlan, loss_masks: Sequence[np.ndarray] | None, shape: PipelineShape, memory_tokens: int
 ) -> Iterator[StepChoice]:
-    """Less and less kept in a pipeline, and at last no more in flight than a path."""
+    """Pipeline plans that keep fewer and fewer activations; the last one holds only one path in flight."""
     path, edges = segments.peak_in_flight_tokens, segment_counts(segments, loss_masks)[2]
     tries = [(share, shape.max_in_flight_tokens) for share in KEPT_SHARES]
     if shape.max_in_flight_tokens is None or shape.max_in_flight_tokens > path:
@@ -146,7 +147,7 @@ def _attempts(
 
 
 def _least_bytes(segments: SegmentPlan, kept: np.ndarray, shape: PipelineShape, stage: int) -> float:
-    """What a stage holds at least whatever the schedule: the heaviest root path, at its last backward."""
+    """Lower bound on a stage's bytes for any schedule: the heaviest root path, in the backward of its last segment."""
     each, own = shape.memory.bytes, shape.layers[stage :: shape.num_stages]
     unit = each.kept(max(own))
     above = [0.0] * segments.num_segments
@@ -166,11 +167,11 @@ def choose_kept_of(
     shape: PipelineShape,
     activation_tokens: int | None = None,
 ) -> StepChoice:
-    """``choose_step`` where the segments are given, packs of whole trees for example."""
+    """Choose the kept activations of given segments, for example of packs."""
     if shape.memory is None:
         return StepChoice(segments, choose_kept_segments(segments, activation_tokens, shape.num_stages), 0, np.nan)
     if shape.num_stages == 1:
-        choice, _, missing = judge(segments, loss_masks, shape, 0)
+        choice, _, missing = evaluate_plan(segments, loss_masks, shape, 0)
         stage = 0
         if choice is not None:
             choice = with_peak(choice, shape)

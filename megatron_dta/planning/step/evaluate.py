@@ -1,4 +1,4 @@
-"""What a step of given segments takes: the best choice of what they keep, its seconds, and whether memory suffices."""
+"""Evaluates a step with given segments: the activations that it keeps, its predicted time, and whether it fits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron_dta.tree import PrefixTree
 
 @dataclass(frozen=True)
 class StepChoice:
-    """What was chosen.
+    """A plan of segments with the activations that they keep.
 
     Attributes:
-        segments: the forest and its cut.
+        segments: the forest and its segments.
         kept: bool [num_segments], segments that keep their activations.
-        memory_tokens: budget of tokens in flight that the segments were planned with; 0 for packs.
-        seconds: predicted, of forward and backward on one replica.
-        passes: training and forward-only pass where they had to be planned to choose, else None.
+        memory_tokens: budget of tokens in flight of the segment plan; 0 for packs.
+        seconds: predicted time of forward and backward on one replica.
+        passes: training and forward-only pass if the choice already needed them, else None.
         peak_bytes: most bytes that each pipeline rank holds at once; None without a limit in bytes.
     """
 
@@ -42,18 +42,18 @@ class StepChoice:
     peak_bytes: tuple[float, ...] | None = None
 
 
-def judge(
+def evaluate_plan(
     segments: SegmentPlan,
     loss_masks: Sequence[np.ndarray] | None,
     shape: PipelineShape,
     memory_tokens: int,
     activation_tokens: int | None = None,
 ) -> tuple[StepChoice | None, float, float]:
-    """Segments on a single stage with the best choice of what they keep.
+    """Choose the kept activations of a plan on a single stage, and predict its time.
 
     Returns:
-        (the choice, None if it does not fit; seconds of the step without floors and recomputation; bytes that are
-        missing, 0 if it fits).
+        (the choice, or None if it does not fit; predicted seconds without launch times and recomputation; missing
+        bytes, 0 if it fits).
     """
     model, budget = shape.cost_model, shape.memory
     counts = segment_counts(segments, loss_masks)
@@ -77,7 +77,7 @@ def judge(
 
 
 def with_peak(choice: StepChoice, shape: PipelineShape) -> StepChoice:
-    """A choice of ``judge`` with its passes, and what they hold at once where bytes are limited."""
+    """Add the passes and their peak memory to a choice of ``evaluate_plan`` if bytes are limited."""
     if shape.memory is None:
         return choice
     segments = choice.segments
@@ -94,7 +94,7 @@ def out_of_memory_error(
     segment_tokens: int,
     memory_tokens: int | None,
 ) -> InputError:
-    """The refusal of a step that lacks ``missing`` bytes on pipeline rank ``rank``, with what would do."""
+    """The error for a step that lacks ``missing`` bytes on pipeline rank ``rank``; it names a limit that suffices."""
     constant, needed = memory.constant[rank] / GIB, memory.needed_gib(rank, missing)
     enough = math.ceil(100 * needed + 1e-6) / 100
     longest = int(tree.sequence_lengths.max(initial=0))

@@ -1,8 +1,8 @@
-"""Floating-point operations of a step's forward and backward, counted once: what no implementation can leave out.
+"""Counts the floating-point operations that a step's forward and backward need at least.
 
-A product with a weight of n entries is 2 n operations a token in the forward and 4 n in the backward; attention is 4
-and 8 a visible pair for each channel of each query head. Whatever is computed a second time (recomputation, scores in
-the backward of attention) is not counted, and neither are logits of rows that nothing trains.
+A product with a weight of n entries takes 2 n operations per token in the forward and 4 n in the backward. Attention
+takes 4 and 8 operations per visible pair for each channel of each query head. Work that is done a second time
+(recomputation, the scores in attention's backward) is not counted, and neither are logits of rows that nothing trains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_dta.planning.step.plan import StepPlan
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a step's forest computes: tokens, visible (query, key) pairs, and rows of logits."""
+    """Numbers of tokens, visible (query, key) pairs and rows of logits in a step's forest."""
 
     tokens: int
     pairs: int
@@ -25,13 +25,13 @@ class StepCounts:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepCounts:
-        """Counts of a plan; shared tokens are counted as often as the plan's forest has them."""
+        """Counts of a plan; a shared token counts as often as it occurs in the plan's forest."""
         tree = plan.segments.tree
         return cls(tree.num_tokens, int(tree.position.astype(np.int64).sum()) + tree.num_tokens, len(plan.row_stream))
 
     @classmethod
     def without_sharing(cls, plan: StepPlan) -> StepCounts:
-        """Counts of the same sequences, each computed by itself."""
+        """Counts of the same sequences, each computed separately."""
         lengths = plan.segments.tree.sequence_lengths.astype(np.int64)
         return cls(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()), plan.num_pairs)
 
@@ -47,11 +47,11 @@ class StepCounts:
         swiglu: bool = True,
         num_experts: int = 0,
     ) -> float:
-        """Operations of a decoder (Megatron's names), forward and backward.
+        """Operations of a decoder, forward and backward. The arguments have Megatron's names.
 
         Args:
-            ffn_hidden_size: what a token goes through; with experts the sum of the widths of those it is routed to.
-            num_experts: experts that routers in all layers choose from.
+            ffn_hidden_size: feed-forward width per token; with experts, the sum of the widths of a token's experts.
+            num_experts: number of experts that the router of each layer chooses from.
         """
         width = num_attention_heads * kv_channels
         weights = layer_weights(hidden_size, ffn_hidden_size, width, num_query_groups * kv_channels, swiglu)

@@ -1,7 +1,7 @@
-"""Groups the sequences that complete in a segment, so that their losses are computed a rectangle at a time.
+"""Groups the sequences that complete in a segment into rectangles, so that one call computes many losses.
 
-A loss is written for one sequence's trained tokens, last axis time; a batch of sequences is the same call with a
-leading axis. Rectangles cost padding, so sequences of similar length go together and a rectangle's area is bounded.
+A loss is written for the trained tokens of one sequence, with time as the last axis. A batch of sequences is the same
+call with a leading axis. Rectangles cost padding, so each holds sequences of similar length and its area is bounded.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Elements of one rectangle (a longer single sequence gets a rectangle of its own): 1 MiB a field in float32.
+# Most elements of a rectangle: 1 MiB per field in float32. A longer sequence gets a rectangle of its own.
 MAX_ELEMENTS = 1 << 18
-# Below this area padding costs less than another launch of the loss.
+# Below this area, padding costs less than another launch of the loss.
 FREE_ELEMENTS = 1 << 12
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """Sequences whose loss is computed in one call.
+    """The sequences whose losses are computed in one call.
 
     Attributes:
         sequences: int64 [B].
-        pair_index: int64 [B, T], the pair of each token in sequence order; where a row has ended, the number of pairs
-            P.
+        pair_index: int64 [B, T], the pair of each token, in sequence order; P, the number of pairs, marks padding.
     """
 
     sequences: np.ndarray
@@ -31,11 +30,11 @@ class LossBatch:
 
 
 def make_loss_batches(sequence_pairs: np.ndarray, completed_in: np.ndarray, num_segments: int) -> list[list[LossBatch]]:
-    """Loss batches of every segment.
+    """Make the loss batches of every segment.
 
     Args:
-        sequence_pairs: int64 [Q + 1], each sequence's run of pairs.
-        completed_in: int64 [Q], segment in which a sequence's last row lies.
+        sequence_pairs: int64 [Q + 1], offsets of each sequence's pairs.
+        completed_in: int64 [Q], segment that holds each sequence's last row.
     """
     lengths = np.diff(sequence_pairs)
     batches: list[list[LossBatch]] = [[] for _ in range(num_segments)]
@@ -54,7 +53,7 @@ def make_loss_batches(sequence_pairs: np.ndarray, completed_in: np.ndarray, num_
 
 
 def _fits(lengths: np.ndarray, completed_in: np.ndarray, first: int, candidate: int, count: int) -> bool:
-    """Whether ``candidate`` may join the rectangle that ``first``, its longest sequence, opened."""
+    """Whether ``candidate`` may join the rectangle whose first and longest sequence is ``first``."""
     if completed_in[first] != completed_in[candidate]:
         return False
     area = int(lengths[first]) * count

@@ -1,12 +1,12 @@
-"""The three training modes as three forests over one engine.
+"""Builds the forest and the segments of each training mode.
 
     dta      the prefix forest, cut into segments: every shared token once, one root-to-leaf path in flight
     packed   whole trees within a token capacity (Tree Training, arXiv 2511.00413): sequences go into packs of at most
              ``--tree-segment-tokens`` unique tokens (``packs``), a pack is one segment, and a prefix that two packs
              share is computed in both
-    dense    no sharing: every sequence is a chain of its own; chains are bundled into segments or cut by them
+    dense    no sharing: every sequence is a chain of its own; a segment holds several chains or a part of one
 
-The engine does not know which one it runs, so a comparison between modes compares trees and nothing else.
+The engine does not know the mode, so a comparison of modes compares only their trees.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def plan_forest(
     paths: Sequence[KnownPath] | None = None,
     floor_tokens: int = 0,
 ) -> SegmentPlan:
-    """Forest and segments of ``sequences`` for a mode.
+    """Build the forest of ``sequences`` for a mode and cut it into segments.
 
     Args:
         sequences: int32 arrays of token ids, none empty.
         tree_mode: "dta", "packed" or "dense".
-        segment_tokens: most tokens of a segment (the capacity of a pack).
-        memory_tokens: budget of in-flight tokens, or None for the planner's default.
-        num_stages, max_in_flight_tokens: pipeline stages and what each may hold; more stages are kept busy by more and
-            smaller segments (not by smaller packs).
-        floor_tokens: below which smaller segments are not faster, see ``pipeline_segments``.
-        paths: nodes of the sequences, if known; then the forest of "dta" is not searched for.
+        segment_tokens: most tokens in a segment (the capacity of a pack).
+        memory_tokens: most tokens in flight; None for the planner's default.
+        num_stages, max_in_flight_tokens: number of pipeline stages, and most tokens that each may hold. With more
+            stages the planner makes more and smaller segments, but not smaller packs.
+        paths: known nodes of the sequences, if any; the forest of "dta" is then built from them.
+        floor_tokens: segment size below which smaller segments are not faster, see ``plan_pipeline_segments``.
 
     Raises:
-        InputError: a sequence longer than a pack, or a budget that no plan can keep.
+        InputError: a sequence is longer than a pack, or no plan fits the budget.
     """
     if tree_mode == "packed":
         return plan_packs(sequences, segment_tokens)
@@ -60,7 +60,7 @@ def plan_forest(
 def build_forest(
     sequences: Sequence[np.ndarray], tree_mode: str, paths: Sequence[KnownPath] | None = None
 ) -> PrefixTree:
-    """The forest of "dta" or "dense"; arguments as for ``plan_forest``."""
+    """Build the forest of "dta" or "dense"; arguments as in ``plan_forest``."""
     if tree_mode == "dta":
         return build_prefix_tree(sequences) if paths is None else build_from_known_paths(sequences, paths)
     if tree_mode == "dense":
@@ -69,7 +69,7 @@ def build_forest(
 
 
 def plan_packs(sequences: Sequence[np.ndarray], capacity: int) -> SegmentPlan:
-    """Whole trees of at most ``capacity`` tokens, each one segment, with few tokens in all."""
+    """Divide the sequences into trees of at most ``capacity`` tokens, each one segment, with few tokens in total."""
     if not len(sequences):
         return plan_segments(build_prefix_tree(sequences), capacity)
     longest = max(len(sequence) for sequence in sequences)

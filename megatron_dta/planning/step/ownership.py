@@ -1,8 +1,8 @@
-"""Which of the sequences through a shared sampled token trains it, where only one shall.
+"""Decides which sequence trains a shared sampled token if only one may.
 
-Every path counts by default: sequences that branch from one another are then trained as if each had been sampled
-alone. With ``--shared-token-ownership first`` a token is trained by the first sequence that does so, in the order of
-the samples; for the later ones it is context. What a loss is divided by counts the tokens that are left.
+By default every path counts: sequences that branch from one another are trained as if each had been sampled alone. With
+``--shared-token-ownership first``, the first sequence that trains a token owns it, in the order of the samples. The
+token is context for the later ones, and the loss's denominators count only owned tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_dta.tree import build_prefix_tree
 
 
 def first_owners(samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-    """bool [T] of each sample: its trained tokens that no earlier sample trains."""
+    """For each sample, bool [T]: its trained tokens that no earlier sample trains."""
     lengths = [sample.needed_length() for sample in samples]
     tree = build_prefix_tree([s.token_ids[:length] for s, length in zip(samples, lengths, strict=True)])
     taken = np.zeros(tree.num_tokens, bool)

@@ -1,17 +1,17 @@
-"""Packs for ``--tree-mode packed``: sequences whose prefix tree fits a token capacity, with few tokens in all packs.
+"""Packs sequences for ``--tree-mode packed``: each pack's prefix tree fits a token capacity, with few tokens in total.
 
-A prefix that two packs need is computed in both, so what counts is the sum of the packs' unique tokens. Two methods are
-compared, and the best result is taken:
+A prefix that two packs need is computed in both, so the objective is the sum of the packs' unique tokens. Two methods
+are compared, and the best result is taken:
 
 contiguous             the best cut of the leaves in depth-first order into runs that fit: a shortest path
-first fit decreasing   runs of leaves by their tokens, the largest first, each into a pack that has room for the tokens
-                       which it adds to the pack's tree: the first such pack, or the one in which it adds least. Runs of
-                       several sizes are tried, from full packs down to single leaves.
+first fit decreasing   runs of leaves by their tokens, largest first, each into a pack with room for the tokens that it
+                       adds to the pack's tree: the first such pack, or the one in which it adds fewest. Runs of several
+                       sizes are tried, from full packs down to single leaves.
 
-Runs of neighbours share most but leave room at the ends of packs. First fit decreasing fills packs, which is worth more
-where sequences are long for a pack, as trajectories of agents are: of 14 sets of rollouts in packs of 16,384 tokens (or
-of the longest sequence), it needs 0.8 to 4.6% fewer tokens on the six sets of tau1 and tau2, and at most 0.5% fewer on
-the others. Sequences that end inside the tree go with the first leaf behind them.
+Runs of neighbours share most but leave room at the ends of packs. First fit decreasing fills packs better, which
+matters if sequences are long for a pack, as agent trajectories are. On 14 sets of rollouts in packs of 16,384 tokens
+(or of the longest sequence), it needs 0.8 to 4.6% fewer tokens on the six sets of tau1 and tau2, and at most 0.5% fewer
+on the others. A sequence that ends inside the tree goes with the first leaf behind it.
 
 Legend: L leaves, in depth-first order.
 """
@@ -24,14 +24,14 @@ from megatron_dta.planning.partition.range_minimum import RangeMinimum
 from megatron_dta.planning.partition.sequence_costs import shared_node
 from megatron_dta.tree import PrefixTree
 
-# For first fit, runs may also take the capacity divided by these.
+# First fit also tries runs of at most the capacity divided by these numbers.
 PARTS = (2, 3, 4)
-# First fit looks at every pack for every node of a run; above this many looks only the contiguous cut is made.
-MOST_LOOKS = 50_000_000
+# First fit compares every node of a run with every pack. Above this many comparisons it is skipped.
+MOST_COMPARISONS = 50_000_000
 
 
 def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:
-    """The sequences of each pack, int64 arrays that cover all; no sequence may be longer than ``capacity``."""
+    """Divide the sequences into packs: int64 arrays that cover all. No sequence may be longer than ``capacity``."""
     leaf = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
     end = tree.node_position.astype(np.int64) + tree.node_lengths
     join = shared_node(tree, leaf)
@@ -40,7 +40,7 @@ def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:
     runs = [found[0], *(runs_within(length, shared, capacity // part) for part in PARTS), np.arange(len(leaf))]
     for run in runs:
         nodes = _nodes_of_runs(tree, leaf, run)
-        if sum(map(len, nodes)) * int(found[0][-1] + 1) <= MOST_LOOKS:
+        if sum(map(len, nodes)) * int(found[0][-1] + 1) <= MOST_COMPARISONS:
             found += [first_fit_decreasing(nodes, tree.node_lengths, capacity, least)[run] for least in (False, True)]
     pack = min(found, key=lambda packs: packed_tokens(length, shared, packs))
     pack = pack[np.searchsorted(leaf, tree.sequence_node)]
@@ -49,12 +49,12 @@ def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:
 
 
 def packed_tokens(length: np.ndarray, shared: np.ndarray, pack: np.ndarray) -> int:
-    """Unique tokens of all packs together.
+    """Sum of the packs' unique tokens.
 
     Args:
-        length: int64 [L], tokens of each leaf's path.
-        shared: int64 [L], tokens that it shares with the leaf before it.
-        pack: int64 [L], the pack of each.
+        length: int64 [L], number of tokens on each leaf's path.
+        shared: int64 [L], number of tokens that it shares with the leaf before it.
+        pack: int64 [L], the pack of each leaf.
     """
     order = np.lexsort((np.arange(len(pack)), pack))
     same = np.flatnonzero(pack[order[1:]] == pack[order[:-1]])
@@ -62,7 +62,7 @@ def packed_tokens(length: np.ndarray, shared: np.ndarray, pack: np.ndarray) -> i
 
 
 def contiguous_packs(length: np.ndarray, shared: np.ndarray, capacity: int) -> np.ndarray:
-    """The pack of each leaf, int64 [L]: runs of neighbours that fit and together have the fewest tokens.
+    """The pack of each leaf, int64 [L], by the contiguous runs that fit and have the fewest tokens in total.
 
     A run j..i has length[j] + added[j + 1] + ... + added[i] tokens, where a leaf adds what it does not share with the
     leaf before it. The best cut is a shortest path over the starts of runs; the starts that fit end i form a window
@@ -93,7 +93,7 @@ def contiguous_packs(length: np.ndarray, shared: np.ndarray, capacity: int) -> n
 
 
 def runs_within(length: np.ndarray, shared: np.ndarray, limit: int) -> np.ndarray:
-    """The run of each leaf, int64 [L]: as long as its tokens stay within ``limit``; a longer leaf is its own run."""
+    """The run of each leaf, int64 [L], by greedy runs of at most ``limit`` tokens; a longer leaf is its own run."""
     total_added = np.cumsum(length - shared)
     begins = np.zeros(len(length), dtype=np.int64)
     begin = 0
@@ -105,7 +105,7 @@ def runs_within(length: np.ndarray, shared: np.ndarray, limit: int) -> np.ndarra
 
 
 def _nodes_of_runs(tree: PrefixTree, leaf: np.ndarray, run: np.ndarray) -> list[np.ndarray]:
-    """Nodes on the paths of each run's leaves."""
+    """The nodes on the paths of each run's leaves."""
     parents, found = tree.node_parent.tolist(), []
     for leaves in np.split(leaf, np.flatnonzero(np.diff(run)) + 1):
         nodes: set[int] = set()
@@ -123,13 +123,15 @@ def first_fit_decreasing(
     """The pack of each run, int64 [runs].
 
     Args:
-        nodes: of each run; none takes more than the capacity.
-        least_added: whether a run goes to the pack in which it adds least, and not to the first that has room.
+        nodes: nodes of each run; no run has more tokens than the capacity.
+        node_lengths: number of tokens in each node.
+        capacity: most unique tokens in a pack.
+        least_added: put a run into the pack in which it adds fewest tokens, instead of the first that has room.
     """
     lengths = node_lengths.astype(np.int64)
     tokens = np.array([lengths[own].sum() for own in nodes], dtype=np.int64)
     pack = np.zeros(len(nodes), dtype=np.int64)
-    # Packs are rows; the one behind the last is new.
+    # One row for each pack, and an empty one behind them for a new pack.
     holds, used, count = np.zeros((8, len(lengths)), dtype=bool), np.zeros(8, dtype=np.int64), 0
     for run in np.argsort(-tokens, kind="stable").tolist():
         if count + 1 == len(used):

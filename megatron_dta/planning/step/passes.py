@@ -1,8 +1,8 @@
-"""What the stages of a pipeline run in one pass, and what one of them needs for it.
+"""Plans the passes of a step over a pipeline, and extracts the part of one stage.
 
-A pass is a schedule and the common order of its messages. One stage takes its ops, the slots where each of its parts
-keeps keys and values meanwhile, and its messages. A single process is the pipeline of one stage: its ops run depth
-first, and nothing is sent.
+A pass is a schedule of ops and one order of messages that all stages follow. A stage's part is its ops, the slots in
+which each of its model chunks keeps keys and values, and its messages. A single process is a pipeline of one stage: its
+ops run depth first, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class PipelineShape:
     """The pipeline that a step is planned for.
 
     Attributes:
-        num_stages, num_chunks: pipeline ranks, and virtual stages on each.
-        layers: layers of each virtual stage.
-        cost_model: of the whole model.
-        max_in_flight_tokens: most tokens that a stage holds, None for the planner's default.
-        memory: what each rank may use, from which the planner decides what is in flight and what is kept; None: no
-            limit in bytes.
-        is_measured: whether the cost model is that of a machine, so that it may choose the size of segments.
+        num_stages, num_chunks: number of pipeline ranks, and of virtual stages (model chunks) on each.
+        layers: number of layers of each virtual stage.
+        cost_model: cost model of the whole model.
+        max_in_flight_tokens: most tokens that a stage holds; None for the planner's default.
+        memory: memory budget of each rank, within which the planner chooses the tokens in flight and the kept
+            activations; None for no limit in bytes.
+        is_measured: whether the cost model was measured on a machine, so that it may choose the segment size.
     """
 
     num_stages: int = 1
@@ -55,14 +55,14 @@ class PipelineShape:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """One walk over the segments.
+    """One pass over the segments.
 
     Attributes:
-        schedule: all stages' ops.
+        schedule: the ops of all stages.
         messages: all messages in an order in which they can be posted.
-        timeline: when ops run by the cost model; None for a single stage, where nothing depends on it.
-        kept: bool [virtual stages, segments], segments that keep their activations from forward to backward, else the
-            forward runs again before the backward; None where there are no backwards.
+        timeline: predicted times of the ops; None for a single stage.
+        kept: bool [virtual stages, segments], segments that keep their activations from forward to backward; the others
+            run their forward again before the backward. None for a pass without backwards.
     """
 
     schedule: PipelineSchedule
@@ -71,7 +71,7 @@ class PassPlan:
     kept: np.ndarray | None = None
 
     def planned_events(self) -> list[TimelineEvent]:
-        """The timeline's events, none for a single stage."""
+        """The events of the timeline; none for a single stage."""
         return [] if self.timeline is None else timeline_events(self.schedule, self.timeline)
 
 
@@ -80,10 +80,10 @@ class StageProgram:
     """One stage's part of a pass.
 
     Attributes:
-        ops: in order.
-        slot_start, num_slots: for each part, the first K/V slot of every segment (int64 [num_segments]) and the slots
-            in all.
-        messages: of all stages.
+        ops: the ops of the stage, in order.
+        slot_start, num_slots: for each model chunk, the first K/V slot of every segment (int64 [num_segments]) and the
+            number of slots.
+        messages: the messages of all stages.
     """
 
     ops: list[PipelineOp]
@@ -95,10 +95,10 @@ class StageProgram:
 def plan_passes(
     segments: SegmentPlan, segment_edges: Sequence[int], kept: np.ndarray, shape: PipelineShape
 ) -> tuple[PassPlan, PassPlan]:
-    """The training pass and the pass for logprobs only.
+    """Plan the training pass and the forward-only pass.
 
     Args:
-        segment_edges: trained edges of each segment.
+        segment_edges: number of trained edges in each segment.
         kept: bool [num_segments], see ``plan_training_pass``.
     """
     counts = segments.lengths, attention_pairs(segments), np.asarray(segment_edges)
@@ -112,7 +112,7 @@ def plan_passes(
 
 
 class SegmentTree(Protocol):
-    """What a schedule is made of: a ``SegmentPlan``, or a tree that several ranks run together."""
+    """What a schedule needs: a ``SegmentPlan``, or a merged segment tree that several ranks run together."""
 
     segment_parent: np.ndarray
     lengths: np.ndarray
@@ -122,12 +122,12 @@ class SegmentTree(Protocol):
 def plan_training_pass(
     tree: SegmentTree, counts: tuple[np.ndarray, np.ndarray, np.ndarray], kept: np.ndarray, shape: PipelineShape
 ) -> PassPlan:
-    """Forwards and backwards of all segments.
+    """Plan the forwards and backwards of all segments.
 
     Args:
-        counts: tokens, attention pairs and trained edges of each segment.
-        kept: bool [num_segments], segments that keep their activations on all stages. Where a pipeline's stage runs a
-            segment's backward right after its forward, it keeps them too: they would be there again at once.
+        counts: number of tokens, attention pairs and trained edges in each segment.
+        kept: bool [num_segments], segments that keep their activations on all stages. A pipeline stage that runs a
+            segment's backward right after its forward keeps them as well, because that is free.
     """
     if shape.num_stages == 1:
         ops = [PipelineOp(kind, segment) for kind, segment in depth_first_schedule(tree)]
@@ -144,13 +144,13 @@ def plan_training_pass(
 
 
 def attention_pairs(segments: SegmentPlan) -> np.ndarray:
-    """(query, key) pairs of each segment, int64."""
+    """Number of visible (query, key) pairs of each segment, int64 [num_segments]."""
     sums = np.concatenate([[0], np.cumsum(segments.tree.position.astype(np.int64) + 1)])
     return np.diff(sums[segments.segment_start])
 
 
 def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StageProgram:
-    """The part of ``stage`` in a pass."""
+    """The part of a pass that ``stage`` runs."""
     ops = plan.schedule.ops[stage]
     slots = [
         allocate_slots(segments, [Op(op.kind, op.segment) for op in ops if op.chunk == chunk])
@@ -160,10 +160,10 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
 
 
 def stage_peak_bytes(segments: SegmentPlan, plan: PassPlan, shape: PipelineShape, stage: int) -> float:
-    """Most bytes that ``stage`` holds at once in a training pass, as ``segment_bytes`` counts them.
+    """Largest number of bytes that ``stage`` holds at once in a training pass (``segment_bytes``).
 
     Args:
-        shape: with a memory budget, whose bytes are used.
+        shape: the pipeline; it must have a memory budget, whose byte counts are used.
     """
     program = stage_program(segments, plan, stage)
     return peak_bytes(

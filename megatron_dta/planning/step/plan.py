@@ -1,13 +1,17 @@
-"""Everything one step needs to know before it starts: edges, (sequence, token) pairs and loss batches per segment.
+"""Plans one step: the forest, its segments, and the trained edges, (sequence, token) pairs and loss batches of each.
 
-Made once from the sequences and used by every pass over them (old logprobs, reference logprobs, training). A logprob
-belongs to an *edge* parent -> child of the forest; a loss belongs to a *pair* of a sequence and one of its trained
-tokens. Several pairs use one edge when sequences share a token, and several edges leave one *row* (the parent, with
-one distribution over the vocabulary) at a branch point. Only edges that some sequence trains exist here.
+The plan is made once from the sequences, and every pass of the step uses it (old logprobs, reference logprobs,
+training). A logprob belongs to an *edge* parent -> child of the forest. A loss belongs to a *pair* of a sequence and
+one of its trained tokens. Sequences that share a token have several pairs on one edge. At a branch point several edges
+leave one *row*: the parent token, with one distribution over the vocabulary. Only edges that some sequence trains
+exist in the plan.
 
-Orders: edges are sorted by (row, child) in the stream, so the edges, rows and pairs of a segment are contiguous runs.
-Pairs have two orders: by sequence (as the fields of the loss come) and by edge (as the gradients are summed);
-``pair_rank`` maps the first to the second.
+Orders: edges are sorted by (row, child) in the stream, so the edges, rows and pairs of a segment are contiguous. Pairs
+have two orders: by sequence (the order of the loss's fields) and by edge (the order in which gradients are summed).
+``pair_rank`` maps the first order to the second.
+
+Example: two sequences share the tokens a b and continue with c and with d; b, c and d are trained. There are 3 edges
+(a b, b c, b d), 2 rows (a, b) and 4 pairs, because both sequences train b.
 
 Legend: E edges, R rows, P pairs, Q sequences, N stream tokens.
 """
@@ -34,24 +38,26 @@ from megatron_dta.tree.known_paths import KnownPath
 
 @dataclass(frozen=True)
 class StepPlan:
-    """See the top of the file.
+    """The plan of one step; the module's docstring defines edges, rows and pairs.
 
     Attributes:
-        segments: forest and segments.
-        num_sequence_tokens: tokens of all sequences, counted separately (what is needed of them, see
-            ``TrainingSample``).
-        training, forward_only: order of execution, with and without backward passes.
+        segments: the forest and its segments.
+        num_sequence_tokens: sum of the sequences' lengths up to their last trained tokens
+            (``TrainingSample.needed_length``).
+        training, forward_only: the pass with backwards and the pass without.
         row_stream: int64 [R], stream index of each row.
-        edge_row: int64 [E], row of each edge; ``edge_target`` int64 [E], its token id.
-        pairs_per_edge: int64 [E]; ``pairs_per_row`` int64 [R].
-        pair_edge: int64 [P], edge of each pair, pairs in sequence order.
+        edge_row: int64 [E], row of each edge.
+        edge_target: int64 [E], token id of each edge's child.
+        pairs_per_edge: int64 [E], number of pairs on each edge.
+        pairs_per_row: int64 [R], number of pairs on the edges of each row.
+        pair_edge: int64 [P], edge of each pair, in sequence order.
         pair_rank: int64 [P], position of each pair in edge order.
-        sequence_pairs: int64 [Q + 1], pairs of each sequence.
-        segment_rows, segment_edges, segment_pairs: int64 [segments + 1], runs of each segment (pairs in edge order).
-        loss_batches: per segment, the sequences whose last row is in it, grouped for the loss.
+        sequence_pairs: int64 [Q + 1], offsets of each sequence's pairs.
+        segment_rows, segment_edges, segment_pairs: int64 [segments + 1], offsets of each segment (pairs in edge order).
+        loss_batches: for each segment, the sequences whose last row is in it, grouped for the loss.
         paths: each segment's ancestors in earlier segments.
-        memory_tokens: most tokens that may be in flight; 0 for no more than the plan itself has.
-        activation_tokens: most of them whose activations are kept, None for all.
+        memory_tokens: most tokens that may be in flight; 0 if the plan's own peak is the limit.
+        activation_tokens: most tokens in flight whose activations are kept; None for all.
     """
 
     segments: SegmentPlan
@@ -75,7 +81,7 @@ class StepPlan:
     activation_tokens: int | None
 
     def digest(self, plan: PassPlan) -> str:
-        """Equal digests on two ranks mean the same ops on the same segments of the same sequences."""
+        """Hash of the ops, segments and sequences; ranks with equal digests run the same pass."""
         content = hashlib.sha256(plan.schedule.digest().encode())
         tree = self.segments.tree
         for array in (
@@ -91,7 +97,7 @@ class StepPlan:
 
     @property
     def num_pairs(self) -> int:
-        """Trained tokens of all sequences."""
+        """Number of pairs: the trained tokens of all sequences, shared tokens counted once per sequence."""
         return len(self.pair_edge)
 
 
@@ -103,12 +109,20 @@ def plan_step(
     activation_tokens: int | None = None,
     pipeline: PipelineShape | None = None,
 ) -> StepPlan:
-    """Plan a step over ``samples``; each must have a trained token (see ``plan_forest`` for the other arguments).
+    """Plan a step over ``samples``.
 
     Args:
-        segment_tokens: None: chosen where costs were measured or memory is limited, 2,048 elsewhere (``step_choice``).
-        activation_tokens: in-flight tokens whose activations are kept; None keeps all, 0 recomputes all.
-        pipeline: the stages that share the model; None if one process has it all.
+        samples: the sequences; each must have a trained token.
+        tree_mode: "dta", "packed" or "dense", see ``plan_forest``.
+        segment_tokens: most tokens in a segment. None lets the planner choose if costs were measured or memory is
+            limited (``choose_step``), and means 2,048 otherwise.
+        memory_tokens: most tokens in flight; None for the planner's choice.
+        activation_tokens: most tokens in flight whose activations are kept; None keeps all, 0 recomputes all.
+        pipeline: the pipeline that runs the model; None for a single process.
+
+    Raises:
+        ValueError: a sample without a trained token.
+        InputError: a budget that no plan can keep.
     """
     lengths = [sample.needed_length() for sample in samples]
     if 0 in lengths:
@@ -126,11 +140,11 @@ def plan_segmented_step(
     pipeline: PipelineShape,
     activation_tokens: int | None = None,
 ) -> StepPlan:
-    """The rest of ``plan_step``, once the segments and what they keep are chosen."""
+    """Plan a step whose segments and kept activations are already chosen."""
     segments, lengths = choice.segments, [sample.needed_length() for sample in samples]
     tree = segments.tree
 
-    # Pairs in sequence order, each named by its child token in the stream.
+    # Pairs in sequence order, each identified by its child token in the stream.
     stream, _ = tree.stream_indices_of(np.arange(len(samples)))
     mask = np.concatenate([np.zeros(0, bool), *(s.loss_mask[:n] for s, n in zip(samples, lengths, strict=True))])
     pair_child = stream[mask].astype(np.int64)
@@ -142,7 +156,7 @@ def plan_segmented_step(
     pairs_per_edge = np.bincount(pair_edge, minlength=len(child)).astype(np.int64)
     pairs_per_row = np.bincount(edge_row, weights=pairs_per_edge, minlength=len(row_stream)).astype(np.int64)
 
-    # Each segment's runs.
+    # Offsets of each segment.
     segment_rows = np.searchsorted(row_stream, segments.segment_start)
     segment_edges = np.searchsorted(edge_row, segment_rows)
     segment_pairs = np.concatenate([[0], np.cumsum(pairs_per_edge)])[segment_edges].astype(np.int64)
@@ -183,7 +197,7 @@ def _choose(
     pipeline: PipelineShape,
     samples: Sequence[TrainingSample],
 ) -> StepChoice:
-    """Segments and what they keep: as told, or the fastest."""
+    """Use the given segment size, or choose the fastest plan if the size is free or memory is limited."""
     is_free = pipeline.memory is not None or (segment_tokens is None and pipeline.is_measured)
     if is_free and tree_mode != "packed":
         tree = build_forest(sequences, tree_mode, _known_paths(samples))
@@ -197,11 +211,14 @@ def _choose(
 
 
 def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Edges sorted by (row, child), of pairs that are named by their child token in the stream.
+    """The trained edges, sorted by (row, child).
+
+    Args:
+        pair_child: int64 [P], stream index of each pair's child token.
 
     Returns:
-        (child [E] and row [E] of each edge, stream index of each row [R], edge of each pair [P]): a pair finds its edge
-        by the child, which has one incoming edge.
+        (child [E] and row [E] of each edge, stream index of each row [R], edge of each pair [P]). A child has one
+        incoming edge, so it identifies the edge.
     """
     child = np.flatnonzero(np.bincount(pair_child, minlength=tree.num_tokens))
     child = child[np.argsort(tree.parent[child], kind="stable")]
@@ -214,6 +231,6 @@ def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _known_paths(samples: Sequence[TrainingSample]) -> list[KnownPath] | None:
-    """The samples' nodes, where all of them have them."""
+    """The samples' paths through known nodes if all samples have one, else None."""
     paths = [sample.path for sample in samples if sample.path is not None]
     return paths if len(paths) == len(samples) else None

@@ -1,4 +1,4 @@
-"""Predicted seconds of a planned step, to stand beside the measured ones."""
+"""Predicts the seconds of a planned step, for comparison with the measured time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_dta.planning.step.plan import StepPlan
 
 
 def predicted_seconds(step: StepPlan, shape: PipelineShape) -> float:
-    """Seconds of forward and backward on one replica by ``shape``'s cost model, second forwards with them.
+    """Predicted seconds of forward and backward on one replica, recomputation included.
 
-    Not in it: what follows the last backward (reducing gradients, the optimizer).
+    Work after the last backward (gradient reduction, optimizer) is not included.
     """
     segments = step.segments
     costs = PipelineCosts.of_segments(

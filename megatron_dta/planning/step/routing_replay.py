@@ -1,15 +1,15 @@
-"""Routing that rollouts bring along: the experts that their sampler chose for every token.
+"""Replays the sampler's routing in training: the experts that it chose for every token.
 
-A sampler's router and the trainer's differ by roundings, and a token near the border goes to another expert: to another
-function of its input. With replay the trainer takes the sampler's choice, and computes the weights of the chosen
-experts with its own router (routing replay, arXiv 2510.11370).
+The sampler's router and the trainer's differ by rounding errors, so a token near a decision boundary may go to another
+expert, which is another function of its input. With replay, the trainer uses the sampler's choice and computes the
+weights of the chosen experts with its own router (routing replay, arXiv 2510.11370).
 
-Rollouts that share a token were sampled in passes of their own, and may have been routed differently there. A shared
-token is computed once, so one choice has to hold: that of the step's first rollout through the token which has it. It
-is made for the whole step before it is divided among ranks, and so does not depend on them. How much it replaces is a
-metric (``routing_replaced``).
+Rollouts that share a token were sampled in separate passes and may have routed it differently. A shared token is
+computed once, so one choice must hold: that of the first rollout of the step that has one. It is fixed for the whole
+step before the step is divided among ranks, so it does not depend on them. The metric ``routing_replaced`` says how
+many choices it replaces.
 
-Legend: T tokens of a sequence, N stream tokens, L layers with experts, K experts a token is routed to.
+Legend: T tokens of a sequence, N stream tokens, L layers with experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNKNOWN = -1
 
 
 def shaped_routing(routed_experts: np.ndarray, length: int, num_layers: int, topk: int, num_experts: int) -> np.ndarray:
-    """A rollout's flat record as int16 [T, L, K]; ``InputError`` where it is not of such a model."""
+    """Reshape a rollout's flat record to int16 [T, L, K]; raises InputError if it does not fit the model."""
     if len(routed_experts) != length * num_layers * topk:
         raise InputError(
             f"field 'routed_experts': has {len(routed_experts)} entries, but {length} tokens x {num_layers} layers "
@@ -49,7 +49,7 @@ def shaped_routing(routed_experts: np.ndarray, length: int, num_layers: int, top
 
 
 def agree_on_routing(sequences: Sequence[np.ndarray], routing: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The routing [T, L, K] of every sequence, the same wherever sequences share a token; see the top of the file."""
+    """The routing [T, L, K] of every sequence, equal on shared tokens: the first known choice replaces the others."""
     if not len(sequences):
         return []
     tree = build_prefix_tree(sequences)
@@ -61,9 +61,9 @@ def agree_on_routing(sequences: Sequence[np.ndarray], routing: Sequence[np.ndarr
 
 
 def replaced_share(routing: Sequence[np.ndarray], agreed: Sequence[np.ndarray]) -> float:
-    """Fraction of the sampler's choices, one for each token and layer of a sequence, that others took the place of.
+    """Fraction of the sampler's choices, one per token and layer of a sequence, that ``agree_on_routing`` replaced.
 
-    The order of a token's experts does not matter, and what the sampler did not say does not count.
+    The order of a token's experts does not matter, and unknown choices do not count.
     """
     known = replaced = 0
     for own, taken in zip(routing, agreed, strict=True):
@@ -74,7 +74,7 @@ def replaced_share(routing: Sequence[np.ndarray], agreed: Sequence[np.ndarray]) 
 
 
 def stream_routing(tree: PrefixTree, routing: Sequence[np.ndarray]) -> np.ndarray:
-    """Routing int16 [N, L, K] of the stream's tokens, from that of each sequence; they must agree (``ValueError``)."""
+    """Routing of the stream's tokens, int16 [N, L, K]; raises ValueError if two sequences disagree on a token."""
     found = np.full((tree.num_tokens, *routing[0].shape[1:]), UNKNOWN, dtype=np.int16)
     for sequence, choice in enumerate(routing):
         path = tree.stream_indices(sequence)

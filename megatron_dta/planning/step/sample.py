@@ -1,7 +1,7 @@
-"""One sequence as the trainer sees it: tokens, which of them are trained, and the numbers that its loss needs.
+"""Defines a training sample: tokens, a mask of the trained ones, and the numbers that the loss needs.
 
-A ``Rollout`` is what was sampled; a ``TrainingSample`` is what is trained: the same tokens with advantages computed
-and old and reference logprobs filled in. Only trained tokens reach the loss, so the fields may hold anything elsewhere.
+A ``Rollout`` is a sampled sequence. A ``TrainingSample`` holds the same tokens with advantages computed and old and
+reference logprobs filled in. Only trained tokens reach the loss; the values at other positions are ignored.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class TrainingSample:
 
     Attributes:
         token_ids: int32 [T].
-        loss_mask: bool [T], True where the token is trained; never at position 0, which no prefix predicts.
+        loss_mask: bool [T], True at trained tokens; False at position 0, which no prefix predicts.
         advantages: float [T], or None for objectives without them.
-        old_logprobs: float [T], logprobs under the policy that sampled, or None: the current policy's own.
+        old_logprobs: float [T], logprobs under the sampling policy; None to use the current policy's own.
         ref_logprobs: float [T], logprobs under the reference model, or None.
         rollout_logprobs: float [T], logprobs that the sampler recorded, or None.
-        old_values, returns: float [T], for the critic: its values before the collection's first step, and its targets.
-        pair_gradient, pair_loss: float [T], what losses of pairs say of this sequence; the engine fills them in.
-        routed_experts: int16 [T, L, K], experts that each token is to be routed to in each layer with experts, -1 for
-            the router's own choice; or None.
-        weight: how much the sequence counts in the means of the loss.
-        owned: bool [T], the trained tokens that count in the loss; None for all. The others are computed (a value may
-            be needed of them) and left out of loss, metrics and denominators.
-        path: its nodes in the trees that were sampled, where they are known; the same ids in all samples of a batch.
+        old_values, returns: float [T], the critic's values before the rollout batch's first step, and its targets.
+        pair_gradient, pair_loss: float [T], gradient and loss of pairwise objectives; the engine fills them in.
+        routed_experts: int16 [T, L, K], experts of each token in each layer with experts, -1 for the router's own
+            choice; or None.
+        weight: weight of the sequence in the means of the loss.
+        owned: bool [T], trained tokens that count in the loss; None for all. The other trained tokens are computed (a
+            value may depend on them) but are left out of loss, metrics and denominators.
+        path: the sequence's nodes in the sampled trees, if known; ids are shared by all samples of a batch.
     """
 
     token_ids: np.ndarray
@@ -77,7 +77,7 @@ class TrainingSample:
 
     @property
     def counted_mask(self) -> np.ndarray:
-        """bool [T]: the tokens whose loss counts."""
+        """The tokens whose loss counts, bool [T]."""
         return self.loss_mask if self.owned is None else self.loss_mask & self.owned
 
     @property
@@ -86,8 +86,9 @@ class TrainingSample:
         return int(np.count_nonzero(self.counted_mask))
 
     def needed_length(self) -> int:
-        """Tokens up to and including the last trained one; what follows cannot influence the loss. 0 without trained
-        tokens.
+        """Number of tokens up to and including the last trained one, or 0 without trained tokens.
+
+        Later tokens cannot influence the loss.
         """
         trained = np.flatnonzero(self.loss_mask)
         return int(trained[-1]) + 1 if len(trained) else 0

@@ -21,7 +21,8 @@ from megatron_dta.planning.segments.plan import SegmentPlan, segment_parents
 from megatron_dta.planning.segments.recompute import choose_kept_by_memory
 from megatron_dta.planning.segments.schedule import OpKind, depth_first_schedule
 from megatron_dta.planning.step import choice as step_choice
-from megatron_dta.planning.step.choice import choose_step, judge
+from megatron_dta.planning.step.choice import choose_step
+from megatron_dta.planning.step.evaluate import evaluate_plan
 from megatron_dta.planning.step.passes import PipelineShape, stage_peak_bytes
 from megatron_dta.planning.step.plan import plan_step
 from megatron_dta.planning.step.prediction import predicted_seconds
@@ -249,7 +250,7 @@ def test_the_choice_against_all_sizes_and_budgets(seed: int) -> None:
         shape, best = shape_of(float(available)), np.inf
         for size in step_choice.SIZES:
             for budget in range(longest, max(3 * longest // 2, 4 * size) + 1, 9):
-                choice, _, missing = judge(plan_segments(tree, size, budget), masks, shape, budget)
+                choice, _, missing = evaluate_plan(plan_segments(tree, size, budget), masks, shape, budget)
                 assert (choice is None) == (missing > 0)
                 best = min(best, np.inf if choice is None else choice.seconds)
         if np.isfinite(best):
