@@ -1,12 +1,13 @@
-"""Partitions that others use, to compare with.
+"""Partitions of other systems, for comparison.
 
-first fit    sequences one by one, the longest first, each into the first rank with room for its tokens; a rank has room
-             for the mean, and what fits nowhere goes to the rank with fewest tokens. Knows nothing of prefixes.
-contiguous   AReaL-DTA (arXiv 2602.00482): the leaves of the prefix tree in depth-first order are cut into contiguous
-             runs, each as long as its cost stays within a threshold, and the least threshold that needs no more runs
-             than ranks is found by binary search. Sequences that end inside the tree go with the first leaf behind
-             them. Ranks may stay empty. The paper's cost is a predicted one (``contiguous_by_cost``, here with the cost
-             model of this package); by unique tokens alone (``contiguous``) attention is not counted.
+first fit    takes the sequences one by one, longest first. Each goes to the first rank with room for its tokens; a rank
+             has room for the mean. A sequence that fits nowhere goes to the rank with the fewest tokens. Shared
+             prefixes are ignored.
+contiguous   AReaL-DTA (arXiv 2602.00482): cuts the leaves of the prefix tree, in depth-first order, into contiguous
+             runs, each as long as its cost stays within a threshold. A binary search finds the smallest threshold that
+             needs no more runs than ranks. A sequence that ends inside the tree goes with the first leaf behind it.
+             Ranks may stay empty. The paper uses a predicted cost (``contiguous_by_cost``, here with this package's
+             cost model). ``contiguous`` uses unique tokens alone and ignores attention.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts, shared_node
-from megatron_dta.planning.partition.sequence_runs import Chunks
+from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 from megatron_dta.tree import PrefixTree
 
 
@@ -34,16 +35,16 @@ def first_fit(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def contiguous_by_cost(costs: SequenceCosts, num_ranks: int) -> np.ndarray:
-    """Rank of each sequence, int64 [Q], by predicted cost; ``costs`` are those of sequences without labels."""
+    """Rank of each sequence, int64 [Q], by predicted cost; ``costs`` must have no labels."""
     if not len(costs.stop_node):
         return np.zeros(0, dtype=np.int64)
-    leaves = Chunks.atoms(costs)[0].joined(first_stops_of_leaves(costs))
+    leaves = SequenceRuns.atoms(costs)[0].joined(first_stops_of_leaves(costs))
     run_of_leaf = np.searchsorted(leaves.even_runs(num_ranks), np.arange(len(leaves)), side="right") - 1
     return run_of_leaf[np.searchsorted(leaves.begin, costs.stop_of_sequence, side="right") - 1]
 
 
 def first_stops_of_leaves(costs: SequenceCosts) -> np.ndarray:
-    """Every leaf's first stop: those before a leaf that end on its path go with it; int64, ascending."""
+    """The first stop of each leaf, int64, ascending; the stops on a leaf's path before it go with the leaf."""
     leaf = costs.tree.node_subtree_end[costs.stop_node] == costs.stop_node + 1
     return np.append(0, np.flatnonzero(leaf)[:-1] + 1)
 
@@ -70,7 +71,7 @@ def contiguous(tree: PrefixTree, num_ranks: int) -> np.ndarray:
 
 
 def _runs(length: np.ndarray, reach: np.ndarray, threshold: int) -> list[int]:
-    """First leaf of each run; every leaf fits the threshold."""
+    """First leaf of each run within ``threshold``; no single leaf may exceed it."""
     begins = []
     leaf = 0
     while leaf < len(length):

@@ -1,39 +1,39 @@
-"""Takes back work that several ranks duplicate, as long as no rank comes to cost more than a limit.
+"""Reduces the work that several ranks duplicate, without making any rank cost more than a limit.
 
-Three changes, each tried when the one before finds nothing more: a chunk moves to a rank that shares more with it; it
-does so in exchange for another; two ranks that share much divide what they hold anew.
+Three changes are tried, each when the one before finds nothing more: move a run to a rank that shares more with it;
+swap it with a run of that rank; divide the runs of two ranks that share much in a new way.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron_dta.planning.partition.assignment import Assignment, thinned
+from megatron_dta.planning.partition.assignment import Assignment, evenly_sampled
 from megatron_dta.planning.partition.pair_cuts import PairCuts
 
-# Chunks that share most with another rank, so many for each rank, are tried in exchanges and divisions.
+# Swaps and new divisions try this many of the runs that share most with another rank, per rank.
 TRIED_PER_RANK = 2
 MOST_PARTNERS = 64
-# Exchanges found wanting once they are counted exactly: the estimate leaves out that the two may be neighbours.
+# Most swaps that may fail the exact evaluation. The estimate ignores that the two runs may be neighbours.
 MOST_FAILURES = 12
 
 
-def save_cost(found: Assignment, rounds: int, limit: float) -> None:
-    """Change the assignment so that all ranks together cost less, and none more than ``limit`` if it does not yet."""
+def deduplicate_work(found: Assignment, rounds: int, limit: float) -> None:
+    """Reduce the cost of all ranks together; no rank that is within ``limit`` leaves it."""
     for _ in range(rounds):
         if not (_move(found, limit) or _exchange(found, limit) or _divide(found, limit)):
             return
 
 
 def _move(found: Assignment, limit: float) -> bool:
-    """Move the chunks that save most, at most one from or to each rank."""
-    chunk = np.arange(len(found.chunks))
-    target = found.targets(chunk)
-    joining = found.joining(chunk[:, None], target)
-    saved = found.leaving(chunk)[:, None] - joining
+    """Move the runs that save most, at most one move for each rank."""
+    run = np.arange(len(found.runs))
+    target = found.targets(run)
+    joining = found.joining(run[:, None], target)
+    saved = found.leaving(run)[:, None] - joining
     saved[(found.cost[target] + joining > limit) | (target == found.rank[:, None])] = 0
     place = saved.argmax(axis=1)
-    value, best = saved[chunk, place], target[chunk, place]
+    value, best = saved[run, place], target[run, place]
     touched: set[int] = set()
     moved = []
     for candidate in np.argsort(-value, kind="stable"):
@@ -48,28 +48,28 @@ def _move(found: Assignment, limit: float) -> bool:
     return bool(moved)
 
 
-def _wanted(found: Assignment) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks and the rank of a neighbour with which each would share more, those that would save most first."""
+def _sharing_moves(found: Assignment) -> tuple[np.ndarray, np.ndarray]:
+    """Runs, and for each the rank of a neighbour with which it would share more, largest saving first."""
     border = np.flatnonzero(found.rank[1:] != found.rank[:-1])
-    chunk = np.concatenate([border, border + 1])
+    run = np.concatenate([border, border + 1])
     rank = found.rank[np.concatenate([border + 1, border])]
-    saved = found.leaving(chunk) - found.joining(chunk, rank)
+    saved = found.leaving(run) - found.joining(run, rank)
     order = np.argsort(-saved, kind="stable")[: TRIED_PER_RANK * found.num_ranks]
     order = order[saved[order] > found.gain]
-    return chunk[order], rank[order]
+    return run[order], rank[order]
 
 
 def _exchange(found: Assignment, limit: float) -> bool:
-    """Bring chunks to where they share more in exchange for others, at most one exchange of each rank."""
-    chunk, rank = _wanted(found)
-    if not len(chunk):
+    """Swap runs to ranks where they share more, at most one swap for each rank."""
+    run, rank = _sharing_moves(found)
+    if not len(run):
         return False
-    held = {one: thinned(found.members(one), MOST_PARTNERS) for one in np.unique(rank).tolist()}
+    held = {one: evenly_sampled(found.members(one), MOST_PARTNERS) for one in np.unique(rank).tolist()}
     partners = [held[one] for one in rank.tolist()]
-    wish = np.repeat(np.arange(len(chunk)), [len(others) for others in partners])
+    move = np.repeat(np.arange(len(run)), [len(others) for others in partners])
     other = np.concatenate(partners)
-    out, back = found.leaving(chunk)[wish], found.joining(chunk, rank)[wish]
-    home, rank = found.rank[chunk[wish]], rank[wish]
+    out, back = found.leaving(run)[move], found.joining(run, rank)[move]
+    home, rank = found.rank[run[move]], rank[move]
     leaving, joining = found.leaving(other), found.joining(other, home)
     saved = out - back + leaving - joining
     saved[(found.cost[home] - out + joining > limit) | (found.cost[rank] + back - leaving > limit)] = 0
@@ -81,7 +81,7 @@ def _exchange(found: Assignment, limit: float) -> bool:
         ranks = {int(home[pair]), int(rank[pair])}
         if ranks & touched:
             continue
-        if found.exchange(int(chunk[wish[pair]]), int(other[pair]), limit, -found.gain):
+        if found.exchange(int(run[move[pair]]), int(other[pair]), limit, -found.gain):
             touched |= ranks
         else:
             failures += 1
@@ -89,19 +89,19 @@ def _exchange(found: Assignment, limit: float) -> bool:
 
 
 def _divide(found: Assignment, limit: float) -> bool:
-    """Divide pairs of ranks anew."""
+    """Divide the runs of pairs of ranks in a new way."""
     changed = False
     seen: set[tuple[int, int]] = set()
-    for chunk, rank in zip(*map(np.ndarray.tolist, _wanted(found)), strict=True):
-        home = int(found.rank[chunk])
+    for run, rank in zip(*map(np.ndarray.tolist, _sharing_moves(found)), strict=True):
+        home = int(found.rank[run])
         pair = (min(home, rank), max(home, rank))
         if home == rank or pair in seen:
             continue
         seen.add(pair)
-        cuts = PairCuts.of(found.chunks, np.sort(np.append(found.members(home), found.members(rank))))
+        cuts = PairCuts.of(found.runs, np.sort(np.append(found.members(home), found.members(rank))))
         total = np.where(cuts.slower <= limit, cuts.total, np.inf)
         choice = int(total.argmin())
         if total.flat[choice] < found.cost[home] + found.cost[rank] - found.gain:
-            found.put(cuts.members, np.where(cuts.run(choice), home, rank))
+            found.put(cuts.members, np.where(cuts.inside(choice), home, rank))
             changed = True
     return changed

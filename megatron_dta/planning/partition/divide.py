@@ -1,16 +1,16 @@
-"""Divides a step's sequences over data-parallel ranks, so that the slowest rank finishes first.
+"""Divides a step's sequences over data-parallel ranks so that the slowest rank finishes first.
 
-Each rank trains the forest of its own sequences, so a prefix that two ranks hold is computed on both and counted on
-both. The plan is made once per step, from tokens and loss masks alone, and every pass of the step (old logprobs,
-reference logprobs, update) uses it. It depends neither on the order of the sequences nor on chance: every rank of a
-job makes the same one.
+Each rank trains the forest of its own sequences, so a prefix that two ranks hold is computed and counted on both. The
+plan is made once per step from tokens and loss masks alone, and every pass of the step (old logprobs, reference
+logprobs, update) uses it. It depends neither on the order of the sequences nor on randomness, so every rank of a job
+makes the same plan.
 
-Which ranks share experts, and so must run in step, plays no part. Dealing the sequences out so that all ranks get trees
-alike was tried: longest first to each rank in turn, or runs of 1/4 to 1/64 of a rank's share, costliest first. On 8
-sets of rollouts over 8 ranks that makes the busiest rank compute up to 41% more tokens (several times as many where
-samples are turns of one trajectory). With the cheaper of slots and common trees (``lockstep``) the step is then slower
-on most sets at EP 2 to 8; at EP 8 three (mint_math_8x100, aime24_skyt1_long, math_qwen25_8x100) gain 8 to 17%, each by
-another way of dealing. Trees of other shapes are dealt with where they are run together.
+The partition ignores which ranks share experts and must run synchronized plans. Giving all ranks similar trees was
+tried: longest sequence first to each rank in turn, or runs of 1/4 to 1/64 of a rank's share, costliest first. On 8 sets
+of rollouts over 8 ranks, the busiest rank then computes up to 41% more tokens (several times as many if samples are
+turns of one trajectory). Even with the cheaper of merged op list and merged segment tree, the step is slower on most
+sets at EP 2 to 8. At EP 8 three sets (mint_math_8x100, aime24_skyt1_long, math_qwen25_8x100) gain 8 to 17%, each by
+another method. Differences between trees are handled where the trees are run together (``expert_parallel``).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.baselines import contiguous, first_stops_of_leaves
 from megatron_dta.planning.partition.search import assign, fill_idle
 from megatron_dta.planning.partition.sequence_costs import RankCounts, SequenceCosts
-from megatron_dta.planning.partition.sequence_runs import Chunks
+from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 from megatron_dta.tree import build_prefix_tree
 from megatron_dta.tree.trained_edges import count_edges
 
 
 class Trained(Protocol):
-    """What a partition needs of a ``TrainingSample`` or a ``Rollout``."""
+    """The fields of a ``TrainingSample`` or ``Rollout`` that a partition needs."""
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
@@ -39,14 +39,14 @@ class Trained(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Sequences on ranks, and what each rank computes. Q sequences, R ranks.
+    """The rank of every sequence, and the work of each rank. Q sequences, R ranks.
 
     Attributes:
-        rank_of_sequence: int64 [Q].
-        cost_per_rank: float64 [R], by the cost model, exact counts; 0 of an idle rank.
+        rank_of_sequence: int64 [Q], rank of each sequence.
+        cost_per_rank: float64 [R], cost by the cost model with exact counts; 0 for an idle rank.
         tokens_per_rank, pairs_per_rank, edges_per_rank: int64 [R], see ``CostModel``.
-        unique_tokens: tokens of the forest of all sequences.
-        total_cost: of all ranks together.
+        unique_tokens: number of tokens in the forest of all sequences.
+        total_cost: cost of all ranks together.
     """
 
     rank_of_sequence: np.ndarray
@@ -59,7 +59,7 @@ class Partition:
 
     @classmethod
     def of(cls, costs: SequenceCosts, rank_of_sequence: np.ndarray, num_ranks: int) -> Partition:
-        """The partition that ``rank_of_sequence`` [Q] says, with its costs."""
+        """The partition given by ``rank_of_sequence`` [Q], with its costs."""
         counts = RankCounts.of(costs, rank_of_sequence, num_ranks)
         return cls(
             rank_of_sequence=rank_of_sequence,
@@ -73,27 +73,27 @@ class Partition:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks, idle ones included."""
+        """Number of ranks, including idle ones."""
         return len(self.cost_per_rank)
 
     @property
     def max_over_mean(self) -> float:
-        """Cost of the slowest rank over the mean; 1.0 where there is nothing to do."""
+        """Cost of the slowest rank over the mean; 1.0 if no rank has work."""
         mean = self.cost_per_rank.mean()
         return float(self.cost_per_rank.max() / mean) if mean > 0 else 1.0
 
     @property
     def duplicated_tokens(self) -> int:
-        """Tokens that all ranks compute beyond the unique ones."""
+        """Number of tokens that the ranks compute beyond the unique ones."""
         return int(self.tokens_per_rank.sum()) - self.unique_tokens
 
     def sequences_of(self, rank: int) -> np.ndarray:
-        """Sequences of one rank, ascending."""
+        """The sequences of one rank, ascending."""
         return np.flatnonzero(self.rank_of_sequence == rank)
 
 
 def trained_parts(samples: Sequence[Trained]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Tokens and loss masks of the samples up to the last trained token of each; a step computes nothing behind it.
+    """Tokens and loss masks of the samples up to the last trained token of each; later tokens are never computed.
 
     Raises ValueError for a sample without a trained token.
     """
@@ -115,7 +115,7 @@ def partition_samples(
     keep_together: Sequence[str] | None = None,
     fill_idle_ranks: bool = False,
 ) -> Partition:
-    """``partition_sequences`` of what a step computes of the samples."""
+    """Partition the samples up to their last trained tokens; see ``partition_sequences``."""
     sequences, masks = trained_parts(samples)
     return partition_sequences(sequences, num_ranks, masks, cost_model, keep_together, fill_idle_ranks)
 
@@ -128,21 +128,21 @@ def partition_sequences(
     keep_together: Sequence[str] | None = None,
     fill_idle_ranks: bool = False,
 ) -> Partition:
-    """Divide sequences over ``num_ranks`` ranks so that the slowest rank's cost is least, then all ranks' together.
+    """Divide sequences over ranks to minimize the cost of the slowest rank, then the total cost.
 
     Args:
         sequences: Q integer arrays of token ids, none empty.
         num_ranks: data-parallel size.
-        loss_masks: bool [T] of each sequence, False at position 0; None: all positions but the first are trained.
-        cost_model: None for the defaults of ``CostModel``.
+        loss_masks: for each sequence bool [T], False at position 0; None to train all positions but the first.
+        cost_model: cost model; None for the defaults of ``CostModel``.
         keep_together: a name for each sequence (group, trajectory); sequences of one name go to one rank.
-        fill_idle_ranks: leave no rank idle while there are sequences (or names) enough. Without it ranks stay idle
-            where work for them would not make the slowest rank faster, and only repeat prefixes: one long sequence may
-            take longer than all others need on fewer ranks.
+        fill_idle_ranks: leave no rank idle if there are enough sequences (or names). Without it a rank stays idle if
+            work for it would only repeat prefixes and not make the slowest rank faster. For example, one long sequence
+            may take longer than all others together on fewer ranks.
 
     Returns:
-        The partition. Whatever the order of the sequences, the ranks get the same ones; of equal sequences, of which
-        only the order tells them apart, the same number.
+        The partition. It does not depend on the order of the sequences: each rank gets the same distinct sequences,
+        and the same number of copies of equal ones.
 
     Raises:
         ValueError: num_ranks below 1, or arguments of different lengths.
@@ -156,8 +156,8 @@ def partition_sequences(
 
 
 def partition_costs(costs: SequenceCosts, num_ranks: int, fill_idle_ranks: bool = False) -> Partition:
-    """``partition_sequences`` where the costs are known; labels of the stops stay together."""
-    atoms, atom_of_stop = Chunks.atoms(costs)
+    """``partition_sequences`` for known costs; stops with the same label stay together."""
+    atoms, atom_of_stop = SequenceRuns.atoms(costs)
     if not len(atoms):
         return Partition.of(costs, np.zeros(0, dtype=np.int64), num_ranks)
     units, bound = np.arange(len(atoms)), None
@@ -175,14 +175,14 @@ def partition_costs(costs: SequenceCosts, num_ranks: int, fill_idle_ranks: bool 
 
 
 def spread_duplicates(costs: SequenceCosts, rank: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Give idle ranks equal sequences, the cheapest first, as far as a rank with several sequences has some."""
+    """Give idle ranks copies of equal sequences, cheapest first, and leave one copy of each in place."""
     rank = rank.copy()
     size = np.bincount(rank, minlength=num_ranks)
     idle = np.flatnonzero(size == 0)
     if not len(idle) or len(rank) == np.count_nonzero(size):
         return rank
     stop = costs.stop_of_sequence
-    later = np.ones(len(rank), dtype=bool)  # Of equal sequences, all but the first, which stays.
+    later = np.ones(len(rank), dtype=bool)  # All copies of equal sequences but the first, which stays.
     later[np.unique(stop, return_index=True)[1]] = False
     candidates = np.flatnonzero(later)
     order = candidates[np.lexsort((candidates, stop[candidates], costs.alone[stop[candidates]]))]
@@ -192,17 +192,18 @@ def spread_duplicates(costs: SequenceCosts, rank: np.ndarray, num_ranks: int) ->
 
 
 def least_slowest(costs: SequenceCosts, num_ranks: int) -> float:
-    """A cost that the slowest rank of no partition can be below.
+    """Lower bound on the cost of the slowest rank of any partition.
 
-    The largest of three: the cost of all sequences together over the ranks; the costliest sequence; and, as of any
-    (k - 1) R + 1 sequences some rank holds k, k times the least cost of so many, without what they share.
+    The bound is the largest of three: the cost of all sequences together divided by the number of ranks; the cost of
+    the costliest sequence; and k times the smallest unshared cost among (k - 1) R + 1 sequences, of which some rank
+    holds at least k.
     """
     count = len(costs.stop_of_sequence)
     if not count:
         return 0.0
     whole = RankCounts.of(costs, np.zeros(count, dtype=np.int64), 1)
     mean = float(costs.model.cost(whole.tokens, whole.pairs, whole.edges)[0]) / num_ranks
-    stop, one_each = np.unique(costs.stop_of_sequence, return_index=True)  # Equal sequences may cost nothing more.
+    stop, one_each = np.unique(costs.stop_of_sequence, return_index=True)  # A copy of an equal sequence may be free.
     length = costs.tree.sequence_lengths
     edges = count_edges(costs.intervals, np.arange(count), count)
     alone = costs.model.cost(length, length * (length + 1) // 2, edges)[one_each]

@@ -1,9 +1,9 @@
-"""Cuts a collection of samples into the mini-batches of several optimizer steps, along the tree and with whole groups.
+"""Divides a rollout batch into the mini-batches of several optimizer steps, along the tree and in whole groups.
 
-Samples that share prefixes are worth most in one step. So the groups stand in depth-first order, mini-batches are runs
-of them, and among the ways to make runs of equal size (one group more or less where the number does not divide) the one
-is taken whose cuts separate least. Runs of the collection's own order are taken instead unless these cost enough more:
-where all groups share the same, as a system prompt, there is nothing to gain, and a shuffled collection stays shuffled.
+Samples that share prefixes save most work in the same step. So the groups are ordered depth first, each mini-batch is a
+run of groups, and the cuts are placed where neighbours share least, among all cuts into runs of equal size (or one
+group more). The batch's own order is used instead unless these cuts save enough. If all groups share the same prefix,
+such as a system prompt, there is nothing to save, and a shuffled batch stays shuffled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.divide import Partition, Trained, trained_parts
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.planning.partition.sequence_runs import Chunks
+from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 from megatron_dta.tree import build_prefix_tree
 
 
@@ -25,9 +25,9 @@ class MiniBatches:
     """The samples of each optimizer step.
 
     Attributes:
-        samples: int64 arrays, ascending, one for each mini-batch; every sample is in exactly one. The mini-batches come
+        samples: int64 arrays, ascending, one for each mini-batch; every sample is in exactly one. The mini-batches are
             in the order of their first samples.
-        separated_tokens: tokens that the mini-batches compute beyond computing each once.
+        separated_tokens: number of tokens computed again because a shared prefix was separated.
     """
 
     samples: list[np.ndarray]
@@ -41,17 +41,18 @@ def cut_mini_batches(
     cost_model: CostModel | None = None,
     least_saving: float = 0.0,
 ) -> MiniBatches:
-    """Mini-batches of whole groups, as even in their number as possible. The same on every rank that has the samples.
+    """Divide samples into mini-batches of whole groups with group counts as even as possible; equal on all ranks.
 
     Args:
-        samples: sequences with a trained token each.
-        num_mini_batches: optimizer steps, at most the number of groups.
+        samples: sequences with at least one trained token each.
+        num_mini_batches: number of optimizer steps, at most the number of groups.
         groups: a group name for each sample.
-        cost_model: says what a separated prefix costs; None for the defaults.
-        least_saving: part of the cost in the collection's own order that leaving it must save.
+        cost_model: cost of a separated prefix; None for the defaults.
+        least_saving: share of the cost in the batch's own order that another order must save.
 
     Raises:
-        ValueError: num_mini_batches below 1 or above the number of groups, or names of another number than samples.
+        ValueError: num_mini_batches is below 1 or above the number of groups, or the numbers of names and samples
+            differ.
     """
     if len(groups) != len(samples):
         raise ValueError(f"there are {len(groups)} names of groups for {len(samples)} samples")
@@ -62,10 +63,10 @@ def cut_mini_batches(
             f"{len(number)} groups cannot be cut into {num_mini_batches} mini-batches, one or more in each"
         )
     sequences, masks = trained_parts(samples)
-    # By number: NumPy takes names that differ in zero bytes at their ends for the same.
+    # Groups are numbered because NumPy treats names that differ only in trailing zero bytes as equal.
     names = [str(group) for group in by_appearance]
     costs = SequenceCosts.of(build_prefix_tree(sequences), cost_model or CostModel(), masks, names)
-    atoms, atom_of_stop = Chunks.atoms(costs)
+    atoms, atom_of_stop = SequenceRuns.atoms(costs)
     along_tree = atom_of_stop[costs.stop_of_sequence]
     cuts = _even_cuts(atoms.shared[atoms.begin], num_mini_batches)
     even = np.array([part[0] for part in np.array_split(np.arange(len(number)), num_mini_batches)[1:]], dtype=np.int64)
@@ -79,9 +80,9 @@ def cut_mini_batches(
 
 
 def _even_cuts(shared: np.ndarray, runs: int) -> np.ndarray:
-    """First group of each run but the first, int64 [runs - 1]: runs of equal size (or one more) that share least.
+    """First group of each run but the first, int64 [runs - 1], for runs of equal size (or one more) that share least.
 
-    ``least[x]`` is the least that the cuts so far separate when x of the runs before them have one group more.
+    ``least[x]`` is the smallest shared cost that the cuts so far separate if x of the runs have one group more.
     """
     size, longer = divmod(len(shared), runs)
     extra = np.arange(longer + 1)
@@ -92,9 +93,9 @@ def _even_cuts(shared: np.ndarray, runs: int) -> np.ndarray:
         took.append(with_more < least)
         place = np.minimum(run * size + extra, len(shared) - 1)
         least = np.minimum(least, with_more) + shared[place]
-        least[longer - extra > runs - run] = np.inf  # The runs to come cannot take what is left.
+        least[longer - extra > runs - run] = np.inf  # The remaining runs cannot hold the remaining groups.
     cuts = np.zeros(runs - 1, dtype=np.int64)
-    # The last run is longer if that separates less.
+    # The last run has one group more if that separates less.
     more = longer - int(longer > 0 and least[longer - 1] < least[longer])
     for run in range(runs - 1, 0, -1):
         cuts[run - 1] = run * size + more

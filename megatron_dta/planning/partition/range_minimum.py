@@ -1,7 +1,7 @@
-"""The least of any run of values in constant time, for many runs at once (a sparse table).
+"""Answers minimum queries over ranges of an array in constant time, for many ranges at once (a sparse table).
 
-Between two sequences in depth-first order, the prefix they share is the least of those that neighbours between them
-share: this answers "how much do these two share" for any pairs.
+Two sequences in depth-first order share the minimum of the prefixes that neighbours between them share. Range minima
+therefore give the shared prefix of any pair of sequences.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import numpy as np
 
 
 class RangeMinimum:
-    """Minima over runs of ``values`` [n], any dtype that orders; O(n log n) to make, O(1) for each run."""
+    """Minima over ranges of ``values`` [n] of any ordered dtype; O(n log n) to build, O(1) per query."""
 
     def __init__(self, values: np.ndarray) -> None:
         count = len(values)
         levels = max(1, count.bit_length())
-        #: table[w, i] = min(values[i : i + 2**w]), where that run exists
+        #: table[w, i] = min(values[i : i + 2**w]), for ranges inside the array
         self._table = np.empty((levels, count), dtype=values.dtype)
         self._table[0] = values
         for level in range(1, levels):

@@ -1,13 +1,13 @@
 """Searches for the partition of a forest whose slowest rank is fastest.
 
-1. Starts: contiguous runs of sequences in depth-first order, the costliest as cheap as runs can be (threshold search);
-   and chunks, cut where least is shared, placed one by one, the costliest first (``_place``).
-2. Each is refined: chunks move from the slowest rank or are swapped with others', first large ones, then smaller ones,
-   down to single sequences, and then pairs of ranks divide what they hold anew; last, what several ranks compute is
-   brought together where no rank becomes slower than the slowest (``saving``).
-3. A partition that makes all ranks together cost more than plain contiguous runs do buys its even ranks with duplicated
-   work. If the best one does, the refinement is done again under that bound (``_within``), and its result is taken
-   unless its slowest rank is clearly slower.
+1. Starts: contiguous runs in depth-first order with the smallest maximum cost (threshold search), and runs cut where
+   neighbours share least, placed one by one, costliest first (``_place``).
+2. Each start is refined (``refine``): runs move from the slowest rank or are swapped, first large runs, then smaller
+   ones, down to single sequences; then pairs of ranks divide their runs in a new way. Last, duplicated work is removed
+   where no rank becomes slower than the slowest (``_deduplicate``).
+3. A partition whose total cost exceeds that of plain contiguous runs is even at the price of duplicated work. If the
+   best one does, the refinement is repeated under that bound (``_within``), and its result is used unless its slowest
+   rank is clearly slower.
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from megatron_dta.planning.partition.assignment import Assignment
-from megatron_dta.planning.partition.deduplicate_work import save_cost
-from megatron_dta.planning.partition.sequence_runs import Chunks
+from megatron_dta.planning.partition.deduplicate_work import deduplicate_work
+from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 
-# More places than this for each rank, and in all, are joined to chunks before the search.
+# Above this many places per rank and in total, places are joined to runs before the search.
 MOST_PER_RANK = 64
 MOST_PLACES = 4096
-# Forests of more sequences than this are not refined down to single ones: their ranks are even without.
+# Larger forests are not refined down to single sequences; their ranks are even without it.
 MOST_REFINED = 1 << 14
-# Chunks of the starts: they cost at most a rank's share over one of these.
+# The runs of a start cost at most a rank's share divided by one of these.
 START_FINENESS = (1.0, 3.0, 6.0, 10.0)
-# Cost that a chunk adds to a rank counts so many times beside what the rank costs already.
+# Weight of the cost that a run adds to a rank, relative to the rank's present cost.
 ADDED_WEIGHT = 4.0
-# No further start once the slowest rank costs at most so many times the mean.
+# Slowest rank over mean at which no further start is tried.
 GOOD_START = 1.004
-# Chunks for a rank's share in each step of the refinement; None: as they are.
+# Runs per rank's share in each step of the refinement; None for the runs as they are.
 FINENESS = (4.0, 16.0, None)
-# A slowest rank of so many times the mean is not refined further.
+# Slowest rank over mean at which refinement stops, and most changes in one step of it.
 GOOD = 1.002
 CHANGES = 200
-# Under the bound of ``_within``: how much slower the slowest rank may become while duplicated cost is brought below it;
-# how often cost is saved and the ranks evened out in turn, from one start and in all; how much slower than the best the
-# result may be, and from where on nothing better is looked for.
+# For ``_within``: slowdowns of the slowest rank to try while total cost is brought below the bound; most rounds of
+# refinement and deduplication, per start and in total; slowdown at which the search stops, and largest slowdown of an
+# accepted result.
 SLACK = (1.01, 1.03, 1.06, 1.1)
 TURNS = 5
 MOST_TURNS = 10
 GOOD_WITHIN = 1.01
 WORTH = 1.03
-SAVING_FINENESS = 16.0
-SAVING_ROUNDS = 12
+DEDUPLICATION_FINENESS = 16.0
+DEDUPLICATION_ROUNDS = 12
 
 
-def assign(atoms: Chunks, num_ranks: int, units: np.ndarray, contiguous: np.ndarray | None) -> np.ndarray:
-    """Rank of every atom, int64 [K]. Ranks may be left idle where the slowest would not become faster.
+def assign(atoms: SequenceRuns, num_ranks: int, units: np.ndarray, contiguous: np.ndarray | None) -> np.ndarray:
+    """Rank of every atom, int64 [K]. Ranks stay idle if using them would not make the slowest rank faster.
 
     Args:
-        units: atoms at which a run begins that is searched as one before it is taken apart.
-        contiguous: ranks of a partition in contiguous runs, whose cost of all ranks is not to be exceeded; None:
-            no bound.
+        atoms: the runs that are never cut.
+        num_ranks: data-parallel size.
+        units: atoms at which the runs of the coarse search begin.
+        contiguous: ranks of a contiguous partition, whose total cost bounds the result; None for no bound.
     """
     if num_ranks == 1 or len(atoms) < 2:
         return np.zeros(len(atoms), dtype=np.int64)
@@ -62,7 +63,7 @@ def assign(atoms: Chunks, num_ranks: int, units: np.ndarray, contiguous: np.ndar
     if len(atoms) <= num_ranks:
         begin = atoms.even_runs(num_ranks)
         starts = [np.arange(len(atoms)), _spread(np.arange(len(begin)), begin, len(atoms))]
-        saved = [Assignment(atoms, _save(atoms, rank, num_ranks, share, share), num_ranks) for rank in starts]
+        saved = [Assignment(atoms, _deduplicate(atoms, rank, num_ranks, share, share), num_ranks) for rank in starts]
         return min(saved, key=Assignment.score).rank
     first = units if len(units) > num_ranks else np.arange(len(atoms))
     coarse = atoms.joined(first)
@@ -73,12 +74,12 @@ def assign(atoms: Chunks, num_ranks: int, units: np.ndarray, contiguous: np.ndar
     rank = _spread(best.rank, first, len(atoms))
     if len(coarse) < len(atoms) <= MOST_REFINED and best.cost.max() > GOOD * best.cost.mean():
         best = refine(atoms, rank, num_ranks, share, cap if best.cost.sum() <= cap + best.gain else np.inf)
-        rank = _save(atoms, best.rank, num_ranks, share)
+        rank = _deduplicate(atoms, best.rank, num_ranks, share)
     return rank
 
 
-def fill_idle(atoms: Chunks, rank: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Ranks of the atoms with one for every idle rank while there are enough, taken where that duplicates least."""
+def fill_idle(atoms: SequenceRuns, rank: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Move one atom to every idle rank, as far as there are enough, where it duplicates least; return the ranks."""
     found = Assignment(atoms, rank, num_ranks)
     for _ in range(min(num_ranks, len(atoms)) - int(np.count_nonzero(found.size))):
         added = np.where(found.size[found.rank] > 1, atoms.cost - found.leaving(np.arange(len(atoms))), np.inf)
@@ -86,18 +87,18 @@ def fill_idle(atoms: Chunks, rank: np.ndarray, num_ranks: int) -> np.ndarray:
     return found.rank
 
 
-def _share(atoms: Chunks, num_ranks: int) -> float:
-    """What the slowest rank costs at least: the mean without duplicates, or the costliest atom."""
+def _share(atoms: SequenceRuns, num_ranks: int) -> float:
+    """Lower bound on the slowest rank: the mean cost without duplicates, or the costliest atom."""
     return max(float((atoms.cost - atoms.shared[atoms.begin]).sum()) / num_ranks, float(atoms.cost.max()))
 
 
 def _spread(value: np.ndarray, begin: np.ndarray, count: int) -> np.ndarray:
-    """The value of each chunk, for every atom in it."""
+    """The value of each run, repeated for every atom in it."""
     return np.repeat(value, np.diff(np.append(begin, count)))
 
 
-def _search(atoms: Chunks, num_ranks: int, contiguous: np.ndarray | None) -> tuple[Assignment, float]:
-    """The best partition found, and the bound on the cost of all ranks."""
+def _search(atoms: SequenceRuns, num_ranks: int, contiguous: np.ndarray | None) -> tuple[Assignment, float]:
+    """The best partition found, and the bound on the total cost."""
     share = _share(atoms, num_ranks)
     begin = atoms.even_runs(num_ranks)
     starts = [_spread(np.arange(len(begin)), begin, len(atoms))]
@@ -109,7 +110,7 @@ def _search(atoms: Chunks, num_ranks: int, contiguous: np.ndarray | None) -> tup
         starts.append(_spread(_place(atoms.joined(begin), num_ranks), begin, len(atoms)))
         found.append(refine(atoms, starts[-1], num_ranks, share))
     best = min(found, key=Assignment.score)
-    best = Assignment(atoms, _save(atoms, best.rank, num_ranks, share), num_ranks)
+    best = Assignment(atoms, _deduplicate(atoms, best.rank, num_ranks, share), num_ranks)
     if contiguous is None:
         return best, np.inf
     bound = Assignment(atoms, contiguous, num_ranks)
@@ -119,12 +120,12 @@ def _search(atoms: Chunks, num_ranks: int, contiguous: np.ndarray | None) -> tup
     return best, cap
 
 
-def _within(atoms: Chunks, best: Assignment, starts: list[np.ndarray], cap: float, share: float) -> Assignment:
-    """A partition that costs at most ``cap`` in all, where its slowest rank is about as fast as ``best``'s."""
+def _within(atoms: SequenceRuns, best: Assignment, starts: list[np.ndarray], cap: float, share: float) -> Assignment:
+    """A partition of total cost at most ``cap`` if its slowest rank is about as fast as ``best``'s; else ``best``."""
     fastest = float(best.cost.max())
     kept: list[Assignment] = []
     for start in (best.rank, *starts):
-        rank = _save_below(atoms, start, best.num_ranks, share, cap, fastest)
+        rank = _deduplicate_below(atoms, start, best.num_ranks, share, cap, fastest)
         if rank is None:
             continue
         slowest = np.inf
@@ -134,45 +135,45 @@ def _within(atoms: Chunks, best: Assignment, starts: list[np.ndarray], cap: floa
                 break
             slowest = found.cost.max()
             kept.append(found)
-            rank = _save(atoms, found.rank, best.num_ranks, share)
+            rank = _deduplicate(atoms, found.rank, best.num_ranks, share)
         if slowest <= GOOD_WITHIN * fastest or len(kept) >= MOST_TURNS:
             break
     within = min(kept, key=Assignment.score, default=best)
     return within if within.cost.max() <= WORTH * fastest else best
 
 
-def _save_below(
-    atoms: Chunks, rank: np.ndarray, num_ranks: int, share: float, cap: float, fastest: float
+def _deduplicate_below(
+    atoms: SequenceRuns, rank: np.ndarray, num_ranks: int, share: float, cap: float, fastest: float
 ) -> np.ndarray | None:
-    """Ranks of the atoms that cost at most ``cap`` in all, with no slower a slowest rank than needed; or None."""
+    """Deduplicate to a total cost of at most ``cap`` with the smallest slowdown that suffices; None if none does."""
     for slack in SLACK:
-        rank = _save(atoms, rank, num_ranks, share, slack * fastest)
+        rank = _deduplicate(atoms, rank, num_ranks, share, slack * fastest)
         found = Assignment(atoms, rank, num_ranks)
         if found.cost.sum() <= cap + found.gain:
             return rank
     return None
 
 
-def _place(chunks: Chunks, num_ranks: int) -> np.ndarray:
-    """Chunks on ranks, the costliest first, where a rank's cost and ``ADDED_WEIGHT`` x the added cost are least."""
+def _place(runs: SequenceRuns, num_ranks: int) -> np.ndarray:
+    """Place runs, costliest first, on the rank with the least sum of its cost and ``ADDED_WEIGHT`` x the added cost."""
     held: list[list[int]] = [[] for _ in range(num_ranks)]
     cost = np.zeros(num_ranks)
-    rank_of = np.zeros(len(chunks), dtype=np.int64)
-    for chunk in np.argsort(-chunks.cost, kind="stable").tolist():
-        places = [bisect_left(mine, chunk) for mine in held]
+    rank_of = np.zeros(len(runs), dtype=np.int64)
+    for run in np.argsort(-runs.cost, kind="stable").tolist():
+        places = [bisect_left(mine, run) for mine in held]
         before = np.array([mine[p - 1] if p else -1 for mine, p in zip(held, places, strict=True)])
-        after = np.array([mine[p] if p < len(mine) else len(chunks) for mine, p in zip(held, places, strict=True)])
-        shared = chunks.between_held(before, chunk) + chunks.between_held(chunk, after)
-        added = chunks.cost[chunk] - shared + chunks.between_held(before, after)
+        after = np.array([mine[p] if p < len(mine) else len(runs) for mine, p in zip(held, places, strict=True)])
+        shared = runs.between_held(before, run) + runs.between_held(run, after)
+        added = runs.cost[run] - shared + runs.between_held(before, after)
         rank = int((cost + ADDED_WEIGHT * added).argmin())
-        insort(held[rank], chunk)
+        insort(held[rank], run)
         cost[rank] += added[rank]
-        rank_of[chunk] = rank
+        rank_of[run] = rank
     return rank_of
 
 
-def refine(atoms: Chunks, rank: np.ndarray, num_ranks: int, share: float, cap: float = np.inf) -> Assignment:
-    """Even out the ranks of the atoms, at a cost of all ranks of at most ``cap`` where they start there."""
+def refine(atoms: SequenceRuns, rank: np.ndarray, num_ranks: int, share: float, cap: float = np.inf) -> Assignment:
+    """Even out the ranks of the atoms. A total cost that starts within ``cap`` stays within it."""
     for fineness in FINENESS:
         begin = _cut_ranks(atoms, rank, share / fineness) if fineness else np.arange(len(atoms))
         found = Assignment(atoms.joined(begin), rank[begin], num_ranks)
@@ -183,14 +184,16 @@ def refine(atoms: Chunks, rank: np.ndarray, num_ranks: int, share: float, cap: f
     return Assignment(atoms, rank, num_ranks)
 
 
-def _cut_ranks(atoms: Chunks, rank: np.ndarray, limit: float) -> np.ndarray:
-    """Begins of chunks that cost at most ``limit`` and each lie on one rank."""
+def _cut_ranks(atoms: SequenceRuns, rank: np.ndarray, limit: float) -> np.ndarray:
+    """Starts of runs that cost at most ``limit`` and lie on one rank each."""
     return atoms.cut(limit, np.append(True, rank[1:] != rank[:-1]))
 
 
-def _save(atoms: Chunks, rank: np.ndarray, num_ranks: int, share: float, limit: float | None = None) -> np.ndarray:
-    """Ranks of the atoms with less duplicated cost, none costlier than ``limit`` (None: than the slowest is)."""
-    begin = _cut_ranks(atoms, rank, share / SAVING_FINENESS)
+def _deduplicate(
+    atoms: SequenceRuns, rank: np.ndarray, num_ranks: int, share: float, limit: float | None = None
+) -> np.ndarray:
+    """Reduce duplicated work, with no rank above ``limit`` (None: above the slowest rank); return the atoms' ranks."""
+    begin = _cut_ranks(atoms, rank, share / DEDUPLICATION_FINENESS)
     found = Assignment(atoms.joined(begin), rank[begin], num_ranks)
-    save_cost(found, SAVING_ROUNDS, float(found.cost.max()) if limit is None else limit)
+    deduplicate_work(found, DEDUPLICATION_ROUNDS, float(found.cost.max()) if limit is None else limit)
     return _spread(found.rank, begin, len(atoms))

@@ -1,15 +1,16 @@
-"""The cost of any set of sequences, from two numbers for each: what it costs alone, and what it shares with the last.
+"""Computes the cost of any set of sequences from two numbers per sequence: its own cost, and its overlap with the last.
 
 The distinct sequences of a forest in depth-first order are its *stops*. A rank that holds some of them computes the
 union of their paths, and
 
     cost(stops s1 < s2 < ...) = sum of alone[s] - sum of shared between neighbours (s1, s2), (s2, s3), ...
 
-where what two stops share is the least ``shared`` of all neighbours between them. So ranks, runs of stops and whole
-subtrees are added, taken away and moved by looking at their borders alone.
+where the cost that two stops share is the minimum ``shared`` of all neighbours between them. So ranks, runs of stops
+and whole subtrees can be added, removed and moved by looking at their borders alone.
 
-Edges that several stops train are counted wherever their node is computed, a little too much on a rank that holds only
-other sequences through that node; edges that one stop trains are counted with it. ``RankCounts`` counts exactly.
+Edges that several stops train are counted wherever their node is computed. This is slightly too much on a rank that
+holds only other sequences through that node. Edges that one stop trains are counted with it. ``RankCounts`` counts
+exactly.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from megatron_dta.tree.trained_edges import TrainedIntervals, count_edges, split
 
 @dataclass(frozen=True)
 class SequenceCosts:
-    """Stops of a forest and their costs. K stops; those of one label (all that must stay together) are an atom.
+    """The K stops of a forest and their costs. Stops with one label must stay together and form an atom.
 
     Attributes:
         tree: the forest.
-        intervals: its trained edges.
+        intervals: the forest's trained edges.
         model: the cost model.
-        stop_of_sequence: int64 [Q].
-        stop_node: int64 [K], node that ends with the stop's last token; ascending.
-        stop_label: int64 [K], numbered by their first stop; without labels each stop's own number.
-        alone: float64 [K], cost of the stop as the only one.
-        shared: float64 [K], cost that it shares with the stop before it; 0 for the first.
+        stop_of_sequence: int64 [Q], stop of each sequence.
+        stop_node: int64 [K], node that ends with each stop's last token; ascending.
+        stop_label: int64 [K], label of each stop, numbered by first stop; without labels, the stop's own number.
+        alone: float64 [K], cost of each stop alone.
+        shared: float64 [K], cost that each stop shares with the stop before it; 0 for the first.
         labelled: whether labels were given.
     """
 
@@ -60,13 +61,13 @@ class SequenceCosts:
         loss_masks: Sequence[np.ndarray] | None = None,
         labels: Sequence[str] | None = None,
     ) -> SequenceCosts:
-        """Stops and costs of ``tree``'s sequences; ``labels`` name what must stay together."""
+        """Stops and costs of ``tree``'s sequences; sequences with equal ``labels`` stay together."""
         node = tree.sequence_node.astype(np.int64)
         if labels is None:
             stop_node, stop_of_sequence = np.unique(node, return_inverse=True)
             stop_label = np.arange(len(stop_node))
         else:
-            # A node where sequences of several labels end has a stop for each, in the order of the labels.
+            # A node where sequences of several labels end has one stop per label, in the order of the labels.
             names, label = np.unique(np.asarray(labels, dtype=str), return_inverse=True)
             key, stop_of_sequence = np.unique(node * len(names) + label, return_inverse=True)
             stop_node, stop_label = np.divmod(key, len(names)) if len(key) else (key, key)
@@ -94,11 +95,11 @@ class SequenceCosts:
 
     @cached_property
     def least_shared(self) -> RangeMinimum:
-        """Minima of ``shared``: stops i < j share ``least_shared(i + 1, j + 1)``."""
+        """Range minima of ``shared``: stops i < j share ``least_shared(i + 1, j + 1)``."""
         return RangeMinimum(self.shared)
 
     def between(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Cost shared by stops ``first`` < ``second`` (arrays)."""
+        """Cost that stops ``first`` < ``second`` share, for arrays of stops."""
         return self.least_shared(first + 1, second + 1)
 
 
@@ -110,10 +111,10 @@ def path_sums(tree: PrefixTree, values: np.ndarray) -> np.ndarray:
 
 
 def shared_node(tree: PrefixTree, stop_node: np.ndarray) -> np.ndarray:
-    """Last node that each stop's path shares with the stop before it, -1 where none: int64 [K].
+    """Last node that each stop's path shares with the stop before it, or -1: int64 [K].
 
-    ``stop_node`` ascends and every leaf is among its nodes. So after a leaf comes a stop of the next subtree, which
-    hangs from the parent of the next node; after any other stop comes one of its own subtree.
+    ``stop_node`` is ascending and contains every leaf. So the stop after a leaf is in the next subtree, whose root is
+    the next node; the stop after any other stop is in that stop's own subtree.
     """
     if not len(stop_node):
         return np.zeros(0, dtype=np.int64)
@@ -125,7 +126,7 @@ def shared_node(tree: PrefixTree, stop_node: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """What every rank computes, exactly: int64 [ranks] each."""
+    """Exact numbers of tokens, (query, key) pairs and trained edges on every rank: int64 [ranks] each."""
 
     tokens: np.ndarray
     pairs: np.ndarray
@@ -133,7 +134,7 @@ class RankCounts:
 
     @classmethod
     def of(cls, costs: SequenceCosts, rank_of_sequence: np.ndarray, num_ranks: int) -> RankCounts:
-        """Counts of the forests that the ranks' sequences form."""
+        """Count the forests of the ranks' sequences."""
         tree = costs.tree
         nodes, stop = np.unique(tree.sequence_node, return_inverse=True)
         nodes = nodes.astype(np.int64)

@@ -1,8 +1,11 @@
-"""Runs of neighbouring sequences that a partition moves as one, and where to cut them.
+"""Groups neighbouring sequences into runs that a partition moves as one, and finds the best places to cut.
 
-Cutting a forest in two makes both sides compute what they share, so the best places are those where neighbours share
-least. ``cut`` finds, among all ways to cut the line of sequences into chunks that cost at most a limit, the one whose
-chunks cost least together.
+Both sides of a cut compute the prefix that they share, so the best places are those where neighbours share least.
+``cut`` finds, among all ways to cut the line of sequences into runs of at most a given cost, the one with the lowest
+total cost.
+
+Example: four sequences cost 4 each alone, and neighbours share 3, 1 and 3. With a limit of 5 the best cut is in the
+middle: two runs of cost 4 + 4 - 3 = 5 each.
 """
 
 from __future__ import annotations
@@ -14,20 +17,20 @@ import numpy as np
 from megatron_dta.planning.partition.range_minimum import RangeMinimum
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
 
-# Share of the limit that a cut must save to be made.
+# Share of the limit that an additional cut must save.
 FEWER_CHUNKS = 1e-6
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """Chunks in depth-first order, each a run of places of the line; they cover it. K chunks, n places.
+class SequenceRuns:
+    """Runs in depth-first order that cover a line of places, one place per sequence. K runs, n places.
 
     Attributes:
         alone: float64 [n], ``SequenceCosts.alone`` of the stop at each place.
-        shared: float64 [n], cost shared with the place before.
-        least_shared: minima over ``shared``.
-        begin, end: int64 [K], places of each chunk.
-        cost: float64 [K], cost of each chunk as the only one.
+        shared: float64 [n], cost that each place shares with the place before.
+        least_shared: range minima of ``shared``.
+        begin, end: int64 [K], range of places of each run.
+        cost: float64 [K], cost of each run alone.
     """
 
     alone: np.ndarray
@@ -38,11 +41,11 @@ class Chunks:
     cost: np.ndarray
 
     @classmethod
-    def atoms(cls, costs: SequenceCosts) -> tuple[Chunks, np.ndarray]:
-        """The chunks that are never cut, one for each label, and the chunk of each stop.
+    def atoms(cls, costs: SequenceCosts) -> tuple[SequenceRuns, np.ndarray]:
+        """The runs that are never cut, one for each label, and the run of each stop.
 
-        Labels whose stops are not neighbours take one place, that of their first stop, with the cost of all: what such
-        a label shares with others is then underrated, its own cost exact.
+        A label whose stops are not neighbours takes one place, that of its first stop, with the cost of all its stops.
+        Its own cost is then exact, but the cost that it shares with others is underestimated.
         """
         label, alone = costs.stop_label, costs.alone.copy()
         count = len(label)
@@ -62,12 +65,14 @@ class Chunks:
             shared = np.append(0.0, costs.between(place[:-1], place[1:]))
             least_shared = RangeMinimum(shared)
         starts = np.flatnonzero(np.diff(label[place], prepend=-1))
-        chunks = cls.of_places(alone[place], shared, least_shared, starts)
-        return chunks, label
+        runs = cls.of_places(alone[place], shared, least_shared, starts)
+        return runs, label
 
     @classmethod
-    def of_places(cls, alone: np.ndarray, shared: np.ndarray, least_shared: RangeMinimum, begin: np.ndarray) -> Chunks:
-        """Chunks that begin at the places ``begin``."""
+    def of_places(
+        cls, alone: np.ndarray, shared: np.ndarray, least_shared: RangeMinimum, begin: np.ndarray
+    ) -> SequenceRuns:
+        """Runs that begin at the places ``begin``."""
         added = np.concatenate([[0.0], np.cumsum(alone - shared)])
         end = np.append(begin[1:], len(alone))[: len(begin)].astype(np.int64)
         cost = added[end] - added[begin] + shared[begin]
@@ -77,31 +82,34 @@ class Chunks:
         return len(self.begin)
 
     def between(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Cost that chunks ``first`` < ``second`` share (arrays)."""
+        """Cost that runs ``first`` < ``second`` share, for arrays of runs."""
         return self.least_shared(self.end[first], self.begin[second] + 1)
 
     def between_held(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """``between``, and 0 where a chunk is missing (-1, or the number of chunks) or both are one."""
+        """``between``, but 0 if a run is missing (-1 or K) or if both are the same run."""
         first, second = np.broadcast_arrays(first, second)
-        there = (first >= 0) & (second < len(self)) & (first < second)
-        shared = np.zeros(there.shape)
-        shared[there] = self.between(first[there], second[there])
+        valid = (first >= 0) & (second < len(self)) & (first < second)
+        shared = np.zeros(valid.shape)
+        shared[valid] = self.between(first[valid], second[valid])
         return shared
 
-    def joined(self, first: np.ndarray) -> Chunks:
-        """Larger chunks, which begin at the chunks ``first`` (ascending, from 0)."""
-        return Chunks.of_places(self.alone, self.shared, self.least_shared, self.begin[first])
+    def joined(self, first: np.ndarray) -> SequenceRuns:
+        """Larger runs that begin at the runs ``first`` (ascending, from 0)."""
+        return SequenceRuns.of_places(self.alone, self.shared, self.least_shared, self.begin[first])
 
     def cut(self, limit: float, apart: np.ndarray | None = None) -> np.ndarray:
-        """The chunks that begin a larger one each, so that none costs more than ``limit`` where one can help it.
+        """Join runs into larger ones of at most ``limit`` at the lowest total cost; return the first run of each.
 
-        ``apart`` [K], True where a larger chunk must begin. Fewest duplicated cost: the shortest path over the places
-        to cut; the starts that fit an end are a window that only moves on, so a monotone queue finds each minimum in
-        constant time.
+        A single run above the limit stays alone. The result is a shortest path over the places to cut. The starts that
+        fit an end form a window that only moves forward, so a monotone queue finds each minimum in constant time.
+
+        Args:
+            limit: largest cost of a joined run.
+            apart: bool [K], True if a joined run must begin there.
         """
         shared = self.shared[self.begin]
-        reach = np.cumsum(self.cost - shared)  # A larger chunk j..i costs reach[i] - reach[j] + cost[j].
-        # Among cuts that cost the same, fewer are better: every chunk costs a little more.
+        reach = np.cumsum(self.cost - shared)  # A joined run j..i costs reach[i] - reach[j] + cost[j].
+        # Every run costs slightly more, so that of equal cuts the one with fewer runs wins.
         extra = (self.cost - reach + FEWER_CHUNKS * limit).tolist()
         limit *= 1 + FEWER_CHUNKS
         total = reach.tolist()
@@ -128,7 +136,7 @@ class Chunks:
         return np.array(first[::-1], dtype=np.int64)
 
     def runs_within(self, limit: float, most: int) -> np.ndarray | None:
-        """Begins of at most ``most`` runs of chunks that cost at most ``limit`` each, as long as they go; or None."""
+        """Greedily join runs up to ``limit``; return their starts, or None if more than ``most`` are needed."""
         shared = self.shared[self.begin]
         reach = np.cumsum(self.cost - shared)
         begins = []
@@ -142,12 +150,12 @@ class Chunks:
         return np.array(begins, dtype=np.int64)
 
     def even_runs(self, most: int) -> np.ndarray:
-        """Begins of at most ``most`` runs of chunks whose costliest is least, by threshold search."""
+        """Join into at most ``most`` runs with the smallest maximum cost, by threshold search; return their starts."""
         if not len(self):
             return np.zeros(0, dtype=np.int64)
         low, high = 0.0, float((self.cost - self.shared[self.begin]).sum())
         best = self.runs_within(high, most)
-        while best is None:  # Rounding of the sum.
+        while best is None:  # Rounding errors of the sum.
             high *= 1 + 1e-9
             best = self.runs_within(high, most)
         while high - low > 1e-6 * high:

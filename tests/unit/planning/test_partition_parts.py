@@ -13,17 +13,17 @@ from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning import CostModel
 from megatron_dta.planning.partition.assignment import Assignment
-from megatron_dta.planning.partition.deduplicate_work import save_cost
+from megatron_dta.planning.partition.deduplicate_work import deduplicate_work
 from megatron_dta.planning.partition.pair_cuts import MOST_PLACES, PairCuts
 from megatron_dta.planning.partition.range_minimum import RangeMinimum
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.planning.partition.sequence_runs import Chunks
+from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 from megatron_dta.tree import build_prefix_tree
 from partition_cases import WHOLE_COSTS, cost, random_forest
 
 
-def atoms_of(sequences: list, masks: list | None = None) -> Chunks:
-    return Chunks.atoms(SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks))[0]
+def atoms_of(sequences: list, masks: list | None = None) -> SequenceRuns:
+    return SequenceRuns.atoms(SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks))[0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64, 65, 200])
@@ -48,7 +48,7 @@ def test_costs_of_any_set_of_sequences(seed: int) -> None:
         assert total == cost(WHOLE_COSTS, [sequences[i] for i in chosen], [masks[i] for i in chosen])
 
 
-def best_cut(atoms: Chunks, limit: float) -> float:
+def best_cut(atoms: SequenceRuns, limit: float) -> float:
     """Least cost of chunks within a limit, by trying every cut."""
 
     def value(cuts: tuple[int, ...]) -> float:
@@ -84,7 +84,7 @@ def test_names_of_scattered_sequences_stay_together() -> None:
     masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
     names = [f"n{rng.integers(0, 8)}" for _ in sequences]
     costs = SequenceCosts.of(build_prefix_tree(sequences), WHOLE_COSTS, masks, names)
-    atoms, atom_of_stop = Chunks.atoms(costs)
+    atoms, atom_of_stop = SequenceRuns.atoms(costs)
     assert len(atoms) == len(set(names))
     for atom in range(len(atoms)):
         mine = [i for i in range(len(names)) if atom_of_stop[costs.stop_of_sequence[i]] == atom]
@@ -109,7 +109,7 @@ def test_changes_are_counted_by_borders(seed: int) -> None:
             joined = found.cost_of(np.sort(np.append(members[rank], chunk))) - found.cost_of(members[rank])
             assert found.joining(np.array([chunk]), np.array([rank]))[0] == joined
     slowest, total = found.cost.max(), found.cost.sum()
-    save_cost(found, 10, float(slowest))
+    deduplicate_work(found, 10, float(slowest))
     assert found.cost.max() <= slowest
     assert found.cost.sum() < total
     slowest, cap = found.cost.max(), found.cost.sum() * 1.01
@@ -134,7 +134,7 @@ def test_divisions_of_a_pair_of_ranks(seed: int, count: int) -> None:
             if begin >= end or end - begin == len(members):
                 assert cuts.slower[i, j] == np.inf
                 continue
-            inside = cuts.run(i * len(places) + j)
+            inside = cuts.inside(i * len(places) + j)
             assert np.flatnonzero(inside).tolist() == list(range(begin, end))
             run, rest = found.cost_of(members[inside]), found.cost_of(members[~inside])
             assert (cuts.slower[i, j], cuts.total[i, j]) == (max(run, rest), run + rest)
