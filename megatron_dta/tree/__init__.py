@@ -1,7 +1,7 @@
-"""The prefix forest of a batch of token sequences, as numpy arrays in depth-first preorder.
+"""The prefix forest of a batch of token sequences, as NumPy arrays in depth-first preorder.
 
-``build_prefix_tree`` computes it, ``build_forest_without_sharing`` gives the same form to a batch whose prefixes are
-not to be shared (dense training), and ``tree_statistics`` says what the sharing is worth.
+``build_prefix_tree`` builds it. ``build_forest_without_sharing`` gives the same form to sequences that must not share
+prefixes (dense training). ``tree_statistics`` measures how much work the sharing saves.
 """
 
 from megatron_dta.tree.build import build_forest_without_sharing, build_prefix_tree

@@ -1,12 +1,12 @@
-"""Builds the prefix forest of a batch at memory speed.
+"""Builds the prefix forest of a batch of token sequences.
 
-1. Sort the sequences and find the prefix that each shares with the one before it (``sort_sequences``): sequences are
-   told apart by chunks of growing length, so a token is read once, however many sequences share it, and no token behind
-   the first difference is read at all.
+1. Sort the sequences and find the prefix that each shares with the one before it (``sort_sequences``). Groups of
+   sequences are split by blocks of growing length. So a shared token is read once, however many sequences share it, and
+   no token behind the first difference is read.
 2. In sorted order, sequence k adds the tokens behind that shared prefix to the stream: a *run*. A node begins at every
    run and wherever a later sequence leaves a run.
 3. Parents and subtree ends of the nodes follow from "the last smaller value before" in the arrays of shared lengths,
-   which ``_previous_below`` answers for all at once. Nothing recurses, so depth and width have no limit but memory.
+   which ``_previous_below`` answers for all nodes at once. Nothing recurses, so only memory limits depth and width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_dta.common.errors import InputError
 from megatron_dta.tree.prefix_tree import PrefixTree
 
-FIRST_CHUNK_TOKENS = 64
+FIRST_BLOCK_TOKENS = 64
 COMPARED_AT_ONCE_BYTES = 1 << 20
 MAX_STREAM_TOKENS = 2**31 - 1
 TOKEN_TYPE = np.dtype(np.int32)
@@ -27,7 +27,7 @@ TOKEN_TYPE = np.dtype(np.int32)
 def build_prefix_tree(sequences: Sequence[np.ndarray]) -> PrefixTree:
     """The forest in which every common prefix of the sequences (integer arrays [T], T >= 1) is stored once.
 
-    Siblings stand in a fixed order that depends on the tokens alone, not on the order of the sequences. Raises
+    The order of siblings depends only on the tokens, not on the order of the sequences. Raises
     InputError for an empty sequence or one that is not an array of 32-bit token ids.
     """
     arrays = as_sequences(sequences)
@@ -35,12 +35,12 @@ def build_prefix_tree(sequences: Sequence[np.ndarray]) -> PrefixTree:
 
 
 def as_sequences(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The sequences as int32 arrays; ``InputError`` for one that is none."""
+    """Convert the sequences to int32 arrays; raises InputError for a sequence that is not a list of 32-bit ids."""
     return [_checked(tokens, index) for index, tokens in enumerate(sequences)]
 
 
 def build_from_order(arrays: list[np.ndarray], order: np.ndarray, shared: np.ndarray) -> PrefixTree:
-    """The forest of sorted sequences: ``order`` and ``shared`` as of ``sort_sequences``."""
+    """The forest of sorted sequences; ``order`` and ``shared`` are the results of ``sort_sequences``."""
     lengths = np.fromiter((len(tokens) for tokens in arrays), dtype=np.int64, count=len(arrays))
     stream = [arrays[index][length:] for index, length in zip(order.tolist(), shared.tolist(), strict=True)]
     token_ids = _concatenate(stream)
@@ -90,18 +90,22 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def sort_sequences(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(order int64 [Q], shared int64 [Q]): ``arrays[order[k]]`` sorted, a prefix first; ``shared[k]`` tokens as before.
+    """Sort the sequences, a prefix before its continuations, and find the prefixes that neighbours share.
 
-    The order is that of the tokens' bytes. Groups of sequences equal so far are split by their next chunk.
+    The order is that of the tokens' bytes. Groups of sequences that are equal so far are split by their next block.
+
+    Returns:
+        (order int64 [Q], shared int64 [Q]): ``arrays[order[k]]`` is sequence k in sorted order, and ``shared[k]`` is
+        the number of tokens that it shares with the one before it.
     """
     order, shared = [0] * len(arrays), [0] * len(arrays)
     comparisons = _Comparisons(shared)
-    groups = [(list(range(len(arrays))), 0, 0, FIRST_CHUNK_TOKENS)]  # members, first place in order, depth, chunk width
+    groups = [(list(range(len(arrays))), 0, 0, FIRST_BLOCK_TOKENS)]  # members, first place in order, depth, block width
     while groups:
         members, place, depth, width = groups.pop()
         end = depth + width
-        firsts: dict[bytes, int] = {}  # chunk -> the first member that has it
-        followers: dict[int, list[int]] = {}  # first member -> it and the others, where there are others
+        firsts: dict[bytes, int] = {}  # block -> the first member that has it
+        followers: dict[int, list[int]] = {}  # first member -> all members with its block, if there are several
         for member in members:
             first = firsts.setdefault(arrays[member][depth:end].tobytes(), member)
             if first != member:
@@ -109,10 +113,10 @@ def sort_sequences(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
                     followers[first].append(member)
                 else:
                     followers[first] = [first, member]
-        chunks = sorted(firsts)
+        blocks = sorted(firsts)
         places = []
-        for chunk in chunks:
-            first = firsts[chunk]
+        for block in blocks:
+            first = firsts[block]
             places.append(place)
             if first not in followers:
                 order[place] = first
@@ -120,33 +124,33 @@ def sort_sequences(arrays: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
                 continue
             bucket = followers[first]
             count = len(bucket)
-            if len(chunk) == 4 * width:
+            if len(block) == 4 * width:
                 groups.append((bucket, place, end, 2 * width))
-            else:  # All end inside this chunk: duplicates.
+            else:  # All sequences end inside this block: duplicates.
                 order[place : place + count] = bucket
-                shared[place + 1 : place + count] = [depth + len(chunk) // 4] * (count - 1)
+                shared[place + 1 : place + count] = [depth + len(block) // 4] * (count - 1)
             place += count
-        if len(chunks) > 1:
-            comparisons.add(chunks, places, depth, width)
+        if len(blocks) > 1:
+            comparisons.add(blocks, places, depth, width)
     comparisons.finish()
     return np.asarray(order, dtype=np.int64), np.asarray(shared, dtype=np.int64)
 
 
 class _Comparisons:
-    """Common prefixes of neighbouring chunks, gathered so that one numpy comparison serves many small groups.
+    """Common prefixes of neighbouring blocks, collected so that one NumPy comparison serves many small groups.
 
-    The results go to ``shared``, at the place of each chunk but its group's first.
+    The results are written to ``shared``, at the place of each block except its group's first.
     """
 
     def __init__(self, shared: list[int]) -> None:
         self._shared = shared
-        self._waiting: dict[int, tuple[int, list[bytes], list[int]]] = {}  # width -> depth, chunks, places
+        self._waiting: dict[int, tuple[int, list[bytes], list[int]]] = {}  # width -> depth, blocks, places
 
-    def add(self, chunks: list[bytes], places: list[int], depth: int, width: int) -> None:
-        """Register the sorted chunks of one group; all groups of a width have the same depth."""
+    def add(self, blocks: list[bytes], places: list[int], depth: int, width: int) -> None:
+        """Add the sorted blocks of one group; all groups of a width have the same depth."""
         _, waiting, waiting_places = self._waiting.setdefault(width, (depth, [], []))
-        waiting.extend(chunks)
-        waiting_places.append(-1)  # The first chunk of a group has no neighbour.
+        waiting.extend(blocks)
+        waiting_places.append(-1)  # The first block of a group has no neighbour.
         waiting_places.extend(places[1:])
         if 4 * width * len(waiting) >= COMPARED_AT_ONCE_BYTES:
             self._compare(width)
@@ -156,13 +160,13 @@ class _Comparisons:
             self._compare(width)
 
     def _compare(self, width: int) -> None:
-        depth, chunks, places = self._waiting.pop(width)
+        depth, blocks, places = self._waiting.pop(width)
         rows = max(2, COMPARED_AT_ONCE_BYTES // (4 * width))
-        for begin in range(0, len(chunks) - 1, rows):
-            block = chunks[begin : begin + rows + 1]
-            sizes = np.fromiter(map(len, block), dtype=np.int64, count=len(block)) // 4
-            tokens = np.frombuffer(b"".join([chunk.ljust(4 * width, b"\0") for chunk in block]), dtype=np.int32)
-            tokens = tokens.reshape(len(block), width)
+        for begin in range(0, len(blocks) - 1, rows):
+            batch = blocks[begin : begin + rows + 1]
+            sizes = np.fromiter(map(len, batch), dtype=np.int64, count=len(batch)) // 4
+            padded = b"".join([block.ljust(4 * width, b"\0") for block in batch])
+            tokens = np.frombuffer(padded, dtype=np.int32).reshape(len(batch), width)
             different = tokens[1:] != tokens[:-1]
             first = different.argmax(axis=1)
             first[~different[np.arange(len(first)), first]] = width
@@ -173,11 +177,13 @@ class _Comparisons:
 
 
 def _tree_of_runs(token_ids: np.ndarray, order: np.ndarray, lengths: np.ndarray, shared: np.ndarray) -> PrefixTree:
-    """The nodes of the stream made of ``lengths - shared`` new tokens of each sequence in sorted order."""
+    """The forest of a stream with ``lengths - shared`` new tokens for each sequence in sorted order."""
     sorted_lengths = lengths[order]
     new = sorted_lengths - shared
     run_start = np.cumsum(new) - new
-    before = _previous_below(shared, shared)  # The run that this one leaves: the last before it that starts higher up.
+    before = _previous_below(
+        shared, shared
+    )  # The run that this one leaves: the last before it that starts nearer the root.
     left = np.where(before < 0, -1, run_start[before] + shared - shared[before]) if len(order) else before
     holds_tokens = np.flatnonzero(new)  # A run without tokens is a duplicate of the sequence before it.
     total = len(token_ids)
@@ -190,7 +196,7 @@ def _tree_of_runs(token_ids: np.ndarray, order: np.ndarray, lengths: np.ndarray,
     parent = np.searchsorted(node_start, last_of_parent, side="right") - 1
     position = shared[run] + node_start - run_start[run]
     count = len(node_start)
-    # The next node that starts no deeper ends the subtree: "the last not above before" in the reversed order.
+    # The next node that starts no deeper ends the subtree: the same query on the reversed order.
     subtree_end = count - 1 - _previous_below(position[::-1], position[::-1] + 1)[::-1]
     sequence_node = np.empty(len(order), dtype=np.int32)
     sequence_node[order] = np.searchsorted(node_start, run_start + new - 1, side="right") - 1
@@ -208,7 +214,7 @@ def _tree_of_runs(token_ids: np.ndarray, order: np.ndarray, lengths: np.ndarray,
 def _previous_below(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """For each i the last j < i with ``values[j] < bounds[i]``, or -1: int64 [n], in O(n log n), no loop over n.
 
-    Minima over windows of 1, 2, 4, ... values; then every i walks left over whole windows not below its bound.
+    Computes minima over windows of 1, 2, 4, ... values; then every i steps left over windows not below its bound.
     """
     count = len(values)
     minima = [values]

@@ -1,5 +1,4 @@
-"""Several forests side by side as one: a prefix that two of them share stays computed twice, as packed trees need
-it."""
+"""Concatenates several forests into one without merging their shared prefixes, as packed trees require."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from megatron_dta.tree.prefix_tree import PrefixTree
 
 
 def concatenate_forests(trees: Sequence[PrefixTree], sequences: np.ndarray) -> PrefixTree:
-    """The forest of all ``trees``, their streams one after the other.
+    """The forest of all ``trees``, with their streams concatenated.
 
     Args:
         trees: at least one forest.
-        sequences: int64 [Q], the number that each sequence gets, in the order of the trees and of the sequences
-            within them.
+        sequences: int64 [Q], the new index of each sequence, in the order of the trees and of the sequences within
+            them.
     """
     first_node = np.concatenate([[0], np.cumsum([tree.num_nodes for tree in trees])]).astype(np.int64)
     first_token = np.concatenate([[0], np.cumsum([tree.num_tokens for tree in trees])]).astype(np.int64)

@@ -1,8 +1,8 @@
-"""The prefix forest of sequences whose common nodes are known, as those of a sampled tree are: nothing is searched for.
+"""Builds the prefix forest of sequences whose common nodes are known, for example from tree sampling.
 
-Sequences with the same node share it, so its tokens are read once. Tokens are compared only where knowledge ends: those
-of roots, and of siblings that have begun with the same token by chance; where one such node is the beginning of
-another, ``build``'s sort goes on from there. The result is that of ``build_prefix_tree``, bit for bit.
+Sequences with the same node share it, so its tokens are read once. Tokens are compared only where this knowledge ends:
+at roots, and between siblings that happen to begin with the same token. If one such node is a prefix of another, the
+sort of ``build`` continues from there. The result equals that of ``build_prefix_tree`` bit for bit.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from megatron_dta.tree.prefix_tree import PrefixTree
 
 @dataclass(frozen=True)
 class KnownPath:
-    """Where a sequence runs through known nodes.
+    """The known nodes on the path of a sequence.
 
     Attributes:
-        nodes: int64 [D], ids of the nodes from the beginning on; the same id means the same node, with the same tokens
-            before and in it.
-        ends: int64 [D], where each of them ends in the sequence, rising; one that goes on is cut at the sequence's end.
+        nodes: int64 [D], ids of the nodes from the root; equal ids mean the same node, with the same tokens before and
+            in it.
+        ends: int64 [D], position in the sequence at which each node ends, ascending; a node that continues beyond the
+            sequence is cut at the sequence's end.
     """
 
     nodes: np.ndarray
@@ -31,9 +32,9 @@ class KnownPath:
 
 
 def build_from_known_paths(sequences: Sequence[np.ndarray], paths: Sequence[KnownPath]) -> PrefixTree:
-    """The prefix forest of ``sequences`` (int arrays [T], T >= 1); their last nodes must reach to their ends.
+    """The prefix forest of ``sequences`` (int arrays [T], T >= 1); each path must reach the end of its sequence.
 
-    Raises ``ValueError`` where the paths cannot be those of the sequences.
+    Raises ValueError if a path does not reach the end of its sequence, or if the numbers of both differ.
     """
     arrays = as_sequences(sequences)
     if len(arrays) != len(paths):
@@ -49,11 +50,11 @@ _UNKNOWN = -1
 
 
 def _sorted(arrays: list[np.ndarray], nodes: list[list[int]], ends: list[list[int]]) -> tuple[list[int], list[int]]:
-    """What ``sort_sequences`` would give."""
+    """The result of ``sort_sequences``, from the known nodes."""
     order: list[int] = []
     shared: list[int] = []
-    # A stack of: members, tokens that all of them share, level of the node they go on with (unknown: they are only
-    # known to share these tokens), tokens shared with the sequence that comes before.
+    # Stack entries: members; number of tokens that all of them share; level of the node that they continue with, or
+    # _UNKNOWN if no more is known; number of tokens shared with the sequence before them.
     waiting = [(list(range(len(arrays))), 0, 0, 0)]
     while waiting:
         members, depth, level, before = waiting.pop()
@@ -75,7 +76,7 @@ def _sorted(arrays: list[np.ndarray], nodes: list[list[int]], ends: list[list[in
             by_first.setdefault(arrays[branch[0]][depth : depth + 1].tobytes(), []).append(branch)
         following: list[tuple[list[int], int, int, int]] = []
         for first in sorted(by_first):
-            for alike, common in _told_apart(by_first[first], arrays, ends, level, depth):
+            for alike, common in _distinguish(by_first[first], arrays, ends, level, depth):
                 before = before if common is None else common
                 if len(alike) == 1:
                     following += _within(alike[0], arrays, ends, level, before)
@@ -86,13 +87,14 @@ def _sorted(arrays: list[np.ndarray], nodes: list[list[int]], ends: list[list[in
     return order, shared
 
 
-def _told_apart(
+def _distinguish(
     branches: list[list[int]], arrays: list[np.ndarray], ends: list[list[int]], level: int, depth: int
 ) -> list[tuple[list[list[int]], int | None]]:
-    """Branches that begin with one token, as far as the tokens of their own nodes tell them apart, in order.
+    """Sort branches that begin with the same token, as far as the tokens of their own nodes distinguish them.
 
-    Each with the tokens shared with the one before (None for the first). Branches stay together where the node of one
-    is the beginning of the others', and all do where a sequence ends within its node.
+    Returns groups of branches in order, each with the number of tokens shared with the group before (None for the
+    first). Branches stay in one group if the node of one is a prefix of the others', and all stay in one group if a
+    sequence ends within its node.
     """
     node_ends = [max(ends[i][level] for i in branch) for branch in branches]
     within = (len(arrays[i]) < end for branch, end in zip(branches, node_ends, strict=True) for i in branch)
@@ -114,8 +116,8 @@ def _told_apart(
 def _within(
     members: list[int], arrays: list[np.ndarray], ends: list[list[int]], level: int, before: int
 ) -> list[tuple[list[int], int, int, int]]:
-    """What is left to do, in order, for sequences that all run through one node: first those that end within it."""
-    end = max(ends[i][level] for i in members)  # a path that was cut ends where its sequence does
+    """Stack entries, in order, for sequences that all run through one node: first those that end within it."""
+    end = max(ends[i][level] for i in members)  # a cut path ends where its sequence does
     found = []
     for i in sorted((i for i in members if len(arrays[i]) < end), key=lambda i: len(arrays[i])):
         found.append(([i], len(arrays[i]), level, before))

@@ -1,4 +1,4 @@
-"""How often a token of the forest is counted when every sequence is counted alone."""
+"""Counts how often each token of the forest occurs in the sequences."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_dta.tree import PrefixTree
 
 
 def token_weights(tree: PrefixTree, sequence_weights: np.ndarray) -> np.ndarray:
-    """For each stream token the sum of ``sequence_weights`` [Q] over the sequences through it, float64 [N].
+    """For each stream token, the sum of ``sequence_weights`` [Q] over the sequences through it: float64 [N].
 
-    With weights of 1 this is the number of sequences through the token. Sums run from the leaves up, so a small weight
-    is not lost beside a large one elsewhere.
+    With weights of 1 this is the number of sequences through the token. The sums run from the leaves up, so a small
+    weight is not lost to rounding beside a large one in another subtree.
     """
     weights = np.zeros(tree.num_nodes, dtype=np.float64)
     np.add.at(weights, tree.sequence_node, sequence_weights)

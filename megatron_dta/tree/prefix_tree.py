@@ -1,4 +1,4 @@
-"""The prefix forest as arrays: the *stream* of unique tokens in depth-first preorder, and the nodes it is made of.
+"""Stores a prefix forest as arrays: its *stream* of unique tokens in depth-first preorder, and the stream's nodes.
 
 Three integers describe a token of the stream:
 
@@ -6,9 +6,15 @@ Three integers describe a token of the stream:
     position[i]     its depth, the same in every sequence through it
     subtree_end[i]  one past the last stream index inside its subtree
 
-and query ``q`` sees key ``k`` exactly when ``k <= q < subtree_end[k]``. All three are constant or count up along a
-*node*, a maximal run of tokens with one child each (also broken where a sequence ends), so the nodes are what is
-stored; the arrays per token are derived from them on first use and kept.
+Query ``q`` sees key ``k`` exactly if ``k <= q < subtree_end[k]``. A *node* is a maximal run of tokens with one child
+each; it also ends where a sequence ends. Inside a node the three integers are constant or count up, so only nodes are
+stored. The arrays per token are derived on first use and cached.
+
+Example: the sequences 5 6 7 and 5 6 8 9 have the stream 5 6 7 8 9 with the nodes (5 6), (7) and (8 9), and
+
+    parent       -1  0  1  1  3
+    position      0  1  2  2  3
+    subtree_end   5  5  3  5  5
 
 Letters in shapes: N unique tokens, M nodes, Q sequences, T tokens of one sequence.
 """
@@ -23,9 +29,9 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """A forest of token sequences that share their common prefixes. Arrays are not to be written to.
+    """A forest of token sequences that share their common prefixes. The arrays must not be modified.
 
-    The nodes are numbered in preorder; node ``m`` holds the stream's tokens ``node_start[m]:node_start[m + 1]``.
+    Nodes are numbered in preorder. Node ``m`` holds the stream tokens ``node_start[m]:node_start[m + 1]``.
     """
 
     token_ids: np.ndarray  # int32 [N], the stream
@@ -33,37 +39,37 @@ class PrefixTree:
     node_parent: np.ndarray  # int32 [M], -1 at a root
     node_position: np.ndarray  # int32 [M], position of the node's first token
     node_subtree_end: np.ndarray  # int32 [M], one past the last node of the subtree
-    sequence_node: np.ndarray  # int32 [Q], the node that ends with the sequence's last token; duplicates share it
+    sequence_node: np.ndarray  # int32 [Q], the node that ends with each sequence's last token; duplicates share it
     sequence_lengths: np.ndarray  # int64 [Q]
 
     @property
     def num_tokens(self) -> int:
-        """Unique tokens, N."""
+        """Number of unique tokens, N."""
         return len(self.token_ids)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, M."""
+        """Number of nodes, M."""
         return len(self.node_parent)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences the forest was built from, duplicates counted, Q."""
+        """Number of sequences, including duplicates, Q."""
         return len(self.sequence_node)
 
     @property
     def num_leaves(self) -> int:
-        """Nodes without a child."""
+        """Number of nodes without a child."""
         return int(np.count_nonzero(self.node_subtree_end == np.arange(1, self.num_nodes + 1)))
 
     @cached_property
     def node_lengths(self) -> np.ndarray:
-        """Tokens of each node, int64 [M]."""
+        """Number of tokens in each node, int64 [M]."""
         return np.diff(self.node_start)
 
     @cached_property
     def node_depth(self) -> np.ndarray:
-        """Ancestors of each node in nodes, int32 [M]: 0 at a root."""
+        """Number of ancestor nodes of each node, int32 [M]: 0 at a root."""
         closed = np.bincount(self.node_subtree_end, minlength=self.num_nodes + 1)[: self.num_nodes]
         return (np.arange(self.num_nodes) - np.cumsum(closed)).astype(np.int32)
 
@@ -76,7 +82,7 @@ class PrefixTree:
 
     @cached_property
     def position(self) -> np.ndarray:
-        """Tokens before each token in its sequences: int32 [N]."""
+        """Number of tokens before each token in its sequences: int32 [N]."""
         first = self.node_position
         last = first + self.node_lengths - 1
         return _count_up(self.num_tokens, self.node_start[:-1], first, last)
@@ -88,17 +94,17 @@ class PrefixTree:
         return np.repeat(end, self.node_lengths)
 
     def stream_indices(self, sequence: int) -> np.ndarray:
-        """The stream index of each position of one sequence, int32 [T]: ``token_ids[...]`` of it is the sequence."""
+        """Stream indices of one sequence, int32 [T]: ``token_ids[stream_indices(q)]`` is sequence q."""
         return self.stream_indices_of(np.asarray([sequence]))[0]
 
     def stream_indices_of(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The stream indices of several sequences, one after another: (int32 [sum of T], offsets int64 [len + 1])."""
+        """Stream indices of several sequences, concatenated: (int32 [sum of T], offsets int64 [len + 1])."""
         sequences = np.asarray(sequences, dtype=np.int64)
         offsets = np.zeros(len(sequences) + 1, dtype=np.int64)
         np.cumsum(self.sequence_lengths[sequences], out=offsets[1:])
         if len(sequences) == 0:
             return np.zeros(0, dtype=np.int32), offsets
-        # Every (sequence, node on its path), one level of all paths at a time, from the sequences' ends to the roots.
+        # Collect every (sequence, node on its path), one level of all paths at a time, from the leaves to the roots.
         nodes, starts = [], []
         node, start = self.sequence_node[sequences], offsets[:-1]
         while len(node):
@@ -115,7 +121,7 @@ class PrefixTree:
     def with_node_order(self, order: np.ndarray) -> PrefixTree:
         """The same forest with siblings (and roots) reordered.
 
-        ``order`` [M] lists the present nodes in the order of the new preorder. Raises ValueError if it is none.
+        ``order`` [M] lists the current nodes in the new preorder. Raises ValueError if it is not a preorder.
         """
         order = np.asarray(order, dtype=np.int64)
         count = self.num_nodes
@@ -127,7 +133,7 @@ class PrefixTree:
         parent = np.where(old_parent < 0, np.int32(-1), rank[old_parent]) if count else old_parent
         end = (np.arange(count) + self.node_subtree_end[order] - order).astype(np.int32)
         child = np.flatnonzero(parent >= 0)
-        # Subtrees keep their sizes, so ranges that nest and start at their node are filled by its descendants alone.
+        # Subtrees keep their sizes, so a nested range that starts at its node contains only the node's descendants.
         if np.any(parent[child] >= child) or np.any(end[child] > end[parent[child]]):
             raise ValueError("the node order is not a depth-first preorder: a subtree is not contiguous")
         lengths = self.node_lengths[order]
@@ -151,9 +157,9 @@ class PrefixTree:
 
 
 def _count_up(total: int, starts: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """int32 [total] made of runs that count up by one: run r begins at ``starts[r]`` and goes ``first[r]..last[r]``.
+    """int32 [total] of runs that count up by one: run r begins at ``starts[r]`` and has ``first[r]..last[r]``.
 
-    ``starts`` increases from 0 and the runs fill the whole. A running sum in place: no array beyond the result.
+    ``starts`` increases from 0, and the runs cover the result. An in-place cumulative sum needs no other array.
     """
     values = np.ones(total, dtype=np.int32)
     if total:

@@ -1,4 +1,4 @@
-"""What the sharing in a prefix forest is worth: how many tokens and attention pairs separate sequences would repeat."""
+"""Measures the sharing in a prefix forest: the tokens and attention pairs that separate sequences would repeat."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from megatron_dta.tree.prefix_tree import PrefixTree
 
 @dataclass(frozen=True)
 class TreeStatistics:
-    """Figures of one forest; reuse factors are 1.0 where nothing is shared (and for an empty forest)."""
+    """Statistics of one forest. Reuse factors are 1.0 if nothing is shared, and for an empty forest."""
 
-    sequences: int  # duplicates counted
-    tokens: int  # of all sequences
-    unique_tokens: int  # of the stream
+    sequences: int  # number of sequences, including duplicates
+    tokens: int  # number of tokens in all sequences
+    unique_tokens: int  # number of tokens in the stream
     token_reuse: float  # tokens / unique_tokens
     attention_reuse: float  # causal (query, key) pairs of separate sequences / visible pairs of the forest
-    trees: int  # roots
+    trees: int  # number of roots
     nodes: int
     leaves: int
-    depth: int  # most nodes on a path from a root
-    branching: float  # mean children of the nodes with at least two; 0.0 where there is none
-    max_branching: int  # most children of a node (the roots are not counted as siblings)
+    depth: int  # largest number of nodes on a path from a root
+    branching: float  # mean number of children of nodes with at least two; 0.0 if there is none
+    max_branching: int  # largest number of children of a node (roots are not siblings)
     longest_sequence: int  # tokens
 
 
 def tree_statistics(tree: PrefixTree) -> TreeStatistics:
-    """Statistics of the forest, from its nodes alone (O(nodes + sequences))."""
+    """Compute the statistics of a forest from its nodes, in O(nodes + sequences)."""
     lengths = tree.sequence_lengths
     tokens = int(lengths.sum())
     separate_pairs = _causal_pairs(lengths)

@@ -1,7 +1,8 @@
-"""Which edges of a forest are trained, by which sequences: as intervals of the stream, never token by token.
+"""Finds which edges of a forest are trained and by which sequences, as intervals of the stream.
 
-An edge parent -> child is named by its child's place in the stream. A sequence's loss mask is a few runs of positions,
-and each becomes one interval of the stream for every node that it runs through.
+An edge parent -> child is identified by its child's place in the stream. A sequence's loss mask is a few runs of
+positions, and each run becomes one interval of the stream for every node that it passes through. No code loops over
+tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron_dta.tree import PrefixTree
 
 
 class TrainedIntervals(NamedTuple):
-    """Intervals of the stream and the sequence that trains each, int64 [I]; they overlap where edges are shared."""
+    """Intervals of the stream and the sequence that trains each, int64 [I]; they overlap if sequences share edges."""
 
     sequence: np.ndarray
     begin: np.ndarray
@@ -26,12 +27,12 @@ def trained_intervals(tree: PrefixTree, loss_masks: Sequence[np.ndarray] | None)
     """The trained edges of every sequence.
 
     Args:
-        loss_masks: bool [T] of each sequence, False at position 0; None: all positions but the first are trained.
+        loss_masks: for each sequence bool [T], False at position 0; None to train all positions but the first.
     """
     offsets = np.concatenate([[0], np.cumsum(tree.sequence_lengths)]).astype(np.int64)
     run_begin, run_end = _mask_runs(offsets, loss_masks)
     sequence, node = _nodes_to_first_run(tree, offsets, run_begin)
-    # Places in all sequences one after another: of each node on a path, and of each run of trained tokens.
+    # Places in the concatenated sequences: of each node on a path, and of each run of trained tokens.
     node_begin = offsets[sequence] + tree.node_position[node]
     node_end = node_begin + tree.node_lengths[node]
     first = np.searchsorted(run_end, node_begin, side="right")
@@ -45,7 +46,7 @@ def trained_intervals(tree: PrefixTree, loss_masks: Sequence[np.ndarray] | None)
 
 
 def _mask_runs(offsets: np.ndarray, loss_masks: Sequence[np.ndarray] | None) -> tuple[np.ndarray, np.ndarray]:
-    """Begin and end of each run of trained tokens, in all sequences one after another."""
+    """Begin and end of each run of trained tokens, as places in the concatenated sequences."""
     if loss_masks is None:
         begin, end = offsets[:-1] + 1, offsets[1:]
         return begin[begin < end], end[begin < end]
@@ -76,10 +77,12 @@ def _nodes_to_first_run(tree: PrefixTree, offsets: np.ndarray, run_begin: np.nda
 
 
 def merge_intervals(owner: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The union of each owner's intervals: (owner, begin, end) of disjoint ones, sorted by owner and place."""
+    """The union of each owner's intervals: disjoint (owner, begin, end), sorted by owner and place."""
     if not len(owner):
         return owner, begin, end
-    width = int(end.max()) + 1  # Owners side by side on one line: no interval reaches into the next owner's part.
+    width = (
+        int(end.max()) + 1
+    )  # Put the owners side by side on one line, so that no interval reaches into the next owner's part.
     line_begin, line_end = owner * width + begin, owner * width + end
     order = np.argsort(line_begin, kind="stable")
     line_begin, reach = line_begin[order], np.maximum.accumulate(line_end[order])
@@ -90,7 +93,7 @@ def merge_intervals(owner: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tu
 
 
 def count_edges(intervals: TrainedIntervals, owner_of_sequence: np.ndarray, num_owners: int) -> np.ndarray:
-    """Unique trained edges of each owner's sequences, int64 [num_owners]."""
+    """Number of unique trained edges of each owner's sequences, int64 [num_owners]."""
     owner, begin, end = merge_intervals(owner_of_sequence[intervals.sequence], intervals.begin, intervals.end)
     counts = np.zeros(num_owners, dtype=np.int64)
     np.add.at(counts, owner, end - begin)
@@ -100,7 +103,7 @@ def count_edges(intervals: TrainedIntervals, owner_of_sequence: np.ndarray, num_
 def split_edges(
     tree: PrefixTree, intervals: TrainedIntervals, owner_of_sequence: np.ndarray, num_owners: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Edges that a single owner trains, and those that several do.
+    """Count the edges that a single owner trains, and those that several owners train.
 
     Returns:
         int64 [num_owners], edges that only this owner's sequences train, and int64 [nodes], the other trained edges of
