@@ -1,10 +1,10 @@
 """Samples independent rollouts from the current weights, for training and for evaluation on held-out prompts.
 
-Each data-parallel rank samples a share of the prompts; the results are then gathered on all ranks. The random numbers of
-a sequence are keyed by its identity, which does not depend on the rank that samples it.
+Each data-parallel rank samples a share of the prompts; the results are then gathered on all ranks. The random numbers
+of a sequence are keyed by its identity, which does not depend on the rank that samples it.
 
-A rollout batch is a function of (weights, settings, seed, batch number): the prompts come from a keyed shuffle and every
-token from a keyed random number. A resumed run continues bit for bit without any saved sampler state.
+A rollout batch is a function of (weights, settings, seed, batch number): the prompts come from a keyed shuffle and
+every token from a keyed random number. A resumed run continues bit for bit without any saved sampler state.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class SamplingSource(SampledSource):
         ]
 
     def statistics(self) -> dict[str, float]:
-        """Metrics of the last rollout batch over all ranks: ``ended`` (fraction of responses not cut at the length cap)
-        and the counts of the scorer (``rewards.scoring``).
+        """Metrics of the last rollout batch over all ranks: ``ended`` (fraction of responses not cut at the length
+        cap) and the counts of the scorer (``rewards.scoring``).
         """
         return self._statistics
 
@@ -83,8 +83,8 @@ class SamplingSource(SampledSource):
 class SamplingEvaluation(Evaluation):
     """Mean reward on held-out prompts, each answered ``n_samples_per_eval_prompt`` times.
 
-    Every evaluation uses the same random numbers, from a domain that training never uses, so two evaluations differ only
-    by their weights. With ``eval_temperature`` 0 the answers are greedy.
+    Every evaluation uses the same random numbers, from a domain that training never uses, so two evaluations differ
+    only by their weights. With ``eval_temperature`` 0 the answers are greedy.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class SamplingEvaluation(Evaluation):
         self._params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """``reward`` and ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the length cap),
-        ``pass@k`` if a prompt has several samples, and the counts of the scorer. Failed rewards are left out of the
-        mean, which is NaN if all have failed.
+        """``reward`` and ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the length
+        cap), ``pass@k`` if a prompt has several samples, and the counts of the scorer. Failed rewards are left out of
+        the mean, which is NaN if all have failed.
         """
         before = self._task.scorer.tally
         scored = _sample_and_score(self._engine, self._task, self._prompts, self._samples, self._params, 0)

@@ -5,9 +5,9 @@
     takes batch k              <----  sampled batches: k, k + 1, ...
 
 Batch k is trained from some step u(k) on. It may be sampled with weights of version v as soon as
-u(k) - v <= max_staleness, and it is sampled with the newest weights available at that time. With a bound of 0 this holds
-only while training waits for the batch, so sampling and training alternate. Weights change only between batches, so all
-tokens of a batch have one version, their ``policy_version``.
+u(k) - v <= max_staleness, and it is sampled with the newest weights available at that time. With a bound of 0 this
+holds only while training waits for the batch, so sampling and training alternate. Weights change only between batches,
+so all tokens of a batch have one version, their ``policy_version``.
 
 Example: with one step per batch, u(k) = k. With max_staleness 1 and weights of version 4, batches 4 and 5 may be
 sampled; batch 6 waits for version 5.

@@ -1,7 +1,7 @@
 """Rollouts from an engine that speculates: reports its metrics and saves its suffix trees in the checkpoint.
 
-The samples do not depend on this state: a run resumed without the trees draws the same samples, in more passes until the
-trees have grown again.
+The samples do not depend on this state: a run resumed without the trees draws the same samples, in more passes until
+the trees have grown again.
 
 The trees of every replica contain the samples of all replicas (``SuffixDrafting.share``), so the trees of the first
 replica, which a checkpoint stores, serve any number of replicas. The acceptance estimates in it are those of the first

@@ -1,14 +1,17 @@
-"""How many branches a round of a query has, and which of its paths get them.
+"""Computes the number of branches of a round and divides them among its paths.
 
 A round is a set of n paths that each decode one segment. With w leaves wanted, F finished in earlier rounds, f of the
 round's paths finished and A = n - f alive, the paper's budget (arXiv 2508.17445, as released) is
 
     max(A, min(w - F - f, N f + N A))
 
-where N is the branching factor: finished paths leave their N branches to those alive (without transfer: N A). It is at
-least A, so no living path is cut off, and at most w - F - f, so no more than w leaves can come out; w - F >= n holds
-from round to round. The released code gives the whole remainder of an even division to the last path; here paths drawn
-by key get one each.
+where N is the branching factor: finished paths transfer their N branches to those alive (without transfer: N A). The
+budget is at least A, so no living path is cut off, and at most w - F - f, so the tree has at most w leaves; w - F >= n
+holds from round to round. The released code gives the whole remainder of an even division to the last path; here it is
+spread over paths drawn by key, one branch each.
+
+Example: w = 8, F = 0, N = 2, and one of n = 4 paths has finished, so f = 1 and A = 3. The budget is
+max(3, min(7, 2 + 6)) = 7: two paths get 2 children and one gets 3.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 def branch_budget(
     width: int, finished_before: int, members: int, finished: int, branching_factor: int, transfer: bool = True
 ) -> int:
-    """Branches of a round of ``members`` paths of which ``finished`` have finished; see the module's docstring."""
+    """Branches after a round of ``members`` paths, of which ``finished`` have finished; see the module's docstring."""
     alive = members - finished
     share = branching_factor * (members if transfer else alive)
     return max(alive, min(width - finished_before - finished, share))
@@ -30,17 +33,17 @@ def branch_budget(
 def certain_branches(
     width: int, finished_before: int, members: int, finished: int, branching_factor: int, transfer: bool = True
 ) -> int:
-    """Branches that every living path of a round gets in an even division, whatever its missing members will do.
+    """Lower bound on the branches of every living path in an even division, before all paths of the round are decoded.
 
-    ``finished`` counts those known to have finished. As more finish the budget per living path only grows:
-    (w - F - f) / (n - f) rises with f since w - F >= n, and so does N n / (n - f); so what is known is a lower bound.
+    ``finished`` counts the paths known to have finished. As more paths finish, the budget per living path only grows:
+    (w - F - f) / (n - f) rises with f since w - F >= n, and so does N n / (n - f).
     """
     budget = branch_budget(width, finished_before, members, finished, branching_factor, transfer)
     return budget // (members - finished)
 
 
 def divide_evenly(budget: int, order: Sequence[int]) -> np.ndarray:
-    """Branches of each of A paths, int [A]: equal, and one more each for the first ones of ``order``."""
+    """Branches of each of A paths, int [A]: equal shares, with the remainder given to the first paths in ``order``."""
     count = len(order)
     branches = np.full(count, budget // count)
     branches[np.asarray(order)[: budget % count]] += 1
@@ -50,9 +53,9 @@ def divide_evenly(budget: int, order: Sequence[int]) -> np.ndarray:
 def divide_by_logprob(
     budget: int, scores: Sequence[float], temperature: float, prefer_low: bool, order: Sequence[int]
 ) -> np.ndarray:
-    """One branch for each path, the rest by largest remainder over softmax(+-score / temperature), int [A].
+    """One branch per path, and the rest by largest remainder over softmax(+-score / temperature), int [A].
 
-    Among equal remainders the first in ``order`` go first.
+    Ties between remainders are broken by ``order``.
     """
     values = np.asarray(scores, np.float64)
     values = (-values if prefer_low else values) / temperature

@@ -1,18 +1,19 @@
-"""Multi-turn environments: what a user's class looks like, and running many of them beside an engine.
+"""Runs multi-turn environments beside an engine, and defines the interface of a user's environment class.
 
     class Environment:
         def reset(self, record: dict) -> str | list[int] | None
         def step(self, action: str) -> tuple[str | list[int], float, bool]
 
-``--environment FILE.py:NAME`` (the file is executed) or a dotted name gives the class; it is called without arguments.
-``reset`` gets the prompt's record and may return text or token ids to put behind the prompt. ``step`` gets a turn of
-the model, special tokens left out, and returns what the model sees next (text or token ids; context, never trained),
-the reward of the turn, and whether the episode is over. A turn ends with an end of sequence.
+``--environment`` names the class, as ``FILE.py:NAME`` (the file is executed) or as a dotted name; it is called without
+arguments. ``reset`` receives the prompt's record and may return text or token ids to append to the prompt. ``step``
+receives a turn of the model without special tokens and returns what the model sees next (text or token ids; context,
+never trained), the reward of the turn, and whether the episode is over. A turn ends with an end of sequence.
 
-A tree continues one episode in several ways, so every step runs on a copy: of ``fork()`` where the class has it, else
-``copy.deepcopy``. Steps run in threads of their own, several at once. A step that raises, takes longer than
-``--environment-timeout`` or returns something else ends its path (``EndReason.ENVIRONMENT_FAILED``). It is counted; by
-``--environment-failure`` the rollout is trained with the reward so far, is left out of training, or the run stops.
+A tree continues one episode in several ways, so every step runs on a copy, made by ``fork()`` if the class has it and
+else by ``copy.deepcopy``. Several steps run at once, each in its own thread. A step that raises, takes longer than
+``--environment-timeout`` or returns an invalid value ends its path (``EndReason.ENVIRONMENT_FAILED``) and is counted.
+``--environment-failure`` decides whether the rollout is trained with the reward so far, is left out of training, or the
+run stops.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ if TYPE_CHECKING:
 
 
 class Environment(Protocol):
-    """What ``--environment`` names; see the top of the module."""
+    """The interface of the class that ``--environment`` names; see the module's docstring."""
 
     def reset(self, record: Mapping[str, Any]) -> str | list[int] | None:
         """Begin an episode for one prompt."""
 
     def step(self, action: str) -> tuple[str | list[int], float, bool]:
-        """Observation, reward of this turn, whether the episode is over."""
+        """Return the observation, the reward of this turn, and whether the episode is over."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step; ``failure`` says why there is nothing else."""
+    """The result of a step; if ``failure`` is set, it is the reason and the other fields keep their defaults."""
 
     observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     reward: float = 0.0
@@ -66,13 +67,15 @@ class EnvironmentRunner:
 
     Args:
         factory: makes an environment.
-        timeout: seconds for a step (None: no limit); ``workers``: steps at once.
-        stop_on_failure: whether a failure is an error instead of the end of a path.
-        mesh: gives the processes; the first of each replica runs the environments, the others learn what came out.
+        timeout: seconds for a step; None: no limit.
+        workers: maximum number of steps at once.
+        stop_on_failure: whether a failure raises an error instead of ending its path.
+        mesh: returns the mesh; the first rank of each replica runs the environments and sends
+            the results to the others.
 
     Attributes:
-        counts: steps, failures, and those of the failures that were time-outs; of environments with tools calls, and
-            those that were answered with an error.
+        counts: steps, failures and timeouts (which are also failures); for environments with tools also the calls and
+            the calls that were answered with an error.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class EnvironmentRunner:
             self.counts |= {"tool_calls": 0, "tool_errors": 0}
 
     def reset(self, records: Sequence[Mapping[str, Any]]) -> tuple[list[Environment | None], list[np.ndarray]]:
-        """An environment for each record and the tokens it puts behind the prompt. A failure is an ``InputError``."""
+        """An environment per record, and the tokens it appends to the prompt; ``InputError`` if a reset fails."""
 
         def begin(record: Mapping[str, Any]) -> tuple[Environment, np.ndarray]:
             environment = self._factory()
@@ -112,7 +115,7 @@ class EnvironmentRunner:
     def step(
         self, environments: Sequence[Environment | None], actions: Sequence[np.ndarray]
     ) -> tuple[list[Environment | None], list[StepOutcome]]:
-        """Take each action on a copy of its environment; the copies and what came out, in order."""
+        """Take each action on a copy of its environment; returns the copies and the outcomes, in order."""
 
         def take(environment: Environment, action: np.ndarray) -> tuple[Environment, StepOutcome]:
             fork = environment.fork() if hasattr(environment, "fork") else copy.deepcopy(environment)
@@ -144,13 +147,13 @@ class EnvironmentRunner:
                     raise InputError(f"--environment: a step failed: {outcome.failure}")
 
     def _run(self, calls: Sequence[tuple[Callable, tuple]]) -> list[Any]:
-        """The calls' values, or a line for each that failed; ``workers`` at once, each in a thread that may be lost."""
+        """The values of the calls, or an error line for each failed call; at most ``workers`` threads at once."""
         values: list[Any] = []
         for first in range(0, len(calls), self._workers):
             group = [_Call(function, arguments) for function, arguments in calls[first : first + self._workers]]
             for call in group:
                 call.start()
-            # They have begun together: waiting for one is time that the others have had, too.
+            # The calls started together, so they share one deadline.
             end = None if self._timeout is None else time.monotonic() + self._timeout
             for call in group:
                 call.join(None if end is None else max(0.0, end - time.monotonic()))
@@ -182,7 +185,7 @@ class EnvironmentRunner:
         return mesh is None or (mesh.tensor_rank == 0 and mesh.pipeline_rank == 0)
 
     def _share(self, value: Any) -> Any:
-        """The first process's ``value``, on all processes of the replica."""
+        """The first rank's ``value``, on all ranks of the replica."""
         mesh = None if self._mesh is None else self._mesh()
         if mesh is None or mesh.replica_group is None:
             return value
@@ -194,7 +197,7 @@ _TIMEOUT = "took longer than"
 
 
 class _Call(threading.Thread):
-    """One call in a daemon thread: a call that never returns does not keep the process from ending."""
+    """One call in a daemon thread, so that a call that never returns does not prevent the process from exiting."""
 
     def __init__(self, function: Callable, arguments: tuple) -> None:
         super().__init__(daemon=True)
@@ -204,12 +207,12 @@ class _Call(threading.Thread):
     def run(self) -> None:
         try:
             self.value = self._function(*self._arguments)
-        except BaseException as error:  # a tool that calls sys.exit has failed, too
+        except BaseException as error:  # also a tool that calls sys.exit
             self.value = " ".join(f"{type(error).__name__}: {error}".split()) or type(error).__name__
 
 
 def load_environment(spec: str) -> Callable[[], Environment]:
-    """The class that ``spec`` names, ``FILE.py:NAME`` or a dotted name; ``InputError`` where there is none."""
+    """The class that ``spec`` names, ``FILE.py:NAME`` or a dotted name; ``InputError`` if it does not exist."""
     path, separator, name = spec.rpartition(":")
     where = f"--environment {spec}"
     try:
@@ -232,5 +235,5 @@ def load_environment(spec: str) -> Callable[[], Environment]:
     found = getattr(module, name, None)
     for method in ("reset", "step"):
         if not callable(getattr(found, method, None)):
-            raise InputError(f"{where}: {name} is no class with the methods reset and step")
+            raise InputError(f"{where}: {name} must be a class with the methods reset and step")
     return found

@@ -1,9 +1,9 @@
-"""Random numbers of a tree: a key for each node's tokens, and a generator for each decision of its query.
+"""Keys the random numbers of a tree: one key per node for its tokens, and one generator per decision of its query.
 
-Both are functions of names alone. The key of a node is one of (query, child numbers from the root down), so its tokens
-do not depend on when it was started or what else runs, and two nodes never share noise. A decision (how many branches
-at the root, who gets the remainder of a budget, where to fall back) draws from a generator of its own, keyed by
-(seed, domain, iteration, query, kind of decision, its number).
+The key of a node is a hash of (query, child numbers from the root down), so its tokens do not depend on when it was
+started or on other requests. Each decision (the number of branches at the root, the paths that get the remainder of a
+budget, the nodes of a fallback) draws from its own generator, keyed by (seed, domain, iteration, query, kind of
+decision, number of the decision).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_dta.sampling.params import SamplingParams
 
 
 class Decision(IntEnum):
-    """What a generator is for."""
+    """The kinds of decisions that need random numbers."""
 
     INITIAL_BRANCHES = 0
     REMAINDER = 1
@@ -26,7 +26,7 @@ class Decision(IntEnum):
 
 
 def node_key(query: int, path: tuple[int, ...]) -> int:
-    """Key in [0, 2^63) of the node that ``path`` (child numbers from the root) leads to."""
+    """Key in [0, 2^63) of the node at ``path`` (child numbers from the root)."""
     return _digest((query, *path)) >> 1
 
 
@@ -45,6 +45,6 @@ class QueryNumbers:
 
 
 def _digest(name: tuple[int, ...]) -> int:
-    """64 bits of a hash of the numbers; with their count, so that no name is the beginning of another."""
+    """64-bit hash of the numbers and their count, so that no name is a prefix of another."""
     text = f"{len(name)}:" + ",".join(map(str, name))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,18 +1,23 @@
-"""Grows the tree of one query: which nodes to decode next, each time one has been decoded.
+"""Decides which nodes of one query's tree to decode next, each time a node has been decoded.
 
-**The rule.** A path decodes one segment at a time; all paths that a decision starts form a *round*. When a round's n
-paths have all decoded their segment, f of them have finished (end of sequence, answer, repetition, length, depth) and
-become leaves, and the A = n - f others branch into ``budget.branch_budget`` children together, divided evenly or by
-logprob, which are the next round. A round without living paths falls back (``fallback``) while leaves are missing.
-With w leaves wanted and F finished before a round, w - F >= n holds always: a round's children number at most
-w - F - f, and fallback starts exactly w - F. So exactly w leaves come out whenever fallback is not ``none``.
+**The rule.** A path decodes one segment at a time; all paths that one decision starts form a *round*. When the n paths
+of a round have decoded their segments, f of them have finished (end of sequence, answer, repetition, length, depth) and
+become leaves. The A = n - f others branch into ``budget.branch_budget`` children in total, divided evenly or by
+logprob, which form the next round. If no path of a round is alive and leaves are missing, the query falls back
+(``fallback``).
 
-**No barrier.** A path does not wait for its round. The moment it ends its segment it forks into as many children as it
-gets whatever the rest of the round does (``budget.certain_branches``: the budget per living path only grows as more
-paths finish; by logprob: one), and these decode at once. When more of the round is known, the same node gets the
-children it is still due. A round's decisions use nothing but what its paths and earlier rounds have decoded, and a
-node's tokens are keyed by its path; so the finished tree is a function of the query, the weights and the settings, and
-not of the order in which an engine finishes requests.
+With w leaves wanted and F finished before a round, w - F >= n always holds: a round has at most w - F - f children, and
+fallback starts exactly w - F. So the tree has exactly w leaves unless fallback is ``none``.
+
+Example with w = 8, branching factor 2 and 2 initial branches: if both paths of the first round are alive, they branch
+into max(2, min(8, 2 x 2)) = 4. If one of these 4 finishes, the other 3 share max(3, min(7, 2 x 4)) = 7 children.
+
+**No barrier.** A path does not wait for its round. As soon as it has decoded its segment, it starts the children that
+it gets regardless of the rest of the round (``budget.certain_branches``: the budget per living path only grows as more
+paths finish; with a division by logprob: one child). When more of the round is known, the node gets its remaining
+children. The decisions of a round depend only on what its paths and earlier rounds decoded, and the tokens of a node
+are keyed by its path. So the finished tree is a function of the query, the weights and the settings, and does not
+depend on the order in which an engine finishes requests.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from megatron_dta.sampling.treepo.tree import SampledTree
 
 @dataclass
 class _Round:
-    """Paths started by one decision; ``members`` and ``finished_before`` are None until it has been made in full."""
+    """The paths started by one decision; ``members`` is None until the decision is complete."""
 
     members: int | None = None
     finished_before: int = 0
@@ -44,11 +49,11 @@ class _Round:
 
 
 class QueryPolicy:
-    """One query's tree while it grows.
+    """Grows the tree of one query.
 
     Attributes:
-        tree: nodes so far.
-        complete: whether nothing is left to decode.
+        tree: the nodes so far.
+        complete: whether no node is left to decode.
     """
 
     def __init__(self, prompt: np.ndarray, settings: TreeSettings, numbers: QueryNumbers) -> None:
@@ -69,12 +74,12 @@ class QueryPolicy:
         return [self._child(0, 0) for _ in range(branches)]
 
     def max_tokens(self, node: int) -> int:
-        """How many tokens the request of a new node may add."""
+        """Maximum number of tokens that the request of a new node may add."""
         room = self._settings.max_response_tokens - self.tree.response_length(self.tree.nodes[node].parent)
         return min(room, self._settings.segment_tokens or room)
 
     def advance(self, node: int) -> list[int]:
-        """``node`` is decoded (``tree.fill``) and its ``end`` known: the new nodes that may be decoded now."""
+        """The new nodes to decode after ``node`` has been decoded (``tree.fill``) and its ``end`` is set."""
         tree_node = self.tree.nodes[node]
         tree_node.reported = True
         own = self._rounds[tree_node.round]
@@ -90,7 +95,7 @@ class QueryPolicy:
         return started
 
     def needs_no_more_children(self, node: int) -> bool:
-        """Whether nothing but fallback will add children to a decoded node."""
+        """Whether only fallback can still add children to a decoded node."""
         return self.complete or self.tree.nodes[node].end is not None or self.tree.nodes[node].round < self._current
 
     @staticmethod
@@ -98,7 +103,7 @@ class QueryPolicy:
         return round_.members is not None and round_.finished + len(round_.alive) == round_.members
 
     def _start_what_is_certain(self, started: list[int]) -> None:
-        """Children that living paths of the current round will get whatever its missing members do."""
+        """Start the children that living paths get regardless of the undecoded members of the current round."""
         round_ = self._rounds[self._current]
         if self._settings.allocation != "even" or not round_.alive or round_.members is None:
             return
@@ -114,7 +119,7 @@ class QueryPolicy:
             self._top_up(node, branches, started)
 
     def _decide(self, started: list[int]) -> None:
-        """The current round is complete: give its living paths all their children, or fall back."""
+        """Finish the complete current round: give its living paths all their children, or fall back."""
         round_ = self._rounds[self._current]
         self._finished += round_.finished
         number = self._current
@@ -135,7 +140,7 @@ class QueryPolicy:
         self._start_what_is_certain(started)
 
     def _divide(self, alive: list[int], round_: _Round, number: int) -> np.ndarray:
-        """Children of each living path of a complete round, int [A]."""
+        """Number of children of each living path of a complete round, int [A]."""
         settings = self._settings
         budget = branch_budget(
             settings.width,
@@ -152,7 +157,7 @@ class QueryPolicy:
         return divide_by_logprob(budget, scores, settings.temperature, settings.allocation == "low-logprob", order)
 
     def _score(self, node: int) -> float:
-        """The logprob that a path's share depends on."""
+        """The logprob that determines a path's share."""
         nodes = [self.tree.nodes[index] for index in self.tree.lineage(node)[1:]]
         if self._settings.score == "segment-mean":
             nodes = nodes[-1:]
@@ -160,7 +165,7 @@ class QueryPolicy:
         return total if self._settings.score == "path-sum" else total / sum(each.num_sampled for each in nodes)
 
     def _fall_back(self, number: int, started: list[int]) -> int:
-        """Start branches at nodes of finished paths for the leaves that are missing; how many."""
+        """Start a branch at a node of a finished path for each missing leaf; returns their number."""
         missing = self._settings.width - self._finished
         if missing == 0 or self._settings.fallback == "none":
             return 0
@@ -170,7 +175,7 @@ class QueryPolicy:
         return missing
 
     def _top_up(self, node: int, branches: int, started: list[int]) -> None:
-        """Bring the children of a living path to ``branches``."""
+        """Add children to a living path until it has ``branches``."""
         children = self.tree.nodes[node].children
         assert len(children) <= branches, "a path has been given more branches than it is due"
         while len(children) < branches:

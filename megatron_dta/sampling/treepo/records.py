@@ -1,7 +1,7 @@
 """Converts a sampled tree to rollouts, one per leaf, from which the tree can be reconstructed.
 
-``segment_ends`` and ``branches`` identify the nodes on a leaf's path, so rollout files preserve the tree: two rollouts of
-a group share the nodes up to which their branches agree (``rollouts.record``), without any comparison of tokens.
+``segment_ends`` and ``branches`` identify the nodes on a leaf's path, so rollout files preserve the tree: two rollouts
+of a group share the nodes up to which their branches agree (``rollouts.record``), without any comparison of tokens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Samples trees for many queries on one engine: submits what the policies start, hands them what comes back.
+"""Samples the trees of many queries on one engine: submits the nodes that policies start and returns their results.
 
-Each node is one request whose context is read off the tree (``SampledTree.tokens`` of the parent); there is no other
-copy of a sequence that could differ from it. Requests of all queries run together, and a node's children are submitted
-with the poll that brings the node.
+Each node is one request whose context is read from the tree (``SampledTree.tokens`` of the parent), so no second copy
+of a sequence can differ from it. The requests of all queries run together, and the children of a node are submitted in
+the same poll that returns the node.
 
-A node's K/V is held for its children: until it is known to be a leaf, or has all the children its round gives it and
-they have finished. (Fallback comes back to nodes later; then the nearest node that is still held is named as parent,
-or the engine computes the prefix again.)
+The K/V of a node is held for its children until the node is known to be a leaf, or until it has all children of its
+round and they have finished. Fallback may return to a node later; then the nearest node that is still held is given as
+parent, or the engine computes the prefix again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 
 @dataclass(frozen=True)
 class TreeQuery:
-    """One query: its number, unique within the iteration, which its random numbers are keyed by; prompt; record."""
+    """One query: its number, unique within the iteration and the key of its random numbers; its prompt and record."""
 
     number: int
     token_ids: np.ndarray
@@ -38,7 +38,7 @@ class TreeQuery:
 
 @dataclass
 class _Growing:
-    """One query at work: where its nodes' requests are held, and the environments behind its turns."""
+    """The state of one query: its policy, the nodes whose K/V is held, and the environments after its turns."""
 
     policy: QueryPolicy
     held: set[int] = field(default_factory=set)
@@ -71,7 +71,7 @@ class TreeSampler:
         """The complete tree of each query, in order; a function of the arguments, the settings and the weights.
 
         Raises:
-            RuntimeError: the engine has lost requests or returned what was not asked for.
+            RuntimeError: the engine lost requests or returned results that were not requested.
         """
         numbers = [query.number for query in queries]
         if len(set(numbers)) < len(numbers):
@@ -103,7 +103,7 @@ class TreeSampler:
                 growing.environments[0] = state
 
     def _submit(self, started: Sequence[tuple[int, int]]) -> None:
-        """Requests for new nodes."""
+        """Submit the requests of new nodes."""
         requests = []
         for place, node in started:
             growing = self._growing[place]
@@ -130,7 +130,7 @@ class TreeSampler:
             self._engine.submit(requests)
 
     def _take(self, results: Sequence[GenerationResult]) -> None:
-        """Put results into their trees and start what follows from them."""
+        """Store results in their trees and start the nodes that follow from them."""
         turns: list[tuple[int, int]] = []
         decoded: list[tuple[int, int, bool]] = []
         for result in results:
@@ -166,7 +166,7 @@ class TreeSampler:
             raise RuntimeError(f"request {result.request_id}: the engine stopped after {count} of {max_tokens} tokens")
 
     def _end_of(self, tree: SampledTree, node: int, ended: bool, outcome: StepOutcome | None) -> EndReason | None:
-        """Why the path ends at ``node``; takes the observation in where it goes on."""
+        """Why the path ends at ``node``, or None; adds the observation to the tree if the path continues."""
         settings = self._settings
         if outcome is None:
             return self._stops.end_of(tree, node, ended, settings.max_response_tokens, settings.max_depth)
@@ -176,7 +176,7 @@ class TreeSampler:
         end = EndReason.ENVIRONMENT if outcome.done else None
         if end is None and self._max_turns is not None and turns >= self._max_turns:
             end = EndReason.TURNS
-        # What nobody answers to any more is left out.
+        # An observation to which the model will not respond is left out.
         room = settings.max_response_tokens - tree.response_length(node)
         if end is None and len(outcome.observation) >= room:
             end = EndReason.LENGTH
@@ -184,7 +184,7 @@ class TreeSampler:
         return end or self._stops.end_of(tree, node, False, settings.max_response_tokens, settings.max_depth)
 
     def _step(self, turns: Sequence[tuple[int, int]]) -> dict[tuple[int, int], StepOutcome]:
-        """Give finished turns to the environments of the nodes they started from."""
+        """Pass finished turns to the environments of the nodes where the turns started."""
         if not turns or self._environments is None:
             return {}
         states, actions = [], []
@@ -199,7 +199,7 @@ class TreeSampler:
         return dict(zip(turns, outcomes, strict=True))
 
     def _release(self, place: int) -> None:
-        """Give up what the query's nodes hold and nobody will ask for."""
+        """Release the K/V of nodes that get no more children."""
         growing = self._growing[place]
         nodes = growing.policy.tree.nodes
         over = [

@@ -1,8 +1,8 @@
-"""Rollouts sampled as trees, or with an environment, for training: ``--rollout-method`` and ``--environment``.
+"""Samples rollouts as trees, or with an environment, for training (``--rollout-method``, ``--environment``).
 
-As ``sampling.source``, with trees in place of responses: data-parallel replicas sample a share of the queries each and
-then have all trees, and a collection is a function of (weights, settings, seed, its number). The rollouts carry the
-tree, so advantages by subgroup and leaf weights need nothing else.
+This is ``sources.independent`` with trees in place of responses: each data-parallel replica samples a share of the
+queries, all trees are gathered on all ranks, and a rollout batch is a function of (weights, settings, seed, batch
+number). The rollouts carry the tree, so subgroup advantages and leaf weights need no further data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, Sampled
 
 
 class TreeSource(SampledSource):
-    """``rollout_batch_size`` queries a collection, each a tree of ``n_samples_per_prompt`` leaves."""
+    """``rollout_batch_size`` queries per batch, each a tree with ``n_samples_per_prompt`` leaves."""
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
         self._engine, self._task, self._config = engine, task, config
@@ -47,7 +47,7 @@ class TreeSource(SampledSource):
         self._statistics: dict[str, float] = {}
 
     def sample(self, collection: int, batch: int) -> list[Rollout]:
-        """See ``SampledSource``; one group a query, in order."""
+        """See ``SampledSource``; one group per query, in order."""
         sampling = self._config.sampling
         count = sampling.rollout_batch_size
         first = batch * count
@@ -81,16 +81,16 @@ class TreeSource(SampledSource):
             )
         ]
         if not rollouts:
-            raise RolloutError("the environments of all rollouts of a collection have failed (--environment-failure)")
+            raise RolloutError("the environments of all rollouts of a batch have failed (--environment-failure)")
         return rollouts
 
     def statistics(self) -> dict[str, float]:
-        """``ended``, steps, failures and time-outs of environments, and what the scorer counts, of the last one."""
+        """Metrics of the last batch: ``ended``, environment steps, failures and timeouts, and the scorer's counts."""
         return dict(self._statistics)
 
 
 class TreeEvaluation(Evaluation):
-    """Mean reward on held-out prompts where an environment answers, from independent rollouts."""
+    """Mean reward on held-out prompts with an environment, from independent rollouts."""
 
     def __init__(self, engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> None:
         self._engine, self._task, self._config = engine, task, config
@@ -130,13 +130,13 @@ class TreeEvaluation(Evaluation):
 
 
 def ended_leaves(trees: Sequence[SampledTree]) -> float:
-    """Fraction of the leaves that ended by themselves, and not at a limit, by repetition or with a failure."""
+    """Fraction of the leaves that ended by themselves, not at a limit, by repetition or by a failure."""
     ends = [tree.nodes[leaf].end for tree in trees for leaf in tree.leaves]
     return float(np.mean([end in (EndReason.EOS, EndReason.ANSWER, EndReason.ENVIRONMENT) for end in ends]))
 
 
 def stop_rules(task: SamplingTask, config: TrainConfig) -> StopRules:
-    """The stops of the flags; independent rollouts have none but the end of sequence and the length."""
+    """The stop rules of the flags; independent rollouts stop only at the end of sequence and the maximum length."""
     treepo = config.treepo
     if treepo.rollout_method == "independent":
         return StopRules()
@@ -151,7 +151,7 @@ def stop_rules(task: SamplingTask, config: TrainConfig) -> StopRules:
 
 
 def environment_runner(task: SamplingTask, config: TrainConfig) -> EnvironmentRunner | None:
-    """What runs the environments of ``--environment``, if there are any."""
+    """The runner of the environments of ``--environment``; None without that flag."""
     environment = config.environment
     if environment.environment is None:
         return None
@@ -183,7 +183,7 @@ def sample_scored_trees(
     except ValueError as error:  # an environment may lengthen a prompt beyond the model's positions
         raise error if isinstance(error, InputError) else InputError(f"a tree cannot be sampled: {error}") from error
     rewards: list[dict[int, float] | None] = [None] * len(trees)
-    # A user's reward may cost something, or be random: one rank of each replica asks for it.
+    # A user's reward function may be expensive or random, so only one rank of each replica calls it.
     if scored and mesh.tensor_rank == 0 and mesh.pipeline_rank == 0:
         rewards = _rewards(trees, [prompts[i] for i in share], task)
     gathered = mesh.gather_from_replicas((trees, rewards))
@@ -191,7 +191,7 @@ def sample_scored_trees(
 
 
 def _rewards(trees: Sequence[SampledTree], prompts: Sequence[Prompt], task: SamplingTask) -> list[dict[int, float]]:
-    """What the reward function says of each leaf of each tree; all are scored together."""
+    """The reward of each leaf of each tree; all leaves are scored together."""
     responses = []
     for tree, prompt in zip(trees, prompts, strict=True):
         for leaf in tree.leaves:

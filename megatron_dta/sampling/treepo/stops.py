@@ -1,8 +1,8 @@
-"""When a path ends besides its end of sequence: an answer in its text, repetition, length, depth.
+"""Rules that end a path: end of sequence, an answer in its text, repetition, length, depth.
 
-Looked at when a segment has been decoded; what was decoded stays, so a path ends at a node and its tokens are those
-that were sampled. A rule that looks only at the path itself ends independent rollouts at the same places, so trees and
-independent rollouts have one distribution.
+The rules are checked after a segment has been decoded. All decoded tokens are kept, so a path always ends at a node. A
+rule that depends only on the path itself ends independent rollouts at the same places, so trees and independent
+rollouts have the same distribution.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class StopRules:
     """The rules of a run.
 
     Attributes:
-        decode: token ids to text; needed by the rules that look at text.
-        answer: whether a response's text has an answer; None: do not look.
-        repetition_count: a path ends when the text of its last ``repetition_segments`` segments holds the same
-            ``repetition_length`` characters so many times (occurrences may overlap); None: do not look.
-        repetition_first: repetition is looked for before the end of sequence and the answer.
+        decode: converts token ids to text; required by the rules that inspect text.
+        answer: whether the text of a response contains an answer; None: not checked.
+        repetition_count: a path ends when the text of its last ``repetition_segments`` segments contains the same
+            ``repetition_length`` characters this many times (occurrences may overlap); None: not checked.
+        repetition_first: check repetition before the end of sequence and the answer.
     """
 
     decode: Decode | None = None
@@ -42,7 +42,7 @@ class StopRules:
     def end_of(
         self, tree: SampledTree, node: int, ended: bool, max_response_tokens: int, max_depth: int | None
     ) -> EndReason | None:
-        """Why the path ends at ``node``, whose tokens are there; None if it goes on. ``ended``: by its last token."""
+        """Why the path ends at ``node``, None if it continues. ``ended``: its last token is an end of sequence."""
         if self.repetition_first and self._repeats(tree, node):
             return EndReason.REPETITION
         if ended:
@@ -64,7 +64,7 @@ class StopRules:
         return most_repeated(text, self.repetition_length) >= self.repetition_count
 
     def _text(self, tree: SampledTree, nodes: list[int]) -> str:
-        assert self.decode is not None  # __post_init__ of the settings
+        assert self.decode is not None  # checked by __post_init__
         return self.decode(np.concatenate([tree.nodes[i].token_ids[: tree.nodes[i].num_sampled] for i in nodes]))
 
     def __post_init__(self) -> None:
@@ -73,13 +73,13 @@ class StopRules:
 
 
 def most_repeated(text: str, length: int) -> int:
-    """How often the most frequent substring of ``length`` characters occurs, overlaps counted."""
+    """Count of the most frequent substring of ``length`` characters, including overlapping occurrences."""
     counts = Counter(text[i : i + length] for i in range(len(text) - length + 1))
     return max(counts.values(), default=0)
 
 
 def boxed_answer(text: str) -> str | None:
-    """What stands in the last complete ``\\boxed{...}``, braces inside it balanced; None without one."""
+    """Content of the last complete ``\\boxed{...}`` with balanced braces; None if there is none."""
     found = None
     for match in re.finditer(r"\\boxed\s*\{", text):
         depth, begin = 1, match.end()

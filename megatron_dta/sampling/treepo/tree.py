@@ -1,19 +1,22 @@
-"""The tree that sampling grows for one query: nodes of decoded tokens, and leaves that are its rollouts.
+"""Defines the tree that is sampled for one query: nodes of decoded tokens, whose leaves are the rollouts.
 
-The root (node 0) is the prompt. Every other node is what one engine request added: the tokens that were sampled, and
-behind them what an environment answered, which is context and never trained. A sequence is nothing but the nodes from
-the root to its leaf, and the context of every request is built from the same nodes: what a node was conditioned on
-and what is recorded in front of it cannot differ.
+The root (node 0) is the prompt. Every other node holds what one engine request added: the sampled tokens, followed by
+the answer of an environment, which is context and never trained. A sequence consists of the nodes from the root to its
+leaf, and the context of every request is built from the same nodes, so the recorded context of a node is always the one
+that it was conditioned on.
 
-**Leaf weights.** Walk down from the root and take each child of a node alike; the weight of a leaf is the probability
-of ending there, the product of 1 / children over its path. While the number of children of a node is decided before
-any of its children is seen, the weighted mean over leaves of anything is an unbiased estimate of its mean over
-independent rollouts; the plain mean is not, since paths that live longer branch more often. (Induction over the forks:
-given the path up to a node, each child's subtree has the value of the node as its expectation, so their mean has it.)
+**Leaf weights.** Walk down from the root and choose each child of a node with equal probability. The weight of a leaf
+is the probability of ending there: the product of 1 / children over its path. If the root has two children, of which
+one is a leaf and the other has two leaves below it, the weights are 1/2, 1/4 and 1/4.
 
-Fallback breaks the premise: it adds children to a node because of what has become of the first ones (all paths have
-ended early), whichever node it chooses. So leaves grown by fallback weigh 0, and the walk takes only children that were
-there before; ``FallbackWeight.SHARE`` counts all children alike instead, at the price of that bias.
+If the number of children of a node is decided before any of its children is sampled, the weighted mean of any quantity
+over the leaves is an unbiased estimate of its mean over independent rollouts. (Induction over the forks: given the path
+up to a node, the expectation of each child's subtree is the value of the node, so their mean has the same expectation.)
+The plain mean is biased, since longer paths branch more often.
+
+Fallback breaks this premise, whichever node it chooses: it adds children to a node because all earlier paths ended
+early. So leaves grown by fallback have weight 0, and the walk considers only the earlier children.
+``FallbackWeight.SHARE`` counts all children equally instead and accepts the bias.
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ class EndReason(Enum):
     """Why a path became a leaf."""
 
     EOS = "eos"  # an end of sequence was sampled
-    ANSWER = "answer"  # its text has an answer
+    ANSWER = "answer"  # its text contains an answer
     REPETITION = "repetition"
-    LENGTH = "length"  # the response is as long as it may be
-    DEPTH = "depth"  # as many segments as there may be
-    ENVIRONMENT = "environment"  # the environment says that it is over
-    ENVIRONMENT_FAILED = "environment_failed"  # a step raised, took too long or gave nonsense
-    TURNS = "turns"  # as many turns as there may be
+    LENGTH = "length"  # the response has reached its maximum length
+    DEPTH = "depth"  # the path has the maximum number of segments
+    ENVIRONMENT = "environment"  # the environment ended the episode
+    ENVIRONMENT_FAILED = "environment_failed"  # a step raised, timed out or returned an invalid value
+    TURNS = "turns"  # the path has the maximum number of turns
 
 
 class FallbackWeight(Enum):
@@ -51,16 +54,16 @@ class TreeNode:
     Attributes:
         parent: index of the parent, -1 at the root.
         path: child numbers from the root down to this node.
-        fallback: whether it, or a node above it, was added by fallback.
-        round: number of the budget round it belongs to (see ``policy``).
-        key: of its random numbers.
+        fallback: whether the node, or a node above it, was added by fallback.
+        round: number of the budget round that the node belongs to (see ``policy``).
+        key: key of its random numbers.
         token_ids: int32 [R], sampled tokens, then observed ones.
         logprobs: float [R], 0 for observed tokens.
         num_sampled: how many tokens were sampled.
         length: tokens from the beginning of the prompt to the end of this node.
-        reward: received at its end.
+        reward: reward received at the end of the node.
         end: why the path ends here, None for inner nodes.
-        policy_version: of the weights that sampled it.
+        policy_version: version of the weights that sampled it.
         children: indices, in the order of their child numbers.
         reported: whether its request has finished.
         turn_ended: whether an environment has taken the sampled tokens up to here as an action.
@@ -94,7 +97,7 @@ class TreeNode:
 
     @property
     def logprob_sum(self) -> float:
-        """Of the sampled tokens."""
+        """Sum of the logprobs of the sampled tokens."""
         return float(np.sum(self.logprobs[: self.num_sampled], dtype=np.float64))
 
 
@@ -102,7 +105,7 @@ class SampledTree:
     """The tree of one query, growing or complete.
 
     Attributes:
-        query: number of the query, which its random numbers are keyed by.
+        query: number of the query, which keys its random numbers.
         nodes: the root first; in a complete tree (``in_order``) in preorder.
     """
 
@@ -116,7 +119,7 @@ class SampledTree:
         self.nodes = [root]
 
     def add_child(self, parent: int, fallback: bool, round_number: int, key: int) -> int:
-        """A new node below ``parent``, without tokens yet; its index."""
+        """Add a node without tokens below ``parent`` and return its index."""
         above = self.nodes[parent]
         node = TreeNode(parent, (*above.path, len(above.children)), fallback or above.fallback, round_number, key)
         self.nodes.append(node)
@@ -124,14 +127,14 @@ class SampledTree:
         return len(self.nodes) - 1
 
     def fill(self, index: int, token_ids: np.ndarray, logprobs: np.ndarray, policy_version: int) -> None:
-        """The tokens that were sampled for a node."""
+        """Store the tokens that were sampled for a node."""
         node = self.nodes[index]
         node.token_ids, node.logprobs = np.asarray(token_ids, np.int32), np.asarray(logprobs)
         node.num_sampled, node.policy_version = len(node.token_ids), policy_version
         node.length = self.nodes[node.parent].length + len(node.token_ids)
 
     def observe(self, index: int, token_ids: np.ndarray, reward: float) -> None:
-        """What the environment answered to the turn that ends in a node, and the reward of that turn."""
+        """Append the environment's answer to the turn that ends in a node, and store the reward of that turn."""
         node = self.nodes[index]
         node.token_ids = np.concatenate([node.token_ids, np.asarray(token_ids, np.int32)])
         node.logprobs = np.concatenate([node.logprobs, np.zeros(len(token_ids), node.logprobs.dtype)])
@@ -151,15 +154,15 @@ class SampledTree:
         return np.concatenate([self.nodes[i].token_ids for i in self.lineage(index)])
 
     def response_length(self, index: int) -> int:
-        """Tokens behind the prompt, observed ones included."""
+        """Number of tokens after the prompt, including observed ones."""
         return self.nodes[index].length - self.nodes[0].length
 
     def sampled_length(self, index: int) -> int:
-        """Tokens behind the prompt that were sampled."""
+        """Number of sampled tokens after the prompt."""
         return sum(self.nodes[node].num_sampled for node in self.lineage(index))
 
     def action(self, index: int) -> np.ndarray:
-        """The sampled tokens of the turn that ends in a node: back to the end of the turn before, or the prompt."""
+        """The sampled tokens of the turn that ends in a node, back to the end of the previous turn or the prompt."""
         pieces = []
         while index > 0:
             pieces.append(self.nodes[index].token_ids[: self.nodes[index].num_sampled])
@@ -179,7 +182,7 @@ class SampledTree:
         return sum(node.num_sampled for node in self.nodes)
 
     def in_order(self) -> SampledTree:
-        """The complete tree with its nodes in preorder, which does not depend on the order they finished in."""
+        """The complete tree with its nodes in preorder, independent of the order in which they finished."""
         order = sorted(range(len(self.nodes)), key=lambda index: self.nodes[index].path)
         place = {index: new for new, index in enumerate(order)}
         tree = SampledTree(self.query, self.nodes[0].token_ids)
@@ -190,7 +193,7 @@ class SampledTree:
         return tree
 
     def leaf_weights(self, fallback: FallbackWeight = FallbackWeight.ZERO) -> dict[int, float]:
-        """Weight of each leaf by its index, see the top of the module; together 1."""
+        """Weight of each leaf by its index; the weights sum to 1. See the module's docstring."""
         weight = np.zeros(len(self.nodes))
         weight[0] = 1.0
         waiting = [0]

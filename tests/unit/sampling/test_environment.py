@@ -233,7 +233,7 @@ def test_loading(tmp_path):
         load_reward_function(f"{tmp_path}/leaves.py:reward")
     for spec, message in (
         (f"{tmp_path}/leaves.py:Env", "does not load: SystemExit: 0"),
-        (f"{file}:No", "no class with the methods"),
+        (f"{file}:No", "must be a class with the methods"),
         (f"{tmp_path}/other.py:Env", "must be FILE.py:NAME"),
         ("nothing", "dotted name"),
         ("no_such_package.Env", "does not load: ModuleNotFoundError"),
@@ -340,7 +340,7 @@ def test_rollouts_whose_environment_failed_can_be_left_out(tmp_path):
             source = build_sampling_source(build_engine(config.sampling, model), task, config)
             evaluation = build_sampling_evaluation(build_engine(config.sampling, model), task, config)
             if (name, failure) == ("Gone", "drop"):
-                with pytest.raises(RolloutError, match="all rollouts of a collection have failed"):
+                with pytest.raises(RolloutError, match="all rollouts of a batch have failed"):
                     source.next_batch(0)
                 metrics = evaluation.evaluate(0)
                 assert math.isnan(metrics["reward"])
