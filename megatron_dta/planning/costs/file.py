@@ -1,18 +1,16 @@
-"""The cost model as measured on a machine: the file that ``tools/fit_cost_model.py`` writes and ``--cost-model`` reads.
+"""Reads and writes a measured cost model: the file that ``tools/fit_cost_model.py`` writes and ``--cost-model`` reads.
 
-A pass over a segment takes, forward and backward apart,
+The forward of a segment takes, as does its backward with other coefficients,
 
     seconds = max(layers * d + d', layers * (a tokens + b pairs) + a' tokens + c edges)
 
-What the layers' number does not multiply happens once: embedding, logits, their gradients. The first, the floor, is
-what the host takes to launch the pass, while the device computes what the second says. The file says for which model
-it holds: any number of layers of the same shape, dtype and tensor parallelism. How many pipeline stages or replicas
-share the work does not matter to what a segment costs. Another shape is refused, not scaled.
+The terms without ``layers`` happen once per pass: embedding, logits and their gradients. The first argument of ``max``,
+the floor, is the time that the host needs to launch the pass while the device computes the second. A file is valid for
+any number of layers of one layer shape, dtype and tensor parallelism. The numbers of pipeline stages and replicas do
+not change the cost of a segment. Other shapes are refused, not scaled.
 
-Bytes are those that one rank's tensors take (``segment_bytes``); a file that was made without a GPU has none.
-
-Files of version 1, which do not say it, have fewer kinds of bytes: those that they lack are 0, and what they stand for
-is in the others.
+Bytes are those of one rank's tensors (``segment_bytes``); a file that was made without a GPU has none. Files of version
+1 have no version field and fewer kinds of bytes. The missing kinds are 0, and the others include them.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ from megatron_dta.planning.costs.segment_bytes import SegmentBytes
 
 WHAT = "cost model"
 VERSION = 2
-# Bytes that files of version 1 do not have.
+# Bytes that files of version 1 lack.
 _SINCE_VERSION_2 = frozenset({"scores_per_token", "scores_per_pair", "most_scores", "kv_per_token", "fixed"})
 
 
 @dataclass(frozen=True)
 class CostShape:
-    """What a measurement depends on, and must agree with the model that it is used for.
+    """The properties of a model on which a measurement depends; they must match the model that uses it.
 
     Attributes:
-        dtype: of weights and activations, "bfloat16" for example.
+        dtype: dtype of weights and activations, for example "bfloat16".
         tensor_model_parallel_size, sequence_parallel: how each layer is divided.
     """
 
@@ -57,7 +55,7 @@ class CostShape:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Coefficients of a forward, or of a backward; see the top of the file. None is negative.
+    """Coefficients of a forward or of a backward, as in the module's formula; none is negative.
 
     Attributes:
         token_and_layer, pair_and_layer, token, edge: a, b, a', c.
@@ -74,14 +72,14 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class CostFile:
-    """What such a file says.
+    """The contents of a cost file.
 
     Attributes:
-        path: where it was read, for messages.
-        shape: what it holds for.
-        num_layers: layers of the model that it was made for.
-        forward, backward: seconds.
-        bytes: None if no GPU was measured.
+        path: path of the file, for messages.
+        shape: model shape for which it is valid.
+        num_layers: number of layers of the measured model.
+        forward, backward: coefficients of the seconds.
+        bytes: bytes of a rank; None if no GPU was measured.
     """
 
     path: str
@@ -92,7 +90,7 @@ class CostFile:
     bytes: SegmentBytes | None = None
 
     def model(self, num_layers: int | None = None, segment_tokens: int = CostModel.segment_tokens) -> CostModel:
-        """The cost model of ``num_layers`` layers (None: of the model that was measured)."""
+        """The cost model for ``num_layers`` layers, or for the measured model's number if None."""
         layers = self.num_layers if num_layers is None else num_layers
 
         def total(name: str) -> tuple[float, float]:
@@ -107,7 +105,7 @@ class CostFile:
         return CostModel(token[0], pair[0], edge[0], floor[0], segment_tokens, token[1], pair[1], edge[1], floor[1])
 
     def check(self, shape: CostShape) -> None:
-        """Raise InputError unless the file holds for a model of ``shape``, naming the first difference."""
+        """Raise InputError, naming the first difference, unless the file is valid for a model of ``shape``."""
         for field in fields(CostShape):
             measured, needed = getattr(self.shape, field.name), getattr(shape, field.name)
             if measured != needed:
@@ -118,7 +116,7 @@ class CostFile:
                 )
 
     def as_json(self) -> dict[str, Any]:
-        """What ``load_cost_file`` needs in a file."""
+        """The JSON object that ``load_cost_file`` reads."""
         return {
             "what": WHAT,
             "version": VERSION,
@@ -157,7 +155,7 @@ def load_cost_file(path: str | Path) -> CostFile:
 
 
 def read_measured(path: str | Path) -> dict[str, Any]:
-    """The values of a file of ``tools/fit_cost_model.py``, of which only what it is and its layers are checked."""
+    """Read a file of ``tools/fit_cost_model.py``; only its kind, version and number of layers are checked."""
     values = _read(path)
     if values.get("what") != WHAT:
         raise InputError(f"{path}: is not a file of tools/fit_cost_model.py (its 'what' is not {WHAT!r})")
@@ -171,10 +169,10 @@ def read_measured(path: str | Path) -> dict[str, Any]:
 
 
 def load_cost_model(path: str | Path, segment_tokens: int | None = None) -> tuple[CostModel, CostFile | None]:
-    """The cost model of either kind of file: a measured one, or plain coefficients (``CostModel.load``).
+    """Load the cost model of either kind of file: a measured one, or plain coefficients (``CostModel.load``).
 
     Args:
-        segment_tokens: tokens of a full segment; None: the file's, or the default.
+        segment_tokens: number of tokens in a full segment; None for the file's value or the default.
     """
     if _read(path).get("what") == WHAT:
         found = load_cost_file(path)
@@ -192,10 +190,10 @@ def _read(path: str | Path) -> dict[str, Any]:
 def read_part(
     path: str | Path, values: Mapping[str, Any], name: str, kind: type, optional: frozenset[str] = frozenset()
 ) -> Any:
-    """One object of a file as a dataclass of numbers (one sign: none is negative), flags and names.
+    """Read one object of a file as a dataclass of nonnegative numbers, flags and names.
 
     Args:
-        optional: fields that keep their defaults where they are missing.
+        optional: fields that may be missing and then keep their defaults.
     """
     given = values.get(name)
     if not isinstance(given, dict):

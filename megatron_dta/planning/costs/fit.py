@@ -1,14 +1,16 @@
-"""Fits the cost model to measured segments: non-negative least squares, every op weighted by what it should take.
+"""Fits the cost model to measured segments by nonnegative least squares with relative weights.
 
-A pass takes its floor or what its counts need, whichever is more (``PassSeconds``). Which of the two it is for an op is
-not known beforehand: ops are told apart, each part is fitted to its own ops, and the fit tells them apart anew, until
-nothing changes; of several beginnings the best fit is taken. Forwards and backwards are fitted apart. A backward that
-began with a second forward is a sum of both, and only a check. Every op is weighted by the inverse of its predicted
-time, since a step may be made of long segments or of short ones (the measured time as the weight would favour ops that
-happened to be fast). What a layer adds is told from what happens once by measuring models of different depths.
+A pass takes its floor or the time of its counts, whichever is larger (``PassSeconds``). Which of the two applies to an
+op is not known beforehand. The fit therefore alternates: it assigns the ops to one of the two, fits each part to its
+own ops, and repeats until the assignment is stable. It starts from several assignments and keeps the best fit.
 
-Bytes are fitted by least squares and then raised until nothing that was measured exceeds them: a plan must fit, so they
-may only err on the high side.
+Forwards and backwards are fitted separately. A backward that first repeats its forward is the sum of both and only
+serves as a check. Every op is weighted by the inverse of its predicted time, since a step may consist of long or of
+short segments; weighting by measured time would favour ops that happened to be fast. Models of different depths are
+measured to separate the cost of a layer from the cost of a pass.
+
+Bytes are fitted by least squares and then raised until no measurement exceeds them. A plan must fit into memory, so
+errors may only be on the high side.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from megatron_dta.planning.costs.segment_bytes import SegmentBytes
 
 _TOLERANCE = 1e-10
 _ALTERNATIONS = 20
-_OUTLIER = 0.2  # Relative error from which an op counts as one.
-_TELLING = 1 / 16  # Part of the most kept bytes from which an op tells what a token keeps.
-_LINEAR = 4  # Coefficients of ``PassSeconds`` before those of the floor.
+_OUTLIER = 0.2  # Relative error above which an op counts as an outlier.
+_TELLING = 1 / 16  # Ops that keep at least this share of the largest kept bytes determine the bytes of a token.
+_LINEAR = 4  # Number of coefficients of ``PassSeconds`` before those of the floor.
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,12 @@ class MeasuredOp:
 
     Attributes:
         kind: "forward", "backward", or "recompute" for a backward that runs its forward again first.
-        layers: depth of the model.
-        tokens, path_tokens, pairs, edges: of the segment; its root path with its own tokens, its (query, key) pairs,
-            and the trained edges that need its rows of logits.
-        seconds: of the op, the device idle before and after.
-        kept_bytes: what a forward left allocated; None where that was not measured, or nothing was to be kept.
-        peak_bytes: most that was allocated during the op above what was before; None where not measured.
+        layers: number of layers of the model.
+        tokens, path_tokens, pairs, edges: numbers of the segment's tokens, of the tokens on its root path including its
+            own, of its (query, key) pairs, and of the trained edges that need its rows of logits.
+        seconds: time of the op; the device is idle before and after.
+        kept_bytes: bytes that a forward left allocated; None if not measured, or if nothing was kept.
+        peak_bytes: peak of the bytes allocated during the op, above those before it; None if not measured.
     """
 
     kind: str
@@ -54,7 +56,7 @@ class MeasuredOp:
 
 
 def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """x >= 0 that minimises |matrix x - target|: the active-set method of Lawson and Hanson (1974), chapter 23.
+    """Find x >= 0 that minimizes |matrix x - target| by the active-set method of Lawson and Hanson (1974), chapter 23.
 
     Args:
         matrix: float64 [rows, columns].
@@ -85,12 +87,12 @@ def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndar
 
 
 def fit_seconds(ops: Sequence[MeasuredOp]) -> tuple[PassSeconds, PassSeconds]:
-    """Coefficients of forward and backward. Ops of two depths are needed to tell layers from the rest."""
+    """Fit forward and backward. Ops of two depths are needed to separate the cost per layer from the cost per pass."""
     return _fit_pass([op for op in ops if op.kind == "forward"]), _fit_pass([op for op in ops if op.kind == "backward"])
 
 
 def _fit_pass(ops: Sequence[MeasuredOp]) -> PassSeconds:
-    """The best of fits that begin with all ops of up to some number of tokens at the floor."""
+    """The best of several fits; each starts with all ops of up to some number of tokens at the floor."""
     best, least = PassSeconds(), np.inf
     seconds = np.asarray([op.seconds for op in ops])
     sizes = np.asarray([op.tokens for op in ops])
@@ -106,7 +108,7 @@ def _fit_pass(ops: Sequence[MeasuredOp]) -> PassSeconds:
 
 
 def _alternate(ops: Sequence[MeasuredOp], seconds: np.ndarray, at_floor: np.ndarray) -> PassSeconds:
-    """Fit the ops at the floor and those above it in turn, each time told apart by the fit before."""
+    """Fit the ops at the floor and those above it separately, and reassign them by the fit, until it is stable."""
     columns = np.asarray([_counts(op) for op in ops])
     linear, floor = columns[:, :_LINEAR], columns[:, _LINEAR:]
     weight, found = 1 / seconds, np.zeros(columns.shape[1])
@@ -120,31 +122,31 @@ def _alternate(ops: Sequence[MeasuredOp], seconds: np.ndarray, at_floor: np.ndar
             )
         own, least = linear @ found[:_LINEAR], floor @ found[_LINEAR:]
         expected = np.maximum(np.maximum(own, least), 1e-3 * seconds)
-        # An op that something else on the machine held up counts less (Huber's weights).
+        # Outliers, such as ops delayed by other work on the machine, count less (Huber's weights).
         error = np.maximum(np.abs(seconds / expected - 1), _OUTLIER)
         weight = np.sqrt(_OUTLIER / error) / expected
-        told = own < least
-        if told.all():
+        reassigned = own < least
+        if reassigned.all():
             break
-        at_floor = told
+        at_floor = reassigned
     return PassSeconds(*found.tolist())
 
 
 def predicted(ops: Sequence[MeasuredOp], forward: PassSeconds, backward: PassSeconds) -> np.ndarray:
-    """Seconds of each op by the coefficients, float64 [ops]; a recomputing one runs both passes."""
+    """Predicted seconds of each op, float64 [ops]; an op of kind "recompute" runs both passes."""
     kinds = np.asarray([op.kind for op in ops])
     return (kinds != "backward") * _seconds(ops, forward) + (kinds != "forward") * _seconds(ops, backward)
 
 
 def _seconds(ops: Sequence[MeasuredOp], each: PassSeconds) -> np.ndarray:
-    """Seconds of one pass over each op's segment, float64 [ops]."""
+    """Predicted seconds of one pass over each op's segment, float64 [ops]."""
     columns = np.asarray([_counts(op) for op in ops]).reshape(len(ops), len(fields(PassSeconds)))
     parts = columns * np.asarray([getattr(each, field.name) for field in fields(each)])
     return np.maximum(parts[:, :_LINEAR].sum(axis=1), parts[:, _LINEAR:].sum(axis=1))
 
 
 def fit_errors(ops: Sequence[MeasuredOp], forward: PassSeconds, backward: PassSeconds) -> dict[str, dict[str, float]]:
-    """Of each kind of op: the mean and the largest relative error, and that of the sum over all ops."""
+    """For each kind of op, the mean and largest relative error, and the relative error of the sum over all ops."""
     seconds, guess = np.asarray([op.seconds for op in ops]), predicted(ops, forward, backward)
     errors = {}
     for kind in ("forward", "backward", "recompute"):
@@ -160,10 +162,10 @@ def fit_errors(ops: Sequence[MeasuredOp], forward: PassSeconds, backward: PassSe
 
 
 def fit_bytes(ops: Sequence[MeasuredOp], counted: SegmentBytes) -> SegmentBytes | None:
-    """Bytes from the ops that measured them: what a token keeps is fitted, all else is as ``counted``, and where an op
-    needed more room than that, ``fixed`` is more.
+    """Fit the bytes that a token keeps; all other bytes are those of ``counted``.
 
-    None if nothing was measured. No measured op takes more than the result says, its work included.
+    ``work_fixed`` and ``fixed`` are raised so that no measured op exceeds the result. Returns None if no op measured
+    bytes.
     """
     kept = [op for op in ops if op.kept_bytes is not None]
     if not kept:
@@ -171,12 +173,12 @@ def fit_bytes(ops: Sequence[MeasuredOp], counted: SegmentBytes) -> SegmentBytes 
     columns = np.asarray([[op.layers * op.tokens, op.tokens] for op in kept], dtype=np.float64)
     left = np.asarray([op.kept_bytes for op in kept], dtype=np.float64)
     per_token = nonnegative_least_squares(columns, left)
-    # Of small ops rounding by the allocator is a large part; it belongs to the fixed room.
+    # The allocator's rounding is a large part of small ops; it belongs to the fixed bytes.
     telling = left >= _TELLING * left.max()
     per_token *= max(1.0, float((left / np.maximum(columns @ per_token, 1.0))[telling].max()))
     found = replace(counted, kept_per_token_and_layer=float(per_token[0]), kept_per_token=float(per_token[1]))
     found = replace(found, work_fixed=max(counted.work_fixed, float((left - kept_bytes(kept, found)).max())))
-    # What an op needs beyond the activations of its segment, which a backward of a kept one finds there.
+    # Bytes that an op needs beyond its segment's activations, which exist before the backward of a kept segment.
     ran = [op for op in ops if op.peak_bytes is not None]
     built = [(op.kind != "backward" and _keeps(op)) * found.kept(op.layers) * op.tokens for op in ran]
     over = [
@@ -186,17 +188,17 @@ def fit_bytes(ops: Sequence[MeasuredOp], counted: SegmentBytes) -> SegmentBytes 
 
 
 def kept_bytes(ops: Sequence[MeasuredOp], each: SegmentBytes) -> np.ndarray:
-    """What the ops' segments keep by ``each``, float64 [ops]."""
+    """Predicted bytes that the ops' segments keep, float64 [ops]."""
     return np.asarray([each.kept(op.layers) * op.tokens for op in ops])
 
 
 def _keeps(op: MeasuredOp) -> bool:
-    """Whether the op builds its segment's activations while it runs."""
+    """Whether the op creates its segment's activations."""
     return op.kind == "recompute" or op.kept_bytes is not None
 
 
 def _counts(op: MeasuredOp) -> np.ndarray:
-    """In the order of ``PassSeconds``."""
+    """The counts of an op, in the order of ``PassSeconds``."""
     return np.asarray(
         [op.layers * op.tokens, op.layers * op.pairs, op.tokens, op.edges, op.layers, 1.0], dtype=np.float64
     )

@@ -1,22 +1,21 @@
-"""Predicts what a rank's forest costs, so that work can be divided before it is done.
+"""Predicts the cost of a forest, so that work can be divided before it runs.
 
     seconds of a segment's forward, or backward = max(floor, a * tokens + b * pairs + c * edges)
 
-tokens    unique tokens: every GEMM of the layers runs once for each
-pairs     (query, key) pairs that attention computes: a token at position p has p + 1
-edges     unique (parent, child) pairs that some sequence trains: each needs a row of logits
-floor     what the host takes to launch the kernels of a pass, whatever its length; meanwhile the device computes, so
-          the longer of the two counts and not their sum
+tokens    unique tokens; every GEMM of the layers runs once for each
+pairs     (query, key) pairs that attention computes; a token at position p has p + 1
+edges     unique (parent, child) pairs that some sequence trains; each needs a row of logits
+floor     time that the host needs to launch the kernels of a pass, whatever its length; the device computes meanwhile,
+          so the larger of the two counts and not their sum
 
-Each coefficient covers forward and backward, and has a share that is the forward's: what a second forward of a segment
-costs where its activations are not kept, and what a pipeline's forward takes.
+Each coefficient covers forward and backward, and has a share for the forward. The share gives the cost of recomputing a
+segment's forward, and the time of a pipeline's forward.
 
-Before a forest is cut its segments are not known; ``CostModel.cost`` is linear in the counts, and so a sum over the
-nodes of the forest. Only ratios between costs decide a partition: coefficients in other units than seconds serve as
-well.
+Before a forest is cut its segments are unknown. ``CostModel.cost`` is therefore linear in the counts, and so a sum over
+the nodes of the forest. Only ratios of costs decide a partition, so the coefficients may have other units than seconds.
 
-``CostModel.from_shape`` derives the coefficients from the FLOPs of a model; coefficients fitted to measured segments
-take their place through a file (``cost_file``).
+``CostModel.from_shape`` derives the coefficients from the FLOPs of a model. A file of coefficients fitted to measured
+segments replaces them (``costs.file``).
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from megatron_dta.common.files import read_json
 # Rates in FLOP/s of one H200 in bfloat16, forward and backward: large GEMMs at two thirds of their peak, attention.
 GEMM_RATE = 520e12
 ATTENTION_RATE = 500e12
-# What a host takes to launch a layer, forward and backward, as measured beside an H200.
+# Seconds that a host needs to launch a layer, forward and backward, as measured with an H200.
 FORWARD_FLOOR_PER_LAYER, BACKWARD_FLOOR_PER_LAYER = 1.0e-3, 2.2e-3
 FLOOR_SECONDS_PER_LAYER = FORWARD_FLOOR_PER_LAYER + BACKWARD_FLOOR_PER_LAYER
-# Forward and backward; attention's backward computes its scores again (5 products for the forward's 2).
+# Forward plus backward, in forwards. Attention's backward recomputes the scores (5 products for the forward's 2).
 GEMM_PASSES = 3.0
 ATTENTION_PASSES = 3.5
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Coefficients of the cost; the defaults are ``from_shape`` of Qwen3-1.7B.
+    """Coefficients of the cost model; the defaults are ``from_shape`` of Qwen3-1.7B.
 
     Attributes:
         seconds_per_token, seconds_per_pair, seconds_per_edge: a, b, c; not negative, and the first above 0.
-        floor_seconds: least that a segment takes, forward and backward together.
-        segment_tokens: tokens of a full segment (``--tree-segment-tokens``).
-        forward_token_share, forward_pair_share, forward_edge_share, forward_floor_share: parts of the four that the
-            forward takes; from 0 to 1.
+        floor_seconds: minimum time of a segment, forward and backward together.
+        segment_tokens: number of tokens in a full segment (``--tree-segment-tokens``).
+        forward_token_share, forward_pair_share, forward_edge_share, forward_floor_share: the forward's share of each of
+            the four, from 0 to 1.
     """
 
     seconds_per_token: float = 1.6261e-05
@@ -88,10 +87,10 @@ class CostModel:
         swiglu: bool = True,
         segment_tokens: int = 2048,
     ) -> CostModel:
-        """Coefficients from the FLOPs of a dense decoder (Megatron's names) at the rates on top of this file.
+        """Coefficients from the FLOPs of a dense decoder at this module's rates. The arguments have Megatron's names.
 
-        A product with a weight of n entries is 2 n FLOPs a token; scores and values of attention are 4 FLOPs a pair
-        for each channel of each query head.
+        A product with a weight of n entries takes 2 n FLOPs per token; scores and values of attention take 4 FLOPs per
+        pair for each channel of each query head.
         """
         width = num_attention_heads * kv_channels
         weights = layer_weights(hidden_size, ffn_hidden_size, width, num_query_groups * kv_channels, swiglu)
@@ -105,9 +104,9 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """A cost model from a JSON object with the names of the attributes; what it leaves out keeps its default.
+        """Load a cost model from a JSON object of attributes; missing attributes keep their defaults.
 
-        Raises InputError naming the file and what is wrong in it.
+        Raises InputError with one line that names the file and the fault.
         """
         values = read_json(path)
         names = [field.name for field in fields(cls)]
@@ -127,16 +126,16 @@ class CostModel:
             raise InputError(f"{path}: {error}") from None
 
     def cost(self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray) -> np.ndarray:
-        """Cost of forests with these counts (arrays of one shape, or numbers), linear in them.
+        """Cost of forests with these counts (arrays of one shape, or numbers). The cost is linear in the counts.
 
-        A segment's floor is no sum over nodes. In its place a token costs at least its part of the floor of a full
-        segment: short segments take a time that is nearly proportional to tokens, long ones are above the floor.
+        A segment's floor is not a sum over nodes. Instead, a token costs at least its share of the floor of a full
+        segment: short segments take a time nearly proportional to their tokens, long ones are above the floor.
         """
         per_token = max(self.seconds_per_token, self.floor_seconds / self.segment_tokens)
         return per_token * tokens + self.seconds_per_pair * pairs + self.seconds_per_edge * edges
 
     def linear_seconds(self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of forward and backward with these counts by the coefficients alone, float64 of their shape."""
+        """Seconds of forward and backward without the floor, float64 of the counts' shape."""
         parts = (
             (self.seconds_per_token, self.forward_token_share, tokens),
             (self.seconds_per_pair, self.forward_pair_share, pairs),
@@ -150,19 +149,19 @@ class CostModel:
 
     @property
     def floors(self) -> tuple[float, float]:
-        """Least seconds of a segment's forward and of its backward."""
+        """Minimum seconds of a segment's forward and of its backward."""
         forward = self.floor_seconds * self.forward_floor_share
         return forward, self.floor_seconds - forward
 
     def segment_seconds(
         self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the forward and of the backward of segments with these counts, float64 of their shape."""
+        """Seconds of the forward and of the backward of segments, float64 of the counts' shape."""
         both = zip(self.linear_seconds(tokens, pairs, edges), self.floors, strict=True)
         forward, backward = (np.maximum(seconds, floor) for seconds, floor in both)
         return forward, backward
 
 
 def layer_weights(hidden_size: int, ffn_hidden_size: int, query_width: int, key_width: int, swiglu: bool) -> int:
-    """Entries of a layer's weight matrices; the widths are those of all query heads and of all key heads together."""
+    """Number of entries in a layer's weight matrices; the widths are sums over all query heads and all key heads."""
     return hidden_size * (2 * query_width + 2 * key_width) + (3 if swiglu else 2) * hidden_size * ffn_hidden_size

@@ -1,7 +1,7 @@
-"""Fits a cost file anew from the measurements that it holds, after the form of the cost model has changed.
+"""Fits a cost file again from the measurements that it holds, after the form of the cost model has changed.
 
-What was measured stays as it is: hardware, software, date, command and commit of the measurement. Coefficients, bytes
-and errors are replaced, and ``refitted`` says when and by which commit.
+The measurements and their hardware, software, date, command and commit stay unchanged. Coefficients, bytes and errors
+are replaced, and ``refitted`` holds the date and commit of the new fit.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ KINDS = ("forward", "backward", "recompute")
 
 
 def refit(path: str | Path, when: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the file at ``path`` with new coefficients.
+    """Return the values of the file at ``path`` with new coefficients.
 
     Args:
-        when: what to say of the refit.
+        when: contents of the field ``refitted``.
 
     Raises:
-        InputError: with one line that names the file and what is wrong.
+        InputError: one line that names the file and the fault.
     """
     values = read_measured(path)
     ops = _measurements(path, values)
@@ -47,13 +47,13 @@ def _counted(path: str | Path, shape: CostShape) -> SegmentBytes:
 
 
 def _measurements(path: str | Path, values: Mapping[str, Any]) -> list[MeasuredOp]:
-    """The file's measured ops, of both depths and both kinds of pass that a fit needs."""
+    """Read the file's measured ops; raises InputError unless they have the two depths of each pass that a fit needs."""
     given = values.get("measurements")
     if not isinstance(given, list) or not given:
         raise InputError(f"{path}: has no measurements to fit again; measure with tools/fit_cost_model.py")
     ops = []
     for number, each in enumerate(given):
-        # Bytes are null where they were not measured.
+        # Bytes that were not measured are null.
         missing = {name for name in ("kept_bytes", "peak_bytes") if isinstance(each, dict) and each.get(name) is None}
         named = {"measurements": each | dict.fromkeys(missing, 0)} if isinstance(each, dict) else {}
         try:

@@ -1,24 +1,23 @@
-"""Memory of a rank by its parts, and what of it a walk over the ops holds at most.
+"""Predicts the memory of a rank and the peak that a list of ops reaches.
 
-    K/V slots      K and V of every token in flight and the accumulators of their gradients, in all layers of the rank,
-                   and room where one layer's keys and values stand together
+    K/V slots      keys and values of every token in flight and the accumulators of their gradients, in all layers of
+                   the rank, and a buffer in which one layer's keys and values are contiguous
     activations    of each segment in flight that keeps them, from its forward to its backward
-    inputs         of each segment in flight whose forward runs again: what came in from the stage before
-    one segment    whatever its kind, the segment that runs backward has its activations (they were kept, or its forward
-                   has just run again), and its backward needs room of its own at three different times, of which
-                   the one that needs most counts: a chunk of logits with its gradients; the gradients inside a
-                   feed-forward layer; or those around an attention beside the tiles of dS, which all layers of a
-                   segment share and which are there from the first layer's attention to the end of its backward
-    fixed          workspaces of libraries on both threads that launch, tables of positions, plan and indices
+    inputs         of each segment in flight that recomputes its forward: the hidden states from the stage before
+    one segment    the segment that runs backward has its activations, kept or recomputed, and needs working memory,
+                   which is the maximum over three times: a chunk of logits with its gradients; the gradients inside a
+                   feed-forward layer; and the gradients around an attention beside the tiles of dS, which all layers of
+                   a segment share and which exist from the first layer's attention to the end of its backward
+    fixed          workspaces of libraries on both launching threads, tables of positions, plan and indices
 
-Weights, gradients and optimizer states are constant through a step and no part of this. The last segment of a path
-keeps its activations for nothing: its backward, which needs them, is the next op.
+Weights, gradients and optimizer states are constant through a step and not included. The last segment of a path keeps
+its activations for free, because its backward, which needs them, is the next op.
 
-Layers that run as one autograd function (``model.fused_autograd_layer``) are counted tensor by tensor. Against 28 steps
-that were measured on an H200 the count of their tensors is short by the same 0.12 GiB, which is in ``FIXED_BYTES``, and
-in a few of them by up to 0.7% more: PyTorch's allocator does not divide a free block of which less than 1 MiB would be
-left over, and counts all of it as allocated. For that a budget leaves ``UNDIVIDED`` of a step's bytes free, so that a
-limit is one of the peak that the allocator reports (``torch.cuda.max_memory_allocated``).
+Layers that run as one autograd function (``model.fused_autograd_layer``) are counted tensor by tensor. In 28 steps
+measured on an H200, the count was too low by the same 0.12 GiB, which ``FIXED_BYTES`` includes, and in a few of them by
+up to 0.7% more. PyTorch's allocator does not split a free block if less than 1 MiB would remain, and counts the whole
+block as allocated. A budget therefore leaves the share ``UNDIVIDED`` of a step's bytes free. The limit then holds for
+the peak that the allocator reports (``torch.cuda.max_memory_allocated``).
 """
 
 from __future__ import annotations
@@ -31,34 +30,35 @@ import numpy as np
 from megatron_dta.planning.segments.schedule import OpKind
 
 GIB = float(1 << 30)
-# What is there whatever a step's segments are: cuBLAS' workspaces of two threads (32 MiB each), position tables, plan.
+# Bytes that do not depend on a step's segments: cuBLAS workspaces of two threads (32 MiB each), position tables, plan.
 FIXED_BYTES = 9 * float(1 << 24)
-# Part of a step's bytes that free blocks of the allocator take which are a little larger than the tensor in them.
+# Share of a step's bytes that is lost to blocks of the allocator that are slightly larger than their tensors.
 UNDIVIDED = 1 / 128
-# Tiles of dS: the kernels' settings allow 1 GiB, and where heads do not divide evenly among launches 1/8 more.
+# Tiles of dS: the kernels' settings allow 1 GiB, and 1/8 more if heads do not divide evenly among launches.
 MOST_SCORES = 9 * float(1 << 27)
-# Tokens by which tiles of a segment may reach over its queries and its keys.
+# Number of tokens by which tiles of a segment may extend beyond its queries and its keys.
 TILE_TOKENS, TILE_KEYS = 64, 128
-# Of a token of a segment's path: its slot, subtree end and index among the keys.
+# Bytes of indices for a token on a segment's path: its slot, subtree end and index among the keys.
 _INDEX_BYTES = 64
 
 
 @dataclass(frozen=True)
 class SegmentBytes:
-    """Bytes on a rank; none is negative.
+    """Coefficients of a rank's bytes; none is negative.
 
     Attributes:
-        kept_per_token_and_layer: activations that a segment's backward needs, of a token in a layer.
-        kept_per_token: the same, once for all layers of a rank.
-        kv_per_token_and_layer: K, V, dK and dV.
-        input_per_token: hidden states that come in from the stage before.
-        work_per_token, work_per_path_token, work_fixed: room that a running segment needs beyond its activations: for
-            each token of its root path (its own included), and for each of its tokens or whatever its length, which
-            of these two (or of these three, with the next) is more.
-        scores_per_token, scores_per_pair, most_scores: the same while attention's gradients are computed: for each of
-            its tokens, and for each pair of a token and a token of its path, the latter within ``most_scores``.
-        kv_per_token: of a token in flight, once for all layers of a rank.
-        fixed: there throughout the step.
+        kept_per_token_and_layer: activations that a segment's backward needs, for each token and layer.
+        kept_per_token: the same for each token, once for all layers of a rank.
+        kv_per_token_and_layer: K, V, dK and dV of a token in flight in a layer.
+        input_per_token: hidden states received from the stage before.
+        work_per_token, work_per_path_token, work_fixed: working memory of a running segment beyond its activations. It
+            is the sum of ``work_per_path_token`` for each token on its root path (its own included) and the maximum of
+            ``work_per_token`` for each of its tokens, ``work_fixed``, and the next.
+        scores_per_token, scores_per_pair, most_scores: working memory while attention's gradients are computed: for
+            each of its tokens, and for each pair of a token and a token of its path, the latter at most
+            ``most_scores``.
+        kv_per_token: bytes of a token in flight, once for all layers of a rank.
+        fixed: bytes that exist throughout the step.
     """
 
     kept_per_token_and_layer: float
@@ -92,21 +92,21 @@ class SegmentBytes:
         fused_attention: bool = True,
         in_buffers: bool = True,
     ) -> SegmentBytes:
-        """Bytes by counting tensors.
+        """Count the bytes of tensors.
 
         A fused layer keeps its input, the mixed queries, keys and values, attention's output and log-sum-exp, the
         residual stream behind attention, the output of the first feed-forward product, and the statistics of two
-        norms; everything else it computes again. Layers of plain modules keep what each of their operations read, in
-        float32 where a norm computes in it; of these the most that any norm and activation function keeps is counted.
-        Between them the backward needs about the gradients of all that a fused layer keeps at once; a whole layer as
-        one function, which one tensor rank with gradient buffers has, frees each as soon as it is used.
+        norms; it recomputes everything else. Layers of plain modules keep the inputs of each of their operations, in
+        float32 if a norm computes in float32; the largest case over all norms and activation functions is counted.
+        In addition, a layer's backward needs about the gradients of everything that a fused layer keeps, at once. A
+        layer that runs as a single function (one tensor rank with gradient buffers) frees each as soon as it is used.
 
         Args:
-            element_bytes: of weights and activations; gradients of K and V take at least 4.
-            logit_rows: rows of logits that exist at once.
+            element_bytes: bytes per element of weights and activations; gradients of K and V take at least 4.
+            logit_rows: number of rows of logits that exist at once.
             fused: whether layers run on the fused kernels, norms and activation function included.
-            fused_attention: whether attention runs on its kernels, which add ancestors' gradients up where they are.
-            in_buffers: whether gradients of weights are added up in buffers, and not made first.
+            fused_attention: whether attention runs on its kernels, which accumulate ancestors' gradients in place.
+            in_buffers: whether gradients of weights are accumulated in buffers, without a tensor of their own first.
         """
         query, groups = num_attention_heads * kv_channels // tensor_size, num_query_groups * kv_channels // tensor_size
         hidden = hidden_size / (tensor_size if sequence_parallel else 1)
@@ -163,11 +163,11 @@ class SegmentBytes:
         )
 
     def kept(self, layers: float) -> float:
-        """Bytes of a token's activations on a rank of so many layers."""
+        """Bytes of a token's activations on a rank with ``layers`` layers."""
         return layers * self.kept_per_token_and_layer + self.kept_per_token
 
     def work(self, tokens: np.ndarray | float, path_tokens: np.ndarray | float) -> np.ndarray | float:
-        """Room for a running segment of ``tokens`` tokens at the end of a path of ``path_tokens``."""
+        """Working memory of a running segment of ``tokens`` tokens at the end of a path of ``path_tokens``."""
         room = np.maximum(self.work_per_token * tokens, self.work_fixed)
         if self.most_scores:
             pairs = (tokens + TILE_TOKENS) * (path_tokens + TILE_KEYS)
@@ -176,18 +176,18 @@ class SegmentBytes:
         return room + self.work_per_path_token * path_tokens
 
     def slot(self, layers: float) -> float:
-        """Bytes of a token in flight on a rank of so many layers, its activations apart."""
+        """Bytes of a token in flight on a rank with ``layers`` layers, without its activations."""
         return layers * self.kv_per_token_and_layer + self.kv_per_token
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a step may take on the ranks of a pipeline.
+    """The memory limit of a step on the ranks of a pipeline.
 
     Attributes:
-        gib: memory that each rank may use in all (``--tree-memory-gib``).
-        constant: bytes of that on each pipeline rank that are weights, gradients and optimizer states.
-        bytes: of everything else.
+        gib: total memory that each rank may use (``--tree-memory-gib``).
+        constant: bytes of weights, gradients and optimizer states on each pipeline rank; part of ``gib``.
+        bytes: coefficients for everything else.
     """
 
     gib: float
@@ -195,7 +195,7 @@ class MemoryBudget:
     bytes: SegmentBytes
 
     def available(self, rank: int) -> float:
-        """Bytes of tensors that a step may make on a pipeline rank."""
+        """Bytes that a step's tensors may take on a pipeline rank."""
         return (self.gib * GIB - self.constant[rank]) * (1 - UNDIVIDED)
 
     def needed_gib(self, rank: int, missing: float) -> float:
@@ -213,13 +213,13 @@ def peak_bytes(
     has_input: Sequence[bool],
     each: SegmentBytes,
 ) -> float:
-    """Most bytes that a rank's ops hold at once, K/V slots and what is fixed included, which are there throughout.
+    """Peak bytes of a rank's ops, including K/V slots and fixed bytes.
 
     Args:
-        ops: (kind, segment, chunk) in order; a backward in two ops ends with its second.
-        lengths, path_tokens: of each segment: its tokens, and those of its root path with its own.
-        kept: of each chunk of the rank, whether each segment keeps its activations.
-        num_slots, layers, has_input: of each chunk: K/V slots, layers, and whether a stage comes before it.
+        ops: (kind, segment, model chunk) in order; a backward in two ops ends with its second.
+        lengths, path_tokens: for each segment, its number of tokens, and that of its root path including its own.
+        kept: for each model chunk of the rank, whether each segment keeps its activations.
+        num_slots, layers, has_input: for each model chunk, its K/V slots, its layers, and whether a stage precedes it.
     """
     slots = each.fixed + sum(count * each.slot(own) for count, own in zip(num_slots, layers, strict=True))
     live = peak = 0.0
@@ -231,7 +231,7 @@ def peak_bytes(
         work = each.work(lengths[segment], path_tokens[segment])
         if kind is OpKind.FORWARD:
             live += held
-        # The segment's activations are there in its backward, and at the end of a forward that keeps them.
+        # A segment's activations exist in its backward, and at the end of a forward that keeps them.
         if keeps:
             peak = max(peak, live + work)
         else:

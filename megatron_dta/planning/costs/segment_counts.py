@@ -1,4 +1,4 @@
-"""What the cost model counts, segment by segment: tokens, pairs of attention, trained edges."""
+"""Counts tokens, attention pairs and trained edges of each segment for the cost model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_dta.tree.trained_edges import merge_intervals, trained_intervals
 def segment_counts(
     plan: SegmentPlan, loss_masks: Sequence[np.ndarray] | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, (query, key) pairs and trained edges of each segment, int64 [N] each; see ``CostModel``.
+    """Numbers of tokens, (query, key) pairs and trained edges of each segment, int64 [N] each; see ``CostModel``.
 
-    An edge lies in the segment of its parent, whose row of logits it needs.
+    An edge counts in the segment of its parent, whose row of logits it needs.
 
     Args:
-        loss_masks: bool [T] of each sequence, False at position 0; None: all positions but the first are trained.
+        loss_masks: for each sequence bool [T], False at position 0; None to train all positions but the first.
     """
     tree, bounds = plan.tree, np.asarray(plan.segment_start, dtype=np.int64)
     intervals = trained_intervals(tree, loss_masks)
     _, begin, end = merge_intervals(np.zeros_like(intervals.begin), intervals.begin, intervals.end)
-    # By runs, never token by token. A child that does not begin a node has its parent right before it in the stream.
+    # Counted by runs. The parent of a child that does not begin a node is right before it in the stream.
     edges = np.diff(_below(begin, end, bounds + 1))
     first = tree.node_start[:-1][tree.node_parent >= 0]
     interval = np.searchsorted(begin, first, side="right") - 1
@@ -36,7 +36,7 @@ def segment_counts(
 
 
 def _below(begin: np.ndarray, end: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """How many members of disjoint sorted intervals lie below each place, int64."""
+    """Number of members of disjoint sorted intervals below each place, int64."""
     if not len(begin):
         return np.zeros(len(places), dtype=np.int64)
     before = np.concatenate([[0], np.cumsum(end - begin)])
@@ -45,7 +45,7 @@ def _below(begin: np.ndarray, end: np.ndarray, places: np.ndarray) -> np.ndarray
 
 
 def _keys_before(tree: PrefixTree, places: np.ndarray) -> np.ndarray:
-    """(query, key) pairs of all tokens before each place of the stream, int64."""
+    """Number of (query, key) pairs of all tokens before each place of the stream, int64."""
     length, position = tree.node_lengths.astype(np.int64), tree.node_position.astype(np.int64)
     before = np.concatenate([[0], np.cumsum(length * position + length * (length + 1) // 2)])
     node = np.searchsorted(tree.node_start, places, side="right") - 1
