@@ -1,9 +1,9 @@
 """The command line of training, generated from the dataclasses in ``megatron_dta.config``.
 
-Every dataclass is one group of flags and every field one flag: its name with dashes, its type, its choices, its default
-and its help. Flags are Megatron's where Megatron has them. ``@FILE`` stands for the arguments in a file, several a line
-and with comments; what comes later on the command line prevails. What does not parse or does not fit together is an
-``InputError`` that names the flag and the fix.
+Every dataclass is a group of flags and every field a flag, with its name (with dashes), type, choices, default and
+help. Flags have Megatron's names if Megatron has them. ``@FILE`` stands for the arguments in a file, which may hold
+several per line and comments; later arguments override earlier ones. Arguments that cannot be parsed or contradict each
+other raise an ``InputError`` that names the flag and the fix.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_dta.conversion.hf.arguments import add_hf_settings
 
 class _Parser(CommandLineParser):
     def meant(self, word: str) -> str:
-        """What is wrong with a word that is no flag, and what was perhaps meant: slime's and verl's names, too."""
+        """The message for an unknown word, with similar flags; it also knows slime's and verl's names."""
         return name_here(word) or super().meant(word)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
@@ -46,12 +46,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
 
 
 def parse_settings(argv: Sequence[str] | None = None) -> TrainConfig:
-    """The settings of ``argv``, whether or not they are a whole run."""
+    """The settings of ``argv``, which need not describe a complete run."""
     return settings_from(vars(build_parser().parse_args(argv)))
 
 
 def settings_from(named: dict[str, Any]) -> TrainConfig:
-    """The settings of the flags ``named``, by field, and what follows from them."""
+    """The settings of the flags ``named``, by field, and all settings derived from them."""
     given = add_treepo_preset(add_hf_settings(named))
     topics = {}
     for topic, dataclass_type in _topics().items():
@@ -67,7 +67,7 @@ def settings_from(named: dict[str, Any]) -> TrainConfig:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """One argument group for each topic of ``TrainConfig``. What it parses holds only the flags that were given."""
+    """Build the parser, with an argument group per topic of ``TrainConfig``. Its result holds only the given flags."""
     parser = _Parser(
         prog="python -m megatron_dta.train",
         description="Exact RL training on prefix trees. An argument @FILE stands for the arguments in that file.",

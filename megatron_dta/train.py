@@ -1,8 +1,9 @@
 """Entry point of training: ``python -m megatron_dta.train --num-layers 4 ... --task arithmetic --save runs/first``.
 
-Runs on the CUDA GPU if there is one and on the CPU otherwise, alone or under ``torchrun``.
-``--help`` lists all flags; ``examples/`` holds whole commands. Status 0 after the last step and after SIGTERM or
-SIGUSR1 (the state is saved; the same command continues), 130 after Ctrl-C (saved, too), 2 after bad input.
+Training runs on CUDA GPUs if there are any and on the CPU otherwise, in one process or under ``torchrun``.
+``--help`` lists all flags; ``examples/`` holds complete commands. The exit status is 0 after the last step and after
+SIGTERM or SIGUSR1 (the state is saved, and the same command continues), 130 after Ctrl-C (the state is saved, too), and
+2 after invalid input.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main() -> int:
     # OpenMP threads that spin while they wait make a step 50 times slower on cores that other processes use too (5.2 s
     # instead of 0.1 s, measured with a small model and two threads). OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Here and not on top: a wrong flag is told before Megatron is imported, which takes seconds.
+    # Imported here so that a wrong flag is reported before the import of Megatron, which takes seconds.
     from rich.console import Console
 
     from megatron_dta.arguments import parse_arguments
@@ -79,7 +80,7 @@ def _train(config: TrainConfig, console: Console) -> int:
 
 
 def quieten_libraries() -> None:
-    """Hide what optional packages are missing and what PyTorch will rename: nothing a user can act on."""
+    """Hide warnings on which users cannot act: missing optional packages and future renames in PyTorch."""
     warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""Flags of training on the command line of a tool: each tool declares the settings that it reads, others are refused.
+"""Parses training flags on the command lines of tools; each tool declares the settings that it reads.
 
-An argument file (``@FILE``) describes a whole run, so what a tool does not read of it is passed over, and named. A flag
-that is given to the tool itself and that it does not read is an error.
+An argument file (``@FILE``) describes a whole run, so its flags that a tool does not read are ignored and listed. Such
+a flag on the tool's own command line is an error.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.options import flag_of
 
-# What decides the model and the processes that hold it.
+# Settings of the model and the mesh.
 MESH = (
     "tensor_model_parallel_size pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank "
     "pipeline_model_parallel_layout expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
     "distributed_timeout_minutes"
 )
-# Weights to sample from, and what encodes prompts and judges responses.
+# Settings of the weights to sample from, of the prompts and of the rewards.
 TASK = (
     "load load_hf hf_checkpoint skip_checkpoint_checks prompt_data task arithmetic_max_operand arithmetic_operators "
     "reward_function "
     "tokenizer_type tokenizer_model apply_chat_template apply_chat_template_kwargs eos_id input_key label_key "
     "filter_overlong_prompts"
 )
-# How the engine in this process samples.
+# Settings of the in-process rollout engine.
 ENGINE = (
     "rollout_top_p rollout_max_response_len temperature inference_max_requests inference_dynamic_batching_block_size "
     "inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_max_tokens rollout_cuda_graphs "
@@ -46,7 +46,7 @@ class ToolFlags:
 
     @property
     def settings(self) -> set[str]:
-        """The names of all of them."""
+        """The names of all settings that the tool reads."""
         return set(self.names.split()) | {name for topic in self.topics for name in _settings()[topic]}
 
     def parse(self, argv: Sequence[str], **fixed: Any) -> tuple[TrainConfig, list[str]]:
@@ -71,13 +71,13 @@ class ToolFlags:
                 raise InputError(f"{flags[name]} has no effect on {self.tool}, which does not read it; leave it out")
         read = {name: value for name, value in given.items() if name in known}
         if "load" in read and "load_hf" in read:
-            # The run began with these weights; its checkpoint has those to take now, and the same shape.
+            # The run started from these weights. Its checkpoint holds the current weights, of the same shape.
             read.setdefault("hf_checkpoint", read.pop("load_hf"))
         return settings_from({**read, **fixed}), sorted(flags[name] for name in given if name not in known)
 
 
 def passed_over(flags: Sequence[str]) -> str:
-    """The line that names what was not read of an argument file."""
+    """The line that lists the ignored flags of an argument file."""
     return f"not read here, of the argument file: {', '.join(flags)}"
 
 

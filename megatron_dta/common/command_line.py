@@ -1,4 +1,4 @@
-"""What command lines have in common: one line for a bad one, limits of flags, results as JSON on the last line."""
+"""Shared parts of all command lines: one-line errors, checks of flags, and results as JSON on the last line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_dta.common.errors import InputError, one_line, raise_all
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """Takes flags by their whole names only and shows its description as it stands; errors are ``InputError``."""
+    """A parser without abbreviated flags that prints its description unformatted and raises ``InputError``."""
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(description=description, allow_abbrev=False, **settings)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """As argparse's; a line for each flag that is unknown, with the ones that were perhaps meant."""
+        """Parse as argparse does; the error for unknown flags has a line for each, with similar flags."""
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             named = [word for word in unknown if word.startswith("-") or "=" in word] or unknown
@@ -32,7 +32,7 @@ class CommandLineParser(argparse.ArgumentParser):
         return namespace
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """As argparse's; an argument file that cannot be read is one line."""
+        """Parse as argparse does; an unreadable argument file is a one-line error."""
         try:
             return super().parse_known_args(args, namespace)
         except UnicodeDecodeError as error:
@@ -41,14 +41,14 @@ class CommandLineParser(argparse.ArgumentParser):
             raise InputError("an argument file (@FILE) names itself, or one that names it") from None
 
     def error(self, message: str) -> NoReturn:
-        """One line instead of argparse's usage text."""
+        """Raise a one-line error instead of printing argparse's usage text."""
         failure = sys.exc_info()[1]
         if isinstance(failure, OSError):
             raise InputError(f"argument file @{failure.filename}: cannot be read ({failure.strerror})")
         raise InputError(f"{one_line(message)} (--help lists the flags)")
 
     def meant(self, word: str) -> str:
-        """What is wrong with a word that is no flag, and what was perhaps meant."""
+        """The message for an unknown word, with similar flags."""
         flag = word.partition("=")[0]
         if not word.startswith("-"):
             return f"{word}: belongs to no flag"
@@ -56,7 +56,7 @@ class CommandLineParser(argparse.ArgumentParser):
         return f"{flag}: unknown flag" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
     def _near(self, flag: str) -> Iterator[str]:
-        """Flags with nearly this name, that begin with it, or that speak of its words; the best first."""
+        """Flags with a similar name, with this prefix, or that share words with it; the best first."""
         known = {name: action for action in self._actions for name in action.option_strings if name.startswith("--")}
         name = "--" + flag.lstrip("-").replace("_", "-")
         yield from (other for other in known if other == name or other.startswith(f"{name}-"))
@@ -66,17 +66,17 @@ class CommandLineParser(argparse.ArgumentParser):
 
 
 def add_sample_granularity(parser: argparse.ArgumentParser) -> None:
-    """The flag that says what one sequence of stored rollouts is."""
+    """Add the flag that defines a sequence of stored rollouts."""
     parser.add_argument(
         "--sample-granularity",
         choices=("trajectory", "turn"),
         default="trajectory",
-        help="one sequence per stored rollout, or per turn of it with all turns before (default: %(default)s)",
+        help="one sequence per stored rollout, or per turn including all earlier turns (default: %(default)s)",
     )
 
 
 def check_at_least(arguments: argparse.Namespace, least: float, *names: str) -> None:
-    """Refuse a flag, by the name of its attribute, that is given (not None) and not a finite number >= ``least``."""
+    """Refuse flags (named by attribute) that are given (not None) but are not finite numbers >= ``least``."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not (math.isfinite(value) and value >= least):
@@ -84,20 +84,20 @@ def check_at_least(arguments: argparse.Namespace, least: float, *names: str) -> 
 
 
 def check_output(path: Path | None, flag: str) -> None:
-    """Refuse a file whose folder does not exist, before there are results that could not be written."""
+    """Refuse an output file whose folder does not exist, before any results are computed."""
     if path is not None and not path.parent.is_dir():
-        raise InputError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+        raise InputError(f"{flag} {path}: there is no folder {path.parent}; create it first")
     if path is not None and path.is_dir():
         raise InputError(f"{flag} {path}: is a folder; name a file")
 
 
 def json_text(values: Any, indent: int | None = None) -> str:
-    """``values`` as JSON, which has no NaN and no infinity: they become null."""
+    """``values`` as JSON. NaN and infinity, which JSON lacks, become null."""
     return json.dumps(_finite(values), indent=indent, allow_nan=False)
 
 
 def print_json(values: Any) -> None:
-    """The result for programs: one line, the last of standard output."""
+    """Print a machine-readable result as the last line of standard output."""
     sys.stdout.flush()
     print(json_text(values), flush=True)
 

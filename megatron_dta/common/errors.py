@@ -1,8 +1,8 @@
-"""The one exception for bad input: a flag, a rollout file, a checkpoint.
+"""The exception for invalid input, such as flags, rollout files and checkpoints.
 
-Its message is a single line that says which file, row, field or flag is wrong, what was wrong and what to do;
-``InputErrors`` has a line for each of several things. Entry points print it without a traceback and exit with status 2,
-so anything else that reaches the user is a defect of this project.
+Its message is a single line that names the file, row, field or flag, the problem and the fix. ``InputErrors`` has a
+line for each of several problems. Entry points print the message without a traceback and exit with status 2. Any other
+exception that reaches the user is a bug of this project.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-# A disk that is full, a quota that is used up, a limit on files, a file system that only reads.
+# Full disk, exhausted quota, limit on file sizes, read-only file system.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 class InputError(ValueError):
-    """The user's input cannot be used; the message names the place and the fix."""
+    """The user's input is invalid; the message names the place and the fix."""
 
 
 class InputErrors(InputError):  # noqa: N818 (several of them)
-    """Several things that are wrong at once; ``messages`` has a line for each."""
+    """Several problems at once; ``messages`` has a line for each."""
 
     def __init__(self, messages: Iterable[str]) -> None:
         self.messages = tuple(messages)
@@ -30,14 +30,14 @@ class InputErrors(InputError):  # noqa: N818 (several of them)
 
 
 def raise_all(messages: Iterable[str]) -> None:
-    """Raise what is wrong, all of it at once, if anything is."""
+    """Raise one error with all messages, if there are any."""
     found = tuple(dict.fromkeys(messages))
     if found:
         raise InputErrors(found)
 
 
 def caught(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
-    """What ``check(*arguments)`` raises as ``InputError``, as lines."""
+    """Yield the lines of the ``InputError`` that ``check(*arguments)`` raises, if any."""
     try:
         check(*arguments)
     except InputErrors as error:
@@ -47,16 +47,16 @@ def caught(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
 
 
 def one_line(text: str) -> str:
-    """``text`` on one line, with what cannot be printed as escapes: a path or a flag may hold anything."""
+    """``text`` on one line, with unprintable characters escaped, since paths and flags may contain any character."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
 def run_entry_point(main: Callable[[], int | None]) -> None:
-    """Run ``main`` and exit with its status. An ``InputError`` becomes one line on standard error (one for each thing
-    that is wrong) and status 2, and so does a full disk; Ctrl-C the line ``interrupted`` and status 130, as shells
-    have it.
+    """Run ``main`` and exit with its status.
 
-    Of several processes, those after the first name themselves: mostly all of them met the same error, but not always.
+    An ``InputError`` or a full disk is printed on standard error, one line per problem, and gives status 2. Ctrl-C
+    prints ``interrupted`` and gives status 130, the convention of shells. With several processes, ranks above 0 add
+    their rank to the line, since usually, but not always, all ranks fail with the same error.
     """
     try:
         status = main()

@@ -1,6 +1,6 @@
-"""Files appear whole or not at all: written beside their place under a temporary name, then renamed.
+"""Writes files atomically: under a temporary name in the same folder, then renamed.
 
-JSON is read here too, so that what is wrong with any such file is told in the same words.
+It also reads JSON files, so that their errors have the same wording everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds; raises InputError naming the file that cannot be read or is none."""
+    """Read a JSON file.
+
+    Raises:
+        InputError: the file cannot be read or is not JSON.
+    """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Reads a Hugging Face checkpoint's safetensors files: checked whole before anything is converted, then by rows.
+"""Reads a Hugging Face checkpoint's safetensors files, which are all checked before any rows are read.
 
-The format is a length, a JSON header and the raw bytes of every tensor, so rows are read straight into the memory they
-are for: no mapping of files, whose pages would count as resident, and no copy in between. Nothing here can run code;
-``pytorch_model.bin`` can, being a pickle, and is refused.
+A file consists of a length, a JSON header and the raw bytes of every tensor. Rows are read directly into their target
+memory, without intermediate copies and without mapping files, whose pages would count as resident memory. Reading
+cannot execute code. ``pytorch_model.bin`` is a pickle, which can, so it is refused.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Longest header that the format allows.
+# Maximum header length that the format allows.
 _MAX_HEADER = 100_000_000
-# PyTorch's tensors have no more.
+# Maximum number of dimensions of a PyTorch tensor.
 _MAX_AXES = 64
 _MOST_SHOWN = 200
-# Rows that must be converted to another dtype pass through a buffer of so many bytes.
+# Size in bytes of the buffer for rows that are converted to another dtype.
 _BUFFER_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes are."""
+    """The location of a tensor's bytes."""
 
     path: Path
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row (of one number, for a vector)."""
+        """Bytes of one row, or of one element of a vector."""
         return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
 
 
@@ -55,7 +55,7 @@ class SafetensorsFolder:
         folder: holds ``model.safetensors.index.json`` and the files it names, or ``model.safetensors``.
 
     Raises:
-        InputError: a file is missing, cut, or not what the index says; the message names it.
+        InputError: a file is missing, truncated, or differs from the index; the message names it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -79,7 +79,7 @@ class SafetensorsFolder:
         return [self.folder / name for name in sorted(set(self.weight_map.values()))]
 
     def check(self, expected: dict[str, tuple[int, ...]], ignored: Callable[[str], bool] = lambda name: False) -> None:
-        """Refuse anything but the tensors ``expected``, of these shapes, in a dtype of weights."""
+        """Refuse a checkpoint whose tensors differ from ``expected`` in name or shape or are not of a weight dtype."""
         missing = [name for name in expected if name not in self.tensors]
         if missing:
             raise InputError(f"{self.folder}: {_some(missing)} missing; the model in config.json needs it")
@@ -94,9 +94,9 @@ class SafetensorsFolder:
                 )
 
     def read(self, name: str, row: int, into: Tensor, columns: tuple[int, int] | None = None) -> None:
-        """Fill ``into`` [rows, ...] with the tensor's rows from ``row`` on, of its ``columns`` only if given.
+        """Fill ``into`` [rows, ...] with the tensor's rows starting at ``row``, restricted to ``columns`` if given.
 
-        ``into`` lies on the host, its rows one behind the other, and may have another dtype.
+        ``into`` is a contiguous host tensor and may have another dtype.
         """
         stored = self.tensors[name]
         if columns == (0, stored.shape[-1]):
@@ -127,7 +127,7 @@ class SafetensorsFolder:
         return self._files[path]
 
     def close(self) -> None:
-        """Close the files that reading has opened."""
+        """Close the opened files."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()
@@ -139,11 +139,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file; ``InputError`` unless the file is whole and every byte of it accounted for."""
+    """The tensors of one file, by name.
+
+    Raises:
+        InputError: the file is incomplete, or its tensors do not cover exactly its bytes.
+    """
     try:
         if path.exists() and not path.is_file():
             # Reading a pipe would wait for ever.
-            raise InputError(f"{path}: is no file; download the checkpoint again")
+            raise InputError(f"{path}: is not a file; download the checkpoint again")
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -174,7 +178,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(path: Path, name: str, entry: dict[str, Any], start: int) -> tuple[StoredTensor, int]:
-    """The tensor of a header's entry and where its bytes end."""
+    """The tensor of a header's entry and the end of its bytes."""
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise InputError(
             f"{path}: {shown(name)} is of type {shown(entry['dtype'])}; weights must be one of {', '.join(DTYPES)} "
@@ -194,13 +198,13 @@ def _is_count(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A name or a value from a file, as a message shows it: not at any length."""
+    """A name or a value from a file, shortened for a message."""
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def weight_map_of(folder: Path) -> dict[str, str] | None:
-    """The file of every tensor; None where there are no safetensors, or no readable ones."""
+    """The file of every tensor; None if there are no readable safetensors files."""
     try:
         return _weight_map(folder)
     except InputError:
@@ -240,7 +244,7 @@ def _read_exactly(file: int, view: memoryview, offset: int, path: Path) -> None:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first names and how many more."""
+    """The first names and the number of further ones, for a message."""
     listed = [shown(name) for name in names]
     more = f" and {len(listed) - 3} more tensors" if len(listed) > 3 else ""
     return f"{', '.join(listed[:3])}{more} {'is' if len(listed) == 1 else 'are'}"

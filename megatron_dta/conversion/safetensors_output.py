@@ -1,7 +1,7 @@
-"""Writes safetensors files whose tensors come piece by piece: the header first, then every piece at its place.
+"""Writes safetensors files from pieces of tensors: first the header, then every piece at its offset.
 
-Names and shapes are known before the first weight is, so files are laid out first. The layout is that of transformers:
-tensors by name, files by size, or the files of a given checkpoint where it has the same tensors.
+Names and shapes are known before the weights, so the files are laid out first. The layout follows transformers: tensors
+sorted by name and files split by size, or the files of a given checkpoint that has the same tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FileLayout:
     """One file to write.
 
     Attributes:
-        offsets: of every tensor, from the start of the file, in the order in which they stand there.
+        offsets: byte offset of every tensor from the start of the file, in ascending order.
     """
 
     name: str
@@ -37,12 +37,12 @@ class FileLayout:
 
 
 def lay_out(tensors: Shapes, max_shard_bytes: int, weight_map: dict[str, str] | None = None) -> list[FileLayout]:
-    """Which tensor goes into which file.
+    """Assign the tensors to files.
 
     Args:
-        tensors: in the order of the model.
-        max_shard_bytes: a file ends before a tensor that would make it larger.
-        weight_map: file of each tensor; if it names the same tensors it decides.
+        tensors: shapes and dtypes by name, in the order of the model.
+        max_shard_bytes: maximum size of a file; only a single larger tensor may exceed it.
+        weight_map: file of each tensor; it is used if it names the same tensors.
     """
     if weight_map is not None and weight_map.keys() == tensors.keys():
         groups: dict[str, list[str]] = {}
@@ -67,7 +67,7 @@ def lay_out(tensors: Shapes, max_shard_bytes: int, weight_map: dict[str, str] | 
 
 
 def index_of(layouts: list[FileLayout]) -> str | None:
-    """Text of ``model.safetensors.index.json``; None for a single file that needs none."""
+    """Text of ``model.safetensors.index.json``; None for a single file, which needs no index."""
     if [layout.name for layout in layouts] == [SINGLE]:
         return None
     weight_map = {tensor: layout.name for layout in layouts for tensor in layout.shapes}
@@ -77,7 +77,7 @@ def index_of(layouts: list[FileLayout]) -> str | None:
 
 
 class SafetensorsOutput:
-    """One file being written; its tensors' rows may come in any order, and all of them must come."""
+    """A file in progress. Rows may be written in any order, and all rows must be written."""
 
     def __init__(self, folder: Path, layout: FileLayout, advance: Callable[[int], None] = lambda count: None) -> None:
         self._advance = advance
@@ -87,7 +87,7 @@ class SafetensorsOutput:
         self._write(memoryview(layout.header), 0)
 
     def write(self, name: str, row: int, values: Tensor) -> None:
-        """Let the tensor's rows from ``row`` on be ``values`` [rows, ...], which lie on the host."""
+        """Write ``values`` [rows, ...], a host tensor, as the tensor's rows starting at ``row``."""
         shape, dtype = self.layout.shapes[name]
         row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
         if row + values.shape[0] > shape[0] or tuple(values.shape[1:]) != shape[1:]:
@@ -103,7 +103,11 @@ class SafetensorsOutput:
             self._advance(count)
 
     def finish(self) -> None:
-        """Make sure that all is on the disk; raises ``ValueError`` if rows never came."""
+        """Flush the file to disk.
+
+        Raises:
+            ValueError: some rows were not written.
+        """
         if self._missing:
             raise ValueError(f"{self.path}: {self._missing} bytes were never written")
         os.fsync(self._file)
@@ -118,7 +122,7 @@ class SafetensorsOutput:
 
 
 def _layout(file_name: str, shapes: Shapes) -> FileLayout:
-    # As the safetensors library orders them: larger numbers first, so that all are aligned.
+    # The order of the safetensors library: wider dtypes first, so that all tensors are aligned.
     ordered = dict(sorted(shapes.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position, starts = 0, {}

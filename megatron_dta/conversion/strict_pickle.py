@@ -1,12 +1,12 @@
-"""Reads the pickles of a checkpoint without running anything that they name.
+"""Reads the pickles of a checkpoint without executing code that they name.
 
-A pickle is a program: it may call whatever it can import. PyTorch keeps the metadata of a distributed checkpoint as one
-(``.metadata``), and lets it import everything. Here it may build the classes of such metadata, by exact module and
-name, from plain values, and nothing else; then the result is checked to be metadata. Sizes and numbers in the file
-allocate nothing before the bytes they announce were read.
+A pickle is a program that may call anything it can import. PyTorch stores the metadata of a distributed checkpoint as a
+pickle (``.metadata``) and lets it import everything. This reader builds only the classes of such metadata, by exact
+module and name, from plain values, and then checks that the result is metadata. Sizes in the file cause no allocation
+before the corresponding bytes have been read.
 
-Tensors and plain values (``common.pt``, ``*.distcp``) are read by PyTorch's own unpickler of weights, from archives
-that are no larger unpacked than they are on the disk.
+Tensors and plain values (``common.pt``, ``*.distcp``) are read by PyTorch's weights-only unpickler, from archives whose
+unpacked size is not larger than the file.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
 @dataclass
 class _OlderMetadata(Metadata):
-    """What Megatron-Core up to 0.15 called ``MCoreMetadata``; its further entries are not used."""
+    """``MCoreMetadata`` of Megatron-Core up to 0.15; its additional entries are not used."""
 
 
 class _OlderPlan:
-    """Stands for ``MCoreSavePlan`` of these versions, of which nothing is used."""
+    """A placeholder for ``MCoreSavePlan`` of these versions, which is not used."""
 
 
 def _members(module: Any, *names: str) -> dict[tuple[str, str], Any]:
     return {(module.__name__, name): getattr(module, name) for name in names if hasattr(module, name)}
 
 
-# Classes whose instances hold what the pickle gives them.
+# Classes whose instances take their state from the pickle.
 _RECORDS = (
     _members(metadata, "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata")
     | _members(metadata, "ChunkStorageMetadata", "TensorProperties", "StorageMeta")
@@ -82,11 +82,11 @@ _ALL_OF_TYPE: dict[Any, type] = {
 class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
     """Builds metadata and nothing else.
 
-    It is Python's own unpickler in Python: that in C takes memory for what a damaged number announces. Values are
-    hashed only where they are flat, so that none can take for ever or overflow the stack.
+    It derives from Python's unpickler written in Python, since the C version allocates memory for any size that a
+    damaged file states. Only flat values are hashed, so that hashing cannot take forever or overflow the stack.
     """
 
-    # What can build other objects than metadata are made of is no opcode here.
+    # Opcodes that build objects which metadata does not contain are removed.
     dispatch = {  # noqa: RUF012 (as the base class has it)
         code: load
         for code, load in pickle._Unpickler.dispatch.items()  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of the known classes; names with dots, which reach into what a module imports, are none of them."""
+        """Return one of the known classes. Dotted names, which reach into a module's imports, are refused."""
         try:
             return _NAMES[module, name]
         except KeyError:
@@ -187,7 +187,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _is_flat(key: Any) -> bool:
-    """Whether a key holds no other objects than texts and numbers."""
+    """Whether a key contains only strings and numbers."""
     if type(key) is not MetadataIndex:
         return type(key) in (str, int)
     held = vars(key)
@@ -220,7 +220,7 @@ def read_metadata(file: BinaryIO) -> Metadata:
 
 
 def _check_metadata(found: Metadata) -> None:
-    """Refuse metadata whose parts have other types than PyTorch writes."""
+    """Refuse metadata whose parts have types that PyTorch does not write."""
     held = vars(found)
     described, stored = held.get("state_dict_metadata"), held.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
@@ -262,7 +262,7 @@ def _is_chunk_of(chunk: dict[str, Any], size: torch.Size) -> bool:
 
 
 def _is_place(place: Any) -> bool:
-    """Whether it is a section of a file in the checkpoint's own folder."""
+    """Whether ``place`` is a section of a file in the checkpoint's own folder."""
     if type(place) is not _StorageInfo:
         return False
     held = vars(place)
@@ -282,7 +282,7 @@ def load_values(file: Any, size: int) -> Any:
     """Tensors and plain values as ``torch.save`` writes them, on the host.
 
     Args:
-        size: bytes of ``file``; unpacked it may not be larger.
+        size: bytes of ``file``; its unpacked size may not be larger.
 
     Raises:
         pickle.UnpicklingError: the file holds objects that could run code, or is no such archive.

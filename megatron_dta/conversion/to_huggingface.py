@@ -1,8 +1,8 @@
-"""Megatron distributed checkpoint -> Hugging Face checkpoint, a piece at a time.
+"""Converts a Megatron distributed checkpoint to a Hugging Face checkpoint, one piece at a time.
 
-Every file of the target is written on its own from the pieces that it needs. Configuration, tokenizer and whatever
-else lies beside the weights are carried along byte for byte from a Hugging Face checkpoint of the same model, which
-also decides how tensors are divided into files, if it has the same ones.
+Every file of the target is written independently from the pieces that it needs. The configuration, the tokenizer and
+all other files beside the weights are copied unchanged from a template, a Hugging Face checkpoint of the same model. If
+the template has the same tensors, it also determines their division into files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_dta.conversion.safetensors_files import INDEX, weight_map_of
 from megatron_dta.conversion.safetensors_output import FileLayout, SafetensorsOutput, Shapes, index_of, lay_out
 
 MAX_SHARD_BYTES = 5_000_000_000
-# Choices of a run that change no weight's meaning.
+# Settings of a run that do not change the meaning of any weight.
 FREE_SETTINGS = ("max_position_embeddings", "init_method_std")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".py")
 
@@ -43,8 +43,8 @@ class ToHuggingFace:
     Attributes:
         source: the checkpoint itself, not the folder of a run.
         template: Hugging Face checkpoint that the configuration and the tokenizer come from.
-        dtype: of the weights written; None keeps each one's.
-        max_shard_bytes: a file ends before it is larger; None takes the template's files.
+        dtype: dtype of the written weights; None keeps the dtype of each.
+        max_shard_bytes: maximum size of a file; None uses the template's division into files.
         adapters: checkpoint whose LoRA adapters are merged into the weights.
     """
 
@@ -79,7 +79,7 @@ class ToHuggingFace:
 
     @cached_property
     def layouts(self) -> list[FileLayout]:
-        """All files of weights."""
+        """The layouts of all weight files."""
         tensors: Shapes = {}
         for parameter in self.parameters:
             dtype = self.dtype or self.checkpoint.dtype_of(parameter)
@@ -92,7 +92,7 @@ class ToHuggingFace:
 
     @cached_property
     def _parameters_in(self) -> dict[str, list[Parameter]]:
-        """Parameters that each file needs."""
+        """The parameters that each file needs."""
         file_of = {tensor: layout.name for layout in self.layouts for tensor in layout.shapes}
         found: dict[str, list[Parameter]] = {layout.name: [] for layout in self.layouts}
         for parameter in self.parameters:
@@ -101,11 +101,11 @@ class ToHuggingFace:
         return found
 
     def files(self) -> dict[str, int]:
-        """Names and sizes of the files of weights."""
+        """Names and sizes of the weight files."""
         return {layout.name: layout.size for layout in self.layouts}
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the files depend on."""
+        """The values that the files depend on."""
         settings = {item.name: str(getattr(self, item.name)) for item in fields(self)}
         paths = [self.source / ".metadata", *sorted(self.source.glob("*.distcp")), *carried_files(self.template)]
         if self.adapters is not None:
@@ -113,14 +113,14 @@ class ToHuggingFace:
         return {"to": "huggingface", **settings, "files_read": source_stamp(paths)}
 
     def write_file(self, name: str, folder: Path, advance: Callable[[int], None]) -> None:
-        """Write one file of weights."""
+        """Write one weight file."""
         with SafetensorsOutput(folder, self._layout_of[name], advance) as output:
             for parameter in self._parameters_in[name]:
                 self._write_parameter(parameter, output)
             output.finish()
 
     def _write_parameter(self, parameter: Parameter, output: SafetensorsOutput) -> None:
-        """Write those of a parameter's tensors that belong into the file."""
+        """Write the tensors of a parameter that belong to the file."""
         parts: dict[str, Tensor] = {}
         for piece in self.checkpoint.pieces_of(parameter):
             end = piece.row + piece.shape[0]
@@ -138,7 +138,7 @@ class ToHuggingFace:
                 if columns is None or columns == (0, parameter.shape[1]):
                     output.write(copy.tensor, copy.tensor_row, rows)
                     continue
-                # Columns of a rank: rows are whole when all ranks' are there.
+                # These are the columns of one rank; the rows are complete when the columns of all ranks are there.
                 if copy.tensor not in parts:
                     parts[copy.tensor] = torch.empty(parameter.tensors[copy.tensor], dtype=values.dtype)
                 parts[copy.tensor][copy.tensor_row : copy.tensor_row + copy.rows, slice(*columns)] = rows
@@ -146,14 +146,17 @@ class ToHuggingFace:
             output.write(tensor, 0, whole)
 
     def finish(self, folder: Path, records: dict[str, Any]) -> None:
-        """Add the index and what is carried along."""
+        """Add the index and the files that are copied from the template."""
         write_surroundings(self.template, folder, self.layouts)
 
 
 def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:
-    """The model by ``template``'s config.json; ``InputError`` if the checkpoint ``path`` is of another one.
+    """The model of ``template``'s config.json, checked against the settings in the checkpoint ``path``.
 
-    Shapes alone do not tell: 8 heads of 64 have the weights of 4 heads of 128.
+    Shapes alone do not identify a model: 8 heads of size 64 have weights of the same shapes as 4 heads of size 128.
+
+    Raises:
+        InputError: the checkpoint is of another model.
     """
     saved = MegatronCheckpoint(path).settings() or {}
     length = saved.get("--max-position-embeddings")
@@ -170,13 +173,13 @@ def model_of_checkpoint(path: Path, template: Path) -> ModelConfig:
 
 
 def lay_out_like(template: Path, tensors: Shapes, max_shard_bytes: int | None) -> list[FileLayout]:
-    """Files like ``template``'s if it has these tensors and no size is given, otherwise by size."""
+    """Lay out files like ``template``'s if it has these tensors and no size is given, otherwise by size."""
     weight_map = weight_map_of(template) if max_shard_bytes is None else None
     return lay_out(tensors, max_shard_bytes or MAX_SHARD_BYTES, weight_map)
 
 
 def carried_files(template: Path) -> list[Path]:
-    """What lies beside the weights of a checkpoint: configuration, tokenizer, license."""
+    """The files beside the weights of a checkpoint, such as configuration, tokenizer and license."""
     return sorted(
         path
         for path in template.iterdir()
@@ -185,7 +188,7 @@ def carried_files(template: Path) -> list[Path]:
 
 
 def write_surroundings(template: Path, folder: Path, layouts: list[FileLayout]) -> None:
-    """The index of the files of weights and copies of what lies beside the template's."""
+    """Write the index of the weight files and copy the other files of the template."""
     for path in carried_files(template):
         shutil.copyfile(path, folder / path.name)
     _correct_dtype(folder / "config.json", layouts)
@@ -205,12 +208,12 @@ def _same_index(left: str, right: str) -> bool:
         sizes = [content.get("metadata", {}).get("total_size") for content in (first, second)]
         return first["weight_map"] == second["weight_map"] and sizes[0] == sizes[1]
     except (ValueError, KeyError, AttributeError, RecursionError):
-        # Its list of files was readable; what else it says is not needed.
+        # The list of files was readable, and the other entries of the index are not needed.
         return False
 
 
 def _correct_dtype(path: Path, layouts: list[FileLayout]) -> None:
-    """Let config.json name the dtype of the weights; the file stays as it is if it does."""
+    """Write the dtype of the weights into config.json, unless it is correct already."""
     counts: dict[torch.dtype, int] = {}
     for layout in layouts:
         for shape, dtype in layout.shapes.values():

@@ -1,9 +1,9 @@
-"""Hugging Face checkpoint -> Megatron distributed checkpoint, a piece at a time.
+"""Converts a Hugging Face checkpoint to a Megatron distributed checkpoint, one piece at a time.
 
-A piece is read into memory, written and forgotten, so memory depends neither on the model nor on its largest tensor.
-Pieces are cut where the ranks of the wanted mesh divide a parameter, and a file holds parameters of one pipeline stage
-and of one rank's experts: a rank that loads the checkpoint on that mesh reads whole pieces of few files. It can be
-loaded on any other mesh too.
+Each piece is read into memory, written and released, so memory use depends neither on the model's size nor on its
+largest tensor. Pieces are split where the ranks of the given mesh divide a parameter. A file holds parameters of one
+pipeline stage and of one rank's experts, so a rank that loads the checkpoint on that mesh reads whole pieces from few
+files. The checkpoint also loads on any other mesh.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_dta.conversion.safetensors_files import SafetensorsFolder
 
 PIECE_BYTES = 1 << 25
 FILE_BYTES = 1 << 31
-# Megatron's names for a checkpoint that no training step has made.
+# Megatron's names for a checkpoint that was not made by a training step.
 RELEASE, TRACKER = "release", "latest_checkpointed_iteration.txt"
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 
@@ -38,8 +38,8 @@ class ToMegatron:
     """The conversion of one checkpoint; ``conversion.job`` runs it.
 
     Attributes:
-        dtype: of the weights written; None keeps each one's.
-        common: what the checkpoint holds besides, plain values.
+        dtype: dtype of the written weights; None keeps the dtype of each.
+        common: plain values for the checkpoint's common state.
     """
 
     source: Path
@@ -57,7 +57,7 @@ class ToMegatron:
         self._check_dtypes()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what is derived: open files among it.
+        # Omit derived attributes, which include open files.
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @cached_property
@@ -70,7 +70,7 @@ class ToMegatron:
 
     @cached_property
     def plan(self) -> dict[str, list[Piece | str]]:
-        """Pieces, and names of extra states, of every file."""
+        """The pieces and the names of extra states in every file."""
         groups: dict[int, list[Piece | str]] = {}
         for index, parameter in enumerate(self.parameters):
             group = groups.setdefault(self._group(parameter), [])
@@ -88,19 +88,19 @@ class ToMegatron:
         return plan
 
     def files(self) -> dict[str, int]:
-        """Names and bytes of the files of weights."""
+        """Names and sizes of the weight files."""
         return {
             name: sum(self._bytes(piece) for piece in pieces if not isinstance(piece, str))
             for name, pieces in self.plan.items()
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the files depend on."""
+        """The values that the files depend on."""
         settings = {item.name: str(getattr(self, item.name)) for item in fields(self)}
         return {"to": "megatron with checksums", **settings, "source": source_stamp(self.reader.paths)}
 
     def write_file(self, name: str, folder: Path, advance: Callable[[int], None]) -> dict[str, Any]:
-        """Write one file; returns where each of its pieces starts and how long it is, and the file's checksum."""
+        """Write one file; returns the start and length of each of its pieces, and the file's checksum."""
         (folder / RELEASE).mkdir(exist_ok=True)
         with open(folder / name, "wb") as file:
             writer, memory, own_columns = PieceWriter(file), Scratch(), Scratch()
@@ -110,7 +110,7 @@ class ToMegatron:
                     writer.append([None])
                     continue
                 parameter = self.parameters[piece.parameter]
-                # All ranks' columns of some rows stand one behind the other in the file: read these rows once.
+                # The file stores the column pieces of all ranks for the same rows consecutively: read the rows once.
                 if block is None or block[0] != (piece.parameter, piece.rows):
                     block = (piece.parameter, piece.rows), self._read(parameter, piece.rows, memory)
                 values = block[1]
@@ -124,7 +124,7 @@ class ToMegatron:
         return {"spans": writer.spans, "checksum": file_checksum(folder / name)}
 
     def finish(self, folder: Path, records: dict[str, Any]) -> None:
-        """Write the metadata, and the file that says which checkpoint counts."""
+        """Write the metadata and the tracker file."""
         files = {
             Path(name).name: list(zip(pieces, map(tuple, records[name]["spans"]), strict=True))
             for name, pieces in self.plan.items()
@@ -138,11 +138,11 @@ class ToMegatron:
         (folder / TRACKER).write_text(RELEASE)
 
     def dtype_of(self, parameter: Parameter) -> torch.dtype:
-        """In what a parameter is written."""
+        """The dtype in which a parameter is written."""
         return self.dtype or self.reader.tensors[parameter.blocks[0].tensor].dtype
 
     def _check_dtypes(self) -> None:
-        """A parameter (of all layers) has one dtype in a checkpoint."""
+        """Check that a parameter has the same dtype in all layers, as a checkpoint requires."""
         seen: dict[str, tuple[torch.dtype, str]] = {}
         for parameter in self.parameters if self.dtype is None else ():
             for tensor in parameter.tensors:
@@ -168,7 +168,7 @@ class ToMegatron:
         return torch.Size(piece.shape).numel() * self.dtype_of(self.parameters[piece.parameter]).itemsize
 
     def _group(self, parameter: Parameter) -> int:
-        """Number of the pipeline stage and expert rank whose files a parameter goes into."""
+        """Number of the group of files (pipeline stage and expert rank) that holds a parameter."""
         if parameter.layer is None:
             stage = 0 if parameter.name.startswith("embedding.") else self.pipeline_size - 1
         else:
@@ -191,13 +191,13 @@ class ToMegatron:
 
 
 class Scratch:
-    """Memory that is used for one tensor after the other: fresh memory costs as much as reading into it."""
+    """A memory buffer that is reused for one tensor after another, since new memory costs as much as the read."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor without values, whose storage is no larger than itself; the one before is overwritten."""
+        """Return an uninitialized tensor whose storage is not larger than itself. It overwrites the previous one."""
         count = torch.Size(shape).numel()
         if len(self._memory) < count * dtype.itemsize:
             self._memory = bytearray(count * dtype.itemsize)
@@ -205,7 +205,7 @@ class Scratch:
 
 
 def read_part(reader: SafetensorsFolder, parameter: Parameter, part: Part, into: Tensor) -> None:
-    """Fill ``into``, of the part's shape and on the host, with these rows and columns of a parameter."""
+    """Fill ``into``, a host tensor of the part's shape, with a part of a parameter."""
     for copy in parameter.copies(part):
         rows = into[copy.part_row : copy.part_row + copy.rows]
         reader.read(copy.tensor, copy.tensor_row, rows, part.columns)
@@ -213,7 +213,7 @@ def read_part(reader: SafetensorsFolder, parameter: Parameter, part: Part, into:
 
 
 def check_tensors(reader: SafetensorsFolder, parameters: list[Parameter], shape: ModelShape) -> None:
-    """Refuse a checkpoint that is not exactly this model, before anything is written."""
+    """Refuse a checkpoint whose tensors are not exactly those of the model."""
     tied = not shape.untie_embeddings_and_output_weights
 
     def is_no_weight(name: str) -> bool:
@@ -241,7 +241,7 @@ def _same_values(reader: SafetensorsFolder, left: str, right: str) -> bool:
 
 
 def check_mesh(shape: ModelShape, tensor_size: int, pipeline_size: int, expert_size: int) -> None:
-    """Refuse a mesh whose ranks cannot share the model."""
+    """Refuse a mesh over which the model cannot be divided."""
     for flag, value in (
         ("--num-query-groups", shape.num_query_groups),
         ("--num-attention-heads", shape.num_attention_heads),

@@ -1,6 +1,6 @@
-"""What a Hugging Face checkpoint on the command line decides: the model's settings and, for prompts, the tokenizer.
+"""Derives settings from a Hugging Face checkpoint on the command line: the model and, for prompts, the tokenizer.
 
-Only what the user gave is known here, so a flag that contradicts the checkpoint can be told from a default.
+The functions see only the flags that the user gave, so they can distinguish a contradicting flag from a default.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.conversion.hf.config import settings_from_hf
 
-# The file that a tokenizer is read from, by its type; the first one in the folder is taken.
+# Tokenizer types and their files; the first file that the folder contains is used.
 _TOKENIZERS = {"HuggingFaceTokenizer": "tokenizer.json", "SentencePieceTokenizer": "tokenizer.model"}
 
 
 def add_hf_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given``, and what follows from its ``hf_checkpoint`` or ``load_hf``; unchanged if it has neither.
+    """Add the settings that follow from ``hf_checkpoint`` or ``load_hf`` to ``given``, if it has one of them.
 
     Args:
         given: values of the flags that the user gave, by field name.
@@ -39,7 +39,7 @@ def add_hf_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Type and file of the tokenizer, where prompts or text need one and the user does not say which."""
+    """Type and file of the tokenizer, if prompts or text need one and the user gave none."""
     if (given.get("prompt_data") or given.get("rollouts")) is None or given.get("tokenizer_model") is not None:
         return {}
     for kind, name in _TOKENIZERS.items():

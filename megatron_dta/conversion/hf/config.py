@@ -1,8 +1,8 @@
-"""A Hugging Face ``config.json`` -> the fields of ``ModelConfig``, for families whose layers Megatron computes alike.
+"""Converts a Hugging Face ``config.json`` to the fields of ``ModelConfig``, for families that Megatron can compute.
 
-A key that changes the model's result is either carried over or refused by name; nothing is guessed. What an absent key
-means is transformers' default for the family. Supported are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3
-and Qwen3-MoE, as ``*ForCausalLM``.
+A key that changes the model's result is either converted or refused by name; nothing is guessed. An absent key has
+transformers' default for the family. Supported are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3 and
+Qwen3-MoE, as ``*ForCausalLM``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron_dta.conversion.hf.values import CONFIG_FILE, HfValues, read_hf_con
 
 __all__ = ["FAMILIES", "Family", "architecture", "model_settings", "read_hf_config", "settings_from_hf"]
 
-# Fields that are a choice of the run, with config.json's value where the user says nothing.
+# Fields that the run may choose; config.json's value is their default.
 _CHOICES = ("max_position_embeddings", "init_method_std")
-# Which key of config.json a field comes from, for messages; others come from the architecture.
+# The key of config.json that each field comes from, for messages; other fields come from the architecture.
 _KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -51,11 +51,11 @@ def model_settings(
 
     Args:
         config: as ``read_hf_config`` returns it.
-        max_position_embeddings: longest sequence that the model will see, if it is not the configuration's.
-        origin: what errors call the configuration.
+        max_position_embeddings: longest sequence that the model will see; None uses the configuration's value.
+        origin: name of the configuration in error messages.
 
     Raises:
-        InputError: something that is missing, of the wrong kind, or changes the result and is not supported.
+        InputError: a value is missing or has the wrong type, or a key that changes the result is not supported.
     """
     family = architecture(config, origin)
     values = HfValues(dict(config), origin, family.defaults)
@@ -95,7 +95,7 @@ def model_settings(
 
 
 def settings_from_hf(folder: str | Path, explicit: Mapping[str, object]) -> dict[str, object]:
-    """Fields of ``ModelConfig``: what ``folder``'s config.json says and what the user said besides.
+    """Combine the fields of ``ModelConfig`` from ``folder``'s config.json with those that the user gave.
 
     Args:
         folder: a Hugging Face checkpoint.
@@ -120,7 +120,7 @@ def settings_from_hf(folder: str | Path, explicit: Mapping[str, object]) -> dict
 
 
 def _same(name: str, value: object, settings: Mapping[str, object]) -> bool:
-    """Whether a field given as ``value`` says what config.json says."""
+    """Whether a field given as ``value`` agrees with config.json."""
     if name == "moe_layer_freq":
         num_layers = int(str(settings["num_layers"]))
         return parse_moe_layer_freq(str(value), num_layers) == parse_moe_layer_freq(str(settings[name]), num_layers)
@@ -128,7 +128,7 @@ def _same(name: str, value: object, settings: Mapping[str, object]) -> bool:
 
 
 def _source(name: str, config: Mapping[str, Any], settings: Mapping[str, object]) -> str:
-    """What in ``config`` decided the field ``name``, as it is written there."""
+    """The entry of ``config`` that determined the field ``name``, as written there."""
     family = architecture(config)
     values = HfValues(dict(config), CONFIG_FILE, family.defaults)
     key = _KEYS.get(name)
@@ -144,14 +144,14 @@ def _source(name: str, config: Mapping[str, Any], settings: Mapping[str, object]
 
 
 def _refuse_unsupported(values: HfValues, family: Family) -> None:
-    """Keys that change the result and that our model does not have."""
+    """Refuse keys that change the result and that this project's models do not support."""
     for key in ("quantization_config", "compression_config"):
         if key in values:
             raise values.error(f"{key}: quantized weights are not supported; use the checkpoint in bfloat16 or float32")
     if values.text("hidden_act") not in ("silu", "swish"):
         raise values.error(f"hidden_act {values.text('hidden_act')} is not supported; supported is silu")
     for key in ("attention_bias", "qkv_bias", "mlp_bias"):
-        # Qwen2 always has a bias on query, key and value and no key for it.
+        # Qwen2 always has a bias on query, key and value, without a key for it.
         own = family.qkv_bias and key != "mlp_bias"
         if key in values and values.flag(key) and not own:
             raise values.error(f"{key} true is not supported for {family.architecture}")
@@ -165,7 +165,7 @@ def _refuse_unsupported(values: HfValues, family: Family) -> None:
 
 
 def _refuse_window(values: HfValues, family: Family, longest: int) -> None:
-    """A sliding window is no restriction for sequences that fit in it; for longer ones it is not supported."""
+    """Refuse a sliding window unless all sequences fit into it."""
     if family.window == "none" or values.get("sliding_window") is None:
         return
     if family.window == "use" and not ("use_sliding_window" in values and values.flag("use_sliding_window")):
@@ -184,7 +184,7 @@ def _refuse_window(values: HfValues, family: Family, longest: int) -> None:
 
 
 def _expert_settings(values: HfValues, family: Family) -> dict[str, object]:
-    """The mixture of experts. Megatron's softmax over the chosen experts is transformers' normalized choice."""
+    """The settings of a mixture of experts. Megatron's softmax over the top k equals transformers' normalized top k."""
     experts = values.integer("num_experts" if "num_experts" in values else "num_local_experts")
     chosen = values.integer("num_experts_per_tok")
     if chosen > experts:

@@ -1,7 +1,7 @@
-"""A model's settings -> the ``config.json`` of a Hugging Face architecture that computes the same.
+"""Converts a model's settings to the ``config.json`` of an equivalent Hugging Face architecture.
 
-For models that were not made from a Hugging Face checkpoint. What is written is read back (``hf_config``): a model
-whose settings do not come back the same has no such architecture and is refused.
+It serves models that were not created from a Hugging Face checkpoint. The result is read back (``hf.config``). A model
+whose settings differ afterwards has no equivalent architecture and is refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron_dta.config.options import flag_of
 from megatron_dta.conversion.hf.config import model_settings
 from megatron_dta.conversion.hf.values import CONFIG_FILE
 
-# What belongs to a tokenizer, beside the file that --tokenizer-model names.
+# Files of a tokenizer in addition to the one that --tokenizer-model names.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
 )
-# Fields that say in another way what other fields say, too.
+# Fields that are redundant with other fields.
 _SAID_OTHERWISE = ("group_query_attention", "moe_layer_freq")
 
 
@@ -57,8 +57,10 @@ def _same(own: Any, value: Any) -> bool:
 
 
 def huggingface_config(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of the family that is nearest, as transformers 4 writes it and 5 reads it: Llama, Qwen2 or Qwen3
-    (no QKV bias or QK-norm, bias, QK-norm), or with experts Mixtral or Qwen3-MoE.
+    """The config.json of the closest family, in the format that transformers 4 writes and 5 reads.
+
+    The family is Qwen2 with a QKV bias, Qwen3 with QK-norm, and otherwise Llama; with experts it is Mixtral or
+    Qwen3-MoE.
     """
     if model.qk_layernorm and model.add_qkv_bias:
         raise InputError("--qk-layernorm with --add-qkv-bias: no Hugging Face model has both; leave one out")
@@ -85,10 +87,10 @@ def huggingface_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def model_from_settings(settings: Mapping[str, Any]) -> ModelConfig:
-    """The model of a run's settings by flag, as a checkpoint keeps them.
+    """The model of a run's settings by flag, as a checkpoint stores them.
 
     Raises:
-        InputError: they are not those of a model.
+        InputError: the settings do not describe a model.
     """
     known = {setting.name: flag_of(setting) for setting in fields(ModelConfig) if setting.name != "params_dtype"}
     try:
@@ -100,9 +102,9 @@ def model_from_settings(settings: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_template(folder: Path, config: dict[str, Any], tokenizer: str | None) -> None:
-    """A folder to carry along beside the weights: config.json, and the files of a tokenizer if there is one.
+    """Write the files that accompany the weights: config.json and, if there is a tokenizer, its files.
 
-    They are dated alike each time, so that an export that was killed knows them again.
+    Their modification times are fixed, so that an export that was killed recognizes them.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -141,7 +143,7 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
         "beta_slow": model.yarn_beta_slow,
         "truncate": not model.no_yarn_correction_range_round_to_int,
     }
-    # Left out where it is transformers' default, which is these two.
+    # Omitted for these two values, which are transformers' default.
     if (model.mscale, model.mscale_all_dim) != (1.0, 0.0):
         grown, divisor = (
             1 + 0.1 * mscale * math.log(model.rotary_scaling_factor) if model.rotary_scaling_factor > 1 else 1.0
@@ -152,7 +154,11 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def expert_config(model: ModelConfig) -> dict[str, Any]:
-    """The entries of a config.json that are about experts; ``InputError`` where neither model has such a router."""
+    """The entries of a config.json for experts.
+
+    Raises:
+        InputError: neither Mixtral nor Qwen3-MoE has such experts or such a router.
+    """
     if (
         model.moe_router_score_function != "softmax"
         or model.moe_router_pre_softmax

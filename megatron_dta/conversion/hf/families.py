@@ -1,5 +1,6 @@
-"""The architectures of Hugging Face transformers that Megatron computes alike: Llama 2 and 3.x, Mistral, Mixtral, Qwen2
-and 2.5, Qwen3 and Qwen3-MoE, and how they differ.
+"""Lists the supported Hugging Face architectures and their differences.
+
+They are Llama 2 and 3.x, Mistral, Mixtral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from megatron_dta.conversion.hf.values import CONFIG_FILE, HfValues
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers: how its layers differ from Llama's, and what its absent keys mean.
+    """An architecture of transformers: its differences from Llama and its defaults for absent keys.
 
     Attributes:
-        architecture: transformers' class, as ``architectures`` in config.json names it.
-        model_type: as config.json names it.
+        architecture: transformers' class, as in ``architectures`` of config.json.
+        model_type: the value of ``model_type`` in config.json.
         qkv_bias: bias on the query, key and value projection.
         qk_norm: normalization of queries and keys per head.
-        experts: mixture of experts.
-        window: which of the layers see only a sliding window: "none", "set" (all where ``sliding_window`` is set) or
-            "use" (also ``use_sliding_window`` must be true).
-        own_defaults: of the keys whose default differs between families.
+        experts: whether the layers have a mixture of experts.
+        window: condition for sliding-window attention: "none", "set" (``sliding_window`` is set) or "use" (also
+            ``use_sliding_window`` must be true).
+        own_defaults: defaults of the keys whose default differs between families.
     """
 
     architecture: str
@@ -36,7 +37,7 @@ class Family:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What an absent key of config.json means to transformers."""
+        """transformers' defaults for absent keys of config.json."""
         return {**COMMON_DEFAULTS, **self.own_defaults}
 
 
@@ -101,10 +102,10 @@ FAMILIES = {
 
 
 def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> Family:
-    """The family that ``config`` names; ``origin`` is what errors call it.
+    """The family that ``config`` names; error messages call the configuration ``origin``.
 
     Raises:
-        InputError: none is named, or one that is not supported.
+        InputError: the configuration names no family or an unsupported one.
     """
     values = HfValues(dict(config), origin)
     if "auto_map" in values:

@@ -1,7 +1,7 @@
-"""Rotary positions: a Hugging Face configuration's -> ours.
+"""Converts the rotary embedding settings of a Hugging Face configuration to those of ``ModelConfig``.
 
-transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one object ``rope_parameters`` with both; a
-file may hold either, or both if they agree. ``megatron_dta.model.rotary`` computes the frequencies.
+transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes one object ``rope_parameters`` with
+both. A file may hold either form, or both if they agree. ``megatron_dta.model.rotary`` computes the frequencies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _YARN_KEYS = {
     "truncate",
 }
 _KEYS = {"default": set(), "linear": {"factor"}, "llama3": _LLAMA3_KEYS, "yarn": _YARN_KEYS}
-# What changes nothing: some files keep keys of a scaling that they do not use.
+# Keys without effect: some files contain keys of a scaling type that they do not use.
 _IGNORED_KEYS = {"finetuned", "original_max_position_embeddings"}
 _UNSCALED: dict[str, object] = {
     "position_embedding_type": "rope",
@@ -37,7 +37,7 @@ def rope_settings(config: HfValues) -> dict[str, object]:
     """Values of the rotary fields of ``ModelConfig``.
 
     Raises:
-        InputError: a kind of scaling that is not supported, or a value that is missing or of the wrong kind.
+        InputError: the type of scaling is not supported, or a value is missing or has the wrong type.
     """
     rope = _rope_object(config)
     settings = {**_UNSCALED, "rotary_base": _base(config, rope)}
@@ -57,7 +57,7 @@ def rope_settings(config: HfValues) -> dict[str, object]:
 
 
 def _rope_object(config: HfValues) -> HfValues | None:
-    """The object that describes the positions, None where there is no scaling."""
+    """The object with the rotary settings; None if there is no scaling."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if new is not None and old is not None and new != old:
         raise config.error("rope_parameters and rope_scaling differ; keep the one that holds")
@@ -134,7 +134,7 @@ def _mscale(rope: HfValues, factor: float) -> tuple[float, float]:
 
 
 def _original_length(rope: HfValues, config: HfValues) -> int:
-    """Length of the model before scaling; transformers takes the whole length where it is not said."""
+    """Maximum length of the model before scaling. If it is absent, transformers uses the whole length."""
     inside = rope.integer("original_max_position_embeddings") if "original_max_position_embeddings" in rope else None
     length = inside or config.integer("max_position_embeddings")
     # Versions of transformers disagree on which of the two holds.

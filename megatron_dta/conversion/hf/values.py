@@ -1,7 +1,7 @@
-"""Typed reading of a Hugging Face ``config.json``: a value of the wrong kind is one line that names it.
+"""Reads typed values from a Hugging Face ``config.json``; a value of the wrong type is a one-line error that names it.
 
-``config.json`` is written by people and by many versions of transformers. An absent key has the default that
-transformers gives it; a key that is there must hold what it should.
+``config.json`` files are written by hand and by many versions of transformers. An absent key has transformers' default;
+a present key must hold a valid value.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ CONFIG_FILE = "config.json"
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The ``config.json`` of a Hugging Face checkpoint folder, as it stands there; nothing is executed or downloaded.
+    """Read the ``config.json`` of a Hugging Face checkpoint folder. Nothing is executed or downloaded.
 
     Raises:
-        InputError: the folder or the file is missing, unreadable or no JSON object.
+        InputError: the folder or the file is missing or unreadable, or the file is not a JSON object.
     """
     folder = Path(folder)
     file = folder / CONFIG_FILE
@@ -41,33 +41,33 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _how_to_get(folder: Path) -> str:
-    """What to do about a folder that is not there: a name of the hub can be downloaded into one."""
+    """Advice for a missing folder: a model name of the hub can be downloaded into a folder."""
     if len(folder.parts) == 2 and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists():
         return f"download the model with `hf download {folder} --local-dir {folder.name}` and give {folder.name}"
     return f"a Hugging Face checkpoint is a folder with {CONFIG_FILE}"
 
 
 class HfValues:
-    """The values of a JSON object by key, checked. ``null`` is a value of its own: it hides the default.
+    """Checked access to the values of a JSON object. ``null`` is an explicit value, which overrides the default.
 
     Args:
         values: the object.
-        origin: what error messages call it, e.g. ``models/first/config.json``.
-        defaults: what an absent key means; a key in neither is missing.
+        origin: name of the object in error messages, e.g. ``models/first/config.json``.
+        defaults: values of absent keys. A key that is in neither object is missing.
     """
 
     def __init__(self, values: dict[str, Any], origin: str, defaults: dict[str, Any] | None = None) -> None:
         self._values, self._origin, self._defaults = values, origin, defaults or {}
 
     def error(self, message: str) -> InputError:
-        """An error about this object, to be raised."""
+        """Create an error about this object."""
         return InputError(f"{self._origin}: {message}")
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
     def get(self, key: str) -> Any:
-        """The value or its default; None for ``null`` and where there is neither."""
+        """The value or its default; None for ``null`` and for missing keys."""
         return self._values.get(key, self._defaults.get(key))
 
     def integer(self, key: str, minimum: int = 1) -> int:
