@@ -1,7 +1,7 @@
-"""What Megatron-Core needs on a machine without CUDA: the only monkey patches of this project, each with its reason.
+"""Adapts Megatron-Core to machines without CUDA: the only monkey patches of this project, each with its reason.
 
-Megatron-Core 0.16.1 to 0.19 names the CUDA device in places that a model, its optimizer and its checkpoints pass
-through. ``install`` repairs exactly those, only where CUDA is absent; nothing changes what is computed.
+Megatron-Core 0.16.1 to 0.19 names the CUDA device in code that models, optimizers and checkpoints run. ``install``
+patches exactly this code, and only if CUDA is absent; no result changes. The functions
 ``write_checkpoints_in_process``, ``read_checkpoints_without_running_them``, ``place_parameters_of_all_buckets`` and
 ``collect_states_by`` are for every machine.
 """
@@ -36,7 +36,7 @@ _MODULES_WITH_CUDA_LITERALS = (
 
 
 def install() -> None:
-    """Apply the patches; does nothing where CUDA is present or where it ran before."""
+    """Apply the patches; does nothing if CUDA is present or the patches are applied already."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
@@ -51,10 +51,10 @@ def install() -> None:
 
 
 def _patch_torch_cuda() -> None:
-    """Weights, rotary tables and gradient buffers are made on ``torch.cuda.current_device()``: let that be the CPU.
+    """Make ``torch.cuda.current_device()``, on which weights, rotary tables and gradient buffers are made, the CPU.
 
-    Saving a checkpoint waits for ``torch.cuda.synchronize()``, and 0.19 asks for ``current_stream()``: here there is
-    nothing to wait for. A last pipeline stage moves its copy of a tied embedding to the GPU before it is filled.
+    Saving a checkpoint waits for ``torch.cuda.synchronize()``, and 0.19 calls ``current_stream()``: without CUDA there
+    is nothing to wait for. A last pipeline stage moves its copy of a tied embedding to the GPU before it is filled.
     """
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
@@ -70,14 +70,14 @@ class _NoStream:
     def wait_event(self, event: object) -> None: ...
 
     def record_event(self) -> _NoStream:
-        """The event that has happened already."""
+        """An event that has already happened."""
         return self
 
     def synchronize(self) -> None: ...
 
 
 class _TorchOnCpu(ModuleType):
-    """The torch module as one Megatron module sees it: what it asks to put on "cuda" is put on the CPU."""
+    """The torch module for one Megatron module: tensors requested on "cuda" are made on the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
@@ -95,10 +95,10 @@ def _on_cpu(make_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _patch_type_names() -> None:
-    """The bfloat16 and the distributed optimizer and clipping tell dtypes by ``tensor.type()`` and know only the names
-    of CUDA tensors.
+    """Make a CPU tensor report the type name of its CUDA counterpart while some optimizer functions run.
 
-    So while one of these runs, a CPU tensor answers with the name of its CUDA counterpart.
+    The bfloat16 and the distributed optimizer and clipping test dtypes by ``tensor.type()`` and know only the names of
+    CUDA tensors.
     """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
@@ -134,7 +134,7 @@ def _cuda_type_names() -> Iterator[None]:
 
 
 def _patch_recomputation() -> None:
-    """``tensor_parallel.checkpoint`` saves and restores the CUDA random state beside the CPU's: here it is empty."""
+    """``tensor_parallel.checkpoint`` also saves and restores the CUDA random state: here it is empty."""
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
@@ -142,9 +142,10 @@ def _patch_recomputation() -> None:
 
 
 def _patch_token_dispatcher() -> None:
-    """The dispatcher of tokens to experts copies their numbers to the host on a CUDA stream: here they are there.
+    """The token dispatcher copies row counts to the host on a CUDA stream: here they are on the host already.
 
-    On the way it turns a GPU's tensors of sizes into arrays, which the collectives take; those of a CPU it leaves.
+    That copy also converts a GPU's tensors of sizes to arrays, which the collectives need; it leaves those of a CPU
+    unchanged.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -185,12 +186,12 @@ def _lengthened(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def write_checkpoints_in_process() -> None:
-    """Let checkpoints be written by threads of this process, as Megatron does from 0.17 on, with no server process.
+    """Write checkpoints in threads of this process, as Megatron does from 0.17 on, without a server process.
 
-    0.16.1 forks its writers off a process with running threads, which may deadlock, and writers whose trainer is
-    killed wait for ever and keep its memory. Every version passes results through a server process, which only
-    asynchronous saving needs. It outlives a killed trainer, and it dies from a SIGTERM that a scheduler sends to the
-    whole job, just when the last checkpoint is to be written.
+    0.16.1 forks its writers from a process with running threads, which may deadlock, and writers whose trainer is
+    killed wait forever and keep its memory. Every version passes results through a server process, which only
+    asynchronous saving needs. This process outlives a killed trainer, and it dies from a SIGTERM that a scheduler sends
+    to the whole job, just when the last checkpoint is to be written.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -199,10 +200,10 @@ def write_checkpoints_in_process() -> None:
 
 
 def read_checkpoints_without_running_them() -> None:
-    """Let the metadata and the states in a checkpoint be read by unpicklers that run nothing.
+    """Read the metadata and the states in a checkpoint with unpicklers that run no code.
 
-    PyTorch unpickles ``.metadata`` and every state that is no tensor with all that Python can import, and Megatron
-    gives no way to choose another reader. What it writes for this project is made of plain values.
+    PyTorch unpickles ``.metadata`` and every state that is not a tensor with access to everything that Python can
+    import, and Megatron cannot be given another reader. Checkpoints of this project contain plain values only.
     """
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
     from torch.distributed.checkpoint import filesystem
@@ -214,20 +215,20 @@ def read_checkpoints_without_running_them() -> None:
 
 
 class _StrictPickle(ModuleType):
-    """The pickle module as PyTorch's reader of checkpoints sees it."""
+    """The pickle module for PyTorch's reader of checkpoints."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pickle, name)
 
     def load(self, file: Any) -> Any:
-        """Metadata of a checkpoint, and nothing else."""
+        """Load the metadata of a checkpoint, and no other classes."""
         return read_metadata(file)
 
 
 def _of_plain_values(load_bytes: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load_bytes)
     def load_plain_values(planner: Any, read_item: Any, value: io.BytesIO) -> None:
-        # Serialized anew, the values are all that the planner's own unpickler sees.
+        # The planner's own unpickler sees only these values, serialized again.
         checked = io.BytesIO()
         torch.save(load_values(value, value.getbuffer().nbytes), checked)
         checked.seek(0)
@@ -237,11 +238,11 @@ def _of_plain_values(load_bytes: Callable[..., None]) -> Callable[..., None]:
 
 
 def place_parameters_of_all_buckets() -> None:
-    """Let a distributed optimizer's state be gathered with the padding between gradient buckets, on every machine.
+    """Gather a distributed optimizer's state with the padding between gradient buckets, on every machine.
 
     Megatron gathers the state of all buckets without their padding and then cuts parameters out of it at positions that
-    count the padding: with several buckets a checkpoint holds moments and weights shifted by some elements, and says
-    nothing. Where positions do fit (one bucket, or a version that repairs this) nothing is changed.
+    count the padding. With several buckets, a checkpoint then silently holds moments and weights shifted by some
+    elements. If the positions are right (one bucket, or a version that fixes this), nothing is changed.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -253,10 +254,10 @@ def place_parameters_of_all_buckets() -> None:
 
 
 def collect_states_by(collect: Callable[[Any], Any]) -> None:
-    """Let a distributed optimizer whose state is wanted on all ranks be collected by ``collect(optimizer)``.
+    """Let ``collect(optimizer)`` collect a distributed optimizer's state if it is requested on all ranks.
 
-    Megatron would gather all of it into the memory of every rank; there is no other way to say who gets what. Loading
-    and gathering on one rank stay Megatron's.
+    Megatron would gather all of it into the memory of every rank and has no option for this. Loading, and gathering on
+    one rank, remain Megatron's.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -293,7 +294,7 @@ def _with_padding(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spread(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """Every bucket's elements where the bucket begins in the buffer."""
+    """The elements of every bucket at the bucket's position in the buffer."""
     spread, begin = compact.new_zeros(buffer.numel), 0
     for bucket in buffer.buckets:
         end = begin + bucket.numel_unpadded
@@ -303,22 +304,22 @@ def _spread(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
 
 
 class _ThreadContext:
-    """The part of a multiprocessing context that the writer uses, with threads in place of processes."""
+    """The part of a multiprocessing context that the writer uses, with threads instead of processes."""
 
     Queue = JoinableQueue = queue.Queue
     Process = threading.Thread
 
     def Manager(self) -> _ThreadContext:  # noqa: N802 (the name is multiprocessing's)
-        """Queues of this process need no server."""
+        """Queues within this process need no server."""
         return self
 
 
 class _MultiprocessingByThreads(ModuleType):
-    """The multiprocessing module as the writer sees it."""
+    """The multiprocessing module for the writer."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.multiprocessing, name)
 
     def get_context(self, method: str | None = None) -> _ThreadContext:
-        """Threads, whatever is asked for."""
+        """Return threads for any start method."""
         return _ThreadContext()

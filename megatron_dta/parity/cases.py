@@ -1,7 +1,7 @@
-"""Batches that make every mistake visible: real token sequences with random numbers that differ at shared tokens.
+"""Makes batches that expose mistakes: real token sequences with random fields that differ at shared tokens.
 
-Sequences that run through one token get different advantages, old logprobs, reference logprobs and masks there, so a
-loss computed once per unique token, or a gradient handed to the wrong sequence, cannot agree with the reference.
+Sequences through the same token get different advantages, old logprobs, reference logprobs and masks there. A loss
+computed once per unique token, or a gradient added to the wrong sequence, therefore differs from the reference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_dta.planning.step.sample import TrainingSample
 
 
 def compact_vocabulary(sequences: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int]:
-    """Renumber token ids to 0 .. V - 1 (one to one, so the tree stays the same) for a small model. Returns also V."""
+    """Renumber token ids to 0 .. V - 1 for a small model, one to one, so the tree stays the same. Also returns V."""
     vocabulary, inverse = np.unique(np.concatenate(sequences), return_inverse=True)
     ends = np.cumsum([len(sequence) for sequence in sequences])[:-1]
     return [part.astype(np.int32) for part in np.split(inverse.reshape(-1), ends)], len(vocabulary)
@@ -25,8 +25,8 @@ def random_training_samples(
 ) -> list[TrainingSample]:
     """Training samples over ``sequences`` with random fields.
 
-    A quarter of the trained tokens of ``loss_masks`` (default: all tokens but the first) is left out at random, for
-    every sequence on its own. Sequences of one token, which cannot be trained, are dropped.
+    A quarter of the trained tokens of ``loss_masks`` (default: all tokens but the first) is masked at random,
+    independently for every sequence. Sequences of one token, which cannot be trained, are dropped.
     """
     generator = np.random.default_rng(seed)
     samples = []
@@ -43,7 +43,7 @@ def random_training_samples(
             TrainingSample(
                 token_ids=np.asarray(token_ids, dtype=np.int32),
                 loss_mask=mask,
-                # Not centred, so that no loss is near zero and its relative error means something.
+                # Not centered, so that no loss is near zero and its relative error is meaningful.
                 advantages=generator.normal(0.5, 1.0, size=length),
                 # Around the logprobs of a freshly initialized model, so that clipping is active for some tokens.
                 old_logprobs=generator.normal(-4.0, 0.3, size=length),

@@ -1,9 +1,9 @@
-"""Largest relative errors between two outcomes.
+"""Computes the largest relative errors between two outcomes.
 
-An error is relative to the largest magnitude of what it is compared with: of the loss, of all logprobs, and of each
-parameter's gradient on its own, so a small parameter cannot hide behind a large one. A gradient that is zero but for
-rounding has no magnitude of its own (that of queries and keys, where tokens see only themselves or all values are
-alike): its error is relative to the largest of all gradients. A parameter that only one side has is an error of 1.
+An error is relative to the largest magnitude of the reference: of the loss, of all logprobs, and of each parameter's
+gradient separately, so that a large parameter cannot hide a small one. A gradient that is zero except for rounding has
+no magnitude of its own (that of queries and keys, if tokens see only themselves or all values are equal): its error is
+relative to the largest of all gradients. A parameter that only one side has is an error of 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_dta.parity.outcome import Outcome
 
-# A gradient below so many units of rounding of the largest gradient is taken to be zero.
+# A gradient below this number of rounding units of the largest gradient is taken to be zero.
 ROUNDING_UNITS = 16
 
 
@@ -46,7 +46,7 @@ def compare_outcomes(outcome: Outcome, reference: Outcome) -> ParityErrors:
         if math.isnan(error) or error > gradient:
             worst, gradient = name, error
         if math.isnan(gradient):
-            break  # nothing is worse, and no comparison with it holds
+            break  # no error is larger, and comparisons with NaN are false
     return ParityErrors(
         loss=_relative(abs(outcome.loss - reference.loss), abs(reference.loss)),
         logprob=_relative(float(np.abs(logprobs - expected).max()), float(np.abs(expected).max())),

@@ -1,6 +1,6 @@
-"""The same model in Hugging Face transformers: configuration and weights (or gradients) under its names.
+"""Builds the same model in Hugging Face transformers: configuration, and weights or gradients under its names.
 
-The mapping of names (``conversion.mappings``) only rearranges rows, so it carries gradients as it carries weights.
+The mapping of names (``conversion.mappings``) only rearranges rows, so it applies to gradients as well as to weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def build_huggingface(
     Args:
         model: settings of ``weights``.
         weights: all of Megatron's parameters by name.
-        config: a config.json; by default what ``huggingface_config`` makes of ``model``.
+        config: a config.json; by default the result of ``huggingface_config`` for ``model``.
     """
     config = config or huggingface_config(model)
     reference = empty_huggingface(config)
@@ -44,7 +44,7 @@ def build_huggingface(
 def empty_huggingface(config: dict[str, Any]) -> torch.nn.Module:
     """transformers' causal language model of a config.json, freshly initialized in float32, with plain attention."""
     transformers = _import_transformers()
-    # A copy, because transformers moves entries about in it.
+    # A copy, because transformers modifies the dictionary.
     values = copy.deepcopy({key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")})
     settings = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     settings._attn_implementation = "eager"
@@ -76,12 +76,12 @@ def load_huggingface(folder: str | Path) -> torch.nn.Module:
 
 
 def train_padding(reference: torch.nn.Module) -> int | None:
-    """Let every row of the embedding get its gradient, as in training here.
+    """Give every row of the embedding its gradient, as in training here.
 
-    transformers gives the row of ``pad_token_id`` none.
+    transformers computes none for the row of ``pad_token_id``.
 
     Returns:
-        the number of that row; None if there is none.
+        The number of that row; None if there is none.
     """
     embedding = reference.get_input_embeddings()
     row, embedding.padding_idx = embedding.padding_idx, None
@@ -97,8 +97,9 @@ def _import_transformers() -> ModuleType:
 
 
 def to_huggingface(tensors: dict[str, Tensor], model: ModelConfig, family: str | None = None) -> dict[str, Tensor]:
-    """Megatron's parameters (or their gradients) under Hugging Face's names; a ``KeyError`` names what has no place
-    there.
+    """Megatron's parameters (or their gradients) under Hugging Face's names.
+
+    Raises ``KeyError`` with the name of a tensor that has no counterpart there.
 
     Args:
         family: Hugging Face's architecture, by default that of ``huggingface_config``.

@@ -1,6 +1,6 @@
-"""Layers with experts under Hugging Face's names: Mixtral, and Qwen3-MoE where queries and keys are normalized.
+"""Converts layers with experts to Hugging Face's names: Mixtral, and Qwen3-MoE if queries and keys are normalized.
 
-transformers 4 keeps every expert's matrices apart, transformers 5 stacks those of a layer.
+transformers 4 keeps every expert's matrices separate; transformers 5 stacks those of a layer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _KINDS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj"
 
 
 def experts_are_stacked() -> bool:
-    """Whether the installed transformers keeps a layer's experts in two tensors."""
+    """Whether the installed transformers stores a layer's experts in two tensors."""
     import transformers
 
     return int(transformers.__version__.split(".")[0]) >= 5
 
 
 def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` under a checkpoint's names as transformers 5 has them in memory: a layer's experts in two tensors."""
+    """``tensors`` under a checkpoint's names in the memory layout of transformers 5: two tensors a layer of experts."""
     found: dict[str, Tensor] = {}
     of_layers: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():

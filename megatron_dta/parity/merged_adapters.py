@@ -1,7 +1,7 @@
-"""LoRA in the stock model, another way than the tree model's: the adapted weight itself is ``W + scale * B A``.
+"""Trains LoRA in the stock model by another way than the tree model: the adapted weight itself is ``W + scale * B A``.
 
-PyTorch computes that weight anew at each use and takes its gradient to A and B. Nothing is added to any output, so
-the linear layers run as in full training; one process only.
+PyTorch computes this weight at each use and passes its gradient to A and B. Nothing is added to any output, so the
+linear layers run as in full training. One process only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _WithAdapter(torch.nn.Module):
 
 
 def load_merged(stock: torch.nn.Module, weights: dict[str, Tensor], model: ModelConfig) -> None:
-    """Load a tree model's ``weights`` into ``stock``, whose own become frozen and whose adapted ones train adapters."""
+    """Load a tree model's ``weights`` into ``stock``: its own weights are frozen, and only adapters are trained."""
     stock.load_state_dict({name: values for name, values in weights.items() if _ADAPTER not in name})
     stock.requires_grad_(False)
     for name, first in weights.items():

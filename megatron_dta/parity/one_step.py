@@ -1,9 +1,10 @@
-"""One gradient step on the model of a Hugging Face checkpoint, by both sides: logits, logprobs, gradients, new weights.
+"""Runs one gradient step on the model of a Hugging Face checkpoint with this project and with transformers.
 
-Ours runs the training engine with every sequence on its own; the reference is transformers with its plain attention.
-The loss is the mean negative logprob of the tokens, the step is plain gradient descent: ``w - lr x gradient``. (Adam's
-first step is the sign of the gradient, so it would show the sign of the rounding wherever a gradient is nearly zero.)
-All tensors carry the names of transformers' model; version 5 stacks the experts of a layer.
+It compares logits, logprobs, gradients and new weights. This project runs the training engine with every sequence
+alone; the reference is transformers with its plain attention. The loss is the mean negative logprob of the tokens, and
+the step is plain gradient descent: ``w - lr x gradient``. (Adam's first step is the sign of the gradient, which shows
+the sign of rounding errors wherever a gradient is nearly zero.) All tensors have the names of transformers' model;
+version 5 stacks the experts of a layer.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class OneStep:
-    """What a model says of some sequences and becomes by one step on them.
+    """The outputs of a model for some sequences, and its weights after one step on them.
 
     Attributes:
         logits: float32 [T, vocabulary] of every sequence.
         logprobs: float64 [T] of every sequence, 0 at the first token.
         loss: mean negative logprob.
-        gradients, weights: by name; the weights are those after the step.
+        gradients, weights: by name; the weights after the step.
     """
 
     logits: list[Tensor]
@@ -47,7 +48,7 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two tensors are apart: largest absolute difference, and that over the reference's largest magnitude."""
+    """Difference of two tensors: the largest absolute one, also relative to the reference's largest magnitude."""
 
     kind: str
     name: str
@@ -62,14 +63,14 @@ def random_samples(vocab_size: int, count: int, length: int, seed: int) -> list[
 
 
 def training_sample(token_ids: np.ndarray) -> TrainingSample:
-    """The sequence with all its tokens trained but the first."""
+    """The sequence with all tokens but the first trained."""
     mask = np.ones(len(token_ids), bool)
     mask[0] = False
     return TrainingSample(np.asarray(token_ids, np.int32), mask, advantages=np.ones(len(token_ids)))
 
 
 def step_ours(model: TreeGPTModel, rename: Rename, samples: Sequence[TrainingSample], lr: float) -> OneStep:
-    """The step by the training engine; ``model`` is changed."""
+    """The step by the training engine; changes ``model``."""
     device = next(model.parameters()).device
     with torch.no_grad():
         logits = [_logits(model, sample, device).float().cpu() for sample in samples]
@@ -84,7 +85,7 @@ def step_ours(model: TreeGPTModel, rename: Rename, samples: Sequence[TrainingSam
 
 
 def step_huggingface(reference: torch.nn.Module, samples: Sequence[TrainingSample], lr: float) -> OneStep:
-    """The step by transformers' model, one sequence at a time; ``reference`` is changed."""
+    """The step by transformers' model, one sequence at a time; changes ``reference``."""
     device = next(reference.parameters()).device
     count = sum(sample.num_trained for sample in samples)
     all_logits, all_logprobs, total = [], [], 0.0
@@ -116,7 +117,7 @@ def names_of_checkpoint(architecture: str, model: ModelConfig) -> Rename:
 
 
 def differences(found: OneStep, reference: OneStep) -> list[Difference]:
-    """One line for logits, logprobs and loss each, then one for each tensor's gradient and new weight."""
+    """One line each for logits, logprobs and loss, then one for each tensor's gradient and new weight."""
     rows = [
         _difference("logits", "", torch.cat(found.logits), torch.cat(reference.logits)),
         _difference("logprobs", "", *(torch.from_numpy(np.concatenate(s.logprobs)) for s in (found, reference))),
@@ -135,7 +136,7 @@ def _all_names(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list
 
 
 def _difference(kind: str, name: str, found: Tensor | None, expected: Tensor | None) -> Difference:
-    """A tensor that only one side has is infinitely far away, and so is one that is not a number."""
+    """The difference is infinite for a tensor that only one side has, and for one that contains NaN."""
     if found is None or expected is None or found.shape != expected.shape:
         return Difference(kind, name, math.inf, math.inf)
     expected = expected.double()
@@ -148,7 +149,7 @@ def _difference(kind: str, name: str, found: Tensor | None, expected: Tensor | N
 
 
 def _descend(module: torch.nn.Module, lr: float) -> dict[str, Tensor]:
-    """Gradients by name, zero where there is none; the parameters take their step."""
+    """Gradients by name, zero if there is none; also updates the parameters."""
     gradients = {}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -160,7 +161,7 @@ def _descend(module: torch.nn.Module, lr: float) -> dict[str, Tensor]:
 
 @dataclass
 class _CausalContext(AttentionContext):
-    """One whole sequence, written out: scores, mask, softmax."""
+    """Attention over one whole sequence, written out: scores, mask, softmax."""
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         per_group = query.shape[1] // key.shape[1]

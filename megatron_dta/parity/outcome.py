@@ -1,4 +1,4 @@
-"""What one way of training a batch gives: the same form for the engine and for every reference."""
+"""Defines the outcome of training a batch, in the same form for the engine and for every reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The slow twin of the tree's router: one sequence in one forward, every formula written out, autograd for everything.
+"""Reference of the tree's router: one sequence in one forward, every formula written out, autograd for everything.
 
-For the reference in float64: Megatron's own router computes its scores in float32 whatever comes in. The balancing loss
-and the z-loss are plain functions of the one sequence; their factor in the step is set by whoever runs it.
+It is for the reference in float64, because Megatron's own router computes its scores in float32 for every input. The
+balancing loss and the z-loss are plain functions of the one sequence; the caller sets their factor in the step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class PlainRouter(TopKRouter):
     """Router for a forward over one whole sequence.
 
     Attributes:
-        losses: balancing loss plus z-loss of every forward since it was emptied, times their coefficients.
-        loads: per expert, tokens routed to it in every forward since.
+        losses: balancing loss plus z-loss of every forward since the list was emptied, times their coefficients.
+        loads: per expert, tokens routed to it in every forward since then.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:

@@ -1,9 +1,9 @@
-"""How far one batch computed in other numbers, such as FP8, is from the same batch in the numbers of a reference.
+"""Compares a batch computed in other numbers, such as FP8, with the same batch in the numbers of a reference.
 
-Both sides have the same weights and the same plan. Of the logprobs of trained tokens: how large the differences are,
-and the estimates of the Kullback-Leibler divergence from the reference's to the candidate's distribution that the
-tokens give (http://joschu.net/blog/kl-approx.html), which are right in the mean where the reference has sampled the
-tokens. Of the gradients: angle, distance and length, of all together and of each parameter.
+Both sides have the same weights and the same plan. The logprobs of trained tokens are compared by the magnitude of
+their differences, and by estimates of the Kullback-Leibler divergence from the reference's to the candidate's
+distribution (http://joschu.net/blog/kl-approx.html), which are unbiased if the reference has sampled the tokens.
+Gradients are compared by angle, distance and length, for all parameters together and for each parameter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LogprobDistance:
     Attributes:
         mean: signed.
         mean_absolute, percentile_99, largest: of the magnitudes.
-        kl_k1: estimate of the divergence by the mean difference, which may be negative.
-        kl_k3: estimate by exp(d) - 1 - d for a difference d, which never is.
+        kl_k1: estimate of the divergence by the mean difference; may be negative.
+        kl_k3: estimate by exp(d) - 1 - d for a difference d; never negative.
     """
 
     tokens: int
@@ -40,9 +40,9 @@ class LogprobDistance:
 @dataclass(frozen=True)
 class GradientDistance:
     """Attributes:
-    cosine: of the angle between the two gradients.
-    distance: length of the difference over the reference's.
-    norm_ratio: the candidate's length over the reference's.
+    cosine: cosine of the angle between the two gradients.
+    distance: length of the difference, relative to the reference's length.
+    norm_ratio: the candidate's length, relative to the reference's.
     """
 
     cosine: float
@@ -67,7 +67,7 @@ class PrecisionReport:
     parameters: dict[str, GradientDistance]
 
     def lowest_cosines(self, count: int) -> list[tuple[str, GradientDistance]]:
-        """The parameters whose gradients point most elsewhere; a NaN comes first."""
+        """The parameters whose gradients differ most in direction; NaN comes first."""
         order = sorted(self.parameters.items(), key=lambda item: np.nan_to_num(item[1].cosine, nan=-2.0))
         return order[:count]
 
@@ -118,7 +118,7 @@ def _sums(candidate: Tensor, reference: Tensor) -> Tensor:
 def _gradient_distance(sums: Tensor) -> GradientDistance:
     product, new, old, difference = sums.tolist()
     if new == old == 0.0:
-        return GradientDistance(1.0, 0.0, 1.0)  # both zero, as of a parameter that nothing reaches
+        return GradientDistance(1.0, 0.0, 1.0)  # both are zero, as for a parameter without any contribution
     if old == 0.0:
         return GradientDistance(0.0, float("inf"), float("inf"))
     return GradientDistance(

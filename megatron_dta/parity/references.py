@@ -1,6 +1,6 @@
-"""The two references: one sequence at a time, whole logits, plain log-softmax, autograd for everything.
+"""Runs the two references: one sequence at a time, all logits, plain log-softmax, autograd for everything.
 
-They share no code with the tree path but the objective and the weights of the loss, which are ordinary functions of
+They share no code with the tree path except the objective and the weights of the loss, which are ordinary functions of
 one sequence.
 """
 
@@ -36,12 +36,12 @@ def run_stock(
 ) -> Outcome:
     """Train ``samples`` one by one on Megatron's stock model with ``weights``, in the precision of ``model``.
 
-    Adapters (LoRA) are part of the weights of the linear layers here, see ``merged_adapters``.
-    A model with experts gets ``PlainRouter``; its auxiliary losses are averaged over the samples and are no part of the
-    loss that is returned, as in training.
+    Adapters (LoRA) are part of the weights of the linear layers here, see ``merged_adapters``. A model with experts
+    gets ``PlainRouter``; its auxiliary losses are averaged over the samples and, as in training, are not part of the
+    returned loss.
     """
     device = next(iter(weights.values())).device
-    # Losses of a forward that is run again in the backward would not reach the loss in time.
+    # No recomputation: the auxiliary losses of a forward that runs again in the backward would come too late.
     kept = replace(model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
     stock = build_stock_model(kept, device, PlainRouter)
     if model.lora_rank is None:
@@ -96,7 +96,7 @@ def _run_one_by_one(
     device = next(module.parameters()).device
     total, all_logprobs = 0.0, []
     for sample, weight in zip(samples, weights, strict=True):
-        # What follows the last trained token is in no loss, the auxiliary ones of experts included.
+        # Tokens after the last trained one are in no loss, including the auxiliary losses of experts.
         token_ids = torch.from_numpy(sample.token_ids[: sample.needed_length()].astype(np.int64)).to(device)[None]
         trained = torch.from_numpy(np.flatnonzero(sample.loss_mask)).to(device)
         distributions = torch.log_softmax(logits_of(token_ids) / temperature, dim=-1)[trained - 1]

@@ -1,7 +1,7 @@
-"""Whole weights (or gradients) and the parts that tensor-parallel ranks hold of them, by Megatron's rules.
+"""Converts between whole weights (or gradients) and their tensor-parallel shards, by Megatron's rules.
 
-Rows of the embedding, the output weight, the query-key-value projection and the first feed-forward matrix are divided,
-and columns of the matrices that follow them; the rest is the same on every rank. A gated first matrix holds gate and up
+The embedding, the output weight, the query-key-value projection and the first feed-forward matrix are divided by rows,
+and the matrices that follow them by columns; the rest is the same on every rank. A gated first matrix holds gate and up
 projection one below the other, and a rank has its part of each. For tests: checkpoints are resharded by Megatron.
 """
 
@@ -22,7 +22,7 @@ _COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "linear_proj_adapter.lora
 
 
 def shard_weights(whole: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> dict[str, Tensor]:
-    """What tensor-parallel rank ``rank`` of ``size`` holds of ``whole``, which one process built."""
+    """The shards that tensor-parallel rank ``rank`` of ``size`` holds of ``whole``, the weights of one process."""
     return {name: _part(name, tensor, model, rank, size).contiguous() for name, tensor in whole.items()}
 
 

@@ -1,4 +1,4 @@
-"""One batch through the tree engine, in the form of the references."""
+"""Runs one batch through the tree engine and returns the outcome in the form of the references."""
 
 from __future__ import annotations
 
