@@ -1,12 +1,12 @@
-"""How probable it is that a drafted token is accepted, learned from the drafts that were verified.
+"""Estimates the probability that a drafted token is accepted, from the outcomes of verified drafts.
 
-The tree's own ratios of counts are no probabilities: after one sighting the ratio is 1. So what was drafted and
-what became of it is counted in a table by the length of the match, the tree's probability, how often the match was
-seen, and the position in the draft. A cell with few counts leans on its table without positions, and that one on a
-formula which is only there for the first drafts of a run. An outcome is that the draft was right up to and including
-the position, so a rejection tells about all positions behind it too.
+The count ratios of a suffix tree are not calibrated: after one occurrence the ratio is 1. A table therefore counts
+drafted and accepted tokens by the length of the match, its number of occurrences, the tree's probability and the
+position in the draft. A cell is smoothed with the estimate without positions, and that one with a fixed prior, which
+matters only for the first drafts of a run. A position counts as accepted if the draft was right up to and including it,
+so a rejection counts for all later positions too.
 
-Counts halve with every policy step, so the table follows the policy and the trees as they grow.
+The counts are halved after every policy step, so the table follows the policy and the growing trees.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PROBABILITY_EDGES = np.array([0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 0.999999])
 SUPPORT_EDGES = np.array([2, 4])
 POSITION_EDGES = np.array([1, 2, 3, 5, 8, 13, 20])
 LEAN = 3.0
-"""How many counts the coarser estimate weighs."""
+"""Weight of the coarser estimate, in counts."""
 KEPT_PER_STEP = 0.5
 
 
 class AcceptanceTable:
-    """The counts. Cells are by (match, support, probability) and by those and the position."""
+    """Counts by (match, support, probability, position)."""
 
     def __init__(self) -> None:
         shape = (len(MATCH_EDGES) + 1, len(SUPPORT_EDGES) + 1, len(PROBABILITY_EDGES) + 1)
@@ -34,14 +34,14 @@ class AcceptanceTable:
         self._positions = np.searchsorted(POSITION_EDGES, np.arange(256), side="right")
         self._estimates: np.ndarray | None = None
         self.verified = 0
-        """Drafts that it has learned from."""
+        """Number of drafts counted so far."""
 
     def probabilities(self, matches: np.ndarray, supports: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-        """float64 [n, width]: that positions 0 .. j are all accepted; never rising along a row.
+        """Probability that positions 0 .. j are all accepted, float64 [n, width]; non-increasing along a row.
 
         Args:
-            matches, supports: int [n], tokens found, and how often they were.
-            probabilities: float64 [n, width], the tree's, see ``Drafts``.
+            matches, supports: int [n], length of the match and its number of occurrences.
+            probabilities: float64 [n, width], the tree's probabilities; see ``Drafts``.
         """
         if self._estimates is None:
             coarse_drafted, coarse_accepted = self._drafted.sum(-1), self._accepted.sum(-1)
@@ -58,7 +58,7 @@ class AcceptanceTable:
         drafted: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """Count n verified drafts: of ``drafted`` [n] tokens the first ``accepted`` [n] were right."""
+        """Count n verified drafts: the first ``accepted`` [n] of ``drafted`` [n] tokens were right."""
         width = int(drafted.max(initial=0))
         if not width:
             return
@@ -98,7 +98,7 @@ class AcceptanceTable:
 
 
 def _prior(shape: tuple[int, int, int]) -> np.ndarray:
-    """Before anything was verified: the tree's probability, believed more after longer and more frequent matches."""
+    """The prior estimate: the tree's probability, trusted more after longer and more frequent matches."""
     matches = np.array([1, 2, 3, 5, 8, 12, 16])[:, None, None]
     supports = np.array([1, 2, 4])[None, :, None]
     probabilities = np.array([0.15, 0.28, 0.42, 0.58, 0.72, 0.87, 0.97, 1.0])[None, None, :]

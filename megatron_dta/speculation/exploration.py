@@ -1,6 +1,6 @@
-"""Rare, short drafts against the gate's advice, which keep the estimates of acceptance alive.
+"""Selects rare, short drafts to verify against the gate's decision, which updates the acceptance estimates.
 
-Which samples explore is a hash of (seed, key, position), so all ranks agree.
+A hash of (seed, key, position) selects the samples, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from megatron_dta.speculation.forward_cost import ForwardCost
 
 EXPLORED_TOKENS = 4
 LONELY = 24
-"""Where a forward has no other drafts, only every ``LONELY`` th explores."""
+"""Of the forwards without other drafts, every ``LONELY``-th one explores."""
 _EXPLORING_SHARE = 0.004
+"""Maximum cost of exploration as a share of a forward."""
 _LONELY_DRAFTS = 4
-"""Drafts of a forward that has none but for exploring: enough to learn as much from these few."""
+"""Exploratory drafts in a forward that would otherwise have none."""
 
 
 def exploring_share(exploration: float, cost: ForwardCost, live: int, is_lonely_turn: bool) -> float:
-    """Which share of the samples explores: so few that they cost no more than ``_EXPLORING_SHARE`` of a forward."""
+    """Share of the samples that explore, such that they cost at most ``_EXPLORING_SHARE`` of a forward."""
     exploring = max(cost.per_token, 1e-12) * EXPLORED_TOKENS
     share = min(exploration, _EXPLORING_SHARE * float(cost.seconds(live)) / live / exploring)
     return max(share, min(_LONELY_DRAFTS / live, share * LONELY)) if is_lonely_turn else share

@@ -1,9 +1,9 @@
-"""What a forward of n tokens costs: flat while the weights' traffic hides the tokens, then linear.
+"""Models the seconds of a forward of n tokens: constant while reading the weights dominates, then linear.
 
     seconds(n) = base + per_token x max(0, n - knee)
 
 ``fit`` gets the three numbers from measured (tokens, seconds) pairs. The defaults are those of a 7B model in bfloat16
-on one H100-class GPU, linear from the first token, which is the cautious choice: it charges for every drafted token.
+on one H100-class GPU. They are linear from the first token; this is conservative, as every drafted token has a cost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ForwardCost:
     base: seconds of a forward of few tokens.
     per_token: seconds of each token above ``knee``.
     knee: tokens up to which a forward takes ``base``.
-    draft: seconds that making one sequence's draft takes on the CPU, where nothing hides it.
+    draft: CPU seconds to make the draft of one sequence, not overlapped with the device.
     """
 
     base: float = 8e-3
@@ -37,12 +37,12 @@ class ForwardCost:
             raise InputError(f"a forward's cost needs base > 0 and no negative number: {self}")
 
     def seconds(self, tokens: np.ndarray | float) -> np.ndarray:
-        """Seconds of forwards of so many tokens."""
+        """Seconds of forwards of ``tokens`` tokens each."""
         return self.base + self.per_token * np.maximum(0.0, np.asarray(tokens, np.float64) - self.knee)
 
     @classmethod
     def fit(cls, tokens: np.ndarray, seconds: np.ndarray, draft: float = 5e-6) -> ForwardCost:
-        """Least squares of the relative error; the knee is tried at every measured count and between them.
+        """Fits the model by least squares of the relative error, trying knees at and between the measured counts.
 
         Raises:
             InputError: fewer than three counts, or numbers that are not positive.
@@ -70,7 +70,7 @@ class ForwardCost:
 
     @classmethod
     def load(cls, path: str | Path, draft: float = 5e-6) -> ForwardCost:
-        """From a JSON file: a list of [tokens, seconds] pairs."""
+        """Fits the model to a JSON file, a list of [tokens, seconds] pairs."""
         try:
             pairs = json.loads(Path(path).read_text())
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Counts the forwards that samples would have taken without drafts, beside those that are run."""
+"""Counts the forwards that the same samples would have taken without drafts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 
 class Before(NamedTuple):
-    """Where a response stood when one of its samples began: generated tokens, and the forward that would have been its
-    last so far without drafts, where another sample went before."""
+    """The state of a response when one of its samples begins.
+
+    tokens: generated tokens so far. end: the forward in which the previous sample of the response would have ended
+    without drafts; None for the first sample.
+    """
 
     tokens: int = 0
     end: int | None = None
@@ -18,14 +21,14 @@ NOTHING_BEFORE = Before()
 
 
 class PlainForwards:
-    """How many forwards the samples of a step would have taken without drafts, one token of each in a forward.
+    """Simulates decoding without drafts: one token of each live sample in a forward.
 
-    A sample begins with the phase, or in the place of a response that is over, or where the one that it goes on from
-    has ended; in the first case behind the forwards that were run without it, while prompts were computed.
+    A sample begins with the phase, in the place of a finished response, or where the sample that it continues ended. If
+    it begins with the phase, the forwards that have run without it, while prompts were computed, come first.
     """
 
     def __init__(self) -> None:
-        self.forwards = 0  # of the phase, as they were run
+        self.forwards = 0  # forwards of the phase that have run
         self._last = self._before = 0
         self._ends: list[int] = []
 

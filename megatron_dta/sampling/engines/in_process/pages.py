@@ -1,8 +1,8 @@
-"""Which pages of the K/V cache are free, who shares them, and which prefix each full one holds.
+"""Tracks which pages of the K/V cache are free, how many requests share each, and which prefix each full page holds.
 
-A page is held by every sequence whose table lists it and is free when nobody does. Full pages whose K and V have been
-computed are registered under a digest of all tokens up to their end, so a new sequence finds the longest prefix that is
-there, whoever computed it. Host side only: pages are numbers here.
+A page is held by every request whose table lists it and is free if no request holds it. Full pages with computed K and
+V are registered under a digest of all tokens up to their end, so that a new request finds its longest cached prefix.
+Pages are only numbers here; the tensors are in the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FIRST_PAGES = 64
 
 
 class PagePool:
-    """Pages ``0 .. num_pages - 1``, at first none; it grows up to ``max_pages`` (None: without bound)."""
+    """Pages ``0 .. num_pages - 1``. The pool begins empty and grows up to ``max_pages`` (None: no limit)."""
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size, self.max_pages = page_size, max_pages
@@ -28,27 +28,27 @@ class PagePool:
 
     @property
     def pages_in_use(self) -> int:
-        """Pages that somebody holds."""
+        """Number of held pages."""
         return self.num_pages - len(self._free)
 
     def holders(self, page: int) -> int:
-        """How many hold ``page``."""
+        """Number of holders of ``page``."""
         return self._holders[page]
 
     def has_room(self, count: int) -> bool:
-        """Whether ``count`` pages can be taken; the pool grows for it where it may."""
+        """Whether ``count`` pages can be taken; grows the pool if it may."""
         missing = count - len(self._free)
         if missing > 0:
             wanted = max(self.num_pages + missing, 2 * self.num_pages, _FIRST_PAGES)
             total = wanted if self.max_pages is None else min(wanted, self.max_pages)
-            # Low numbers first: they exist in the tensors already.
+            # Low numbers come first, since the tensors contain them already.
             self._free[:0] = range(total - 1, self.num_pages - 1, -1)
             self._holders += [0] * (total - self.num_pages)
             self.num_pages = total
         return count <= len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """``count`` free pages, from now on held once; ``has_room`` was asked before."""
+        """Takes ``count`` free pages, each with one holder. Call ``has_room`` first."""
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
@@ -56,12 +56,12 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder for each of ``pages``."""
+        """Adds a holder to each of ``pages``."""
         for page in pages:
             self._holders[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """One holder less for each of ``pages``."""
+        """Removes a holder from each of ``pages``; a page without holders becomes free."""
         for page in pages:
             self._holders[page] -= 1
             if self._holders[page] == 0:
@@ -71,18 +71,18 @@ class PagePool:
                     del self._page_of_digest[digest]
 
     def clear(self) -> None:
-        """Forget all pages; nobody may hold one."""
-        assert self.pages_in_use == 0, f"{self.pages_in_use} pages are held by nobody known"
+        """Removes all pages; none may be held."""
+        assert self.pages_in_use == 0, f"{self.pages_in_use} pages are still held"
         self.num_pages, self._free, self._holders = 0, [], []
 
     def register(self, digest: bytes, page: int) -> None:
-        """``page`` holds the K and V at the end of the prefix with ``digest``; nothing where another already does."""
+        """Registers ``page`` as the last page of the prefix with ``digest``, unless another page is registered."""
         if digest not in self._page_of_digest:
             self._page_of_digest[digest] = page
             self._digest_of_page[page] = digest
 
     def find(self, digest: bytes) -> int | None:
-        """The page at the end of that prefix, if there is one."""
+        """The last page of the prefix with ``digest``, or None."""
         return self._page_of_digest.get(digest)
 
 

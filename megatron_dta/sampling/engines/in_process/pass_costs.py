@@ -1,8 +1,8 @@
-"""What passes cost on the engine that runs, measured before it samples anything.
+"""Measures the cost of passes on the engine before it samples rollouts.
 
-Whether a draft is worth it is a matter of seconds: of a pass (c_base) and of a token in it (c_tok). Until rollouts have
-shown them, they are those of a few short runs of made-up requests: few rows and many, with drafts of a fixed length and
-without. They take a fraction of a second and compile, or capture, what the first collection needs anyhow.
+Whether a draft pays depends on the seconds of a pass (c_base) and of a token in it (c_tok). Before the first rollouts
+they are measured with a few short runs of synthetic requests, with few and many rows, with drafts of a fixed length and
+without. The runs take a fraction of a second. They also compile or capture what the first rollout batch needs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_dta.sampling.engines.interface import GenerationRequest, generate,
 from megatron_dta.sampling.params import SamplingParams
 
 _PASSES = 6
-"""Of each kind; what counts is their median."""
+"""Passes of each kind; their median is used."""
 _WIDTHS = (0, 3, 7)
 _CONTEXT = 2
 _NO_END = -1
 
 
 class SilentDrafting(Drafting):
-    """Drafts that need to know of nothing but the rows of a pass."""
+    """A drafting that depends only on the rows of a pass."""
 
     def submitted(self, sequence: Request) -> None: ...
 
@@ -41,7 +41,7 @@ class SilentDrafting(Drafting):
 
 
 class _FixedDrafts(SilentDrafting):
-    """As many drafted tokens in every pass, right or not; notes (tokens, seconds, whether some were drafted)."""
+    """Drafts ``width`` arbitrary tokens per row; records passes as (tokens, seconds, has drafts)."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -75,12 +75,13 @@ class _FixedDrafts(SilentDrafting):
 def measure_passes(
     engine: InProcessEngine, params: SamplingParams, rows: int, max_length: int
 ) -> list[tuple[int, float, bool]]:
-    """(tokens, seconds, whether some were drafted) of passes that only decode; all ranks call this together.
+    """Measures passes that only decode, as (tokens, seconds, has drafts). Collective over all ranks.
 
     Args:
-        engine: without requests; it drafts again as before afterwards.
-        params: as rollouts are sampled; ends of sequence are left out.
-        rows: most sequences that run at once. max_length: most tokens of one.
+        engine: an engine without requests; its drafting is restored afterwards.
+        params: sampling parameters of rollouts; the end-of-sequence token is ignored.
+        rows: maximum number of running requests.
+        max_length: maximum number of tokens of a request.
     """
     params = SamplingParams(1, _NO_END, params.temperature, params.top_p, params.seed)
     given, found = engine.drafting, []
@@ -89,7 +90,7 @@ def measure_passes(
             for width in _WIDTHS:
                 most = min(_PASSES + width, max_length - _CONTEXT)
                 requests = [GenerationRequest(i, np.zeros(_CONTEXT, np.int32), most, i) for i in range(count)]
-                for _ in range(2):  # The first one compiles and captures; a burst takes long then as a whole.
+                for _ in range(2):  # The first run compiles and captures, so its passes are not used.
                     drafts = engine.drafting = _FixedDrafts(width)
                     with phase(engine, params, 0):
                         generate(engine, requests)
