@@ -1,16 +1,15 @@
-"""The drafter: a suffix tree for each problem and one for all, over a window of recent samples.
+"""Drafts from suffix trees of recent samples: one tree for each problem and one for all problems.
 
-Samples of a problem resemble each other most, so each problem has a tree of its own: its past samples, those of the
-running step as they grow (its siblings and the sample itself), and the prompt. The tree of all problems has every
-sample but no prompts; it helps where problems share phrases or tools, and costs as much again. The draft of the better
-score is taken.
+Samples of the same problem are the most similar, so each problem has its own tree. It holds the problem's prompt, past
+samples and running samples as they grow. The tree of all problems holds every sample but no prompts. It helps if
+problems share phrases or tools, and doubles the memory. Of the two drafts the one with the better score is used.
 
-Only tokens that were accepted are inserted. What leaves: at the end of a policy step all samples older than the window,
-then the oldest until the budget of tokens is met; a problem without samples loses its tree. Steps, not time, so all
-ranks and a resumed run agree.
+Only accepted tokens are inserted. The end of a policy step evicts all samples older than the window, then the oldest
+ones until the token budget is met. A problem without samples loses its tree. Age is counted in steps, not in time, so
+all ranks and a resumed run agree.
 
-The state is the samples' tokens in plain arrays; loading inserts them again (about half a microsecond a token), and as
-trees are canonical the drafts are those of the saved one.
+The saved state holds the samples' tokens in plain arrays. Loading inserts them again (about half a microsecond a
+token). The trees are canonical, so a restored drafter makes the same drafts.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from megatron_dta.speculation.suffix_forest import NO_TREE, DraftParams, Drafts
 class DrafterParams:
     """Attributes:
     depth: tokens of a match and its draft together.
-    early_depth: tokens of a running sample's suffix with which it is first drafted from.
+    early_depth: tokens after which a suffix of a running sample is first inserted.
     window: policy steps for which a sample is kept.
-    max_tokens: most tokens of samples kept (each stands in the trees of its problem and of all).
+    max_tokens: maximum number of sample tokens kept; each is in its problem's tree and in that of all problems.
     all_problems: keep the tree of all problems.
-    draft: how drafts are made.
+    draft: parameters of a draft.
     """
 
     depth: int = 32
@@ -63,26 +62,26 @@ class _Sample:
 
 
 class Drafter:
-    """Samples are known by the number of their text in the forest."""
+    """The trees and their samples. The number of a sample's text in the forest identifies it."""
 
     def __init__(self, params: DrafterParams) -> None:
         self.params = params
         self._forest = create_forest(params.depth, params.early_depth)
         self._all = self._forest.new_tree() if params.all_problems else NO_TREE
         self._problems: dict[str, _Problem] = {}
-        self._samples: dict[int, _Sample] = {}  # complete ones in the order in which they ended
+        self._samples: dict[int, _Sample] = {}  # complete samples in the order of completion
         self.stored_tokens = 0
         """Tokens of samples and prompts in the trees."""
 
     def open(self, problem: str, prompt: np.ndarray, is_branch: bool = False) -> int:
-        """A sample begins after ``prompt`` (int [T], T >= 1), which a branch has from another one; its number."""
+        """Begin a sample after ``prompt`` (int [T], T >= 1), already inserted for a branch. Returns its number."""
         prompt = np.ascontiguousarray(prompt, np.int32)
         if not is_branch or problem not in self._problems:
             self._add_prompt(problem, prompt)
         return self._open_text(problem, prompt[-(self.params.depth - 1) :])
 
     def extend(self, samples: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
-        """Sample ``samples[i]`` goes on with ``tokens[offsets[i] : offsets[i + 1]]``: accepted ones, or an answer."""
+        """Append ``tokens[offsets[i] : offsets[i + 1]]`` (accepted tokens, or an answer) to ``samples[i]``."""
         self._forest.extend(samples, tokens, offsets)
         for sample, more in zip(samples.tolist(), np.diff(offsets).tolist(), strict=True):
             self._samples[sample].tokens += more
@@ -93,14 +92,14 @@ class Drafter:
         return self._forest.draft(samples, most, self.params.draft)
 
     def finish(self, sample: int, step: int) -> None:
-        """The sample is complete; it stays until policy step ``step`` + window has ended."""
+        """Complete a sample; it is kept until the end of policy step ``step`` + window."""
         self._forest.finish(sample)
         entry = self._samples.pop(sample)
         entry.step = step
         self._samples[sample] = entry
 
     def discard(self, sample: int) -> None:
-        """Forget a sample, running or complete."""
+        """Remove a running or complete sample."""
         entry = self._samples.pop(sample)
         self._forest.remove(sample)
         self.stored_tokens -= entry.tokens
@@ -114,9 +113,9 @@ class Drafter:
             del self._problems[entry.problem]
 
     def end_step(self, step: int) -> int:
-        """Evict what is too old or too much after policy step ``step``; returns how many samples went."""
+        """Evict samples by age and token budget after policy step ``step``. Returns the number of evicted samples."""
         gone = 0
-        for text in list(self._samples):  # complete ones by their steps, so the first that may stay ends the search
+        for text in list(self._samples):  # in the order of their steps, so the first one to keep ends the search
             made = self._samples[text].step
             if made is None:
                 continue
@@ -136,7 +135,7 @@ class Drafter:
         return self._forest.num_bytes
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The complete samples and the prompts of their problems; running ones are left out."""
+        """The complete samples and their problems' prompts, without the running samples."""
         complete = {text: entry for text, entry in self._samples.items() if entry.step is not None}
         names = sorted({entry.problem for entry in complete.values()})
         number = {name: i for i, name in enumerate(names)}
@@ -152,7 +151,7 @@ class Drafter:
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Replace everything by a saved state; ``ValueError`` where its arrays do not fit each other."""
+        """Replace the state by a saved one; raises ``ValueError`` if its arrays are inconsistent."""
         num_prompts, lengths = int(state["num_prompts"]), np.asarray(state["lengths"], np.int64)
         names, problem, steps = state["problems"].tolist(), state["problem"].tolist(), state["steps"].tolist()
         tokens = np.ascontiguousarray(state["tokens"], np.int32)
@@ -174,7 +173,7 @@ class Drafter:
             entry = self._problems[problem] = _Problem(self._forest.new_tree())
         key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
         if key not in entry.prompts:
-            # Not finished: the runs that go on into a sample are the sample's own.
+            # Not finished: suffixes that continue into a sample belong to the sample.
             entry.prompts[key] = self._new_text((entry.tree, NO_TREE), prompt)
             entry.prompt_tokens += len(prompt)
             self.stored_tokens += len(prompt)

@@ -1,10 +1,10 @@
-"""Replays stored samples as if they were being sampled now: what would speculation have saved?
+"""Replays stored samples to measure what speculation would have saved.
 
-For a drafter without randomness and exact verification, a draft is accepted as far as it agrees with what was sampled,
-and a stored sample is what was sampled. So a replay needs no model, and its forwards are those of the real run; only
-their seconds come from a cost model. All samples of a wave begin together, as they do when a policy step collects
-rollouts, and the batch shrinks as they end. Per problem, the first ``past`` samples are history: one policy step each,
-the last one the newest. Without a drift of the policy between them, that is the best that a history can be.
+With a deterministic drafter and exact verification, a draft is accepted up to its first difference from the sampled
+tokens, and these are stored. A replay therefore needs no model and runs the same forwards as the real run; only their
+seconds come from a cost model. All samples of a wave begin together, as in the collection of a rollout batch, and the
+batch shrinks as they end. The first ``past`` samples of each problem are its history, one policy step each, the last
+one the newest. The policy does not drift between them, so this history is the best case.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megatron_dta.speculation.speculator import Speculator
 
 @dataclass(frozen=True)
 class RecordedSample:
-    """A stored sample: what was given and what was generated, in turns.
+    """A stored sample, split into given and generated tokens by turn.
 
     Attributes:
-        problem: whose history it shares.
+        problem: problem whose history the sample shares.
         prompt: int32 [T], T >= 1.
         generated: int32 [G], the generated tokens of all turns.
         turn_ends: int64 [turns], where each turn ends in ``generated``.
-        answers: between two turns, the tokens that were not generated; one fewer than turns.
-        stopped: whether its end was cut off for degenerate text.
+        answers: tokens between two turns that were not generated; one entry fewer than turns.
+        stopped: whether the sample was cut because its text degenerated.
     """
 
     problem: str
@@ -44,7 +44,7 @@ class RecordedSample:
 
 
 def recorded_samples(rollouts: Sequence[Rollout], stop_degenerate: bool = False) -> list[RecordedSample]:
-    """What was generated is what the loss mask trains."""
+    """Converts rollouts to samples; the loss mask marks the generated tokens."""
     samples = []
     for rollout in rollouts:
         runs = mask_runs(rollout.loss_mask)
@@ -77,7 +77,7 @@ def split_history(samples: Sequence[RecordedSample], past: int) -> tuple[list[li
 
 
 def waves(samples: Sequence[RecordedSample], live_batch: int | None) -> list[list[RecordedSample]]:
-    """The samples in parts of about ``live_batch``, problems kept together where they fit; None: one part."""
+    """Splits samples into waves of about ``live_batch``, without splitting problems if possible; None: one wave."""
     if live_batch is None:
         return [list(samples)]
     parts: list[list[RecordedSample]] = []
@@ -95,7 +95,7 @@ def waves(samples: Sequence[RecordedSample], live_batch: int | None) -> list[lis
 
 
 def plain_lives(samples: Sequence[RecordedSample]) -> np.ndarray:
-    """int64 [forwards]: how many samples of a wave still run in each forward of decoding without speculation."""
+    """Number of live samples in each forward of a wave without speculation, int64 [forwards]."""
     lengths = np.sort([len(sample.generated) for sample in samples])
     return len(lengths) - np.searchsorted(lengths, np.arange(lengths[-1]), side="right")
 
@@ -106,7 +106,7 @@ def plain_makespan(samples: Sequence[RecordedSample], cost: ForwardCost) -> floa
 
 
 def remember(speculator: Speculator, history: Sequence[Sequence[RecordedSample]]) -> None:
-    """Give a speculator the samples of past steps, which are numbered from 0."""
+    """Add the samples of past steps to a speculator; steps are numbered from 0."""
     for step, samples in enumerate(history):
         for key, sample in enumerate(samples):
             slot = speculator.open(sample.problem, sample.prompt, key)
@@ -123,8 +123,8 @@ def remember(speculator: Speculator, history: Sequence[Sequence[RecordedSample]]
 def replay_wave(
     speculator: Speculator, samples: Sequence[RecordedSample], step: int, burst: int = 1
 ) -> SpeculationReport:
-    """Decode the samples of one wave with speculation; they are in the trees afterwards. With ``burst``, as an engine
-    does that runs so many passes without drafts one after the other (samples of one turn; seconds of ``rounds``)."""
+    """Decode the samples of one wave with speculation and add them to the trees. ``burst`` is the number of passes
+    without drafts that the engine runs back to back; above 1 it needs samples of one turn."""
     slots = np.array([speculator.open(s.problem, s.prompt, key) for key, s in enumerate(samples)], np.int64)
     stream = np.concatenate([sample.generated for sample in samples])
     end = np.cumsum([len(sample.generated) for sample in samples])
@@ -142,7 +142,7 @@ def replay_wave(
             appended = [stream[a : a + n] for a, n in zip(position[live].tolist(), count.tolist(), strict=True)]
             seconds = _burst_seconds(speculator, count)
             speculator.record_burst(slots[live], appended, seconds, proposal is not None)
-            host = _took(speculator, seconds, host)
+            host = _report_time(speculator, seconds, host)
             position[live] += count
             live = _without_ended(speculator, samples, slots, live, position >= end)
             continue
@@ -154,7 +154,7 @@ def replay_wave(
         cost = speculator.cost if speculator.pass_gate is None else speculator.pass_gate.drafted_cost
         seconds = float(cost.seconds(count)) + cost.draft * len(proposal.asked)
         speculator.record(proposal, accepted, tokens, offsets, seconds)
-        host = _took(speculator, seconds, host)
+        host = _report_time(speculator, seconds, host)
         position[live] += new
         at_end = live[position[live] == turn_end[live]]
         for i in at_end.tolist():
@@ -171,16 +171,16 @@ def replay_wave(
     return speculator.end_step(step)
 
 
-def _took(speculator: Speculator, seconds: float, host: float) -> float:
-    """Tell what a round took, with what the drafter took of it just now; ``draft_seconds`` so far, last time and now.
-    Without ``rounds`` no clock matters."""
+def _report_time(speculator: Speculator, seconds: float, host: float) -> float:
+    """Report the seconds of a round, including the drafter's. ``host``: ``draft_seconds`` before it. Returns them now.
+    The clock has no effect without a ``pass_gate``."""
     now = speculator.report.draft_seconds
     speculator.took(seconds + now - host)
     return now
 
 
 def _burst_seconds(speculator: Speculator, counts: np.ndarray) -> float:
-    """Of passes without drafts, of which each sample takes part in the first ``counts[i]``."""
+    """Seconds of a burst in which sample i runs in the first ``counts[i]`` passes."""
     cost = speculator.cost if speculator.pass_gate is None else speculator.pass_gate.plain_cost
     lives = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max()), side="right")
     return float(cost.seconds(lives).sum())
@@ -198,7 +198,7 @@ def _without_ended(
 def _agreement(
     drafts: np.ndarray, lengths: np.ndarray, stream: np.ndarray, position: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """How many tokens of each draft are those that were sampled, int64 [n]."""
+    """Number of leading tokens of each draft that equal the sampled ones, int64 [n]."""
     width = int(lengths.max(initial=0))
     if not width:
         return np.zeros(len(lengths), np.int64)
@@ -210,8 +210,8 @@ def _agreement(
 
 
 def text_like_control(samples: Sequence[RecordedSample], seed: int) -> list[RecordedSample]:
-    """Samples of the same shape that cannot be drafted well: what follows a token is drawn anew from what ever
-    followed it in these samples, so each looks like text from token to token and no two agree for long."""
+    """Samples of the same shape that are hard to draft: each token is drawn from the tokens that followed the previous
+    one in these samples. They look like text from token to token, and no two agree for long."""
     rng = np.random.default_rng(seed)
     stream = np.concatenate([sample.generated for sample in samples])
     order = np.argsort(stream[:-1], kind="stable")

@@ -1,4 +1,4 @@
-"""What speculation did in one rollout: filled by an engine or a replay, read as metrics, JSON and a picture."""
+"""Statistics of speculation in one rollout batch, from an engine or a replay, as metrics, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ DECILES = TENTHS = 10
 
 @dataclass
 class SpeculationReport:
-    """Counts of one rollout. A step of a sequence is its part in one forward: one token, and those accepted.
+    """Counts of one rollout batch. A step of a sample is its part in one forward: one token and the accepted ones.
 
     Attributes:
         live: sequences in each forward.
-        tokens: tokens in each forward, drafted ones included.
-        seconds: of each forward, measured or by a cost model.
-        lengths, steps, drafted, accepted, classes: of each finished sample: generated tokens, its steps, its drafted
-            and accepted tokens, and the length class that it began with.
-        queries: drafts that were looked for. draft_seconds: CPU time of making and accounting them. hidden_seconds: of
-            accounting for forwards without drafts, beside a device that runs the next ones.
-        outside_seconds: of draft_seconds those that are in no entry of ``seconds`` of a forward with drafts.
+        tokens: tokens in each forward, including drafted ones.
+        seconds: seconds of each forward, measured or from a cost model.
+        lengths, steps, drafted, accepted, classes: for each finished sample its generated tokens, steps, drafted and
+            accepted tokens, and first length class.
+        queries: requested drafts.
+        draft_seconds: CPU time to make the drafts and record their outcomes.
+        hidden_seconds: CPU time to record forwards without drafts while the device runs the next ones.
+        outside_seconds: the part of ``draft_seconds`` that no entry of ``seconds`` of a forward with drafts contains.
         plain_forwards: forwards that the same samples would have taken without drafts.
         drafter_bytes, drafter_tokens: memory of the trees and tokens in them, at the end.
-        stopped: of a replay, samples that were cut for degenerate text.
+        stopped: samples of a replay that were cut because their text degenerated.
     """
 
     live: list[int] = field(default_factory=list)
@@ -70,7 +71,7 @@ class SpeculationReport:
         return _ratio(np.sum(self.lengths), np.sum(self.steps))
 
     def tokens_per_forward_by_decile(self) -> list[float | None]:
-        """The same by length, the shortest tenth of the samples first; None where there are too few samples."""
+        """``tokens_per_forward`` for each tenth of the samples by length, shortest first; None for an empty tenth."""
         lengths, steps = np.asarray(self.lengths), np.asarray(self.steps)
         return [_ratio(lengths[part].sum(), steps[part].sum()) if len(part) else None for part in self._deciles()]
 
@@ -80,7 +81,7 @@ class SpeculationReport:
         return {name: _ratio(lengths[r].sum(), steps[r].sum()) if len(r) else None for name, r in rows.items()}
 
     def wasted_tokens_by_decile(self) -> list[int | None]:
-        """Tokens drafted in vain for each tenth of the samples by length, the shortest first."""
+        """Rejected draft tokens for each tenth of the samples by length, shortest first."""
         wasted = np.subtract(self.drafted, self.accepted)
         return [int(wasted[part].sum()) if len(part) else None for part in self._deciles()]
 
@@ -93,7 +94,7 @@ class SpeculationReport:
         ends = np.cumsum(self.seconds)
         if not len(ends) or not ends[-1] > 0:
             return [None] * parts
-        # Live sequences x seconds up to each boundary, between forwards in proportion.
+        # Live sequences x seconds up to each boundary, interpolated within forwards.
         bounds = np.linspace(0, ends[-1], parts + 1)
         area = np.concatenate([[0.0], np.cumsum(np.asarray(self.live) * np.asarray(self.seconds))])
         upto = np.interp(bounds, np.concatenate([[0.0], ends]), area)
@@ -109,14 +110,14 @@ class SpeculationReport:
         return {c.name.lower(): np.flatnonzero(classes == c) for c in LengthClass}
 
     def longest_tokens_per_forward(self, samples: int = 4) -> float:
-        """Of the longest samples, which decide when a rollout is done."""
+        """``tokens_per_forward`` of the longest samples, which determine when a rollout is done."""
         order = np.argsort(self.lengths, kind="stable")[-samples:]
         return _ratio(np.asarray(self.lengths)[order].sum(), np.asarray(self.steps)[order].sum())
 
     def savings(self) -> tuple[int, float, float]:
-        """Forwards that drafts have saved, about how many seconds those would have taken, and what drafts have cost.
+        """Forwards that drafts saved, the estimated seconds of these forwards, and the seconds that drafts cost.
 
-        A forward with drafts is compared with those without any of as many live sequences, or of the nearest numbers.
+        A forward with drafts is compared with plain forwards of as many live sequences, or interpolated between them.
         """
         live, seconds = np.array(self.live, np.int64), np.array(self.seconds)
         is_drafted = np.array(self.tokens, np.int64) > live
@@ -131,7 +132,7 @@ class SpeculationReport:
         return saved, max(0, saved) * float(np.mean(plain)), cost
 
     def figures(self) -> dict[str, object]:
-        """Everything but the course from forward to forward, for JSON."""
+        """All figures for JSON, without the per-forward lists."""
         drafted, accepted = int(np.sum(self.drafted)), int(np.sum(self.accepted))
         return {
             "samples": len(self.lengths),
@@ -177,8 +178,8 @@ class SpeculationReport:
 
 
 def drafting_benefit(records: Iterable[Mapping[str, Any]]) -> str | None:
-    """What drafts have saved and cost in a run, in one sentence; None where nothing was drafted from trees."""
-    # The steps of one collection repeat its figures, so only the first counts.
+    """One sentence on what drafts saved and cost in a run; None if there were no drafts."""
+    # All steps of one rollout batch repeat its figures, so only the first one counts.
     timings = [record.get("timing", {}) for record in records if not record.get("collection_step")]
 
     def total(name: str) -> float:
