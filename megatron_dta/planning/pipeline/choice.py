@@ -1,15 +1,15 @@
-"""Segments and schedule of a pipeline together: the size of segments with the shortest simulated step.
+"""Searches for the segment size of a pipeline with the shortest simulated step, and for its schedule.
 
-With segments of S tokens on P stages a step has a bubble of P - 1 of them, and P - 1 more than one root path in flight.
-Small segments make both small; but none is faster than the host launches it, and beyond some number more of them only
-add launches. Which size is best depends on all costs, so sizes are tried from the largest down, as long as that helps:
-each is cut into segments, which list scheduling brings into an order. The best of these get a schedule with all the
-planner's care, and the shortest step is taken.
+With segments of S tokens on P stages, a step has a bubble of P - 1 segments and P - 1 segments in flight beyond one
+root path. Small segments reduce both, but the launches by the host bound the time of a segment from below, and beyond
+some number more segments only add launches. The best size depends on all costs, so the search tries sizes from the
+largest down while that helps. It cuts the tree into segments of each size and schedules them with list scheduling. The
+best sizes are scheduled with the full planner, and the shortest step is returned.
 
-The tokens in flight of one stage alone are those of the plan that one stage would run (``segment_tokens`` and the
-planner's budget); a stage of the pipeline may have 1.5 times as many. Beside P - 1 segments this leaves less for the
-root path the larger they are, so segments are planned with the budget that is left, or one segment less: a pipeline
-without any room waits for memory.
+The reference for memory is the plan of a single stage (``segment_tokens`` and the default limit on in-flight tokens); a
+pipeline stage can have 1.5 times its in-flight tokens. As P - 1 segments are in flight beside the root path, larger
+segments leave less for the path. Segments are therefore planned with the remaining limit, or with one segment less,
+because a pipeline without any spare memory waits for it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from megatron_dta.planning.segments.cut import plan_segments
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.tree import PrefixTree
 
-# Sizes that are tried, the largest first.
+# Sizes to try, largest first.
 SIZES = (8192, 7168, 6144, 5376, 4608, 4096, 3584, 3072, 2688, 2304, 2048, 1792, 1536, 1344, 1152, 1024, 896, 768, 640)
 SIZES = (*SIZES, 512, 384, 256, 192, 128)
-# Smaller ones are not tried after so many sizes that no schedule makes faster than the best, or once so many segments
-# for each other stage leave next to nothing to gain.
+# The search stops after this number of sizes whose lower bound exceeds the best time, or with this number of segments
+# for each further stage, which leaves almost nothing to gain.
 HOPELESS_SIZES = 2
 ENOUGH_SEGMENTS = 250
 NEAR_BOUND = 1.02
-# A first look takes so many of the segment planner's strategies, and so many of the best are planned with care.
+# Strategies of the segment planner in the first estimate of a size, and number of best sizes that are planned in full.
 LOOKED_AT = 2
 POLICIES = (Policy(), Policy(alternate=True, patience=0.1))
 CAREFUL = 4
-# And so many more, where none of these comes as near to the ideal utilisation as it is asked to.
+# Additional sizes to plan if none of these reaches the requested share of the ideal utilisation.
 FURTHER = 20
 
 
@@ -56,9 +56,9 @@ class PipelinePlan:
         costs: their times.
         schedule: the op lists.
         timeline: its simulation.
-        limit: most tokens in flight that the schedule was allowed.
-        one_stage_tokens: tokens that one stage alone has in flight.
-        fastest: the plan of those that were made with the shortest step; None if it is this one.
+        limit: limit on the in-flight tokens of the schedule.
+        one_stage_tokens: in-flight tokens of a single stage.
+        fastest: the plan with the shortest step of all plans made; None if it is this one.
     """
 
     segments: SegmentPlan
@@ -71,7 +71,7 @@ class PipelinePlan:
 
     @property
     def ideal_utilisation(self) -> float:
-        """N / (N + P - 1), which segments of equal times reach."""
+        """N / (N + P - 1), the utilisation of segments of equal times."""
         return ideal_utilisation(self.segments.num_segments, self.schedule.num_stages)
 
     @property
@@ -81,7 +81,7 @@ class PipelinePlan:
 
     @property
     def result(self) -> tuple[float, float]:
-        """What plans are compared by: the makespan, and most tokens in flight on a stage."""
+        """Key to compare plans: the makespan, then the peak of in-flight tokens on a stage."""
         return self.timeline.makespan, max(peak_in_flight(self.schedule, self.segments.lengths), default=0.0)
 
 
@@ -98,18 +98,18 @@ def choose_pipeline(
     sizes: Sequence[int] = SIZES,
     least_share: float = 0.0,
 ) -> PipelinePlan:
-    """The segments and the schedule with the shortest step found, deterministically.
+    """Return the segments and the schedule with the shortest step found. Deterministic.
 
     Args:
-        costs_of: times of a plan's segments on all virtual stages.
-        segment_tokens, memory_tokens: as for ``plan_segments``, of one stage alone.
-        max_in_flight_tokens: limit in place of 1.5 times one stage's.
-        sizes: most tokens of a segment in the pipeline, to choose from.
-        least_share: part of the ideal utilisation that a plan is to have, if one is found that has it. The shortest
-            step may have less: where launches take long, larger segments that wait for memory can be worth it.
+        costs_of: function from a segment plan to its times on all virtual stages.
+        segment_tokens, memory_tokens: arguments of ``plan_segments`` for a single stage.
+        max_in_flight_tokens: limit in place of 1.5 times that of a single stage.
+        sizes: maximum tokens of a segment to try.
+        least_share: share of the ideal utilisation that a plan should reach, if one does. The shortest step can have
+            less: if launches are slow, larger segments that wait for memory can be faster.
 
     Raises:
-        InputError: as ``plan_segments``, or a limit below the longest sequence.
+        InputError: as ``plan_segments``, or the limit is below the longest sequence.
     """
     memory_tokens = in_flight_budget(tree, segment_tokens, memory_tokens, max_in_flight_tokens)
     alone = plan_segments(tree, segment_tokens, memory_tokens)
@@ -120,7 +120,7 @@ def choose_pipeline(
         return search.plan(alone, one_stage)
     candidates = search.look_at(sizes)
     plans = [search.plan(search.with_care(each), one_stage) for each in candidates[:CAREFUL]]
-    # The rest of what was looked at, and the sizes below it.
+    # The other candidates, and smaller sizes.
     smaller = sorted({size for size in sizes if size < min(each.size for each in candidates)}, reverse=True)
     further = chain(candidates[CAREFUL:], chain.from_iterable(map(search.candidates, smaller)))
     for candidate in islice(further, FURTHER):
@@ -134,7 +134,7 @@ def choose_pipeline(
 
 
 class _Candidate(NamedTuple):
-    """A size and a budget; ``seconds`` are those of a first look, ``bound`` what no schedule beats."""
+    """A size and a limit on in-flight tokens, with its estimated seconds and the lower bound of any schedule."""
 
     seconds: float
     bound: float
@@ -145,7 +145,7 @@ class _Candidate(NamedTuple):
 
 @dataclass
 class _Search:
-    """What is looked at for one forest; ``arguments`` are those of ``plan_pipeline`` from the stages on."""
+    """The search for one forest; ``arguments`` are those of ``plan_pipeline`` from ``num_stages`` on."""
 
     tree: PrefixTree
     costs_of: Callable[[SegmentPlan], PipelineCosts]
@@ -153,11 +153,11 @@ class _Search:
     arguments: tuple[int, int, int, bool, float]
 
     def look_at(self, sizes: Sequence[int]) -> list[_Candidate]:
-        """Candidates, the best first."""
+        """Return the candidates, best first."""
         num_stages, _, limit, _, _ = self.arguments
         ordered, found, hopeless = sorted(set(sizes), reverse=True), [], 0
         for size, smaller in zip(ordered, [*ordered[1:], 0], strict=True):
-            # Of sizes that hold all tokens the least is enough; of more than fit at once one stage would always wait.
+            # Of sizes that hold all tokens, the smallest suffices. If P - 1 segments exceed the limit, a stage waits.
             if smaller and (smaller >= self.tree.num_tokens or (num_stages - 1) * size > limit):
                 continue
             before = min((each.seconds for each in found), default=math.inf)
@@ -171,7 +171,7 @@ class _Search:
         return sorted(found, key=lambda each: each[:4])
 
     def candidates(self, size: int) -> Iterator[_Candidate]:
-        """First looks at a size, each with another budget."""
+        """Estimate a size with each limit on in-flight tokens."""
         num_stages, _, limit, _, _ = self.arguments
         longest, room = int(self.tree.sequence_lengths.max(initial=0)), limit - (num_stages - 1) * size
         for budget in sorted({max(longest, min(self.memory_tokens, room - less)) for less in (0, size)}):
@@ -179,14 +179,14 @@ class _Search:
             yield _Candidate(*self.look(segments), size, budget, segments)
 
     def plan(self, segments: SegmentPlan, one_stage: int) -> PipelinePlan:
-        """The best schedule of these segments."""
+        """Plan the schedule of these segments."""
         costs, (_, _, limit, _, send_seconds) = self.costs_of(segments), self.arguments
         schedule = plan_pipeline(segments.segment_parent, segments.lengths, costs, *self.arguments)
         timeline = simulate(schedule, segments.segment_parent, costs, send_seconds)
         return PipelinePlan(segments, costs, schedule, timeline, limit, one_stage)
 
     def look(self, segments: SegmentPlan) -> tuple[float, float]:
-        """The least makespan of a few schedules that are made without a search, and one that no schedule beats."""
+        """Return the shortest makespan of a few schedules built without a search, and the lower bound."""
         num_stages, num_chunks, limit, split_backward, send_seconds = self.arguments
         parents, lengths, costs = segments.segment_parent, segments.lengths, self.costs_of(segments)
         bound = makespan_bound(parents, lengths, costs, num_stages, num_chunks, limit, split_backward)
@@ -199,6 +199,6 @@ class _Search:
         return min(seconds), bound
 
     def with_care(self, candidate: _Candidate) -> SegmentPlan:
-        """The candidate's segments with all the segment planner's strategies, if that is faster."""
+        """Return the candidate's segments, planned with all strategies of the segment planner if that is faster."""
         careful = plan_segments(self.tree, candidate.size, candidate.budget)
         return careful if self.look(careful)[0] < candidate.seconds else candidate.segments

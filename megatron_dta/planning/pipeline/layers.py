@@ -1,8 +1,9 @@
-"""How many layers each virtual stage holds, with the embedding and the output layer counted.
+"""Divides the layers of a model over virtual stages, taking the embedding and the output layer into account.
 
-All layers cost the same. The slowest rank sets the pace of the pipeline, so layers are handed out one at a time, each
-to the rank that is fastest with it: as layers are equal, no division has a faster slowest rank. Among a rank's chunks
-each of its layers goes to the lightest. Ties go to the last rank, as the first ones have most segments in flight.
+All layers have the same cost, and the slowest rank determines the speed of the pipeline. Layers are assigned one at a
+time to the rank with the lowest cost; since layers are equal, no division has a faster slowest rank. Within a rank, a
+layer goes to the virtual stage with the lowest cost. Ties go to the last rank, as the first ranks have most segments in
+flight.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ def layers_per_stage(
     num_stages: int | None = None,
     allow_empty: bool = False,
 ) -> list[int]:
-    """Layers of each virtual stage such that the slowest rank is as fast as possible.
+    """Return the layers of each virtual stage that make the slowest rank as fast as possible.
 
     Args:
         num_layers: decoder layers of the model.
-        num_virtual_stages: parts that the model is cut into, V.
-        layer_cost, embedding_cost, output_cost: times of one layer, of the embedding (first virtual stage) and of
-            final norm, logits and loss (last one), in one unit.
-        num_stages: ranks; virtual stage v is on rank v modulo num_stages. None: each is a rank of its own.
-        allow_empty: whether a virtual stage may have no layer.
+        num_virtual_stages: number of virtual stages, V.
+        layer_cost, embedding_cost, output_cost: times of a layer, of the embedding (first virtual stage) and of the
+            final norm, logits and loss (last one), in the same unit.
+        num_stages: ranks; virtual stage v is on rank v modulo num_stages. None means one rank per virtual stage.
+        allow_empty: whether a virtual stage may have no layers.
 
     Returns:
-        V numbers whose sum is num_layers.
+        V numbers with the sum num_layers.
 
     Raises:
-        InputError: fewer layers than virtual stages without ``allow_empty``.
-        ValueError: sizes or costs that make no sense.
+        InputError: there are fewer layers than virtual stages, and not ``allow_empty``.
+        ValueError: a size or cost is negative or invalid.
     """
     ranks = num_virtual_stages if num_stages is None else num_stages
     costs = (layer_cost, embedding_cost, output_cost)
@@ -70,10 +71,10 @@ def check_layers_per_stage(
     flag: str = "--pipeline-layers-per-stage",
     allow_empty: bool = False,
 ) -> list[int]:
-    """The list as given by a user, checked.
+    """Check a list of layers given by a user, and return it.
 
-    Raises InputError naming ``flag``: another number of entries than virtual stages, a negative or empty stage, or a
-    sum other than the model's layers.
+    Raises InputError naming ``flag`` if the number of entries is not that of the virtual stages, a stage is negative or
+    empty, or the sum is not the model's number of layers.
     """
     least = 0 if allow_empty else 1
     shown = ",".join(map(str, layers))
@@ -99,15 +100,15 @@ def _too_few(num_layers: int, num_virtual_stages: int) -> str:
 def balanced_shares(
     num_stages: int, num_chunks: int, layers_cost: float, embedding_cost: float = 0.0, output_cost: float = 0.0
 ) -> list[float]:
-    """Shares of the layers that give every rank the same time, for studies in which layers may be divided.
+    """Return shares of the layers that give every rank the same time, for studies with fractions of layers.
 
-    A rank whose embedding or output layer alone takes longer gets none.
+    A rank whose embedding or output layer alone takes longer gets no layers.
 
     Args:
         layers_cost: time of all layers together.
 
     Returns:
-        The share of each virtual stage; their sum is 1.
+        Share of each virtual stage; the sum is 1.
     """
     extra = [0.0] * (num_stages * num_chunks)
     extra[0] += embedding_cost
@@ -121,7 +122,7 @@ def balanced_shares(
 
 
 def _fill(levels: list[float], amount: float) -> list[float]:
-    """What each level gets of ``amount`` so that the lowest end as high as they can, all at one height."""
+    """Distribute ``amount`` so that the lowest levels rise to a common height."""
     order = sorted(range(len(levels)), key=lambda i: (levels[i], i))
     height, used = levels[order[0]], 0.0
     for count, index in enumerate(order, start=1):

@@ -1,19 +1,19 @@
-"""A pipeline's schedule as data: one op list for each stage, its digest, and the check that it can run.
+"""Represents and checks pipeline schedules: one list of ops for each stage.
 
-The segments of a tree are the microbatches of the pipeline. With C chunks a stage holds C virtual stages, numbered
-``chunk * num_stages + stage`` along the model (Megatron's interleaved order), and a segment passes all of them:
+The segments of a tree are the microbatches of the pipeline. With C model chunks, a stage holds C virtual stages,
+numbered ``chunk * num_stages + stage`` along the model (Megatron's interleaved order). A segment passes all of them:
 
     F(segment, v)   needs F(parent, v), whose keys and values it attends to, and F(segment, v - 1)
-    B(segment, v)   needs F(segment, v), B(child, v) of all children, which give the gradients of its keys and values,
+    B(segment, v)   needs F(segment, v), B(child, v) of all children, which produce gradients of its keys and values,
                     and B(segment, v + 1)
-    I, W            where the backward is split: I, the gradients of the inputs, stands for B in the rules above, and
+    I, W            for a split backward: I, the gradients of the inputs, replaces B in the rules above, and
                     W(segment, v), the gradients of the weights, needs I(segment, v)
 
-A loss needs the logprobs of a whole sequence; all sequences through a segment end in it or below it, so on the last
-virtual stage B of its children says that their losses are known.
+A loss needs the logprobs of a whole sequence. All sequences through a segment end in it or below it, so their losses
+are known on the last virtual stage once B of all children has run.
 
-On every virtual stage forwards run in preorder and backwards in one postorder, the same everywhere. Only the
-interleaving of the two differs between stages; it is what ``pipeline_planner`` chooses.
+On every virtual stage, forwards run in preorder and backwards in the same postorder. Only the interleaving of the two
+differs between stages; ``planning.pipeline.planner`` chooses it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACK
 
 
 class PipelineOp(NamedTuple):
-    """One step of a stage; ``chunk`` says on which of the stage's parts of the model."""
+    """One op of a stage; ``chunk`` is the index of the stage's model chunk."""
 
     kind: OpKind
     segment: int
@@ -42,11 +42,11 @@ class PipelineOp(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What every stage runs, in order.
+    """The ops of every stage, in order.
 
     Attributes:
         num_stages: pipeline ranks.
-        num_chunks: virtual stages of each rank.
+        num_chunks: model chunks (virtual stages) of each rank.
         ops: one list for each rank.
     """
 
@@ -56,11 +56,11 @@ class PipelineSchedule:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Parts that the model is cut into."""
+        """Number of virtual stages."""
         return self.num_stages * self.num_chunks
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Place of a chunk of a stage along the model, from 0."""
+        """Index of a model chunk of a stage along the model, from 0."""
         return chunk * self.num_stages + stage
 
     def digest(self) -> str:
@@ -71,10 +71,10 @@ class PipelineSchedule:
 
 
 def forward_only_pipeline(num_segments: int, num_stages: int, num_chunks: int = 1) -> PipelineSchedule:
-    """Every forward once, for logprobs without gradients.
+    """Schedule every forward once, for logprobs without gradients.
 
-    With several chunks a rank runs a group of ``num_stages`` segments through one chunk before it turns to the next,
-    so that the group comes around just in time.
+    With several model chunks, a rank runs a group of ``num_stages`` segments through one chunk before the next chunk,
+    so that the results of the group arrive in time.
     """
     ops = [
         PipelineOp(F, segment, chunk)
@@ -86,7 +86,7 @@ def forward_only_pipeline(num_segments: int, num_stages: int, num_chunks: int = 
 
 
 def next_op_is_backward(schedule: PipelineSchedule, num_segments: int) -> np.ndarray:
-    """bool [virtual stages, num_segments]: forwards whose own backward is the next op of their rank."""
+    """Whether the next op of the rank is the backward of a forward, bool [virtual stages, num_segments]."""
     found = np.zeros((schedule.num_virtual_stages, num_segments), dtype=bool)
     for stage, ops in enumerate(schedule.ops):
         for op, then in pairwise(ops):
@@ -96,7 +96,7 @@ def next_op_is_backward(schedule: PipelineSchedule, num_segments: int) -> np.nda
 
 
 def backward_order(segment_parent: np.ndarray | Sequence[int]) -> list[int]:
-    """The segments in postorder: each backward as soon as all children's are done."""
+    """The segments in postorder: each backward follows those of all children."""
     order: list[int] = []
     path: list[int] = []
     for segment, parent in enumerate(np.asarray(segment_parent).tolist()):
@@ -118,7 +118,7 @@ def tree_depth(segment_parent: np.ndarray | Sequence[int]) -> int:
 
 
 def tree_1f1b(segment_parent: np.ndarray | Sequence[int], num_stages: int) -> PipelineSchedule:
-    """The static schedule: stage s runs min(N, D + P - 1 - s) forwards, then B and F in turn, then the other B.
+    """Build the static schedule: min(N, D + P - 1 - s) forwards on stage s, then B and F in turn, then the other B.
 
     With N segments of equal times f and b in a tree of depth D, on P stages, the makespan is exactly
     (N + P - 1)(f + b), that of plain 1F1B over N independent microbatches, and stage s has exactly
@@ -139,10 +139,10 @@ def tree_1f1b(segment_parent: np.ndarray | Sequence[int], num_stages: int) -> Pi
 
 
 def peak_in_flight(schedule: PipelineSchedule, lengths: np.ndarray | Sequence[int]) -> list[float]:
-    """Most tokens that each stage holds at once, from a segment's forward to its (last) backward.
+    """Peak of the tokens in flight on each stage, from a segment's forward to its (last) backward.
 
-    Tokens are counted for each chunk and divided by the number of chunks, as a chunk holds that part of a stage's
-    layers: figures with and without interleaving compare. With unit lengths: segments in flight.
+    Tokens are summed over model chunks and divided by their number, as each chunk holds that share of the stage's
+    layers. Figures with and without interleaving are thus comparable. With unit lengths, the peak counts segments.
     """
     tokens = np.asarray(lengths).tolist()
     peaks: list[float] = []
@@ -160,10 +160,10 @@ def peak_in_flight(schedule: PipelineSchedule, lengths: np.ndarray | Sequence[in
 
 
 def check_schedule(schedule: PipelineSchedule, segment_parent: np.ndarray | Sequence[int]) -> None:
-    """Check that the schedule runs every op once, in the fixed orders, and to its end.
+    """Check that the schedule runs every op once, in the fixed orders, and without deadlock.
 
-    Raises ValueError that names the op, its segment and its stage: one that is missing, twice there, of an unknown
-    chunk or segment or out of order, or that waits for ever.
+    Raises ValueError naming the op, its segment and its stage if an op is missing, duplicated, out of order, of an
+    unknown chunk or segment, or waits forever.
     """
     parents = np.asarray(segment_parent).tolist()
     if len(schedule.ops) != schedule.num_stages:
@@ -201,7 +201,7 @@ def _check_complete(schedule: PipelineSchedule, num_segments: int, kinds: set[Op
 
 
 def _check_orders(schedule: PipelineSchedule, num_segments: int) -> None:
-    """Forwards in preorder, and the backwards of all virtual stages in one order."""
+    """Check that forwards are in preorder, and the backwards of all virtual stages in the same order."""
     first: dict[OpKind, list[int]] = {F: list(range(num_segments))}
     for stage, ops in enumerate(schedule.ops):
         for chunk in range(schedule.num_chunks):
@@ -229,7 +229,7 @@ def children_of(parents: Sequence[int]) -> list[list[int]]:
 def needs_of(
     op: PipelineOp, stage: int, schedule: PipelineSchedule, parents: Sequence[int], children: Sequence[Sequence[int]]
 ) -> list[tuple[int, PipelineOp]]:
-    """The ops that must have run before this one, each with its stage."""
+    """Ops that must run before this one, each with its stage."""
     kind, segment, chunk = op
     if kind is W:
         return [(stage, PipelineOp(I, segment, chunk))]
@@ -248,7 +248,7 @@ def needs_of(
 
 
 def _check_progress(schedule: PipelineSchedule, parents: list[int]) -> None:
-    """Walk all lists at once; every stage runs on until an op needs one that has not run."""
+    """Run all lists together; each stage advances until an op needs one that has not run."""
     children = children_of(parents)
     done: list[set[PipelineOp]] = [set() for _ in schedule.ops]
     at = [0] * schedule.num_stages

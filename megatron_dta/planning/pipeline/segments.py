@@ -1,20 +1,20 @@
-"""Segments for a pipeline: as small as it takes to keep all stages busy within nearly the memory of one.
+"""Chooses a pipeline's segment size by a rule: small enough to keep all stages busy within nearly one stage's memory.
 
-One stage alone, depth first, has one root path in flight: some R tokens. A pipeline of P stages without bubbles has
-P - 1 more segments in flight on its first stage, so with segments of S tokens it needs R + (P - 1) S. Hence S is chosen
-against the budget of in-flight tokens that the segments are planned with, at most 1 / (2.5 P) of it: then what is added
-is below 0.4 R, and of the half that a stage may have more than one stage alone a fifth is left to even out segments of
-unequal cost. Where a single stage would run segments of 2,048 tokens in a budget of 16,384, 8 stages run 768.
+A single stage that runs depth first has one root path of R tokens in flight. A pipeline of P stages without bubbles has
+P - 1 more segments in flight on its first stage: R + (P - 1) S tokens for segments of S tokens. The rule sets S to at
+most 1 / (2.5 P) of the limit on in-flight tokens with which segments are planned. The additional tokens are then below
+0.4 R; a stage may have 0.5 R more than a single stage, so a fifth of that remains to balance unequal segments. For
+example, a single stage with segments of 2,048 tokens and a limit of 16,384 becomes 8 stages with segments of 768.
 
-Few tokens are cut smaller still, to have 4 segments for each stage, as N segments keep P stages busy for
-N / (N + P - 1) of the time; but not below 256 tokens, where weights would be read for too few tokens.
+For small forests S is reduced further, so that there are 4 segments per stage (N segments keep P stages busy for
+N / (N + P - 1) of the time), but not below 256 tokens, where weights are read for too few tokens.
 
-No segment is faster than the host launches it. One of S tokens takes max(floor, a S), a step of T tokens
-max(floor, a S) (T / S + P - 1), which is least at S = floor / a: below it more segments take as long each, above it the
-bubble grows. So sizes are not below that, as far as (P - 1) S stays within half of the budget.
+Launches by the host bound the time of a segment from below. A segment of S tokens takes max(floor, a S), and a step of
+T tokens max(floor, a S) (T / S + P - 1). The minimum is at S = floor / a: smaller segments take as long each, and larger
+ones increase the bubble. S is therefore at least that, as long as (P - 1) S is within half of the limit.
 
-This is a rule, which takes no time, so it is what training goes by at every step; ``pipeline_choice`` simulates, which
-takes seconds.
+Training applies this rule at every step, as it takes no time; ``planning.pipeline.choice`` simulates, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.tree import PrefixTree
 
 SHARE_OF_BUDGET = 2.5
-GRANULE = 64  # Sizes are multiples of it where they are larger: blocks of the attention kernels.
+GRANULE = 64  # Larger sizes are multiples of this, a block of the attention kernels.
 SEGMENTS_PER_STAGE = 4
 ENOUGH_TOKENS = 256
 
 
 def tokens_of_floor(model: CostModel) -> int:
-    """Tokens that a segment needs to take longer than its launches, where attention is little."""
+    """Tokens from which a segment takes longer than its launches, without attention."""
     return math.ceil(model.floor_seconds / model.seconds_per_token)
 
 
 def pipeline_segment_tokens(
     num_tokens: int, segment_tokens: int, memory_tokens: int, num_stages: int, floor_tokens: int = 0
 ) -> int:
-    """Most tokens of a segment on ``num_stages`` stages, see the top of the file.
+    """Return the maximum tokens of a segment on ``num_stages`` stages by the rule of this module.
 
     Args:
         num_tokens: tokens of the forest.
-        segment_tokens: most tokens of a segment on one stage (``--tree-segment-tokens``), which is not exceeded.
-        memory_tokens: budget of in-flight tokens that the segments are planned with.
+        segment_tokens: maximum tokens of a segment on a single stage (``--tree-segment-tokens``); an upper limit.
+        memory_tokens: limit on in-flight tokens with which the segments are planned.
         floor_tokens: tokens of a segment that takes as long as its launches (``tokens_of_floor``).
     """
     if num_stages == 1:
@@ -66,11 +66,11 @@ def plan_pipeline_segments(
     max_in_flight_tokens: int | None = None,
     floor_tokens: int = 0,
 ) -> SegmentPlan:
-    """``plan_segments`` with the size for a pipeline and the budget of a single stage.
+    """Call ``plan_segments`` with the segment size of a pipeline and the memory limit of a single stage.
 
-    With ``max_in_flight_tokens`` the budget leaves the pipeline a third of that limit, where sequences allow it.
+    With ``max_in_flight_tokens``, a third of that limit is left to the pipeline, if the longest sequence allows it.
 
-    Raises InputError as ``plan_segments`` does, and for a limit below the longest sequence.
+    Raises InputError as ``plan_segments`` does, and if the limit is below the longest sequence.
     """
     memory_tokens = in_flight_budget(tree, segment_tokens, memory_tokens, max_in_flight_tokens)
     size = pipeline_segment_tokens(tree.num_tokens, segment_tokens, memory_tokens, num_stages, floor_tokens)
@@ -83,7 +83,7 @@ def ideal_utilisation(num_segments: int, num_stages: int) -> float:
 
 
 def in_flight_budget(tree: PrefixTree, segment_tokens: int, memory_tokens: int | None, limit: int | None) -> int:
-    """In-flight tokens that segments are planned with."""
+    """Limit on in-flight tokens with which segments are planned."""
     longest = int(tree.sequence_lengths.max(initial=0))
     if memory_tokens is None:
         memory_tokens = default_memory_tokens(tree, segment_tokens)
@@ -98,6 +98,6 @@ def in_flight_budget(tree: PrefixTree, segment_tokens: int, memory_tokens: int |
 
 
 def rounded(tokens: float) -> int:
-    """Down to a multiple of the granule where there is one, and at least 1."""
+    """Round down to a multiple of the granule if it is at least one, and to at least 1."""
     whole = int(tokens)
     return whole // GRANULE * GRANULE if whole >= GRANULE else max(1, whole)

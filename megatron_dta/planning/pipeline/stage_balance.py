@@ -1,9 +1,9 @@
-"""Divides the layers of a model over pipeline stages by the times that the stages' ops really take.
+"""Balances the layers of a model over pipeline stages by the actual times of the stages' ops.
 
-A first division counts what layers and the output layer compute (``pipeline_layers``). It is not the best where ops
-wait for the host: what the last stage computes for logits then hides in the time of its launches, and it can take more
-layers than the count says. So the division is corrected by the ops' own times: parts of layers until all ranks are
-equally busy, or whole layers, moved from the busiest rank, as long as that helps.
+``planning.pipeline.layers`` divides by the computation of layers and output layer. That is not optimal if ops wait for
+the host: the logits of the last stage are then hidden in the time of its launches, and it can take more layers. This
+module corrects the division by the times of the ops. It adjusts fractions of layers until all ranks are equally busy,
+or moves whole layers away from the busiest rank while that helps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-# Corrections of a division into parts, and how nearly equal the ranks are to be.
+# Maximum corrections of a division into fractions, and the tolerated relative difference between ranks.
 CORRECTIONS = 200
 NEARLY = 1e-6
 
@@ -20,15 +20,15 @@ NEARLY = 1e-6
 def balance_shares(
     work: Callable[[Sequence[float]], np.ndarray], shares: Sequence[float], num_stages: int
 ) -> list[float]:
-    """Shares of the layers with which all ranks are equally busy, as far as layers can make them so.
+    """Return shares of the layers that make all ranks equally busy, as far as possible.
 
     Args:
-        work: times of the virtual stages, float64 [V], when they have given shares of the layers; more with more.
-        shares: where to start, V numbers of sum 1. Parts of one rank keep their ratios.
+        work: function from shares of the layers to times of the virtual stages, float64 [V]; increasing.
+        shares: initial shares, V numbers with the sum 1. Shares on one rank keep their ratios.
         num_stages: ranks; virtual stage v is on rank v modulo num_stages.
 
     Returns:
-        The best division found, by its busiest rank.
+        The division found whose busiest rank is fastest.
     """
     present = np.asarray(shares, dtype=np.float64)
     best, lowest = present, np.inf
@@ -46,13 +46,13 @@ def balance_shares(
 def balance_layers(
     work: Callable[[Sequence[float]], np.ndarray], layers: Sequence[int], num_stages: int, least: int = 1
 ) -> list[int]:
-    """Whole layers with which the busiest rank is as fast as single moves of a layer make it.
+    """Return numbers of whole layers such that moving a single layer makes the busiest rank no faster.
 
     Args:
-        work: times of the virtual stages, float64 [V], with so many layers each.
-        layers: where to start.
+        work: function from numbers of layers to times of the virtual stages, float64 [V].
+        layers: initial numbers of layers.
         num_stages: ranks, as in ``balance_shares``.
-        least: fewest layers of a virtual stage.
+        least: minimum layers of a virtual stage.
     """
     present = list(layers)
     slowest = float(_of_ranks(work(present), num_stages).max())
@@ -72,5 +72,5 @@ def balance_layers(
 
 
 def _of_ranks(work: np.ndarray, num_stages: int) -> np.ndarray:
-    """Times of the ranks, float64 [P], of those of the virtual stages."""
+    """Sum the times of virtual stages to those of ranks, float64 [P]."""
     return np.asarray(work, dtype=np.float64).reshape(-1, num_stages).sum(axis=0)

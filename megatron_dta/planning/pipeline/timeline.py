@@ -1,8 +1,8 @@
-"""When each stage of a pipeline ran what: one form for a simulated step and for a measured one.
+"""Timelines of pipeline stages, in one format for simulated and measured steps.
 
-A timeline is a list of events, each an interval of one stage. It is kept as JSON, one event a line, and can be written
-as a Chrome trace, which chrome://tracing and Perfetto show. ``megatron_dta.plots.plot_timelines`` draws several of them
-above each other, so a plan and what became of it can be compared.
+A timeline is a list of events, each an interval of one stage. It is stored as JSON with one event per line, and can be
+written as a Chrome trace for chrome://tracing and Perfetto. ``megatron_dta.plots.plot_timelines`` draws several
+timelines above each other to compare a plan with its execution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_dta.common.files import read_json, replacing
 from megatron_dta.planning.pipeline.schedule import PipelineSchedule
 from megatron_dta.planning.pipeline.simulation import Timeline
 
-# The kinds of a schedule's ops; a measured timeline may have others, which do not count as work.
+# Kinds of a schedule's ops. Other kinds in measured timelines do not count as work.
 WORK_KINDS = ("F", "B", "I", "W")
 
 
@@ -28,9 +28,9 @@ class TimelineEvent:
 
     Attributes:
         stage: pipeline rank.
-        kind: "F", "B", "I" or "W" as in ``OpKind``, or a name of something else that took time.
-        segment: segment of the op; -1 where there is none.
-        chunk: chunk of the stage.
+        kind: "F", "B", "I" or "W" as in ``OpKind``, or the name of another activity.
+        segment: segment of the op; -1 if there is none.
+        chunk: model chunk of the stage.
         start, end: seconds from the start of the step.
     """
 
@@ -74,9 +74,9 @@ def write_timeline(path: str | Path, events: Sequence[TimelineEvent]) -> None:
 
 
 def read_timeline(path: str | Path) -> list[TimelineEvent]:
-    """Read what ``write_timeline`` wrote.
+    """Read a file of ``write_timeline``.
 
-    Raises InputError naming the file and the event that is wrong.
+    Raises InputError naming the file and the invalid event.
     """
     values = read_json(path)
     if not isinstance(values, list):

@@ -1,8 +1,8 @@
-"""Why a measured pipeline is less busy than its plan: the planned schedule, simulated with the times that ops took.
+"""Explains the utilisation of a measured pipeline: simulates the planned schedule with the measured times of its ops.
 
-planned    the schedule in the cost model's times
-replayed   the same schedule in the measured times of its ops: what separates it from the plan is the cost model
-measured   what separates it from the replay is neither: messages on their way, a stream or host that waited
+planned    the schedule with the times of the cost model
+replayed   the same schedule with the measured times; differs from the plan by the error of the cost model
+measured   differs from the replay by the time of messages and by waits of a stream or the host
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_dta.planning.pipeline.timeline import WORK_KINDS, TimelineEvent
 def replay(
     schedule: PipelineSchedule, segment_parent: np.ndarray | Sequence[int], events: Sequence[TimelineEvent]
 ) -> Timeline:
-    """Simulate ``schedule`` with the measured times of its ops, messages taking none.
+    """Simulate ``schedule`` with the measured times of its ops and instantaneous messages.
 
     Raises:
         ValueError: an op of the schedule was not measured.
@@ -40,7 +40,7 @@ def replay(
 
 
 def stage_seconds(events: Sequence[TimelineEvent], num_stages: int) -> tuple[list[float], list[float]]:
-    """Seconds that each stage computed, and that it waited for messages."""
+    """Return the seconds that each stage computed, and that it waited for messages."""
     busy, waited = [0.0] * num_stages, [0.0] * num_stages
     for event in events:
         (busy if event.kind in WORK_KINDS else waited)[event.stage] += event.end - event.start
