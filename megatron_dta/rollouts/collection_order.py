@@ -1,8 +1,8 @@
-"""Where training gets rollouts from: stored files or a sampler, behind one call.
+"""Defines the interface of rollout sources, stored files or samplers, and of evaluations.
 
-A collection of rollouts is a function of the settings, the current weights and its number alone. So most sources keep
-nothing that a checkpoint would have to save: a resumed run asks for the next number. One that samples ahead of training
-has collections of earlier weights, which ``state_dict`` hands to the checkpoint.
+A rollout batch is a function only of the settings, the current weights and its number. So most sources have no state
+for a checkpoint to save: a resumed run asks for the next number. A source that samples ahead of training holds batches
+from earlier weights, which ``state_dict`` returns for the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from megatron_dta.rollouts.record import Rollout
 
 
 class RolloutError(InputError):
-    """A source has no rollouts to give, though the settings are right: servers died, recordings are used up."""
+    """A source cannot return rollouts although the settings are valid, such as when servers died."""
 
 
 class RolloutSource(ABC):
-    """Hands out the rollouts that training is about to learn from. Every rank has one and calls it alike."""
+    """Returns the rollouts for training. Every rank has a source and makes the same calls."""
 
     @abstractmethod
     def next_batch(self, step: int) -> list[Rollout]:
         """Collection number ``step``, counted from 0; whole groups, at least one rollout with a trained token.
 
         Raises:
-            RolloutError: there is none; on all ranks, and nothing of the step has been trained.
+            RolloutError: there is no batch; raised on all ranks, before any part of the step has been trained.
         """
 
     def state_dict(self, wait: bool = True) -> dict[str, Any]:
-        """What a checkpoint between two steps must keep, of numbers, strings, lists and tensors.
+        """State for a checkpoint between two steps, made of numbers, strings, lists and tensors.
 
         Args:
-            wait: finish what is being sampled, so that it is kept, too; without, it will be sampled again.
+            wait: finish the batch that is being sampled, so that it is saved; otherwise it will be sampled again.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Restore the state that ``state_dict`` returned."""
         del state
 
     def statistics(self) -> dict[str, float]:
-        """Metrics of the collection handed out last."""
+        """Metrics of the rollout batch returned last."""
         return {}
 
     def timing(self) -> dict[str, float]:
@@ -50,12 +50,12 @@ class RolloutSource(ABC):
         return {}
 
     def close(self) -> None:
-        """End what runs beside training. May be called twice."""
+        """Stop background work. May be called twice."""
         return
 
 
 class SampledSource(RolloutSource):
-    """Samples rollouts of prompts. A collection may take several batches of prompts, as dynamic sampling does."""
+    """Samples rollouts of prompts. A rollout batch may take several prompt batches, as in dynamic sampling."""
 
     @abstractmethod
     def sample(self, collection: int, batch: int) -> list[Rollout]:
@@ -70,7 +70,7 @@ class SampledSource(RolloutSource):
 
 
 class WrappedSource(RolloutSource):
-    """``inner``, of which a subclass changes what it has to."""
+    """Forwards every call to ``inner``; subclasses override methods."""
 
     def __init__(self, inner: RolloutSource) -> None:
         self._inner = inner

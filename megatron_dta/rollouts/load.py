@@ -1,4 +1,4 @@
-"""Rollout files of any form: the suffix chooses the form, and all of a file is checked before any of it is used."""
+"""Loads and writes rollout files; the suffix determines the format, and a file is checked completely before use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_rollouts(
 
     sample_granularity: "trajectory", one sample per stored row, or "turn", one per run of trained tokens.
     vocab_size: token ids at or above it are refused. max_length: longer samples are cut there; those left without a
-    trained token are dropped, which is logged. max_sequences: only the first so many of the samples that remain.
+    trained token are dropped, which is logged. max_sequences: keep only this many of the remaining samples.
     require: fields without which the objective cannot train, ``"reward|advantages"`` meaning either.
 
     Raises ``InputError`` naming the file, the row (from 1; the line of a JSONL file), the field and the reason.

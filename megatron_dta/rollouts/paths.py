@@ -1,7 +1,7 @@
-"""Which rollouts share which nodes of a sampled tree, from the records alone.
+"""Determines which rollouts share which nodes of a sampled tree, from the records alone.
 
-A node is named by its group and the branches that lead to it. A rollout without ``branches`` was sampled by itself: its
-path is its prompt, which it shares with its group, and a node of its own.
+A node is identified by its group and the branches that lead to it. A rollout without ``branches`` was sampled
+independently: its path consists of its prompt, which it shares with its group, and one further node.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tree_paths(rollouts: Sequence[Rollout]) -> TreePaths:
     paths, spans = [], []
     for index, rollout in enumerate(rollouts):
         if rollout.branches is None:
-            # A tuple of a negative number cannot be a child number of a sampled tree.
+            # A negative number cannot be the child number of a sampled tree.
             names: list[int] = [0, -1 - index]
             prompt = int(np.argmax(rollout.loss_mask))
             ends = [prompt, len(rollout)]
@@ -66,7 +66,7 @@ def tree_paths(rollouts: Sequence[Rollout]) -> TreePaths:
 
 
 class NodeCheck:
-    """Refuses rollouts that name the same node and have other tokens in it: trained as a tree, they would be changed.
+    """Rejects rollouts that name the same node but differ in its tokens; training them as a tree would alter them.
 
     ``check`` is called with each rollout of a file in turn.
     """
@@ -76,7 +76,7 @@ class NodeCheck:
         self._nodes: dict[tuple, tuple[int, np.ndarray, bool, int]] = {}
 
     def check(self, rollout: Rollout, row: int) -> None:
-        """``InputError`` where a node's tokens are not those of an earlier row; the longer ones are kept."""
+        """Raise ``InputError`` if a node's tokens differ from an earlier row's; the longer tokens are kept."""
         if rollout.branches is None or rollout.segment_ends is None:
             return
         above: object = ("group", rollout.group_id)

@@ -1,8 +1,8 @@
-"""The one record every rollout becomes, and the checks that it must pass.
+"""Defines ``Rollout``, the typed record of every rollout, and its checks.
 
-Readers, the sampler and users all build ``Rollout``; its constructor converts and checks every field, so whatever holds
-a ``Rollout`` may rely on its dtypes, lengths and value ranges. Checks are vectorised and name the field, the first bad
-entry and the reason; readers put the file and the row in front.
+Readers, the sampler and users all build ``Rollout``. Its constructor converts and checks every field, so other code can
+rely on its dtypes, lengths and value ranges. Checks are vectorized and name the field, the first invalid entry and the
+reason; readers add the file and the row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_dta.common.errors import InputError
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_EXPERT = 2**15 - 1
-# Some samplers' log-softmax rounds to a hair above 0; more than that is not a logprob.
+# The log-softmax of some samplers rounds to slightly above 0; a larger value is not a logprob.
 LOGPROB_ROUNDING = 1e-6
 
 

@@ -1,7 +1,7 @@
-"""Rows of JSONL and Parquet files as dictionaries: prompts, conversations, preferences, with whatever fields they have.
+"""Reads rows of JSONL and Parquet files as dictionaries with any fields: prompts, conversations, preferences.
 
-A Parquet row becomes what the same row of JSONL would be. Null fields are left out at every level, because Arrow gives
-all messages of a column the fields that any of them has.
+A Parquet row gives the same dictionary as the equivalent JSONL row. Null fields are left out at every level, because
+Arrow gives every message of a column the fields that any of them has.
 """
 
 from __future__ import annotations

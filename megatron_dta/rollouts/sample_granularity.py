@@ -1,8 +1,8 @@
-"""The two sample granularities of a rollout: one sample for the whole trajectory, or one for each of its turns.
+"""Cuts rollouts into training samples: one for the whole trajectory, or one for each of its turns.
 
-A turn is a run of trained tokens. Its sample holds every token up to the end of the turn and trains the turn alone, so
-the samples of one trajectory are prefixes of each other; they share a ``trajectory_id``, by which group statistics
-count the trajectory's reward once.
+A turn is a run of trained tokens. Its sample contains every token up to the end of the turn and trains only the turn,
+so the samples of one trajectory are prefixes of each other. They share a ``trajectory_id``, by which group statistics
+count the reward of the trajectory once.
 """
 
 from __future__ import annotations

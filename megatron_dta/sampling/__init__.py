@@ -1,6 +1,6 @@
-"""Rollouts from the training weights: prompts, tokenizers, keyed random numbers, decoding, rewards.
+"""Samples rollouts from the training weights: prompts, tokenizers, keyed random numbers, engines, rewards.
 
-``task.build_task`` reads the flags; ``method`` makes the source that hands training its rollouts and the evaluation
-that judges the weights on held-out prompts: independent responses (``source``), or trees and multi-turn environments
-(``treepo``), on any engine (``engines``).
+``task.build_task`` reads the flags. ``build`` makes the source of training rollouts and the evaluation on held-out
+prompts: independent responses (``sources``), or trees and multi-turn environments (``treepo``), on any engine
+(``engines``).
 """

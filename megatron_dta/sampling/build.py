@@ -1,7 +1,7 @@
-"""The source and the evaluation of sampled rollouts that the flags ask for.
+"""Builds the source and the evaluation of sampled rollouts from the flags.
 
-Independent rollouts of one turn go through ``sampling.source``; trees (``--rollout-method treepo``) and rollouts with
-an environment, which are trees as well, through ``sampling.treepo``.
+Independent rollouts of one turn come from ``sources.independent``. Trees (``--rollout-method treepo``) and rollouts
+with an environment, which are also trees, come from ``treepo.source``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
 
 
 def build_sampling_source(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> RolloutSource:
-    """What samples the rollouts of training."""
+    """The source of the rollouts for training."""
     if config.filtering.dynamic_sampling or config.filtering.overlong_buffer_len is not None:
         return FilteringSource(_sampled_source(engine, task, replace(config, filtering=FilterConfig())), config)
     return _sampled_source(engine, task, config)
@@ -36,7 +36,7 @@ def _sampled_source(engine: RolloutEngine, task: SamplingTask, config: TrainConf
 
 
 def build_sampling_evaluation(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> Evaluation:
-    """What judges the weights on held-out prompts: by independent rollouts, however training samples."""
+    """The evaluation on held-out prompts; it samples independent rollouts for every training method."""
     if config.environment.environment is not None:
         return TreeEvaluation(engine, task, config)
     return SamplingEvaluation(engine, task, config.sampling, config.optimization.seed, config.logging.eval_iters)

@@ -1,12 +1,14 @@
-"""Pass@k and maj@k of several answers to each of some problems, from independent rollouts or from trees.
+"""Estimates pass@k and maj@k from several answers to each problem, from independent rollouts or from trees.
 
 pass@k is the probability that one of k answers is right, estimated from n >= k answers of which c are right by
 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374): the mean over all k of the n, unbiased where answers are
 independent. maj@k is the probability that the most frequent answer among k is right, ties broken evenly; over all k of
 the n it is estimated by keyed resampling without replacement (Wang et al., arXiv 2203.11171, take k = n).
 
-Leaves of a tree share prefixes, so they are not independent: there the same formulas are the mean over k of the n
-leaves, which says what that tree is worth and not what k independent answers are.
+Example: of n = 4 answers c = 1 is right; pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
+
+Leaves of a tree share prefixes, so they are not independent. For trees the same formulas give the mean over k of the n
+leaves, which describes that tree and does not estimate the value of k independent answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How tokens are sampled: temperature, nucleus, ends of a sequence, and the seed of the keyed random numbers.
+"""Sampling parameters: temperature, nucleus, end-of-sequence tokens, and the seed of the keyed random numbers.
 
-It is what every rollout engine is started with, and knows neither of the model nor of how an engine runs.
+Every rollout engine is started with them. They depend neither on the model nor on the engine.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from megatron_dta.sampling.keyed_random import Domain
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample.
+    """Sampling parameters of a phase.
 
     Attributes:
-        max_response_tokens: length cap of a response, the end of sequence included; callers put it into their
-            requests, which may ask for less at a time.
+        max_response_tokens: length cap of a response, including the end of sequence; a single request may ask for less.
         eos_id: the token that ends a response; it is part of the response.
-        temperature: divides the logits; 0 takes the most likely token (the lowest id of equals).
-        top_p: tokens are drawn among the most likely ones that together hold at least this much probability.
-        seed: of the keyed random numbers.
-        domain: keeps the numbers of evaluation apart from those of training.
-        other_eos_ids: further tokens that end a response.
+        temperature: divides the logits; 0 takes the most likely token (the lowest id among ties).
+        top_p: tokens are drawn from the most likely ones that together have at least this probability.
+        seed: seed of the keyed random numbers.
+        domain: separates the random numbers of evaluation from those of training.
+        other_eos_ids: additional tokens that end a response.
     """
 
     max_response_tokens: int

@@ -1,6 +1,6 @@
-"""What is sampled and how it is judged: prompts, held-out prompts, tokenizer and reward, from the flags.
+"""Builds the sampling task from the flags: prompts, held-out prompts, tokenizer and reward.
 
-It is built before the model, whose vocabulary may be the tokenizer's.
+The task is built before the model, whose vocabulary size may come from the tokenizer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SamplingTask:
     """Prompts to train on, held-out prompts (maybe none), and what turns text to tokens and responses to rewards.
 
     Attributes:
-        notes: what the user should be told of the data, a line each.
+        notes: messages to the user about the data, one line each.
     """
 
     prompts: list[Prompt]
@@ -38,9 +38,9 @@ class SamplingTask:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """Calls the reward function, as the settings say."""
+        """Calls the reward function according to the settings."""
         reward = self.reward
-        # Servers have time-outs of their own, and programs limits.
+        # Servers have their own timeouts, and programs their own limits.
         seconds = None if isinstance(self.reward_function, RemoteReward) else reward.reward_timeout_seconds
         return Scorer(self.reward_function, reward.reward_failure == "drop", reward.reward_workers, seconds)
 
@@ -68,7 +68,7 @@ def build_task(
     assert sampling.prompt_data is not None  # config.checks: one of the two is given
     kind, file = sampling.tokenizer_type or "", sampling.tokenizer_model
     tokenizer = build_tokenizer(kind, file, sampling.eos_id, vocab_size, checkpoint)
-    # Without one an environment gives the rewards (config.checks).
+    # Without a reward function an environment gives the rewards (config.checks).
     reward_function = _no_reward
     if sampling.reward_function:
         reward_function = load_reward_function(sampling.reward_function, reward)
@@ -87,7 +87,7 @@ def build_task(
 
 
 def chat_template(sampling: SamplingConfig) -> ChatTemplate | None:
-    """The template of ``--apply-chat-template``, if it is asked for."""
+    """The template of ``--apply-chat-template``; None without that flag."""
     if not sampling.apply_chat_template:
         return None
     settings = chat_template_settings(sampling.apply_chat_template_kwargs)
@@ -95,7 +95,7 @@ def chat_template(sampling: SamplingConfig) -> ChatTemplate | None:
 
 
 def _read(files: list[str], reader: PromptReader, max_prompt_tokens: int, notes: list[str]) -> list[Prompt]:
-    """The prompts of several files; ``notes`` gets a line for each that has some which are too long."""
+    """The prompts of several files; ``notes`` gets a line for each file with prompts that are too long."""
     found: list[Prompt] = []
     for file in files:
         before = reader.overlong

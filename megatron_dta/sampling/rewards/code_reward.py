@@ -1,17 +1,17 @@
-"""``--reward-function code_tests``: runs the program in a response against the tests of its prompt.
+"""Runs the program in a response against the tests of its prompt (``--reward-function code_tests``).
 
-The program is the last fenced block of the response (```python ... ```), or all of it where there is none. The prompt's
-record holds
+The program is the last fenced block of the response (```python ... ```), or the whole response if there is none. The
+prompt's record contains
 
-    tests         Python code that raises where the program is wrong (assertions); it uses what the program defines
-    or tests      [{"input": text on standard input, "output": expected standard output}, ...], each a run of its own
-    code_prefix   optional, code in front of the program, such as the head of the function that it completes
+    tests         Python code that raises if the program is wrong (assertions); it uses what the program defines
+    or tests      [{"input": text on standard input, "output": expected standard output}, ...], each a separate run
+    code_prefix   optional code before the program, such as the head of the function that it completes
 
-The reward is 1 where all tests pass and 0 where one does not, where the program raises, runs too long, or takes too
-much memory. A program that ends before its tests did has not passed. The tests run in another process than the program
-(``code_sandbox``) and compare what it returns as data. Counted: ``code_timeouts`` (the program ran too long) and
-``code_unisolated`` (it ran with limits alone). If no process can be started, or the record has no tests, the reward has
-failed (``sampling.scoring``): that is not 0. Nothing that a program does is such a failure.
+The reward is 1 if all tests pass, and 0 if a test fails or if the program raises, runs too long or takes too much
+memory. A program that ends before its tests has not passed. The tests run in a different process than the program
+(``code_sandbox``) and compare its return values as data. ``code_timeouts`` counts programs that ran too long, and
+``code_unisolated`` those that ran with limits only. If no process can be started, or the record has no tests, the
+reward has failed (``rewards.scoring``) and is not 0. Nothing that a program does causes such a failure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_dta.config.sampling import RewardConfig
 MOST_OUTPUT_BYTES = 1 << 20
 SANDBOX = Path(__file__).with_name("code_sandbox") / "run.py"
 GRACE_SECONDS = 120.0
-# bwrap has rights that this process may lack (AppArmor, set-user-id); else it does the same, slower.
+# bwrap may have rights that this process lacks (AppArmor, set-user-id); otherwise it does the same, slower.
 ISOLATIONS = ("namespaces", "bubblewrap", "limits")
 _CONFINED = "they read what this user can read, write to a folder of their own only and have no network"
 _REACH = {
@@ -51,7 +51,7 @@ _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 class CodeTests:
-    """A reward function; see on top.
+    """A reward function; see the module's docstring.
 
     Args:
         isolations: ways to isolate programs; the first that works on this machine is used.
@@ -65,7 +65,7 @@ class CodeTests:
         self.counts = {"code_timeouts": 0, "code_unisolated": 0}
 
     def __call__(self, prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
-        """1 or 0; ``InputError`` where the program cannot be judged."""
+        """1 or 0; ``InputError`` if the program cannot be tested."""
         tests, program = _tests_of(prompt), str(prompt.get("code_prefix", "")) + program_in(response)
         if "\0" in program:
             return 0.0
@@ -105,7 +105,7 @@ class CodeTests:
         raise InputError(f"no way of isolation: {self._isolations}")
 
     def _judge(self, job: Mapping[str, Any], isolation: str) -> dict[str, Any]:
-        """The verdict; that of a program that was stopped where its judge did not live to tell."""
+        """The verdict of the judge; if the judge died without one, the verdict of a stopped program."""
         settings = self._settings
         limits = {
             "cpu_s": math.ceil(settings.code_time_seconds),
@@ -135,7 +135,7 @@ class CodeTests:
 
 
 def _run(job: bytes, limits: Mapping[str, Any], most_seconds: float) -> dict[str, Any]:
-    # Unnamed files: nothing waits for a pipe's other end, and there is nothing to open by name again.
+    # Unnamed files instead of pipes: no process waits for the other end, and no file can be reopened by name.
     with _unnamed() as given, _unnamed() as told, _unnamed() as errors:
         given.write(job)
         given.seek(0)
@@ -167,7 +167,7 @@ def _run(job: bytes, limits: Mapping[str, Any], most_seconds: float) -> dict[str
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the runner, which ends all that it has started."""
+    """End the runner, which ends all processes that it started."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -182,7 +182,7 @@ def _unnamed() -> Any:
 
 
 def _remove(folder: str) -> None:
-    """Programs nest folders deeper than ``shutil.rmtree`` goes and take away their own rights."""
+    """Remove a folder even if a program nested it too deeply for ``shutil.rmtree`` or removed its permissions."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
@@ -191,7 +191,7 @@ def _remove(folder: str) -> None:
 
 
 def program_in(response: str) -> str:
-    """The last fenced block that is not of another language, or the whole response."""
+    """The last fenced block without a language or marked as Python, or the whole response."""
     blocks = [
         text for language, text in _FENCE.findall(response) if language.lower() in ("", "python", "python3", "py")
     ]

@@ -1,10 +1,10 @@
-"""``--reward-function math_verify``: whether a response's last mathematical answer equals the record's ``answer``.
+"""Checks whether the last mathematical answer of a response equals the record's ``answer`` (math_verify).
 
-The package math-verify compares, in processes of its own (``math_worker.py``): a model writes ``9^{9^{9^9}}`` sooner or
-later, and neither the run nor a thread of it may wait for that. Each process has limits on CPU time and memory for one
-response; one that passes them is ended, the reward is 0 as that of a program that runs for ever, and ``math_timeouts``
-counts it. Responses that the package raises over are 0 as well, counted by ``math_errors``. An ``answer`` that it finds
-nothing in, and processes that do not start, are failures (``sampling.scoring``).
+The package math-verify does the comparison, in separate processes (``math_worker.py``), because a model eventually
+writes something like ``9^{9^{9^9}}`` and neither the run nor one of its threads may wait for that. Each process has
+limits on CPU time and memory per response. A process that exceeds them is ended, the reward is 0, and ``math_timeouts``
+counts it. If the package raises, the reward is also 0, counted by ``math_errors``. An ``answer`` that contains nothing
+to compare, and processes that do not start, are failures (``rewards.scoring``).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_dta.common.errors import InputError
 
 WORKER = Path(__file__).with_name("math_worker.py")
 START_SECONDS = 300.0
-# Both for one response: CPU time does not depend on what else the machine does; a process that waits is ended, too.
+# Limits per response. CPU time does not depend on the load of the machine; wall time also ends a waiting process.
 CPU_SECONDS, WALL_SECONDS = 5, 60.0
 MEMORY_BYTES = 4 << 30
 
 
 class MathVerify:
-    """A reward function; see on top. Every thread that calls it has a process of its own, started when it is needed."""
+    """A reward function; see the module's docstring. Concurrent calls use separate processes, started on demand."""
 
     is_concurrent = True
 
@@ -42,7 +42,7 @@ class MathVerify:
         self.counts = {"math_timeouts": 0, "math_errors": 0}
 
     def __call__(self, prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
-        """1 or 0; ``InputError`` where the record cannot be judged by."""
+        """1 or 0; ``InputError`` if the record has no usable answer."""
         if "answer" not in prompt:
             raise InputError("the prompt's record has no field 'answer', which this reward compares against")
         answer = prompt["answer"]
@@ -64,7 +64,7 @@ class MathVerify:
         return float(reply["reward"])
 
     def close(self) -> None:
-        """End the processes that wait; they would end with this one, too."""
+        """End the idle processes; they would also end with this process."""
         with self._lock:
             idle, self._idle = self._idle, []
         for worker in idle:
@@ -76,10 +76,10 @@ class MathVerify:
 
 
 class _Worker:
-    """One process; it ends when its input does, so it outlives nobody."""
+    """One worker process; it ends when its input is closed, so it does not outlive this process."""
 
     def __init__(self, cpu_seconds: int) -> None:
-        # -P: modules beside the script are not to hide others. Packages are found where this process finds them.
+        # -P: modules beside the script must not shadow others. The search path is the one of this process.
         command = [sys.executable, "-P", str(WORKER), str(cpu_seconds), str(MEMORY_BYTES)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
@@ -99,8 +99,8 @@ class _Worker:
             raise InputError(f"a process for math-verify does not start: {(ready or {}).get('error', 'it has ended')}")
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
-        """The reply, or None where there is none within ``seconds``."""
-        # Escaped, so that half of a surrogate pair gets through.
+        """The reply, or None if there is none within ``seconds``."""
+        # ASCII-escaped, so that an unpaired surrogate can be sent.
         line = json.dumps(request, default=lambda value: [type(value).__name__]).encode() + b"\n"
         try:
             self._process.stdin.write(line)
@@ -110,7 +110,7 @@ class _Worker:
         return self._read(seconds)
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         with suppress(OSError):
             self._process.kill()
         self._process.wait()

@@ -1,16 +1,16 @@
-"""Started as a script, by file: compares mathematical answers with the package math-verify, one line of JSON each.
+"""Compares mathematical answers with the package math-verify, one line of JSON each; started as a script.
 
     python math_worker.py CPU_SECONDS MEMORY_BYTES
 
-It says ``{"ready": true}`` (or ``{"error": ...}``), then answers every line ``{"answer": ..., "response": ...}`` with
+It writes ``{"ready": true}`` (or ``{"error": ...}``), then answers every line ``{"answer": ..., "response": ...}`` with
 
-    {"reward": 0 or 1}               what the package says
-    {"reward": 0, "raised": ...}     the package has raised over the response
-    {"error": ...}                   the answer holds nothing that the package can compare
+    {"reward": 0 or 1}               the result of the package
+    {"reward": 0, "raised": ...}     the package raised on the response
+    {"error": ...}                   the answer contains nothing that the package can compare
 
-A process of its own because nothing else stops the package for sure: its limits are signals, which exist in a main
-thread only, and the powers that a model writes are computed in C, where no signal is heard. A line that takes more than
-CPU_SECONDS or MEMORY_BYTES ends this process; whoever has asked sees that it ended.
+A separate process is the only reliable way to stop the package: its own limits are signals, which work only in a main
+thread, and large powers are computed in C, where signals are not handled. A line that takes more than CPU_SECONDS or
+MEMORY_BYTES ends this process, which the caller detects.
 
 It imports nothing of this project, so that it starts without PyTorch and Megatron.
 """
@@ -24,18 +24,18 @@ import sys
 import time
 from decimal import Decimal
 
-# Marks of text that says itself where its answer is.
+# Marks in a text that delimit its answer.
 _MARKS = ("$", "\\boxed", "\\(", "\\[", "####", "\n")
 
 
 def answer_text(answer):
-    """The expected answer as text in which the package finds it; ``ValueError`` where it is neither text nor number.
+    """The expected answer as text that the package can parse; ``ValueError`` if it is neither text nor a number.
 
     Without a mark the package looks for a number first and takes ``2\\sqrt{3}`` for 2 and ``(1, 2)`` for 2, so a bare
     answer is marked as mathematics. Words with a number (``3/4 cups``) are no mathematics: there it is the number.
     """
     if isinstance(answer, float) and math.isfinite(answer):
-        # Without an exponent, which would be read as Euler's number.
+        # Without an exponent, whose e would be parsed as Euler's number.
         answer = format(Decimal(repr(answer)), "f")
     if isinstance(answer, bool) or not isinstance(answer, str | int):
         raise ValueError(f"is {type(answer).__name__}, and must be text or a number")
@@ -69,7 +69,7 @@ def compare(parse, verify, known, line):
 
 def main():
     cpu_s, memory = int(sys.argv[1]), int(sys.argv[2])
-    # Replies alone go to where they are read; whatever a package prints goes where errors go.
+    # Standard output is for replies only; anything that a package prints goes to standard error.
     replies, sys.stdout = sys.stdout, sys.stderr
     try:
         from math_verify import parse, verify

@@ -1,6 +1,6 @@
-"""Reward functions: built-in ones by name, and the user's own by ``--reward-function FILE.py:NAME``.
+"""Loads reward functions, built-in ones by name and user functions as ``FILE.py:NAME``, and checks their results.
 
-A reward function is an ordinary Python function. The names of its parameters decide what it gets:
+A reward function is an ordinary Python function. The names of its parameters determine its arguments:
 
     (prompt, response, response_token_ids)                         one response
     (prompts, responses, response_token_ids)                       lists of all responses at once, which returns a list
@@ -8,13 +8,13 @@ A reward function is an ordinary Python function. The names of its parameters de
     (data_sources, solution_strs, ground_truths, extra_infos)      all at once, as verl calls it in batches
 
     prompt               the prompt's record: the row of the prompt file with all its fields
-    response             the response as text, special tokens (the end of sequence among them) left out
+    response             the response as text without special tokens, such as the end of sequence
     response_token_ids   the response as it was sampled; its last token is the end-of-sequence token unless it was cut
 
-What it returns for a response is the reward, a finite number, or a dictionary with it under ``reward`` or ``score``;
-the other numbers in there are components, whose means become metrics. Anything else (an exception, NaN, a string) is a
-failure, with one line that names the prompt and the response; ``sampling.scoring`` says what becomes of it. A reward
-that is silently replaced by 0 would train the model on it.
+The function returns the reward of a response as a finite number, or as a dictionary with the reward under ``reward`` or
+``score``. The other numbers of the dictionary are components, whose means become metrics. Anything else (an exception,
+NaN, a string) is a failure, reported in one line that names the prompt and the response and handled by
+``rewards.scoring``. It is never replaced by 0, which would train the model on it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_dta.config.sampling import RewardConfig
 
 BUILT_IN = ("exact_match", "math_verify", "code_tests", "remote")
 REMOTE_SECONDS = 60.0
-# Of components: infinities, NaN and integers that no float holds are left out of their means.
+# Components at or above this size (infinities, integers beyond float range) and NaN are left out of the means.
 _LARGEST = 1e300
 _REWARD_NAMES = ("reward", "score")
 RewardFunction = Callable[..., Any]
@@ -52,20 +52,20 @@ class Response(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Where an error is said to be."""
+        """The prefix of error messages about this response."""
         return f"reward function, prompt {self.prompt_id!r}, response {self.text[:80]!r}"
 
 
 @dataclass(frozen=True)
 class Score:
-    """A reward, and the further numbers that the function returned with it."""
+    """A reward, and the other numbers that the function returned with it."""
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
 
 
 def exact_match(prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
-    """1 where the response, without blanks around it, is the text of the record's ``answer``; else 0."""
+    """1 if the response, stripped of surrounding whitespace, is the text of the record's ``answer``; else 0."""
     return float(response.strip() == str(_answer(prompt)).strip())
 
 
@@ -100,7 +100,7 @@ def load_reward_function(spec: str, settings: RewardConfig | None = None) -> Rew
 
 
 def _with_settings(name: str, settings: RewardConfig) -> RewardFunction:
-    # Not on top: most runs need none of them.
+    # Imported here because most runs need none of them.
     from megatron_dta.sampling.rewards.code_reward import CodeTests
     from megatron_dta.sampling.rewards.math_reward import MathVerify
     from megatron_dta.sampling.rewards.server_reward import RemoteReward
@@ -121,7 +121,7 @@ def compute_reward(
 
 
 def compute_score(function: RewardFunction, response: Response) -> Score:
-    """What the function says of one response, checked; ``InputError`` names the prompt and shows the response."""
+    """The checked score of one response; ``InputError`` names the prompt and shows the response."""
     if is_batched(function):
         (score,) = compute_scores(function, [response])
         if isinstance(score, InputError):
@@ -135,7 +135,7 @@ def compute_score(function: RewardFunction, response: Response) -> Score:
 
 
 def compute_scores(function: RewardFunction, responses: Sequence[Response]) -> list[Score | InputError]:
-    """What a batched function says of all responses; an error in the place of what is no score.
+    """The scores of all responses from a batched function, with an error in place of each invalid score.
 
     Raises:
         InputError: the call as a whole failed.
@@ -174,11 +174,11 @@ def _parameters(function: RewardFunction) -> list[str]:
 
 
 def _arguments(function: RewardFunction, response: Response) -> dict[str | int, Any]:
-    """What the function gets for one response, by name (as verl gives it) or by place."""
+    """The arguments of the function for one response, by name (as in verl) or by position."""
     names, record = _parameters(function), response.record
     plural = next((end for end in ("", "s") if f"solution_str{end}" in names), None)
     if plural is None:
-        # A copy, so that a function that edits its record cannot change what the next response is judged by.
+        # A copy, so that a function that edits its record does not affect the scores of later responses.
         return {0: dict(record), 1: response.text, 2: list(response.token_ids)}
     known = {
         f"data_source{plural}": record.get("data_source"),
@@ -205,7 +205,7 @@ def _call(function: RewardFunction, arguments: Mapping[str | int, Any], where: s
 
 
 def _checked(value: Any, where: str) -> Score:
-    """The score that a function's ``value`` is."""
+    """Convert the return value of a function to a score; ``InputError`` if it is invalid."""
     if not isinstance(value, Mapping):
         return Score(_finite(value, where, ""))
     names = [name for name in _REWARD_NAMES if name in value]

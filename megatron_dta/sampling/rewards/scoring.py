@@ -1,12 +1,12 @@
-"""Rewards of many responses: some at once, failures counted and handled, never a silent 0.
+"""Computes the rewards of many responses concurrently and handles failures, which are never scored as 0.
 
-A reward that cannot be determined is a failure of whoever determines it and says nothing about the response: the user's
-function raised or returned no finite number, a server did not answer, a program could not be started. By
-``--reward-failure`` it stops the run with one line, or the rollout is dropped from training. A response that is merely
-wrong, or whose program runs for ever, has a reward: 0.
+A reward that cannot be determined is a failure of the reward function and says nothing about the response: a user
+function raised or did not return a finite number, a server did not answer, a program could not be started.
+``--reward-failure`` decides whether a failure stops the run with one line or drops the rollout from training. A
+response that is wrong, or whose program does not terminate, has the reward 0.
 
 A function may have two attributes: ``is_concurrent``, whether it may be called from several threads, and ``counts``, a
-dictionary of what it has counted. A batched function (``rewards.is_batched``) is called once for all responses.
+dictionary of its event counts. A batched function (``registry.is_batched``) is called once for all responses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Outcome = Score | InputError
 
 @dataclass(frozen=True)
 class Tally:
-    """What a scorer has counted so far: events, and for each component of rewards its sum and how many there were."""
+    """Counts of a scorer so far: events by name, and the sum and number of values of each reward component."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     components: Mapping[str, tuple[float, int]] = field(default_factory=dict)
@@ -42,12 +42,12 @@ class Scorer:
     """Calls a reward function.
 
     Args:
-        drop: failures drop the rollout and do not end the run.
-        workers: calls at once, of functions that allow it.
-        seconds: a call that takes longer has failed; it goes on in a thread that nobody waits for. None: no limit.
+        drop: whether failures drop the rollout instead of ending the run.
+        workers: maximum number of concurrent calls, for functions that allow them.
+        seconds: timeout of a call; a call that exceeds it has failed, and its thread is abandoned. None: no limit.
 
     Attributes:
-        counts: so far, on this rank: ``reward_failures``, and what the function counts.
+        counts: counts so far on this rank: ``reward_failures``, and the counts of the function.
         last_failure: the line of the last failure.
     """
 
@@ -63,12 +63,12 @@ class Scorer:
 
     @property
     def can_fail(self) -> bool:
-        """Whether there is something to count."""
+        """Whether anything is counted."""
         return self._drop or hasattr(self._function, "counts")
 
     @property
     def counts(self) -> dict[str, int]:
-        """See on top; empty where nothing is counted."""
+        """See the attributes of the class; empty if nothing is counted."""
         if not self.can_fail:
             return {}
         timeouts = {} if self._seconds is None else {"reward_timeouts": self._timeouts}
@@ -76,11 +76,11 @@ class Scorer:
 
     @property
     def tally(self) -> Tally:
-        """All of what is counted, so far, for ``counted``."""
+        """All counts so far, for ``counted``."""
         return Tally(dict(self.counts), dict(self._components))
 
     def score(self, responses: Sequence[Response]) -> list[float | None]:
-        """The reward of each response, in order; None where it failed and is to be dropped.
+        """The reward of each response, in order; None if it failed and its rollout must be dropped.
 
         Functions that are not concurrent are called in this order, one at a time.
 
@@ -94,12 +94,12 @@ class Scorer:
         if self._workers == 1 or len(responses) < 2:
             return [self._value(self._attempt(response)) for response in responses]
         with ThreadPoolExecutor(self._workers, thread_name_prefix="reward") as pool:
-            # All are waited for before one of them raises.
+            # All calls finish before an error is raised.
             outcomes = list(pool.map(self._attempt, responses))
         return [self._value(outcome) for outcome in outcomes]
 
     def _batch(self, responses: Sequence[Response]) -> list[_Outcome]:
-        """One call for all responses; what fails it fails each of them."""
+        """One call for all responses; if it fails, the reward of each response fails."""
         where = f"reward function, {len(responses)} responses"
         found = self._in_time(lambda: compute_scores(self._function, responses), where)
         return [found] * len(responses) if isinstance(found, InputError) else found
@@ -108,7 +108,7 @@ class Scorer:
         return self._in_time(lambda: compute_score(self._function, response), response.where)
 
     def _in_time(self, call: Callable[[], Any], where: str) -> Any:
-        """What ``call`` returns, or its ``InputError``, or one that says that it took too long."""
+        """The result of ``call``, its ``InputError``, or an ``InputError`` for a timeout."""
 
         def attempt() -> Any:
             try:
@@ -142,8 +142,8 @@ class Scorer:
 
 
 def counted(before: Tally, after: Tally, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
-    """What was counted between two moments, summed over the ranks that ``gather`` asks, and the means of components
-    over the same, as ``reward/NAME``.
+    """Counts between two tallies, summed over the ranks of ``gather``, and the means of the components over the same
+    responses as ``reward/NAME``.
     """
     counts = {name: value - before.counts.get(name, 0) for name, value in after.counts.items()}
     components = {}

@@ -1,11 +1,12 @@
-"""``--reward-function remote``: a server gives the reward.
+"""Asks a server for the reward of a response (``--reward-function remote``).
 
     POST URL   {"prompt": the prompt's record, "response": text, "response_token_ids": [ids]}
     answer     200 {"reward": 0.5}
 
-A connection that fails, a reply that does not come in time or is cut, and the statuses 408, 429 and 5xx are tried again
-after a growing pause, by the next server in turn. Another status, or a reply of another form, is told at once. There is
-no proxy, no redirect and no compressed reply. Each failed attempt is counted (``reward_retries``, ``reward_timeouts``).
+After a failed connection, a late or truncated reply, or the statuses 408, 429 and 5xx, the request is sent again to the
+next server after a growing pause. Any other status, and a reply of another form, is an error at once. Proxies,
+redirects and compressed replies are not supported. Failed attempts are counted (``reward_retries``,
+``reward_timeouts``).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _TRANSIENT = (408, 429)
 
 
 class RemoteReward:
-    """A reward function; see on top.
+    """A reward function; see the module's docstring.
 
     Attributes:
         counts: ``reward_retries`` (attempts after the first), ``reward_timeouts``.
@@ -56,7 +57,7 @@ class RemoteReward:
         self.counts = {"reward_retries": 0, "reward_timeouts": 0}
 
     def __call__(self, prompt: Mapping[str, Any], response: str, response_token_ids: list[int]) -> float:
-        """The server's reward; ``InputError`` says why there is none."""
+        """The server's reward; ``InputError`` names the reason if there is none."""
         body = json.dumps({"prompt": prompt, "response": response, "response_token_ids": response_token_ids}).encode()
         with self._lock:
             turn = next(self._turn)
@@ -81,13 +82,13 @@ class RemoteReward:
             self.counts[name] += 1
 
     def _post(self, url: SplitResult, body: bytes) -> bytes:
-        """One attempt, within the time-out in all."""
+        """One attempt, within the timeout in total."""
         deadline = time.monotonic() + self._timeout_s
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(url.hostname, url.port, timeout=self._timeout_s)
         try:
             connection.connect()
-            # The socket's time-out counts from byte to byte: what drips, be it lines of the head, is ended here.
+            # The socket's timeout applies to each read; this timer ends replies that arrive slowly, headers included.
             limit = threading.Timer(max(0.0, deadline - time.monotonic()), _shut_down, [connection.sock])
             limit.daemon = True
             limit.start()
@@ -102,7 +103,7 @@ class RemoteReward:
                 raise
             finally:
                 limit.cancel()
-            # What was shut down looks like the end of a head or body to its reader.
+            # To the reader, a connection that was shut down looks like the end of the headers or the body.
             if time.monotonic() >= deadline:
                 raise TimeoutError
             return content
@@ -111,9 +112,9 @@ class RemoteReward:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """End what waits for the other side."""
+    """Shut down the socket, which ends a pending read or write."""
     with suppress(OSError):
-        # Not the method of TLS, which takes the layer away under the reader.
+        # The shutdown method of a TLS socket would remove the TLS layer under the reader.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 

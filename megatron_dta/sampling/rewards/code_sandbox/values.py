@@ -1,7 +1,7 @@
-"""Values as JSON: data by value, mutable containers by number, so that both sides keep what is the same object.
+"""Encodes values as JSON: data by value and mutable containers by number, so that object identity is preserved.
 
-Never pickle: what arrives can be any JSON and makes data only. All that is not data (functions, classes, objects of the
-program's) is left to ``refer`` and ``resolve``.
+Pickle is not used: arriving JSON is untrusted and can only produce data. Functions, classes and objects of the program
+are left to ``refer`` and ``resolve``.
 """
 
 import base64
@@ -19,8 +19,8 @@ class Graph:
     """The mutable containers of one call and its reply, by number.
 
     Args:
-        refer: what JSON stands for an object that is no data.
-        resolve: the reverse.
+        refer: returns the JSON that represents an object that is not data.
+        resolve: the inverse of ``refer``.
     """
 
     def __init__(self, refer, resolve):
@@ -39,7 +39,7 @@ class Graph:
         return found, contents
 
     def decode(self, value, contents):
-        """The reverse; containers of before get their new contents in place."""
+        """The inverse of ``encode``; known containers get their new contents in place."""
         contents = {int(number): content for number, content in contents.items()}
         for number in sorted(contents):
             if number == len(self._objects):
@@ -138,7 +138,7 @@ def _empty(content):
 
 
 def _encode_other(value, kind):
-    """Data of less common types, or None."""
+    """JSON for data of less common types; None for other values."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _ENCODERS:
         return [name, *_ENCODERS[name](value)]
