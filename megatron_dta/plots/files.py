@@ -1,4 +1,4 @@
-"""Pictures as files: which forms there are, and how one is written so that it appears complete."""
+"""Checks the file formats of pictures and writes pictures atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def checked_path(path: str | Path) -> Path:
-    """The path of a picture; InputError where its suffix names no form that can be written."""
+    """The path of a picture; raises InputError if its suffix is not a supported format."""
     path = Path(path)
     if path.suffix not in PICTURE_SUFFIXES:
         raise InputError(f"{path}: a picture is written as {', '.join(PICTURE_SUFFIXES)}, not '{path.suffix}'")
@@ -23,7 +23,7 @@ def checked_path(path: str | Path) -> Path:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Draw into a file; InputError where it cannot be written."""
+    """Write a figure to a file; raises InputError if it cannot be written."""
     FigureCanvasAgg(figure)
     temporary = None
     try:

@@ -1,7 +1,7 @@
-"""Pictures of pipelines: ``plot_timelines`` draws what each stage runs when, several timelines on one time axis.
+"""Draws pipeline timelines: when each stage runs which op, with several timelines on one time axis.
 
-A row is a stage, a box an op: forwards in one colour and backwards in another, lighter from chunk to chunk, and white
-where the stage is idle.
+Each row is a stage and each box an op. Forwards have one colour and backwards another, lighter for each further model
+chunk. Idle time is white.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Pictures of prefix trees: ``plot_tree`` draws a segment plan, tokens downwards and leaves side by side.
+"""Draws the prefix trees of a segment plan, with tokens downwards and leaves side by side.
 
-Above, every node is a box as wide as its leaves and as long as its tokens, coloured by the segment that holds them, so
-what a segment bundles and where it cuts a path can be seen. Below, the tokens in flight while each segment runs.
+In the upper plot every node is a box as wide as its leaves and as long as its tokens, coloured by the segments that
+hold them. It shows which nodes a segment combines and where it splits a path. The lower plot shows the tokens in flight
+while each segment runs.
 """
 
 from __future__ import annotations

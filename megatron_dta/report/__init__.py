@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs no network: ``tools/report_run.py`` writes it."""
+"""Shows a run as one HTML page that needs no network; ``tools/report_run.py`` writes it."""
 
 from megatron_dta.report.page import report_html
 from megatron_dta.report.run_files import RunFiles, read_run

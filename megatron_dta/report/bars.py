@@ -1,4 +1,4 @@
-"""Boxes over time, as SVG: seconds of each phase by step, what each pipeline stage ran when, how even ranks are."""
+"""Draws bars over time as SVG: phase times by step, pipeline timelines, and the balance of ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def phase_chart(records: Sequence[Mapping]) -> Markup | None:
 
 
 def timeline_chart(title: str, events: Sequence[TimelineEvent], num_stages: int) -> Markup:
-    """A row for each stage, a box for each op; white where the stage was idle."""
+    """A timeline with a row per stage and a box per op; idle time is white."""
     start, end = timeline_span(events)
     span = (end - start) or 1.0
     scale = (WIDTH - LEFT - 10) / span

@@ -16,12 +16,12 @@ _OVER_STEPS: tuple[tuple[str, ...], ...] = (
     ("drafted tokens that were accepted", "acceptance"),
     ("drafted, accepted and wasted tokens", "drafted_tokens", "accepted_tokens", "wasted_tokens"),
     ("wasted tokens by length class", *(f"wasted_tokens_{c}" for c in _CLASSES)),
-    ("seconds: all passes of a collection, the drafter", "makespan_seconds", "draft_seconds", "hidden_seconds"),
+    ("seconds: all passes of a rollout batch, the drafter", "makespan_seconds", "draft_seconds", "hidden_seconds"),
     ("memory of the trees (bytes)", "drafter_bytes"),
 )
 # Within a step: title, what is counted from 1 to 10, metrics.
 _WITHIN_STEPS = (
-    ("live sequences over the time of a collection", "tenth of the makespan", "live_batch_tenth"),
+    ("live sequences over the time of a rollout batch", "tenth of the makespan", "live_batch_tenth"),
     ("tokens of a forward pass by length", "tenth of the samples, shortest first", "tokens_per_forward_decile"),
     ("wasted tokens by length", "tenth of the samples, shortest first", "wasted_tokens_decile"),
 )
@@ -29,7 +29,7 @@ _PARTS = 10
 
 
 def draft_charts(records: Sequence[Mapping[str, Any]]) -> list[Markup | None]:
-    """The figures; None for those that no step has numbers for."""
+    """The charts; None for charts without values in any step."""
     over_steps = [(title, *(_PREFIX + name for name in names)) for title, *names in _OVER_STEPS]
     within = [line_chart(title, _profiles(records, name), across=across) for title, across, name in _WITHIN_STEPS]
     return [*metric_charts(records, over_steps, _PREFIX), *within]

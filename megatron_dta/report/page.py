@@ -1,7 +1,7 @@
-"""The report's page: what a run did, section by section. What is not there is listed with the flag that makes it.
+"""Builds the report's page section by section. Missing sections are listed with the flag that enables them.
 
-The page loads nothing: styles, pictures and one script, which searches the transcripts, stand in it, and a policy in
-its head forbids everything else.
+The page loads nothing from elsewhere. It contains its styles, its pictures and one script, which searches the
+transcripts, and a Content-Security-Policy forbids everything else.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _section(title: str, parts: Sequence[Markup | None], otherwise: str) -> Mark
 
 
 def _missing(missing: Sequence[Missing]) -> Markup | None:
-    """Sections without content, a line each."""
+    """The list of sections without content, one line each."""
     if not missing:
         return None
     lines = [tag("li", tag("b", each.title), f": {each.why}") for each in missing]

@@ -1,4 +1,4 @@
-"""What a run has left on disk, read and checked.
+"""Reads and checks the files of a run.
 
 RUN/metrics.jsonl               a record a step                          (always, with --save)
 RUN/settings.json               all settings by flag                     (always, with --save)
@@ -155,7 +155,7 @@ def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
 
 
 def _spread(files: dict[int, Path], most: int) -> list[tuple[int, Path]]:
-    """At most so many of them, evenly spread, the first and the last among them."""
+    """At most ``most`` files, evenly spread and including the first and the last."""
     found = sorted(files.items())
     if len(found) <= most:
         return found

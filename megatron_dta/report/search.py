@@ -1,7 +1,7 @@
-"""The one script of a page: it searches the transcripts. The page's policy allows this script by its hash and no other.
+"""The page's only script, which searches the transcripts. The page's policy allows only this script, by its hash.
 
-It changes nothing but which rollouts are shown, and reads nothing but their text, so that what a rollout says cannot
-become markup or code.
+The script only reads the rollouts' text and changes which rollouts are shown, so the text of a rollout cannot become
+markup or code.
 """
 
 from __future__ import annotations

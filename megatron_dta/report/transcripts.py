@@ -1,4 +1,4 @@
-"""What rollouts say, to be read and searched: roles and turns, trained tokens marked, rewards.
+"""Shows rollouts as searchable transcripts with roles, turns, marked trained tokens and rewards.
 
 Roles come from the special tokens that chat templates write in front of them (``<|im_start|>user``); text that only
 looks like one does not count. Without them the parts that are trained are the model's turns, what stands before the
@@ -83,7 +83,7 @@ def runs_from_tokens(rollout: Rollout, texts: Mapping[int, str] | None) -> list[
 
 
 def transcripts(step: SavedStep, groups: Sequence[str], room: int) -> tuple[list[Markup], int]:
-    """The rollouts of these groups, as many as have ``room`` characters in all; and how many characters they have."""
+    """The transcripts of these groups, limited to ``room`` characters in total, and their number of characters."""
     found, used = [], 0
     numbers: dict[str, int] = {}
     for index, rollout in enumerate(step.rollouts):

@@ -1,4 +1,4 @@
-"""The prefix tree of one prompt's rollouts, as SVG: tokens to the right, one row a leaf.
+"""Draws the prefix tree of one prompt's rollouts as SVG, with tokens to the right and one row per leaf.
 
 A bar is a run of tokens that the same rollouts share. Its colour is the mean advantage of its trained tokens, over all
 rollouts through it: blue above 0, red below, white at 0, grey where nothing is trained (the prompt). Under a branching
@@ -182,7 +182,7 @@ def _bar(
 
 
 def _fitting(text: str, columns: int) -> str:
-    """As much of the text as fits into so many columns, of which wide characters take two; nothing in very few."""
+    """The text truncated to ``columns``, where wide characters take two; empty if there are very few columns."""
     taken = 0
     for index, character in enumerate(text):
         taken += 2 if unicodedata.east_asian_width(character) in "WF" else 1
@@ -207,7 +207,7 @@ def _side(tree: PrefixTree, node: int, figures: NodeFigures, x: float, width: fl
         return None
     label = f"⌀ {number(figures.reward)}"
     if CHARACTER * len(label) > width:
-        # It would be printed over the bar before; the tooltip has it.
+        # The label would overlap the previous bar; the tooltip shows it.
         return None
     return tag("text", label, x=x - 2, y=y + BAR / 2 + 9 if not is_end else y - BAR / 2 - 1, class_="branch")
 
