@@ -1,21 +1,21 @@
-"""Suffix trees with counts, cut at a depth: what continued the last tokens before, and how often.
+"""Suffix trees with counts and a maximum depth, which predict the next tokens from earlier texts.
 
 A tree holds every run of up to ``depth`` tokens of its texts (all suffixes, each cut at ``depth``), path-compressed,
-with the number of times that each run occurs. A draft for a context: for every length m for which the last m tokens
-stand in the tree, walk from there to the most frequent next token, again and again, while the product of the counts'
-ratios stays at ``min_probability`` or more; keep the draft whose probabilities sum to most. So a draft trades the
-trust in a long match against the counts of a short one (Oliaro et al., "SuffixDecoding", arXiv 2411.04975).
+with the number of occurrences of each run. To draft for a context, take every length m for which the tree contains the
+last m tokens. From there, follow the most frequent next token while the product of the count ratios is at least
+``min_probability``. The draft with the largest sum of probabilities is used. This weighs the reliability of a long
+match against the higher counts of a short one (Oliaro et al., "SuffixDecoding", arXiv 2411.04975).
 
-Choices that others make otherwise:
+Differences from other implementations:
 
 - **A suffix is inserted by one walk from the root** when it has ``early_depth`` tokens, and lengthened by another one
   when it has all its depth (or the text ends). There is no front of growing suffixes to carry along, removing a text is
   the same walks with the counts lowered, and a running text is behind by ``early_depth`` - 1 tokens.
-- **The structure is canonical**: a function of the suffixes in the tree, whatever their order. Equal counts go to the
+- **The structure is canonical**: it depends on the suffixes in the tree and not on their order. Equal counts go to the
   lower token id, equal scores to the longer match, then to the first tree. So all ranks draft alike, a restored drafter
   drafts as the saved one did, and a removal undoes its insertion exactly.
-- **One forest for all trees**: nodes, edges' hash table and texts are shared, a text stands once however many trees
-  have it, and one call serves the whole batch.
+- **One forest for all trees**: the nodes, the edges' hash table and the texts are shared, each text is stored once, and
+  one call serves the whole batch.
 
 Why not the library: ``arctic-inference`` has such a tree in C++, which vLLM uses. It is published as source only, and
 building it downloads PyTorch and gRPC's compiler first (two to three minutes on two cores with Python 3.11 or 3.12,
