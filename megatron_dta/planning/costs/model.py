@@ -5,7 +5,7 @@
 tokens    unique tokens; every GEMM of the layers runs once for each
 pairs     (query, key) pairs that attention computes; a token at position p has p + 1
 edges     unique (parent, child) pairs that some sequence trains; each needs a row of logits
-floor     time that the host needs to launch the kernels of a pass, whatever its length; the device computes meanwhile,
+floor     time that the host needs to launch the kernels of a pass of any length; the device computes meanwhile,
           so the larger of the two counts and not their sum
 
 Each coefficient covers forward and backward, and has a share for the forward. The share gives the cost of recomputing a
