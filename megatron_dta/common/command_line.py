@@ -49,9 +49,9 @@ class CommandLineParser(argparse.ArgumentParser):
 
     def meant(self, word: str) -> str:
         """The message for an unknown word, with similar flags."""
-        flag = word.partition("=")[0]
+        flag = one_line(word.partition("=")[0])
         if not word.startswith("-"):
-            return f"{word}: belongs to no flag"
+            return f"{one_line(word)}: belongs to no flag"
         near = list(dict.fromkeys(self._near(flag)))[:3]
         return f"{flag}: unknown flag" + (f"; did you mean {' or '.join(near)}?" if near else "")
 

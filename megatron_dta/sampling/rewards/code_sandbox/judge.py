@@ -87,7 +87,8 @@ class Judge:
             passed = _run_tests(tests, peer)
         except BaseException:  # whatever tests and programs raise, the program has not passed
             passed = False
-        self._control.send(b"stop")
+        # A lost connection means that the program has ended or is about to: its exit status says why.
+        self._control.send(b"lost" if peer.is_broken else b"stop")
         self._status()
         return passed and not peer.is_broken
 

@@ -25,6 +25,8 @@ import kernel
 del sys.path[0]
 
 START_SECONDS = 60.0
+# Time for the exit status of a program whose connection to the judge is lost.
+LOST_SECONDS = 1.0
 
 
 class Runner:
@@ -84,18 +86,26 @@ class Runner:
         if self._runs == 1:
             os.write(self._verdict, b"started\n")
         self._control.send(b'"ready"')
-        code, end = None, time.monotonic() + self._limits["wall_s"]
-        while code is None and (readable := self._wait([self._control.fileno(), self._woken], end)):
-            if self._control.fileno() in readable:
-                break  # the judge has what it needs, or has ended
-            os.read(self._woken, 1000)
-            pid, status = os.waitpid(launched, os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status) if pid else None
+        end = time.monotonic() + self._limits["wall_s"]
+        code = self._exit_code(launched, end, [self._control.fileno()])
         stopped = code is None and time.monotonic() >= end
+        if code is None and not stopped and self._control.recv(100, socket.MSG_PEEK) == b"lost":
+            code = self._exit_code(launched, time.monotonic() + LOST_SECONDS, [])
         if code is None:
             os.kill(launched, signal.SIGKILL)
         isolation.end_descendants(spared={self._judge})
         return {"code": code, "stopped": stopped}
+
+    def _exit_code(self, launched, end, interrupting):
+        """Exit status of ``launched``; None if it runs until ``end``, or a descriptor in ``interrupting`` is readable."""
+        while True:
+            pid, status = os.waitpid(launched, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            readable = self._wait([*interrupting, self._woken], end)
+            if not readable or set(readable) & set(interrupting):
+                return None  # too long; or the judge has what it needs, or has ended
+            os.read(self._woken, 1000)
 
     def _launch(self, folder, descriptors, report):
         """In the process that becomes the supervisor: only the numbered descriptors stay open."""
