@@ -54,7 +54,7 @@ def test_programs_are_judged_by_their_tests(code: str, reward: int) -> None:
 def test_programs_that_run_for_ever_are_stopped_and_counted(code: str) -> None:
     function, began = CodeTests(QUICK), time.monotonic()
     assert compute_reward(function, "p", {"tests": ADD}, f"def add(a, b): return a + b\n{code}", []) == 0
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60, "about 4 seconds on an idle machine"
     if "fork" not in code:
         assert function.counts["code_timeouts"] == 1
 

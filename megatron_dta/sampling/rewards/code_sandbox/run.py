@@ -97,7 +97,7 @@ class Runner:
         return {"code": code, "stopped": stopped}
 
     def _exit_code(self, launched, end, interrupting):
-        """Exit status of ``launched``; None if it runs until ``end``, or a descriptor in ``interrupting`` is readable."""
+        """Exit status of ``launched``; None after ``end`` or where a descriptor in ``interrupting`` is readable."""
         while True:
             pid, status = os.waitpid(launched, os.WNOHANG)
             if pid:
