@@ -37,7 +37,7 @@ def main() -> int:
     for step, reward in held_out:
         print(f"  {step:5d}  {reward:.3f}  {'#' * round(50 * reward)}")
     reuse = sum(r["tokens"] for r in grpo if "tokens" in r) / sum(r["unique_tokens"] for r in grpo if "tokens" in r)
-    print(f"every token that the trees computed stood for {reuse:.1f} tokens of rollouts")
+    print(f"{reuse:.1f}x token reuse in the trees")
     for what, path in (
         ("page with everything", "report.html"),
         ("reward plot", "reward.png"),

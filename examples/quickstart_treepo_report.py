@@ -42,7 +42,7 @@ def main() -> int:
         trained = sum(record["tokens"] for record in records) / sum(record["unique_tokens"] for record in records)
         print(
             f"{label}: {len(records)} steps, {decoded:,.0f} decoded tokens for {rollouts:,.0f} rollouts "
-            f"({decoded / rollouts:.2f} each); every computed token of training stood for {trained:.1f}"
+            f"({decoded / rollouts:.2f} each); {trained:.1f}x token reuse in training"
         )
     print(f"plot: {run / 'reward_by_tokens.png'}")
     before, after = curves["treepo"][1][0], curves["treepo"][1][-1]

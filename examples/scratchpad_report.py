@@ -91,8 +91,8 @@ def print_phases(rows: list[dict[str, Any]]) -> None:
     """Both modes side by side."""
     dense, trees = rows
     print(
-        f"\n{dense['steps']} steps of both, {dense['tokens']:,.0f} tokens of rollouts; every token that the trees "
-        f"computed stood for {trees['token_reuse']:.2f}"
+        f"\n{dense['steps']} steps of both, {dense['tokens']:,.0f} tokens of rollouts; "
+        f"{trees['token_reuse']:.2f}x token reuse in the trees"
     )
     print(f"{'phase':<10}{'dense, s':>10}{'trees, s':>10}{'faster':>9}{'dense, tokens/s':>18}{'trees, tokens/s':>18}")
     for phase in [*PHASES, ""]:

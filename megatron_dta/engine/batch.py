@@ -30,7 +30,7 @@ class TreeBatch:
         plan: the step's plan.
         loss_mask: per sequence, bool [T].
         loss_weights: float64 [P], factor of each token's loss in the step's loss.
-        fields: float64 [P] for each of ``planning.sample.FIELDS``, or None where the samples have none.
+        fields: float64 [P] for each of ``planning.step.sample.FIELDS``, or None where the samples have none.
         num_sequences: sequences of the whole step, those of other ranks included.
         owned: bool [P], pairs that count in the loss; None for all.
         sequences: int64 [Q], number of each sequence in the whole step.

@@ -118,7 +118,7 @@ class TreeEngine(RankModel):
 
     def operations(self, plan: StepPlan) -> tuple[float, float]:
         """Floating-point operations of forward and backward of the whole model: over the plan's forest, and over its
-        sequences one by one (``planning.flops``).
+        sequences one by one (``planning.step.flops``).
         """
         config = self.config
         shape = dict(

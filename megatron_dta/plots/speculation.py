@@ -1,4 +1,4 @@
-"""A picture of speculation: the live batch over time and the makespan, tokens per forward and those drafted in vain by
+"""A picture of speculation: the live batch over time and the makespan, accepted and rejected draft tokens by
 length and length class, all tokens computed, and what the drafter takes."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def plot_speculation(
         by_length.plot(_TENTHS, _numbers(report.tokens_per_forward_by_decile()), "o-", color=color, label=name)
         wasted.plot(_TENTHS, _numbers(report.wasted_tokens_by_decile()), "o-", color=color, label=name)
     by_length.set(title="by length", xlabel="tenth of the samples, by length", ylabel="tokens per forward")
-    wasted.set(title="drafted in vain, by length", xlabel="tenth of the samples, by length", ylabel="tokens")
+    wasted.set(title="rejected drafts, by length", xlabel="tenth of the samples, by length", ylabel="tokens")
     _draw_by_class(by_class, reports)
     for axes in (by_length, by_class):
         axes.axhline(1, color=PLAIN_COLOR, linewidth=1)
@@ -68,14 +68,14 @@ def _draw_over_time(axes: Axes, reports: _Reports, plain: tuple[np.ndarray, np.n
 
 
 def _draw_by_class(axes: Axes, reports: _Reports) -> None:
-    """Bars side by side, with the tokens drafted in vain written into them."""
+    """Bars side by side, with the number of rejected tokens written into them."""
     width = 0.8 / max(1, len(reports))
     names = [c.name.lower() for c in LengthClass]
     for i, (color, (name, report)) in enumerate(zip(COLORS, reports, strict=False)):
         values, wasted = report.tokens_per_forward_by_class(), report.wasted_tokens_by_class()
         at = np.arange(len(names)) + (i - (len(reports) - 1) / 2) * width
         bars = axes.bar(at, [values[c] or 0.0 for c in names], width, color=color, label=name)
-        labels = ["" if wasted[c] is None else f"{wasted[c]:,} in vain" for c in names]
+        labels = ["" if wasted[c] is None else f"{wasted[c]:,} rejected" for c in names]
         axes.bar_label(bars, labels, label_type="center", fontsize=6, rotation=90)
     axes.set_xticks(range(len(names)), names)
     axes.set(title="by length class", ylabel="tokens per forward")
@@ -89,7 +89,7 @@ def _draw_tokens(axes: Axes, reports: _Reports) -> None:
     for values, label, color in (
         (sampled, "one of each forward", PLAIN_COLOR),
         (accepted, "drafted and accepted", COLORS[2]),
-        (drafted - accepted, "drafted in vain", COLORS[1]),
+        (drafted - accepted, "rejected drafts", COLORS[1]),
     ):
         axes.bar(range(len(reports)), values, bottom=base, color=color, label=label)
         base = base + values

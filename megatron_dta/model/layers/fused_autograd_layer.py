@@ -106,7 +106,7 @@ class FusedAutogradLayer:
 
         Tensors are freed as soon as they are no longer needed. Before the attention, whose tiles of scores are the
         largest tensors of the pass, only the gradients by the residual stream and by the attention's output remain
-        (``planning.segment_bytes`` counts them).
+        (``planning.costs.segment_bytes`` counts them).
         """
         x, stream, mixed, gated, out = kept.x, kept.stream, kept.mixed, kept.gated, kept.out
         (N, _, C), layer = x.shape, self.index - context.first_layer

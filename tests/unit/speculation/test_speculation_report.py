@@ -169,7 +169,7 @@ def test_picture_of_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert labels == ["plain decoding: 1 s", *(f"{name}: {report.makespan:.3g} s" for name, report in reports)]
     for title, values in (
         ("by length", SpeculationReport.tokens_per_forward_by_decile),
-        ("drafted in vain, by length", SpeculationReport.wasted_tokens_by_decile),
+        ("rejected drafts, by length", SpeculationReport.wasted_tokens_by_decile),
     ):
         for line, (_, report) in zip(axes[title].lines[:2], reports, strict=True):
             np.testing.assert_allclose(line.get_ydata(), values(report))
@@ -177,7 +177,7 @@ def test_picture_of_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     by_class = [report.tokens_per_forward_by_class() for _, report in reports]
     assert heights == pytest.approx([row[name] or 0 for row in by_class for name in CLASSES])
     words = {text.get_text() for text in axes["by length class"].texts}
-    assert f"{sum(reports[1][1].drafted) - sum(reports[1][1].accepted):,} in vain" in words
+    assert f"{sum(reports[1][1].drafted) - sum(reports[1][1].accepted):,} rejected" in words
     assert [bar.get_height() for bar in axes["drafter"].patches] == [report.draft_seconds for _, report in reports]
     assert {text.get_text() for text in axes["drafter"].texts} == {"3 MiB"}
     tops = [bar.get_y() + bar.get_height() for bar in axes["tokens"].patches[-2:]]
