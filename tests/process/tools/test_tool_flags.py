@@ -18,7 +18,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.options import flag_of
 
-sys.path.insert(0, str(REPOSITORY / "tools"))
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 TOOLS = ("evaluate_sampling", "sample_rollouts", "rollout_server_command")
 MODEL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 64"
@@ -43,7 +43,7 @@ def settings() -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_names_what_it_does_not_read_of_an_argument_file(tool: str, tmp_path: Path) -> None:
-    flags, known = importlib.import_module(tool).FLAGS, settings()
+    flags, known = importlib.import_module(f"megatron_dta.commands.{tool}").FLAGS, settings()
     assert set(flags.names.split()) <= set(known)  # every declared setting exists
     unread = {name: pair for name, pair in known.items() if name not in flags.settings}
     file = tmp_path / "run.args"
@@ -65,7 +65,7 @@ def test_a_tool_names_what_it_does_not_read_of_an_argument_file(tool: str, tmp_p
     ],
 )
 def test_a_flag_that_a_tool_does_not_read_is_refused(tool: str, flags: str) -> None:
-    parse = importlib.import_module(tool).FLAGS.parse
+    parse = importlib.import_module(f"megatron_dta.commands.{tool}").FLAGS.parse
     with pytest.raises(InputError, match=f"{flags.split()[0]} has no effect on tools/{tool}.py"):
         parse(f"{MODEL} {flags}".split())
 
@@ -74,11 +74,11 @@ def test_a_flag_that_a_tool_does_not_read_is_refused(tool: str, flags: str) -> N
 @pytest.mark.parametrize("flags", ["--rollout-speculation das", "--rollout-engine vllm", "--das-window 3"])
 def test_tools_that_sample_do_so_in_this_process(tool: str, flags: str) -> None:
     with pytest.raises(InputError, match=f"{flags.split()[0]} has no effect on tools/{tool}.py"):
-        importlib.import_module(tool).FLAGS.parse(f"{MODEL} {flags}".split())
+        importlib.import_module(f"megatron_dta.commands.{tool}").FLAGS.parse(f"{MODEL} {flags}".split())
 
 
 def test_what_tools_do_read_arrives() -> None:
-    evaluate, sample = (importlib.import_module(tool).FLAGS for tool in TOOLS[:2])
+    evaluate, sample = (importlib.import_module(f"megatron_dta.commands.{tool}").FLAGS for tool in TOOLS[:2])
     config, _ = evaluate.parse(f"{MODEL} --tree-attention-impl reference --treepo-segment-length 3".split())
     assert (config.tree.tree_attention_impl, config.treepo.treepo_segment_length) == ("reference", 3)
     config, _ = sample.parse(f"{MODEL} --rollout-stop-degenerate --overlong-buffer-len 7".split())
@@ -100,8 +100,8 @@ class Recording(argparse.Namespace):
 @pytest.mark.parametrize(
     "command",
     [
-        "benchmark_rollout tree-tokens --queries 2 --max-length 300 --mean-length 50 --segment-length 64",
-        "benchmark_rollout decode --batch 2 --prompt-tokens 3 --response-tokens 3 --runs 1 --burst 2",
+        "rollout tree-tokens --queries 2 --max-length 300 --mean-length 50 --segment-length 64",
+        "rollout decode --batch 2 --prompt-tokens 3 --response-tokens 3 --runs 1 --burst 2",
         "inspect_tree ROLLOUTS --max-sequences 3",
         "plan_partition ROLLOUTS --data-parallel-size 2",
         "simulate_pipeline ROLLOUTS --pipeline-model-parallel-size 2",
@@ -125,6 +125,6 @@ def test_own_flags_are_read(command: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(CommandLineParser, "parse_args", recorded)
     name, *arguments = words.split()
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    importlib.import_module(name).main()
+    importlib.import_module("rollout" if name == "rollout" else f"megatron_dta.commands.{name}").main()
     values = dict(vars(seen[0]))
     assert set(values) - values.pop("_read") - {"_read"} == set()
