@@ -62,12 +62,8 @@ def parse_arguments() -> argparse.Namespace:
         default="trajectory",
         help="sequences of .npz files: whole trajectories or turns",
     )
-    add(
-        "--tree-mode",
-        choices=("dta", "dense"),
-        default="dta",
-        help="compute shared prefixes once, or each sequence alone",
-    )
+    modes = ("dta", "dense")
+    add("--tree-mode", choices=modes, default="dta", help="compute shared prefixes once, or each sequence alone")
     for name in ("max_sequences", "max_length", *STEP_FLAGS):
         add(_flag(name), type=int, metavar="N", help=HELP[name])
     add("--model", choices=sorted(SHAPES), help="name of a model (llama3: Llama 3.1)")
@@ -129,7 +125,7 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         metavar="N",
         default=5,
-        help="number of meshes to plan in full and show (default: %(default)s)",
+        help="meshes to plan in full (default: %(default)s)",
     )
     add("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()

@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import mesh_trainer_cases
 from mesh_trainer_cases import SAMPLED, SHARDED, _compare, _rows, train_on_rank
 from mesh_worker import run_on_ranks
+
+# The fixture, under the name that tests use.
+folder = mesh_trainer_cases.folder
 
 
 @pytest.mark.parametrize("run", ["stored-tp2", "stored-sp2", "stored-dp2", "stored-tp2-dp2"])

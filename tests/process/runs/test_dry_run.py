@@ -57,7 +57,7 @@ def test_batches_that_the_data_do_not_fill_are_told(tmp_path: Path) -> None:
     assert re.fullmatch(r"[\d.]+ in 3 rollout batches of 4 prompts", found)
     count = int(line_of(check(sampled), "prompts").split()[1])
     found = line_of(check(f"{sampled} --rollout-batch-size {2 * count + 2}"), "epochs")
-    assert f"warning: there are only {count}, so each is in a collection 2 to 3 times" in found
+    assert f"warning: there are only {count}, so a rollout batch holds each 2 to 3 times" in found
 
 
 def test_stored_rollouts(tmp_path: Path) -> None:

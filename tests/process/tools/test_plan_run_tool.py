@@ -67,8 +67,7 @@ def hf_config(name: str) -> dict:
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_the_command_for_a_named_model_trains_the_published_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "tools")
-    output = importlib.import_module("plan_run_output")
+    output = importlib.import_module("megatron_dta.capacity.report")
     planner = SimpleNamespace(shape=SHAPES[name], step=SimpleNamespace(longest=6000))
     arguments = SimpleNamespace(
         model=name, hf_config=None, args_file=None, file="r.jsonl", gpu="h100", cost_model="c.json"

@@ -191,7 +191,7 @@ def test_a_second_backward_is_refused():
 
     out = fused_autograd_layer._Layer.apply(torch.ones(2, requires_grad=True), Layer(), Context())
     out.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="can run once"):
+    with pytest.raises(RuntimeError, match="can run only once"):
         out.sum().backward()
 
 

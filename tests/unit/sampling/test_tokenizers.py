@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tokenizers_cases
 from conftest import rollout_file
 from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.prompts.load import Prompt, load_prompts, prompts_at
@@ -18,6 +19,9 @@ from megatron_dta.sampling.prompts.tokenizer import (
     build_tokenizer,
 )
 from tokenizers_cases import TEXT
+
+# The fixture, under the name that tests use.
+tokenizer_json = tokenizers_cases.tokenizer_json
 
 
 @pytest.fixture
