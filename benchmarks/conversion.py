@@ -2,7 +2,7 @@
 
     python benchmarks/conversion.py --folder /tmp/conversion --num-layers 2 --processes 2
 
-A checkpoint of so many layers, with random bytes, is generated in the folder. Then the files are copied (cp), converted
+A checkpoint of the given depth, of random bytes, is generated in the folder. Then the files are copied (cp), converted
 to Megatron's form and back, each time read from the disk and flushed to it. Memory is the largest sum of the resident
 memory of all processes of a conversion. More layers must not need more of it.
 """

@@ -79,10 +79,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--renumber-tokens", action="store_true", help="number the tokens that occur from 0: for another vocabulary"
     )
-    parser.add_argument("--max-sequences", type=int, help="take only so many sequences of each file")
-    parser.add_argument("--max-tokens", type=int, help="take no more sequences of each file than have so many tokens")
+    parser.add_argument("--max-sequences", type=int, help="use at most this many sequences of each file")
+    parser.add_argument("--max-tokens", type=int, help="use sequences of each file up to this many tokens")
     parser.add_argument("--model", choices=list(SHAPES), default="qwen3-1.7b")
-    parser.add_argument("--num-layers", type=int, help="take only so many layers of the model")
+    parser.add_argument("--num-layers", type=int, help="use this many layers of the model")
     parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
     parser.add_argument("--bf16-gradients", action="store_true", help="with --bf16: gradients in bfloat16 too")
     parser.add_argument("--tree-mode", nargs="+", choices=("dense", "packed", "dta"), default=["dense", "dta"])

@@ -42,7 +42,7 @@ class AttentionCase:
 
 
 def choose_sequences(sequences: Sequence[np.ndarray], unique_tokens: int) -> list[np.ndarray]:
-    """The first sequences of a file whose tree has at most so many tokens; the first one cut to fit if need be."""
+    """The first sequences of a file whose tree has at most this many tokens; the first one cut to fit if need be."""
     if not sequences:
         raise InputError("the file holds no sequence")
     low, high = 0, len(sequences)

@@ -288,7 +288,7 @@ def _plain_cost(arguments: argparse.Namespace, setup: Setup, engine: ForcedEngin
 
 
 def _run_random(setup: Setup, engine: ForcedEngine, rows: int, length: int) -> float:
-    """Seconds of sampling ``length`` tokens of so many prompts of 128 tokens."""
+    """Seconds of sampling ``length`` tokens for ``rows`` prompts of 128 tokens."""
     before = engine.statistics()
     engine.start(SamplingParams(1, eos_id=-1), 0)
     synchronize(setup.device)
