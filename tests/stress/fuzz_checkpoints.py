@@ -35,6 +35,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import shared  # noqa: F401 (before the helpers)
 import torch
 
 from conversion_cases import save_huggingface, to_megatron

@@ -32,6 +32,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import shared  # noqa: F401 (before the helpers)
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_dta.arguments import build_parser, parse_arguments

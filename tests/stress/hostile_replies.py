@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import shared  # noqa: F401 (before the helpers)
 from aiohttp import web
 
 from hostile_edits import MEMBER, mutate

@@ -29,6 +29,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+import shared  # noqa: F401 (before the helpers)
 import numpy as np
 
 from megatron_dta import train
