@@ -33,7 +33,7 @@ def main() -> int:
         raise InputError(f"{run}: no metrics of a finished quickstart")
     plot(warmup, grpo, run / "reward.png")
     print(f"\nheld-out reward (fraction of right answers, sampled at temperature 1) after {len(warmup)} supervised")
-    print("warm-up steps and so many steps of GRPO:")
+    print("warm-up steps, by number of GRPO steps:")
     for step, reward in held_out:
         print(f"  {step:5d}  {reward:.3f}  {'#' * round(50 * reward)}")
     reuse = sum(r["tokens"] for r in grpo if "tokens" in r) / sum(r["unique_tokens"] for r in grpo if "tokens" in r)

@@ -31,7 +31,7 @@ def main() -> int:
     curves = {name: held_out_curve(run / name / "metrics.jsonl") for name in METHODS}
     plot(curves, run / "reward_by_tokens.png")
     end = min(tokens[-1] for tokens, _ in curves.values())
-    print("\nheld-out reward (fraction of right answers, sampled at temperature 1) after so many decoded tokens:")
+    print("\nheld-out reward (fraction of right answers, sampled at temperature 1) by decoded tokens:")
     print(f"{'tokens':>10}" + "".join(f"{name:>9}" for name in curves))
     for tokens in np.linspace(0, end, POINTS):
         rewards = [np.interp(tokens, *curve) for curve in curves.values()]

@@ -37,7 +37,7 @@ def main() -> int:
         raise InputError(f"{run}: no metrics of a finished run of examples/scratchpad.sh")
     rows = [phases(mode, steps) for mode, steps in chosen.items()]
     write_summary(run, rows, held_out, records["dta"])
-    print("held-out reward (fraction of right sums, sampled at temperature 1) after so many steps of GRPO:")
+    print("held-out reward (fraction of right sums, sampled at temperature 1) by number of GRPO steps:")
     for step, value in held_out:
         print(f"  {step:5d}  {value:.3f}  {'#' * round(50 * value)}")
     print_phases(rows)

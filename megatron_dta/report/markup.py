@@ -53,7 +53,7 @@ def join(children: Iterable[object]) -> Markup:
 
 
 def svg(width: float, height: float, *children: object, title: str, **attributes: object) -> Markup:
-    """A picture of this size, which shrinks with the page; ``title`` says what it shows to whoever cannot see it."""
+    """Return an SVG picture of this size that shrinks with the page; ``title`` describes it to screen readers."""
     # The inner picture's own title element would be a tooltip over everything.
     return tag(
         "svg",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,14 @@ GOOD, BAD = np.array([47, 111, 171]), np.array([190, 60, 50])
 
 @dataclass(frozen=True)
 class NodeFigures:
-    """What is known of the rollouts through one node: how many, mean reward, mean advantage of its trained tokens."""
+    """Statistics of the rollouts through one node; None where no rollout has the value.
+
+    Attributes:
+        rollouts: their number.
+        reward: their mean reward.
+        advantage: mean advantage of the node's trained tokens.
+        spread: smallest and largest of these advantages.
+    """
 
     rollouts: int
     reward: float | None
@@ -38,8 +46,16 @@ class NodeFigures:
     spread: tuple[float, float] | None
 
 
+class _Bar(NamedTuple):
+    """Place of a node's bar in the picture: left end, width, and vertical centre."""
+
+    left: float
+    width: float
+    y: float
+
+
 def node_figures(tree: PrefixTree, rollouts: Sequence[Rollout]) -> list[NodeFigures]:
-    """For each node; rollouts without a reward do not count in its mean, and so for advantages."""
+    """Statistics of each node; rollouts without a reward or without advantages do not count in that mean."""
     through: list[list[int]] = [[] for _ in range(tree.num_nodes)]
     for index, node in enumerate(tree.sequence_node.tolist()):
         while node >= 0:
@@ -68,20 +84,21 @@ def node_figures(tree: PrefixTree, rollouts: Sequence[Rollout]) -> list[NodeFigu
 
 
 def tree_picture(title: str, rollouts: Sequence[Rollout], texts: Mapping[int, str] | None) -> Markup:
-    """A figure of the rollouts of one prompt; of many only the first are drawn, and the caption says so."""
+    """Return a figure of the rollouts of one prompt. Only the first 64 are drawn, and the caption says so."""
     drawn = list(rollouts[:MOST_ROLLOUTS])
     tree = build_prefix_tree([rollout.token_ids for rollout in drawn])
     figures = node_figures(tree, drawn)
-    left, width, row = _layout(tree)
+    bars = _layout(tree)
     largest = max((abs(f.advantage) for f in figures if f.advantage is not None), default=0.0) or 1.0
-    lines, bars = [], []
-    for node in range(tree.num_nodes):
+    lines, nodes = [], []
+    for node, bar in enumerate(bars):
         parent = int(tree.node_parent[node])
-        y = (row[node] + 0.5) * ROW
         if parent >= 0:
-            lines.append(_link(left[parent] + width[parent], (row[parent] + 0.5) * ROW, left[node], y))
-        bars.append(_bar(tree, node, figures[node], left[node], width[node], y, largest, texts))
-    height = max(1.0, max(row) + 1) * ROW + 4
+            lines.append(_link(bars[parent], bar))
+        ids = tree.token_ids[tree.node_start[node] : tree.node_start[node + 1]].tolist()
+        box = _box(bar, figures[node], ids, node_text(ids, texts), largest)
+        nodes.append(tag("g", *box, _label(tree, node, figures[node], bar)))
+    height = max(1.0, max(bar.y for bar in bars) / ROW + 0.5) * ROW + 4
     saved = sum(len(rollout) for rollout in drawn)
     cut = "" if len(drawn) == len(rollouts) else f" (the first {len(drawn)} of {len(rollouts)})"
     caption = (
@@ -89,13 +106,13 @@ def tree_picture(title: str, rollouts: Sequence[Rollout], texts: Mapping[int, st
         f"{saved / tree.num_tokens:.2f}"
     )
     picture = svg(
-        WIDTH, height, lines, bars, title=caption, class_="tree", data_nodes=tree.num_nodes, data_rollouts=len(drawn)
+        WIDTH, height, lines, nodes, title=caption, class_="tree", data_nodes=tree.num_nodes, data_rollouts=len(drawn)
     )
     return tag("figure", tag("figcaption", tag("b", caption)), picture, class_="wide")
 
 
-def _layout(tree: PrefixTree) -> tuple[list[float], list[float], list[float]]:
-    """Left end, width and row of each node."""
+def _layout(tree: PrefixTree) -> list[_Bar]:
+    """Place the bar of each node."""
     lengths = np.sqrt(tree.node_lengths.astype(float))
     depth = np.zeros(tree.num_nodes)
     hops = tree.node_depth.astype(float)
@@ -123,18 +140,18 @@ def _layout(tree: PrefixTree) -> tuple[list[float], list[float], list[float]]:
     for node in reversed(range(tree.num_nodes)):
         if children[node] and node not in ends:
             row[node] = (row[children[node][0]] + row[children[node][-1]]) / 2
-    return left, width, row.tolist()
+    return [_Bar(*place) for place in zip(left, width, ((row + 0.5) * ROW).tolist(), strict=True)]
 
 
-def _link(x1: float, y1: float, x2: float, y2: float) -> Markup:
-    middle = (x1 + x2) / 2
-    return tag(
-        "path", d=f"M{x1:.1f},{y1:.1f}C{middle:.1f},{y1:.1f} {middle:.1f},{y2:.1f} {x2:.1f},{y2:.1f}", class_="link"
-    )
+def _link(parent: _Bar, child: _Bar) -> Markup:
+    start = parent.left + parent.width
+    middle = (start + child.left) / 2
+    curve = f"C{middle:.1f},{parent.y:.1f} {middle:.1f},{child.y:.1f} {child.left:.1f},{child.y:.1f}"
+    return tag("path", d=f"M{start:.1f},{parent.y:.1f}{curve}", class_="link")
 
 
 def color_of(advantage: float | None, largest: float) -> str:
-    """From red over white to blue; ``largest`` is the advantage of a full colour."""
+    """Return a colour from red over white to blue; an advantage of ``largest`` has the full colour."""
     if advantage is None:
         return UNTRAINED
     end = GOOD if advantage > 0 else BAD
@@ -143,77 +160,62 @@ def color_of(advantage: float | None, largest: float) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def _bar(
-    tree: PrefixTree,
-    node: int,
-    figures: NodeFigures,
-    left: float,
-    width: float,
-    y: float,
-    largest: float,
-    texts: Mapping[int, str] | None,
-) -> Markup:
-    ids = tree.token_ids[tree.node_start[node] : tree.node_start[node + 1]].tolist()
-    text = node_text(ids, texts)
-    told = [f"{len(ids)} tokens, {figures.rollouts} rollouts"]
+def _box(
+    bar: _Bar, figures: NodeFigures, ids: Sequence[int], text: str, largest: float
+) -> tuple[Markup, Markup | None]:
+    """Return the bar, with a tooltip, and the text inside it if it is wide enough for any."""
+    tooltip = [f"{len(ids)} tokens, {figures.rollouts} rollouts"]
     if figures.reward is not None:
-        told.append(f"mean reward {number(figures.reward)}")
+        tooltip.append(f"mean reward {number(figures.reward)}")
     if figures.spread is not None:
         low, high = (number(value) for value in figures.spread)
-        told.append(f"advantage {number(figures.advantage)}" + (f" ({low} to {high})" if low != high else ""))
-    box = tag(
-        "rect",
-        tag("title", "; ".join(told) + "\n" + text[:MOST_TOOLTIP]),
-        x=left,
-        y=y - BAR / 2,
-        width=width,
-        height=BAR,
-        rx=3,
-        fill=color_of(figures.advantage, largest),
-        class_="node",
-    )
-    share = abs(figures.advantage or 0.0) / largest
-    label = None
-    if shown := _fitting(text, int((width - 8) / CHARACTER)):
-        inside = tag("text", shown, x=4, y=BAR / 2 + 4, class_="inside light" if share > 0.6 else "inside")
-        # A picture of its own cuts what is wider than the bar: fonts differ.
-        label = tag("svg", inside, x=left, y=y - BAR / 2, width=width, height=BAR)
-    return tag("g", box, label, _side(tree, node, figures, left + width, width, y))
+        tooltip.append(f"advantage {number(figures.advantage)}" + (f" ({low} to {high})" if low != high else ""))
+    place = {"x": bar.left, "y": bar.y - BAR / 2, "width": bar.width, "height": BAR}
+    title = tag("title", "; ".join(tooltip) + "\n" + text[:MOST_TOOLTIP])
+    box = tag("rect", title, **place, rx=3, fill=color_of(figures.advantage, largest), class_="node")
+    shown = _fitting(text, int((bar.width - 8) / CHARACTER))
+    if not shown:
+        return box, None
+    is_dark = abs(figures.advantage or 0.0) / largest > 0.6
+    inside = tag("text", shown, x=4, y=BAR / 2 + 4, class_="inside light" if is_dark else "inside")
+    # Fonts differ in width; a nested picture clips text that is wider than the bar.
+    return box, tag("svg", inside, **place)
 
 
 def _fitting(text: str, columns: int) -> str:
-    """The text truncated to ``columns``, where wide characters take two; empty if there are very few columns."""
+    """Return the text truncated to ``columns``; wide characters take two. Empty if it must be cut to three or fewer."""
     taken = 0
     for index, character in enumerate(text):
         taken += 2 if unicodedata.east_asian_width(character) in "WF" else 1
         if taken > columns:
-            # What is cut begins one column earlier, where the ellipsis is.
+            # The ellipsis takes the last column.
             return text[: max(0, index - 1)] + "…" if columns > 3 else ""
     return text
 
 
-def _side(tree: PrefixTree, node: int, figures: NodeFigures, x: float, width: float, y: float) -> Markup | None:
-    """Behind a leaf: how often it was sampled, reward, advantage. At a branching point: the mean reward below it."""
-    is_end = bool((tree.sequence_node == node).any())
-    is_leaf = int(tree.node_subtree_end[node]) == node + 1
-    if is_leaf:
-        parts = [f"{figures.rollouts} times"] if figures.rollouts > 1 else []
+def _label(tree: PrefixTree, node: int, figures: NodeFigures, bar: _Bar) -> Markup | None:
+    """Return the label of a leaf (times sampled, reward, advantage) or of a branching point (mean reward below it)."""
+    right = bar.left + bar.width
+    if int(tree.node_subtree_end[node]) == node + 1:
+        words = [f"{figures.rollouts} times"] if figures.rollouts > 1 else []
         if figures.reward is not None:
-            parts.append(f"reward {number(figures.reward)}")
+            words.append(f"reward {number(figures.reward)}")
         if figures.advantage is not None:
-            parts.append(f"advantage {figures.advantage:+.3g}")
-        return tag("text", "  ".join(parts), x=x + 6, y=y + 4, class_="leaf")
+            words.append(f"advantage {figures.advantage:+.3g}")
+        return tag("text", "  ".join(words), x=right + 6, y=bar.y + 4, class_="leaf")
     if figures.reward is None:
         return None
     label = f"⌀ {number(figures.reward)}"
-    if CHARACTER * len(label) > width:
+    if CHARACTER * len(label) > bar.width:
         # The label would overlap the previous bar; the tooltip shows it.
         return None
-    return tag("text", label, x=x - 2, y=y + BAR / 2 + 9 if not is_end else y - BAR / 2 - 1, class_="branch")
+    is_end = bool((tree.sequence_node == node).any())
+    y = bar.y - BAR / 2 - 1 if is_end else bar.y + BAR / 2 + 9
+    return tag("text", label, x=right - 2, y=y, class_="branch")
 
 
 def node_text(ids: Sequence[int], texts: Mapping[int, str] | None) -> str:
-    """The tokens' text, or the ids themselves; line ends and blanks shown."""
+    """Return the tokens' text with visible line ends and tabs, or the ids if there are no texts."""
     if texts is None:
         return " ".join(str(token) for token in ids)
     whole = "".join(texts.get(token, f"<{token}>") or f"<{token}>" for token in ids)

@@ -30,7 +30,7 @@ RATES = OptimizationConfig(lr=3e-3, min_lr=1e-4, lr_decay_style="cosine", train_
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of a run: from the weights of ``seed`` or the checkpoint ``load``, so many steps, then ``save``."""
+    """Run ``steps`` steps from the weights of ``seed`` or from the checkpoint ``load``, then ``save``."""
 
     parallel: ParallelConfig
     steps: int

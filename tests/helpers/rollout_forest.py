@@ -106,7 +106,7 @@ def children_of(drive: Drive, request: GenerationRequest, result: GenerationResu
 
 
 def pool_gb(model: Any, block_size: int, pages: int) -> float:
-    """A budget of so many pages and a half."""
+    """A budget of ``pages`` pages and a half."""
     parameter, config = next(model.parameters()), model.config
     heads = config.num_query_groups // config.tensor_model_parallel_size
     size = PagedCache.page_bytes(len(model.layer_numbers), block_size, heads, config.kv_channels, parameter.dtype)

@@ -2,7 +2,7 @@
 
     python tests/stress/fuzz_checkpoints.py [--count 5000] [--seed 0] [--kinds index ...] [--whole 20]
 
-For each kind so many files, each made from a good one by a few random edits of its bytes or of what it says; all follow
+For each kind a number of files, each made from a good one by a few random edits of its bytes or of what it says; all follow
 from the seed. Each goes through the code that reads it in the converters and in the loader of training. ``--whole`` of
 them, spread over the kinds, also go through the converter's whole process: status 0, or 2 with one line.
 

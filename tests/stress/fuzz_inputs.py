@@ -2,7 +2,7 @@
 
     python tests/stress/fuzz_inputs.py [--count 10000] [--seed 0] [--kinds files prompts flags rewards]
 
-For each kind so many inputs, each made from a good one by a few random edits; all follow from the seed.
+For each kind a number of inputs, each made from a good one by a few random edits; all follow from the seed.
 
     files     JSONL, Parquet and npz: bytes damaged, or values of fields replaced. Refused with file and reason, JSONL
               and Parquet also with the row where it is a row's fault; what is read goes on to advantages and a tree

@@ -2,7 +2,7 @@
 
     python tests/stress/hostile_replies.py [--count 5000] [--seed 0] [--kinds vllm sglang reward] [--bomb]
 
-So many replies in all, each made from a good one by a few random edits of its values, its bytes, or of HTTP around it;
+A given number of replies, each made from a good one by a few random edits of its values, its bytes, or of HTTP around it;
 all follow from the seed. They go over the loopback to the clients of training:
 
     vllm, sglang    an update of weights, questions about logprobs and drafts, generation, counters, a corpus
@@ -166,7 +166,7 @@ def write_weights(folder: Path) -> Path:
 
 
 def attack(kind: str, count: int, rng: random.Random, faults: Faults, edits: list[str]) -> tuple[int, Counter]:
-    """So many mutated replies of rollout servers; how many were sent, and outcomes."""
+    """Send mutated replies of rollout servers; return how many were sent, and the outcomes."""
     outcomes: Counter = Counter()
     with ExitStack() as stack, tempfile.TemporaryDirectory() as temporary:
         folder = write_weights(Path(temporary) / "weights")
@@ -207,7 +207,7 @@ class RewardAnswers(RolloutServer):
 
 
 def attack_rewards(count: int, rng: random.Random, faults: Faults, edits: list[str]) -> tuple[int, Counter]:
-    """So many mutated replies of a reward server."""
+    """Send mutated replies of a reward server."""
     outcomes: Counter = Counter()
     inner = RewardAnswers(np.zeros((1, 1)))
     server = HostileServer(inner, rng, 1.0, edits)

@@ -29,7 +29,7 @@ def test_gain_is_that_of_passes_not_run():
     # One accepted token of all 40 samples is one pass of 40 less.
     gain = gate.gain(np.ones(40), np.full(40, 40.0), 40)
     assert gain == pytest.approx(float(PLAIN.seconds(40)))
-    # Of the last one to end it is a whole forward's base, whoever else runs.
+    # The last request to end pays a whole forward's base, regardless of the others.
     assert gate.gain(np.array([3.0]), np.array([1.0]), 40) == pytest.approx(3 * (2e-3 + 1e-5))
     extra = gate.drafted(100) - gate.plain(40)
     assert extra == pytest.approx(5e-3 - 2.4e-3)
