@@ -8,7 +8,7 @@ from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_span
 from megatron_dta.report.line_chart import COLORS
 from megatron_dta.report.markup import Markup, linear_ticks, number, svg, tag, tick_below
 
-# In the order of a step.
+# Phases of a step, in order.
 PHASES = ("collect", "prepare", "plan", "train", "update", "critic", "evaluate")
 PHASE_COLORS = dict(
     zip(PHASES, ("#4c9a4c", "#8a7a3a", "#9a5fb5", "#2f6fab", "#d9822b", "#b5483a", "#7a7a7a"), strict=True)
@@ -22,7 +22,7 @@ WIDTH, LEFT, ROW = 1130, 70, 22
 
 
 def phase_chart(records: Sequence[Mapping]) -> Markup | None:
-    """Seconds of each phase: a bar for each step, or for the mean of several, and the shares of the whole run."""
+    """Draw the seconds of each phase: one bar per step or per mean of several steps, with totals in the legend."""
     rows = [(r["iteration"], r["timing"]) for r in records if r.get("timing") and "train_seconds" in r["timing"]]
     if not rows:
         return None
@@ -95,7 +95,7 @@ def phase_chart(records: Sequence[Mapping]) -> Markup | None:
 
 
 def timeline_chart(title: str, events: Sequence[TimelineEvent], num_stages: int) -> Markup:
-    """A timeline with a row per stage and a box per op; idle time is white."""
+    """Draw a timeline with a row per stage and a box per op; idle time is white."""
     start, end = timeline_span(events)
     span = (end - start) or 1.0
     scale = (WIDTH - LEFT - 10) / span
@@ -103,7 +103,7 @@ def timeline_chart(title: str, events: Sequence[TimelineEvent], num_stages: int)
     boxes = [
         tag(
             "rect",
-            tag("title", _told(event, start)),
+            tag("title", _tooltip(event, start)),
             x=LEFT + (event.start - start) * scale,
             y=event.stage * ROW + 2,
             width=max((event.end - event.start) * scale, 0.3),
@@ -137,7 +137,7 @@ def timeline_chart(title: str, events: Sequence[TimelineEvent], num_stages: int)
     return tag("figure", tag("figcaption", tag("b", caption), keys), picture, class_="wide")
 
 
-def _told(event: TimelineEvent, start: float) -> str:
+def _tooltip(event: TimelineEvent, start: float) -> str:
     name = EVENT_NAMES.get(event.kind, event.kind)
     segment = "" if event.segment < 0 else f" of segment {event.segment}"
     return (
@@ -146,7 +146,7 @@ def _told(event: TimelineEvent, start: float) -> str:
 
 
 def rank_chart(records: Sequence[Mapping]) -> Markup | None:
-    """When each data-parallel rank was busy in the last steps; a step ends when the slowest rank is done."""
+    """Draw when each data-parallel rank was busy in the last steps; a step ends when the slowest rank is done."""
     rows = [
         (record["iteration"], record["timing"]["rank_train_seconds"])
         for record in records
@@ -154,7 +154,7 @@ def rank_chart(records: Sequence[Mapping]) -> Markup | None:
     ]
     if not rows:
         return None
-    # A run may have been continued on another number of ranks: the last steps on one number are shown.
+    # A run may have been continued on another number of ranks; only the last number is shown.
     count = len(rows[-1][1])
     rows = [row for row in rows if len(row[1]) == count][-MOST_RANK_STEPS:]
     whole = sum(max(seconds) for _, seconds in rows) or 1.0

@@ -1,7 +1,7 @@
-"""Curves over the steps of a run, or over the parts of one step, as SVG.
+"""Draws line charts of metrics over the steps of a run as SVG.
 
-A run of more than ``MOST_POINTS`` steps is drawn as means over equal numbers of steps. Missing values are gaps. A
-logarithmic axis is taken where all values are above 0 and the largest is more than 1,000 times the smallest.
+A run of more than ``MOST_POINTS`` steps is drawn as means over equal numbers of steps. Missing values are gaps. The
+axis is logarithmic if all values are above 0 and the largest is more than 1,000 times the smallest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_dta.report.markup import (
 
 COLORS = ("#2f6fab", "#d9822b", "#4c9a4c", "#9a5fb5", "#b5483a", "#5f8f8f", "#8a7a3a", "#7a7a7a")
 MOST_POINTS = 1000
-# Single points are marked, with a tooltip, while they stay apart.
+# Series with at most this number of points get a dot with a tooltip at each.
 MOST_DOTS = 150
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 12, 34
@@ -35,7 +35,7 @@ LOG_RANGE = 1000.0
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: (step, value) in the order of the steps; the value is None where it is missing."""
+    """One curve: pairs (step, value) in the order of the steps; missing values are None."""
 
     name: str
     values: Sequence[tuple[int, float | None]]
@@ -44,7 +44,7 @@ class Series:
 
 
 def series_of(records: Sequence[Mapping], name: str, color: str = COLORS[0], label: str | None = None) -> Series | None:
-    """The curve of a metric, ``timing/...`` for those of the clock; None where no record has a number for it."""
+    """Return the curve of a metric (``timing/NAME`` for a timing), or None if no record has a number for it."""
     found = []
     for record in records:
         part, key = record, name
@@ -60,7 +60,7 @@ def series_of(records: Sequence[Mapping], name: str, color: str = COLORS[0], lab
 
 
 def smoothed(series: Series, window: int) -> Series:
-    """Means over the last ``window`` steps that have a value."""
+    """Return the moving average over the last ``window`` steps that have a value."""
     kept: list[float] = []
     values: list[tuple[int, float | None]] = []
     for step, value in series.values:
@@ -73,9 +73,11 @@ def smoothed(series: Series, window: int) -> Series:
 def line_chart(
     title: str, curves: Sequence[Series | None], marks: Sequence[tuple[int, str]] = (), across: str = "step"
 ) -> Markup | None:
-    """A figure with the curves that exist; None if none does.
+    """Return a figure with the curves that are not None, or None if there are none.
 
-    marks: (step, what it is): vertical lines. across: what is counted in place of steps.
+    Args:
+        marks: vertical lines, as pairs (step, tooltip).
+        across: label of the horizontal axis.
     """
     drawn = [_thinned(series) for series in curves if series is not None]
     if not drawn:
@@ -94,7 +96,7 @@ def line_chart(
         low, high = padded(known)
         y = _scale(low, high, HEIGHT - BOTTOM, TOP)
         ticks = linear_ticks(low, high)
-    # Labels with many digits move the axis.
+    # Labels with many digits need a wider margin.
     left = max(LEFT, 8 + TICK_CHARACTER * max((len(label) for label in tick_labels(ticks)), default=0))
     x = _scale(min(steps), max(steps), left, WIDTH - RIGHT)
     picture = svg(
@@ -115,7 +117,7 @@ def line_chart(
 def metric_charts(
     records: Sequence[Mapping], charts: Sequence[tuple[str, ...]], prefix: str = "timing/"
 ) -> list[Markup | None]:
-    """A figure over the steps for each (title, metrics...), whose keys leave ``prefix`` out."""
+    """Return a figure for each (title, metrics...); the legends omit ``prefix`` from the names of metrics."""
     return [
         line_chart(
             title,
@@ -172,7 +174,7 @@ def _mark(x: float, label: str) -> Markup:
 
 
 def _curve(series: Series, x: Callable[[float], float], y: Callable[[float], float], across: str) -> Markup:
-    """A path for each run of values without a gap, and a dot for each value."""
+    """Draw a path for each run of values without a gap, and a dot for each value."""
     runs: list[list[tuple[int, float]]] = [[]]
     for step, value in series.values:
         if value is None:

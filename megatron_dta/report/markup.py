@@ -1,7 +1,7 @@
-"""HTML and SVG as strings, every text and attribute escaped, and the arithmetic of axes.
+"""Builds HTML and SVG with all text and attributes escaped, and computes axis ticks.
 
-Pictures are written as SVG by hand: they stay sharp, say in tooltips what they show, can be checked element by element,
-and are smaller than any embedded library.
+Charts are plain SVG, which needs no script, has tooltips, can be tested element by element, and is smaller than an
+embedded plotting library.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import math
 from collections.abc import Iterable, Sequence
 
 SVG_NAMESPACE = "http://www.w3.org/2000/svg"
-# Elements without content, which are not closed.
+# Void elements have no closing tag.
 VOID = ("input", "meta")
-# Pixels of a character of an axis, at most: figures in a font of 11 pixels.
+# Maximum width in pixels of a character of a tick label, which has a font size of 11 pixels.
 TICK_CHARACTER = 7.0
 
 
 class Markup(str):
-    """Text that is escaped already."""
+    """Text that is already escaped."""
 
     __slots__ = ()
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
-    """An element. Children that are no ``Markup`` are escaped; lists are flattened; None is left out.
+    """Return an element. Children other than ``Markup`` are escaped, lists are flattened, and None is omitted.
 
-    ``class_`` becomes class and an underscore in an attribute's name a dash; attributes that are None are left out.
+    In attribute names ``class_`` becomes ``class`` and underscores become dashes; attributes that are None are omitted.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(_plain(value))}"'
@@ -38,7 +38,7 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
 
 
 def join(children: Iterable[object]) -> Markup:
-    """The children one after another; see ``tag``."""
+    """Concatenate the children as ``tag`` does."""
     parts = []
     for child in children:
         if child is None:
@@ -69,7 +69,7 @@ def svg(width: float, height: float, *children: object, title: str, **attributes
 
 
 def visible(text: str) -> str:
-    """``text`` with characters that a page cannot hold or show written as escapes."""
+    """Return ``text`` with unprintable characters as escapes."""
     return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
 
 
@@ -78,31 +78,30 @@ def _escaped(line: str) -> str:
 
 
 def _plain(value: object) -> str:
-    """Numbers with at most two digits behind the point: that is a hundredth of a pixel."""
+    """Format a value; floats get at most two decimals, a hundredth of a pixel."""
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return visible(str(value))
 
 
 def points(pairs: Iterable[tuple[float, float]]) -> str:
-    """The d of a path through these points."""
+    """Return the ``d`` attribute of a path through these points."""
     return "M" + "L".join(f"{_plain(float(x))},{_plain(float(y))}" for x, y in pairs)
 
 
 def number(value: float) -> str:
-    """A figure as people write it."""
+    """Format a number for people."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e7:
         return f"{int(value):,}"
     if 1e-3 <= abs(value) < 1e5:
-        text = f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-        return text
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """The figures of an axis, with digits enough to tell them apart."""
+    """Return tick labels with enough digits to differ from each other."""
     labels = [number(value) for value in ticks]
     digits = 4
     while len(set(labels)) < len(labels) and digits < 12:
@@ -112,7 +111,7 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
 
 
 def tick_below(label: str, x: float, y: float, width: float) -> Markup:
-    """The label of a horizontal axis, centred on ``x`` where the picture's width leaves it room."""
+    """Return a tick label centred on ``x``, moved if it would leave the picture."""
     room = len(label) * TICK_CHARACTER / 2
     if x + room > width:
         return tag("text", label, x=width, y=y, class_="tick right")
@@ -120,7 +119,7 @@ def tick_below(label: str, x: float, y: float, width: float) -> Markup:
 
 
 def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers within [low, high], about ``count`` of them."""
+    """Return about ``count`` round numbers within [low, high]."""
     span = high - low
     if span <= 0:
         return [low]
@@ -134,14 +133,14 @@ def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Powers of ten within [low, high], at most ``count``."""
+    """Return at most ``count`` powers of ten within [low, high]."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     stride = max(1, math.ceil((last - first + 1) / count))
     return [10.0**power for power in range(first, last + 1, stride)]
 
 
 def padded(values: Sequence[float]) -> tuple[float, float]:
-    """Bounds of an axis that holds all values; never empty."""
+    """Return bounds of an axis that contains all values; never equal."""
     low, high = min(values), max(values)
     if low == high:
         room = abs(low) * 0.1 or 1.0

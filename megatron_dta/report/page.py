@@ -59,7 +59,7 @@ details { margin: 8px 0; } summary { cursor: pointer; }
 """
 SMOOTHING = 10
 TRANSCRIPTS = "Rollouts"
-# Metrics that a section of their own shows: (title, (metric, name), ...).
+# Charts of each section: (title, metric, ...).
 _Curve = tuple[str, ...]
 LOSS_CHARTS: tuple[_Curve, ...] = (
     ("loss", "loss", "eval_loss", "value_loss"),
@@ -79,29 +79,29 @@ TREE_CHARTS: tuple[_Curve, ...] = (
     ("leaves of sampled trees", "effective_leaves", "fallback_leaves"),
 )
 MISMATCH_CHARTS: tuple[_Curve, ...] = (
-    ("|trainer's - sampler's logprob|, mean and largest", "sampler_logprob_gap", "sampler_logprob_gap_max"),
+    ("|trainer's - sampler's logprob|, mean and maximum", "sampler_logprob_gap", "sampler_logprob_gap_max"),
     ("exp of the mean difference", "sampler_probability_ratio"),
-    ("importance ratio, mean and largest", "ratio", "ratio_max"),
-    ("weights of the correction", "tis_weight"),
+    ("importance ratio, mean and maximum", "ratio", "ratio_max"),
+    ("importance weights (TIS)", "tis_weight"),
 )
 SPEED_CHARTS: tuple[_Curve, ...] = (
     ("tokens a second", "timing/tokens_per_second", "timing/unique_tokens_per_second"),
     ("sampled tokens a second", "timing/sampled_tokens_per_second"),
 )
 FAILURE_CHARTS: tuple[_Curve, ...] = (
-    ("rewards that failed", "reward_failures", "reward_timeouts"),
+    ("failed rewards", "reward_failures", "reward_timeouts"),
     ("responses that ran too long or could not be judged", "code_timeouts", "math_timeouts", "math_errors"),
-    ("calls of tools, and errors", "tool_calls", "tool_errors"),
-    ("steps of environments that failed", "environment_failures", "environment_timeouts"),
+    ("tool calls and errors", "tool_calls", "tool_errors"),
+    ("failed environment steps", "environment_failures", "environment_timeouts"),
 )
 
 
 def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        most_prompts: groups of each saved step whose trees are drawn and whose rollouts are shown.
-        prompt: only groups whose id holds this text.
+        most_prompts: number of groups of each saved step whose trees and rollouts are shown.
+        prompt: show only groups whose id contains this text.
     """
     sections = [
         _section("Reward", _reward_charts(run), "this run trains without rewards"),
@@ -117,16 +117,16 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
             "Balance of data-parallel ranks",
             [
                 rank_chart(run.records),
-                *metric_charts(run.records, (("balance: 1 where ranks are alike", "timing/rank_balance"),)),
+                *metric_charts(run.records, (("balance (1: all ranks take equally long)", "timing/rank_balance"),)),
             ],
             "one data-parallel rank has nothing to balance",
         ),
         _section(
             "Sampler and trainer",
             [_alarms(run.records), *metric_charts(run.records, MISMATCH_CHARTS)],
-            "the sampler's logprobs are not known, or were not compared",
+            "the sampler's logprobs are unknown or were not compared",
         ),
-        _section("Failures", metric_charts(run.records, FAILURE_CHARTS), "none was counted"),
+        _section("Failures", metric_charts(run.records, FAILURE_CHARTS), "none were counted"),
         _section("Drafts", draft_charts(run.records), "nothing was drafted; train with --rollout-speculation das"),
     ]
     missing = [section for section in sections if isinstance(section, Missing)]
@@ -152,7 +152,7 @@ def report_html(run: RunFiles, most_prompts: int = 3, prompt: str | None = None)
 
 @dataclass(frozen=True)
 class Missing:
-    """A section that has nothing to show, and why."""
+    """A section without content, and the reason."""
 
     title: str
     why: str
@@ -166,7 +166,7 @@ def _section(title: str, parts: Sequence[Markup | None], otherwise: str) -> Mark
 
 
 def _missing(missing: Sequence[Missing]) -> Markup | None:
-    """The list of sections without content, one line each."""
+    """Return the list of sections without content, one line each."""
     if not missing:
         return None
     lines = [tag("li", tag("b", each.title), f": {each.why}") for each in missing]
@@ -238,9 +238,9 @@ def _trees(run: RunFiles, most_prompts: int, prompt: str | None) -> Markup | Mis
     parts: list[Markup | None] = [
         tag(
             "p",
-            "A bar is a run of tokens that the same rollouts share, as long as the square root of their number. Colour:"
-            " mean advantage of its trained tokens, blue above 0, red below, white at 0; grey: not trained. ⌀: mean "
-            "reward below a branching point. Tooltips have the text.",
+            "Each bar is a run of tokens that the same rollouts share; its length is the square root of their number."
+            " Its colour is the mean advantage of its trained tokens: blue above 0, red below, white at 0, grey if no "
+            "token is trained. ⌀ is the mean reward below a branching point. Tooltips show the text.",
             class_="note",
         )
     ]
@@ -255,7 +255,7 @@ def _without_rollouts(run: RunFiles) -> str:
 
 
 def _transcripts(run: RunFiles, most_prompts: int, prompt: str | None) -> Markup | Missing:
-    """Every rollout of the chosen groups, behind a click each, and a field to search them."""
+    """Return a collapsible transcript of every rollout of the chosen groups, with a search field."""
     shown: list[Markup] = []
     used, wanted = 0, 0
     for step in run.steps:
@@ -264,13 +264,15 @@ def _transcripts(run: RunFiles, most_prompts: int, prompt: str | None) -> Markup
         shown, used, wanted = shown + found, used + more, wanted + sum(len(members) for _, members in groups)
     if not shown:
         return Missing(TRANSCRIPTS, _without_rollouts(run))
-    cut = f" The page holds the first {len(shown)} of {wanted}; --prompt TEXT chooses others." * (len(shown) < wanted)
+    cut = f" The page contains the first {len(shown)} of {wanted}; --prompt TEXT selects others." * (
+        len(shown) < wanted
+    )
     note = tag("p", f"Every rollout of these groups. Trained tokens are shaded.{cut}", class_="note")
     return tag("section", tag("h2", TRANSCRIPTS), note, search_bar(len(shown)), shown)
 
 
 def chosen_groups(step: SavedStep, most: int, prompt: str | None = None) -> list[tuple[str, list[Rollout]]]:
-    """Groups to draw, in the order of the file: those whose rewards differ most, where there is most to learn."""
+    """Return the groups whose rewards have the largest variance, in the order of the file."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in step.rollouts:
         if prompt is None or prompt in rollout.group_id:
@@ -306,7 +308,7 @@ def _alarms(records: Sequence[Mapping[str, Any]]) -> Markup | None:
 
 
 def _all_metrics(records: Sequence[Mapping[str, Any]]) -> Markup:
-    """A small chart of every metric there is, behind a click."""
+    """Return a collapsible section with a chart of every metric."""
     names = sorted({name for record in records for name in record if name not in ("iteration", "timing")})
     names += sorted({f"timing/{name}" for record in records for name in record.get("timing", {})})
     charts = [line_chart(name, [series_of(records, name)]) for name in names]

@@ -1,10 +1,10 @@
 """Reads and checks the files of a run.
 
-RUN/metrics.jsonl               a record a step                          (always, with --save)
+RUN/metrics.jsonl               one record per step                      (always, with --save)
 RUN/settings.json               all settings by flag                     (always, with --save)
 RUN/best_checkpoint.json        the best checkpoint                      (--keep-best-checkpoint)
-RUN/rollouts/step_*             what chosen steps trained, with texts    (--save-rollouts-interval)
---timeline-dir, step_*.json     what each stage ran when                 (--timeline-dir)
+RUN/rollouts/step_*             rollouts of some steps, with texts       (--save-rollouts-interval)
+--timeline-dir, step_*.json     the ops of each stage, with times        (--timeline-dir)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SavedStep:
     """Rollouts of one step.
 
     Attributes:
-        texts: the text of their tokens by id, where it is known.
-        runs: for each rollout (number of tokens, text, whether it is one special token) of its parts, where known.
+        texts: texts of tokens by id, if known.
+        runs: for each rollout its pieces (number of tokens, text, whether it is a special token), if known.
     """
 
     iteration: int
@@ -43,7 +43,7 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class SavedTimeline:
-    """One step's events; ``planned`` is empty where only one stage ran."""
+    """Events of one step; ``planned`` is empty if there is only one stage."""
 
     iteration: int
     measured: list[TimelineEvent]
@@ -72,9 +72,9 @@ def read_run(
     """Read a run.
 
     Args:
-        metrics_file: where the metrics are, if not in the folder.
-        timeline_dir: where the timelines are; by default where the run's settings say, or in RUN/timeline.
-        most_steps, most_timelines: of the saved steps the first, the last and those evenly between.
+        metrics_file: path of the metrics; default: in the folder.
+        timeline_dir: folder of the timelines; default: that of the run's settings, or RUN/timeline.
+        most_steps, most_timelines: maximum numbers to read, evenly spread from the first to the last.
 
     Raises:
         InputError: there are no metrics, or a file is damaged.
@@ -86,14 +86,14 @@ def read_run(
     metrics = Path(metrics_file or settings.get("--metrics-file") or folder / "metrics.jsonl")
     records = read_metrics(metrics)
     if not records:
-        raise InputError(f"{metrics}: holds no metrics; give the --save folder of a run, or --metrics-file")
+        raise InputError(f"{metrics}: contains no metrics; give the --save folder of a run, or --metrics-file")
     steps = _spread(_numbered(folder / FOLDER, r"step_(\d+)\.jsonl"), most_steps)
     places = [timeline_dir] if timeline_dir else [settings.get("--timeline-dir"), folder / "timeline"]
     timelines = next(
         (found for place in places if place and (found := _numbered(Path(place), r"step_(\d+)\.json"))), {}
     )
     if timeline_dir and not timelines:
-        raise InputError(f"--timeline-dir {timeline_dir}: holds no timelines (step_*.json)")
+        raise InputError(f"--timeline-dir {timeline_dir}: contains no timelines (step_*.json)")
     return RunFiles(
         folder,
         records,
@@ -115,17 +115,17 @@ def _saved_step(iteration: int, path: Path) -> SavedStep:
 
 
 def _text_runs(path: Path, rollouts: list[Rollout]) -> list[list[TextRun]] | None:
-    """The texts of ``rollouts``, checked against them; None if there is no file."""
+    """Return the texts of ``rollouts``, checked against them, or None if there is no file."""
     if not path.is_file():
         return None
     found = read_json(path)
     if not isinstance(found, list) or len(found) != len(rollouts):
-        raise InputError(f"{path}: must hold a list with an entry for each of {len(rollouts)} rollouts")
+        raise InputError(f"{path}: must contain a list with an entry for each of {len(rollouts)} rollouts")
     for number, (runs, rollout) in enumerate(zip(found, rollouts, strict=True), 1):
         is_whole = isinstance(runs, list) and all(_is_run(run) for run in runs)
         if not is_whole or sum(count for count, _, _ in runs) != len(rollout):
             raise InputError(
-                f"{path}: entry {number} must hold [tokens, text, special] for all {len(rollout)} tokens of its rollout"
+                f"{path}: entry {number} must contain [tokens, text, special] for all {len(rollout)} tokens"
             )
     return [[(count, text, special) for count, text, special in runs] for runs in found]
 
@@ -147,7 +147,7 @@ def _timeline(iteration: int, path: Path) -> SavedTimeline:
 
 
 def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
-    """Files of the folder by the number in their name."""
+    """Return the folder's files by the number in their names."""
     if not folder.is_dir():
         return {}
     found = ((re.fullmatch(pattern, path.name), path) for path in folder.iterdir())
@@ -155,7 +155,7 @@ def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
 
 
 def _spread(files: dict[int, Path], most: int) -> list[tuple[int, Path]]:
-    """At most ``most`` files, evenly spread and including the first and the last."""
+    """Return at most ``most`` files, evenly spread, including the first and the last."""
     found = sorted(files.items())
     if len(found) <= most:
         return found
@@ -165,10 +165,10 @@ def _spread(files: dict[int, Path], most: int) -> list[tuple[int, Path]]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """The file's object; an empty one if there is no file."""
+    """Return the file's object; empty if there is no file."""
     if not path.is_file():
         return {}
     value = read_json(path)
     if not isinstance(value, dict):
-        raise InputError(f"{path}: must hold one JSON object")
+        raise InputError(f"{path}: must contain one JSON object")
     return value

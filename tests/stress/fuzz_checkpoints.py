@@ -2,9 +2,9 @@
 
     python tests/stress/fuzz_checkpoints.py [--count 5000] [--seed 0] [--kinds index ...] [--whole 20]
 
-For each kind a number of files, each made from a good one by a few random edits of its bytes or of what it says; all follow
-from the seed. Each goes through the code that reads it in the converters and in the loader of training. ``--whole`` of
-them, spread over the kinds, also go through the converter's whole process: status 0, or 2 with one line.
+For each kind, good files are changed by a few random edits of their bytes or values; all edits follow from the seed.
+Each file goes through the code that reads it in the converters and in the loader of training. ``--whole`` of them,
+spread over the kinds, also go through the converter's whole process, which must end with status 0, or with 2 and one line.
 
     safetensors   headers of Hugging Face weights
     index         model.safetensors.index.json

@@ -2,8 +2,8 @@
 
     python tests/stress/hostile_replies.py [--count 5000] [--seed 0] [--kinds vllm sglang reward] [--bomb]
 
-A given number of replies, each made from a good one by a few random edits of its values, its bytes, or of HTTP around it;
-all follow from the seed. They go over the loopback to the clients of training:
+Good replies are changed by a few random edits of their values, their bytes, or the HTTP around them; all edits follow
+from the seed. They go over the loopback to the clients of training:
 
     vllm, sglang    an update of weights, questions about logprobs and drafts, generation, counters, a corpus
     reward          ``--reward-function remote``

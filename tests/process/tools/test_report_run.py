@@ -122,7 +122,7 @@ def test_a_browser_shows_the_data(tmp_path: Path) -> None:
         assert abs(np.corrcoef(np.array(loss)[:, 1], known)[0, 1] + 1) < 1e-4
         pieces = "section > .figures svg.chart[aria-label='loss'] path.curve"
         assert shown.evaluate(f'document.querySelectorAll("{pieces}").length') == 2
-        gap = dict(json.loads(shown.evaluate(CURVE % "|trainer's - sampler's logprob|, mean and largest")))
+        gap = dict(json.loads(shown.evaluate(CURVE % "|trainer's - sampler's logprob|, mean and maximum")))
         logs = np.log10([record["sampler_logprob_gap"] for record in records])
         assert abs(np.corrcoef(np.array(gap["sampler_logprob_gap"])[:, 1], logs)[0, 1] + 1) < 1e-4
 
@@ -248,13 +248,13 @@ def tool(*arguments: str) -> str:
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert "no such folder" in tool(f"{tmp_path}/nothing")
     assert "--steps must be at least 1" in tool(f"{tmp_path}", "--steps", "0")
-    with pytest.raises(InputError, match="holds no metrics"):
+    with pytest.raises(InputError, match="contains no metrics"):
         read_run(tmp_path)
     made_up_run(tmp_path / "run", seed_all(4))
-    with pytest.raises(InputError, match="holds no timelines"):
+    with pytest.raises(InputError, match="contains no timelines"):
         read_run(tmp_path / "run", timeline_dir=tmp_path)
     (tmp_path / "run" / "rollouts" / "step_0000020_tokens.json").write_text("[1]")
-    with pytest.raises(InputError, match="must hold one JSON object"):
+    with pytest.raises(InputError, match="must contain one JSON object"):
         read_run(tmp_path / "run")
     (tmp_path / "run" / "rollouts" / "step_0000020_tokens.json").unlink()
     (tmp_path / "run" / "rollouts" / "step_0000020.jsonl").write_text("{}\n")

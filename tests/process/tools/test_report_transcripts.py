@@ -252,7 +252,7 @@ def test_a_page_has_room_for_so_much_text(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(report_page, "MOST_CHARACTERS", 3 * sum(len(text) for _, text, _ in run.steps[0].runs[0]) + 10)
     text = report_html(run)
     assert text.count('class="rollout"') == 3
-    assert "The page holds the first 3 of 5" in text
+    assert "The page contains the first 3 of 5" in text
     assert report_html(run, prompt="geography").count('class="rollout"') == 3
     assert report_html(run, prompt="<b>").count('class="rollout"') == 1
     assert "<b>Rollouts</b>: no group matches --prompt" in report_html(run, prompt="nothing")
