@@ -4,7 +4,7 @@
 
 For each kind, good files are changed by a few random edits of their bytes or values; all edits follow from the seed.
 Each file goes through the code that reads it in the converters and in the loader of training. ``--whole`` of them,
-spread over the kinds, also go through the converter's whole process, which must end with status 0, or with 2 and one line.
+spread over the kinds, also go through the whole process of the converter, which ends with status 0, or 2 and one line.
 
     safetensors   headers of Hugging Face weights
     index         model.safetensors.index.json
