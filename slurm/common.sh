@@ -108,6 +108,8 @@ launch() {
     done
     local script=$prelude$2
     shift 2
+    # An earlier start that began and counted nothing was ended by Slurm, with its node: the job can run.
+    [ ! -f "$logs/began" ] || [ -f "$logs/early" ] || echo 0 > "$logs/early"
     rm -f "$logs/began" "$logs/srun.log"
     exec {messages}> >(trap '' TERM && exec tee "$logs/srun.log" >&2)
     messages_process=$!

@@ -79,7 +79,9 @@ def test_scripts_learn_of_ctrl_c(tmp_path: Path, times: int) -> None:
     heard = ""
     if times == 2:
         # Python may hear of the first one late; it is the second once that has been said, and a second has gone by.
-        while "once more" not in heard and (line := process.stderr.readline()):
+        while "press it again" not in heard:
+            line = process.stderr.readline()
+            assert line, f"ended after one Ctrl-C: {heard}"
             heard += line
         time.sleep(1.5)
         process.send_signal(signal.SIGINT)
@@ -109,3 +111,21 @@ echo "status $step_status warned $warned"
     found = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
     expected = ["ready", f"got SIG{name}: the processes save and end", "saved", "status 0 warned 1"]
     assert found.stdout.splitlines() == expected, found.stderr
+
+
+@pytest.mark.parametrize(("files", "early"), [({}, 3), ({"began": "1"}, 1), ({"began": "1", "early": "1"}, 2)])
+def test_a_start_that_ended_with_its_node_was_no_early_failure(tmp_path: Path, files: dict, early: int) -> None:
+    """Slurm ends the script of such a start before it can note anything; the next one fails at once."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\nexit 137\n")
+    srun.chmod(0o755)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    script = f"""source {REPOSITORY}/slurm/common.sh
+PATH={tmp_path}:$PATH logs={tmp_path} repository={REPOSITORY} container=() DTA_EARLY_FAILURE_SECONDS=60
+launch --ntasks=1 -- 'exec "$@"' true
+wait_for_step
+echo "status $step_status early $early"
+"""
+    found = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, timeout=60)
+    assert found.stdout == f"status 137 early {early}\n", found.stderr
