@@ -30,7 +30,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.attention_candidates import (
     forward_candidates,
     key_gradient_candidates,
-    library_candidates,
     query_gradient_candidates,
 )
 from common.attention_cases import AttentionCase, chain, choose_sequences, probe_case, segment_cases, whole_tree
@@ -190,10 +189,9 @@ def sweep(report: Report, inputs: Inputs, probe: Inputs, hopper: bool) -> TreeAt
         ("forward", lambda base: forward_candidates(base, padded, tma, hopper)),
         ("key_gradients", lambda base: key_gradient_candidates(base, padded, hopper)),
         ("query_gradients", lambda base: query_gradient_candidates(base, padded, tma)),
-        ("library", library_candidates),
     )
     for stage, candidates in stages:
-        directions = {"forward": ["forward"], "library": ["forward", "backward"]}.get(stage, ["backward"])
+        directions = ["forward"] if stage == "forward" else ["backward"]
         times: list[tuple[float, TreeAttentionConfig]] = []
         for config in [best, *candidates(best)]:
             names = {"case": inputs.case.name, "sweep": stage, "config": _short(config, stage)}
@@ -215,8 +213,6 @@ def _short(config: TreeAttentionConfig, stage: str) -> str:
         launch = f"warps {kernel.num_warps} stages {kernel.num_stages} pack {kernel.max_pack}{tma}"
         return f"{name} {kernel.rows}x{kernel.keys} {launch}"
 
-    if stage == "library":
-        return f"library {config.library_queries} x {config.library_keys}"
     if stage != "query_gradients":
         return describe(stage)
     stored = config.stored_scores_bytes >> 20

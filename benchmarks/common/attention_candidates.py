@@ -1,4 +1,4 @@
-"""Settings of the tree attention kernels that ``benchmark_attention.py`` tries beside the table's."""
+"""Settings of the tree attention kernels that ``benchmarks/attention.py`` tries beside the table's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def forward_candidates(
 ) -> Iterator[TreeAttentionConfig]:
     """The forward kernel's, with and without tensor descriptors where these can be used; one head per tile too.
 
-    hopper: the kernels of ``tree_attention_hopper`` as well.
+    hopper: the kernels of ``hopper_forward`` as well.
     """
     for settings in _FORWARD[padded_head_size]:
         for descriptors in (True, False) if tma else (False,):
@@ -58,20 +58,6 @@ def key_gradient_candidates(
     yield replace(base, key_gradients=replace(base.key_gradients, max_pack=1))
     if hopper and padded_head_size <= 128:
         yield replace(base, key_gradients=KernelConfig(64, 128, 4, 2, tma=True, hopper=True))
-
-
-def library_candidates(base: TreeAttentionConfig) -> Iterator[TreeAttentionConfig]:
-    """A library's kernel for the rectangle of ancestors that many queries see, in several granularities."""
-    # Only Triton's kernels take a library's result.
-    triton = {
-        "forward": KernelConfig(128, 128, 8, 3, tma=base.forward.tma),
-        "key_gradients": KernelConfig(64, 64, 4, 2, tma=base.forward.tma),
-    }
-    for name, kernel in triton.items():
-        if getattr(base, name).hopper:
-            base = replace(base, **{name: kernel})
-    for queries, keys in ((256, 256), (256, 512), (512, 1024)):
-        yield replace(base, library_queries=queries, library_keys=keys)
 
 
 def query_gradient_candidates(

@@ -19,16 +19,7 @@ import triton.language as tl
 
 from dta_kernels.tree_attention.common import load_key_end, load_rows, product, query_row_pointers
 
-_RUNTIME = [
-    "num_queries",
-    "num_keys",
-    "num_ancestors",
-    "num_added",
-    "first_group",
-    "first_chunk",
-    "num_prefix_queries",
-    "num_prefix_keys",
-]
+_RUNTIME = ["num_queries", "num_keys", "num_ancestors", "num_added", "first_group", "first_chunk"]
 _TABLES = ["key_end", "programs", "blocks", "tiles", "slots"]
 
 
@@ -64,15 +55,12 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
 def key_gradients_kernel(
     grad_out, q, k_MGD, v_MGD, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores,
-    key_end, programs, blocks, tiles, prefix_dk, prefix_dv, num_queries, num_keys, num_ancestors, num_added,
-    num_prefix_keys, first_group, scale,
+    key_end, programs, blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (groups of this launch, blocks of keys).
-
-    PREFIX: ``prefix_dk`` and ``prefix_dv`` [num_prefix_keys, G, D] are added to the first keys' gradients.
 
     With TMA, ``grad_out`` and ``q`` are descriptors of their copies in the order of tiles, else pointers to [N, H, D].
     With ACCUMULATE, the gradients of the first ``num_added`` keys are added to ``grad_keys[slots]`` and
@@ -116,11 +104,6 @@ def key_gradients_kernel(
     channel = tl.arange(0, BLOCK_D)
     inside = (key < num_keys)[:, None] & (channel < D)[None, :]
     column = group * D + channel
-    if PREFIX:
-        prefix_offsets = key.to(tl.int64)[:, None] * (G * D) + column[None, :]
-        in_prefix = inside & (key < num_prefix_keys)[:, None]
-        dk_acc += tl.load(prefix_dk + prefix_offsets, mask=in_prefix, other=0.0).to(tl.float32)
-        dv_acc += tl.load(prefix_dv + prefix_offsets, mask=in_prefix, other=0.0).to(tl.float32)
     if ACCUMULATE:
         slot = tl.load(slots + key, mask=key < num_keys, other=0)
         slot_offsets = slot[:, None] * (G * D) + column[None, :]
@@ -206,15 +189,11 @@ def _collect(
 
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
 def query_gradients_from_scores_kernel(
-    dscores, k_MGD, dq_NHD, programs, blocks, prefix_dq, num_queries, num_keys, num_prefix_queries, first_chunk, scale,
+    dscores, k_MGD, dq_NHD, programs, blocks, num_queries, num_keys, first_chunk, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks of heads of this launch, blocks of queries); the tiles of a row are consecutive in ``dscores``.
-
-    PREFIX: ``prefix_dq`` [num_prefix_queries, H, D] is added to the first queries' gradients.
-    """
+    """Grid (chunks of heads of this launch, blocks of queries); the tiles of a row are consecutive in ``dscores``."""
     BLOCK_M: tl.constexpr = BLOCK_Q * PACK
     head = (first_chunk + tl.program_id(0)) * PACK
     column = (head // (H // G)) * D
@@ -240,20 +219,17 @@ def query_gradients_from_scores_kernel(
     offsets, query = query_row_pointers(block, head, BLOCK_Q, PACK, H, D, BLOCK_D)
     stored = (query < num_queries)[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
     acc = acc * scale
-    if PREFIX:
-        in_prefix = stored & (query < num_prefix_queries)[:, None]
-        acc += tl.load(prefix_dq + offsets, mask=in_prefix, other=0.0).to(tl.float32)
     tl.store(dq_NHD + offsets, acc.to(dq_NHD.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
 def query_gradients_kernel(
-    grad_out_NHD, q_NHD, k_MGD, v_MGD, delta, lse_2, dq_NHD, key_end, programs, blocks, prefix_dq, num_queries,
-    num_keys, num_ancestors, num_prefix_queries, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    grad_out_NHD, q_NHD, k_MGD, v_MGD, delta, lse_2, dq_NHD, key_end, programs, blocks, num_queries, num_keys,
+    num_ancestors, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    PREFIX: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H / PACK, blocks of queries); PREFIX as in ``query_gradients_from_scores_kernel``."""
+    """Grid (H / PACK, blocks of queries)."""
     BLOCK_M: tl.constexpr = BLOCK_Q * PACK
     head = tl.program_id(0) * PACK
     column = (head // (H // G)) * D
@@ -283,9 +259,6 @@ def query_gradients_kernel(
         tl.load(program + 5), num_keys, column, scale, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, True, True,
     )  # fmt: skip
     acc = acc * scale
-    if PREFIX:
-        in_prefix = stored & (query < num_prefix_queries)[:, None]
-        acc += tl.load(prefix_dq + offsets, mask=in_prefix, other=0.0).to(tl.float32)
     tl.store(dq_NHD + offsets, acc.to(dq_NHD.dtype.element_ty), mask=stored)
 
 

@@ -74,12 +74,6 @@ class BlockMatrix:
     live: np.ndarray
     full: np.ndarray
 
-    def without(self, rows: int, columns: int) -> BlockMatrix:
-        """The matrix with its first ``rows`` x ``columns`` blocks dead, because another kernel computes them."""
-        live, full = self.live.copy(), self.full.copy()
-        live[:rows, :columns] = full[:rows, :columns] = False
-        return BlockMatrix(live, full)
-
     def row_parts(self, most_tiles: int) -> list[slice]:
         """Divide the rows into few consecutive parts of at most ``most_tiles`` live blocks (or a single row) each."""
         parts, begin, tiles = [], 0, 0
@@ -135,23 +129,6 @@ def local_key_end(query_begin: int, num_queries: int, ancestor_end: np.ndarray, 
     if np.any(np.asarray(own_end) <= query_begin + np.arange(num_queries)):
         raise ValueError("a subtree ends after its own token, at the earliest")
     return (np.clip(ends - query_begin, 0, num_queries) + len(ancestor_end)).astype(np.int32)
-
-
-def common_prefix(key_end: np.ndarray, num_queries: int, step_q: int, step_k: int) -> tuple[int, int]:
-    """The largest rectangle of first queries x first ancestors without a mask: ``(n, P)``, or ``(0, 0)``.
-
-    Args:
-        step_q, step_k: n and P are multiples of these, which bounds the number of shapes.
-    """
-    num_ancestors = len(key_end) - num_queries
-    counts = np.arange(step_q, num_queries + 1, step_q)
-    if len(counts) == 0:
-        return 0, 0
-    # least[m] bounds the ends of keys 0 .. m from below; the first n queries see a key if its end is A + n or more.
-    least = np.minimum.accumulate(key_end[:num_ancestors])
-    keys = np.searchsorted(-least, -(num_ancestors + counts), side="right") // step_k * step_k
-    best = int(np.argmax(counts * keys))
-    return (int(counts[best]), int(keys[best])) if keys[best] else (0, 0)
 
 
 def block_matrix(key_end: np.ndarray, num_queries: int, block_q: int, block_k: int) -> BlockMatrix:

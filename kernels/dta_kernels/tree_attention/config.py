@@ -57,9 +57,6 @@ class TreeAttentionConfig:
         query_gradients: used if dS is recomputed; its packing is that of ``key_gradients``.
         stored_scores_bytes: most memory for dS tiles; a single row of blocks may exceed it. A segment that needs more
             runs in several launches, each for some groups or some queries. 0 recomputes dS.
-        library_queries, library_keys: a library's kernel (``library_prefix``) computes the largest unmasked rectangle
-            of queries x ancestors whose sides are multiples of these numbers, which bound the number of shapes that the
-            library prepares for. They must be multiples of the tiles' tokens and keys. 0 queries: no rectangle.
     """
 
     forward: KernelConfig
@@ -67,8 +64,6 @@ class TreeAttentionConfig:
     query_gradients_from_scores: KernelConfig
     query_gradients: KernelConfig
     stored_scores_bytes: int = 1 << 30
-    library_queries: int = 0
-    library_keys: int = 512
 
 
 def supports(head_size: int, dtype: torch.dtype) -> bool:

@@ -11,23 +11,17 @@ import triton.language as tl
 
 from dta_kernels.tree_attention.common import load_key_end, load_rows, product, query_row_pointers
 
-_RUNTIME = ["num_queries", "num_keys", "num_ancestors", "num_prefix_queries"]
+_RUNTIME = ["num_queries", "num_keys", "num_ancestors"]
 _TABLES = ["key_end", "programs", "blocks"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
 def forward_kernel(
-    q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end, programs, blocks, prefix_out, prefix_lse, num_queries, num_keys,
-    num_ancestors, num_prefix_queries, scale,
+    q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end, programs, blocks, num_queries, num_keys, num_ancestors, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PREFIX: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H / PACK, blocks of queries).
-
-    PREFIX: the first queries start from ``prefix_out`` [., H, D] and ``prefix_lse`` [H, .] over keys that the tables
-    omit.
-    """
+    """Grid (H / PACK, blocks of queries)."""
     BLOCK_M: tl.constexpr = BLOCK_Q * PACK
     head = tl.program_id(0) * PACK
     program = programs + tl.program_id(1) * 8
@@ -41,14 +35,6 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    head_of_row = head + tl.arange(0, BLOCK_M) % PACK
-    if PREFIX:
-        started = query < num_prefix_queries
-        acc = tl.load(prefix_out + offsets, mask=stored & started[:, None], other=0.0).to(tl.float32)
-        lse_offsets = head_of_row.to(tl.int64) * num_prefix_queries + query
-        start = tl.load(prefix_lse + lse_offsets, mask=started, other=float("-inf"))
-        largest = start * 1.4426950408889634
-        total = tl.where(started, 1.0, 0.0)
     position = num_ancestors + query
     acc, total, largest = _visit(
         acc, total, largest, q, k_MGD, v_MGD, key_end, blocks, tl.load(program + 1), tl.load(program + 2), position,
@@ -67,6 +53,7 @@ def forward_kernel(
     acc = acc / tl.where(sees_any, total, 1.0)[:, None]
     tl.store(out_NHD + offsets, acc.to(out_NHD.dtype.element_ty), mask=stored)
     lse = tl.where(sees_any, (largest + tl.log2(tl.where(sees_any, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    head_of_row = head + tl.arange(0, BLOCK_M) % PACK
     tl.store(lse_HN + head_of_row.to(tl.int64) * num_queries + query, lse, mask=exists)
 
 

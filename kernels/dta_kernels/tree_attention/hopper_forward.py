@@ -4,9 +4,9 @@ One producer warp copies blocks of keys and values by TMA into two stages. Two g
 the query tile. A group issues the scores of the next block before it multiplies the previous block's probabilities with
 its values, and computes the exponentials while both run. Triton's own pipeliner leaves this time idle.
 
-The tables and the contract are those of ``forward``: 128 rows a tile, head sizes 64 and 128, 16-bit inputs, no prefix
-to start from. Triton's interpreter does not run Gluon, so ``tests/gpu/test_gpu_tree_attention.py`` is the only test of
-this kernel. Gluon is experimental: the table of settings selects these kernels only with the tested versions of Triton.
+The tables and the contract are those of ``forward``: 128 rows a tile, head sizes 64 and 128, 16-bit inputs.
+Triton's interpreter does not run Gluon, so ``tests/gpu/test_gpu_tree_attention.py`` is the only test of this kernel.
+Gluon is experimental: the table of settings selects these kernels only with the tested versions of Triton.
 """
 
 from __future__ import annotations

@@ -123,5 +123,3 @@ def _row_layout() -> gl.NVMMASharedLayout:
 def _check(plan: TreeAttentionPlan, settings: KernelConfig, rows: int) -> None:
     if settings.rows != rows or plan.shape.head_size not in (64, 128) or plan.shape.dtype == torch.float32:
         raise ValueError(f"the Hopper kernel takes {rows} rows, head sizes 64 and 128, and 16-bit inputs")
-    if plan.prefix[0]:
-        raise ValueError("the Hopper kernels do not take a library's prefix")

@@ -28,7 +28,6 @@ from dta_kernels.tree_attention.backward import (
 from dta_kernels.tree_attention.config import KernelConfig, padded_head_size
 from dta_kernels.tree_attention.forward import forward_kernel
 from dta_kernels.tree_attention.layer_cache import SharedByLayers
-from dta_kernels.tree_attention.library_prefix import prefix_backward, prefix_forward
 from dta_kernels.tree_attention.plan import (
     AttentionShape,
     BackwardPart,
@@ -97,19 +96,17 @@ def tree_attention_forward(
     out_NHD = torch.empty_like(q_NHD)
     lse_HN = q_NHD.new_empty((shape.num_heads, plan.num_queries), dtype=torch.float32)
     pack = settings.pack(shape.group_size)
-    n, P = plan.prefix
     shared = shared or SharedByLayers()
     if settings.hopper:
         from dta_kernels.tree_attention.hopper_launch import forward_on_hopper
 
         forward_on_hopper(q_NHD, k_MGD, v_MGD, out_NHD, lse_HN, key_end_M, plan, scale, shared)
         return out_NHD, lse_HN
-    prefix_out, prefix_lse = prefix_forward(q_NHD[:n], k_MGD[:P], v_MGD[:P], scale) if n else (None, None)
-    launch = shared.get("forward", lambda: _launcher(forward_kernel, shape, settings, pack, settings, n > 0))
+    launch = shared.get("forward", lambda: _launcher(forward_kernel, shape, settings, pack, settings))
     launch(
         (shape.num_heads // pack, plan.forward.programs.shape[0]), q_NHD, _keys(shared, "k", k_MGD, settings),
         _keys(shared, "v", v_MGD, settings), out_NHD, lse_HN, key_end_M, plan.forward.programs, plan.forward.blocks,
-        prefix_out, prefix_lse, plan.num_queries, plan.num_keys, plan.num_ancestors, n, scale,
+        plan.num_queries, plan.num_keys, plan.num_ancestors, scale,
     )  # fmt: skip
     return out_NHD, lse_HN
 
@@ -162,22 +159,17 @@ def tree_attention_backward(
     else:
         target, num_added = KeyGradients(None, None, None), 0
         dk, dv = (torch.empty_like(k_MGD, dtype=torch.float32) for _ in range(2))
-    n, P = plan.prefix
-    prefix = (None, None, None)
-    if n:
-        rectangle = (grad_out_NHD[:n], q_NHD[:n], k_MGD[:P], v_MGD[:P], out_NHD[:n], lse_HN[:, :n])
-        prefix = prefix_backward(*rectangle, scale)
     launch = _BackwardLaunch(
-        plan, shared, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, prefix, *tiles
+        plan, shared, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, *tiles
     )
     dscores = launch.delta
     if plan.stored_groups:
         dscores = shared.get("dscores", lambda: q_NHD.new_empty(plan.stored_elements))
     num_groups = plan.stored_groups or shape.num_groups
-    for index, part in enumerate(plan.parts):
+    for part in plan.parts:
         for first_group in range(0, shape.num_groups, num_groups):
             groups = min(num_groups, shape.num_groups - first_group)
-            launch.key_gradients(part, first_group, groups, dscores, P if index == 0 else 0)
+            launch.key_gradients(part, first_group, groups, dscores)
             if plan.stored_groups:
                 launch.query_gradients_from_scores(part, first_group, groups, dscores)
         if not plan.stored_groups:
@@ -211,7 +203,6 @@ class _BackwardLaunch:
     dq: Tensor
     dk: Tensor | None
     dv: Tensor | None
-    prefix: tuple[Tensor | None, Tensor | None, Tensor | None]
     delta: Tensor
     lse_2: Tensor
     grad_out_tiles: Tensor | TensorDescriptor
@@ -221,9 +212,7 @@ class _BackwardLaunch:
     def pack(self) -> int:
         return self.plan.config.key_gradients.pack(self.plan.shape.group_size)
 
-    def key_gradients(
-        self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor, num_prefix_keys: int
-    ) -> None:
+    def key_gradients(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
         plan, settings, target = self.plan, self.plan.config.key_gradients, self.target
         arrays = (
             self.k, self.v, self.delta, self.lse_2, self.dk, self.dv, target.keys, target.values, target.slots, dscores,
@@ -240,18 +229,14 @@ class _BackwardLaunch:
         more = {"STORE": plan.stored_groups > 0, "ACCUMULATE": target.keys is not None}
         launch = self._launcher("key gradients", key_gradients_kernel, settings, settings, **more)
         launch(
-            (groups, part.columns.programs.shape[0]), self.grad_out_tiles, self.q_tiles, *arrays, *self.prefix[1:],
-            plan.num_queries, plan.num_keys, plan.num_ancestors, self.num_added, num_prefix_keys, first_group,
-            self.scale,
+            (groups, part.columns.programs.shape[0]), self.grad_out_tiles, self.q_tiles, *arrays,
+            plan.num_queries, plan.num_keys, plan.num_ancestors, self.num_added, first_group, self.scale,
         )  # fmt: skip
 
     def _launcher(
         self, name: str, kernel: object, settings: KernelConfig, tile: KernelConfig, **more: bool
     ) -> Launcher:
-        plan = self.plan
-        return self.shared.get(
-            name, lambda: _launcher(kernel, plan.shape, settings, self.pack, tile, plan.prefix[0] > 0, **more)
-        )
+        return self.shared.get(name, lambda: _launcher(kernel, self.plan.shape, settings, self.pack, tile, **more))
 
     def query_gradients_from_scores(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
         plan, settings = self.plan, self.plan.config.query_gradients_from_scores
@@ -260,8 +245,7 @@ class _BackwardLaunch:
         launch(
             (groups * chunks, part.rows.programs.shape[0]), dscores,
             _keys(self.shared, "k of tiles", self.k, settings, tile.keys), self.dq, part.rows.programs,
-            part.rows.blocks, self.prefix[0], plan.num_queries, plan.num_keys, plan.prefix[0], first_group * chunks,
-            self.scale,
+            part.rows.blocks, plan.num_queries, plan.num_keys, first_group * chunks, self.scale,
         )  # fmt: skip
 
     def query_gradients(self, part: BackwardPart, grad_out_NHD: Tensor) -> None:
@@ -270,8 +254,8 @@ class _BackwardLaunch:
         launch(
             (plan.shape.num_heads // self.pack, part.rows.programs.shape[0]), grad_out_NHD, self.q,
             _keys(self.shared, "k again", self.k, settings), _keys(self.shared, "v again", self.v, settings),
-            self.delta, self.lse_2, self.dq, self.key_end, part.rows.programs, part.rows.blocks, self.prefix[0],
-            plan.num_queries, plan.num_keys, plan.num_ancestors, plan.prefix[0], self.scale,
+            self.delta, self.lse_2, self.dq, self.key_end, part.rows.programs, part.rows.blocks,
+            plan.num_queries, plan.num_keys, plan.num_ancestors, self.scale,
         )  # fmt: skip
 
 
@@ -334,7 +318,6 @@ def _launcher(
     settings: KernelConfig,
     pack: int,
     tile: KernelConfig,
-    has_prefix: bool,
     **more: bool,
 ) -> Launcher:
     """The kernel with its compile-time arguments; ``tile`` sets the tile sizes and may belong to another kernel."""
@@ -347,7 +330,6 @@ def _launcher(
         "BLOCK_Q": tile.rows // pack,
         "BLOCK_K": tile.keys,
         "TMA": settings.tma,
-        "PREFIX": has_prefix,
         # "ieee" keeps float32 products exact; the default would round their inputs to 10 bits.
         "PRECISION": "ieee",
         "UPCAST": interpreted() and shape.dtype == torch.bfloat16,

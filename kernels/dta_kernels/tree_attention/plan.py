@@ -14,13 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dta_kernels.tree_attention.blocks import (
-    BlockMatrix,
-    BlockTable,
-    block_matrix,
-    common_prefix,
-    local_key_end,
-)
+from dta_kernels.tree_attention.blocks import BlockMatrix, BlockTable, block_matrix, local_key_end
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig, default_config, supports
 
 # Every array starts at a multiple of this number of int32 elements.
@@ -72,7 +66,6 @@ class TreeAttentionPlan:
 
     Attributes:
         num_queries, num_keys: N and M = A + N.
-        prefix: queries and keys of the rectangle that a library's kernel computes; (0, 0) if there is none.
         forward: tiles of queries in the forward pass.
         parts: the backward pass, usually in one part. If the dS tiles of as many groups as fill the GPU exceed the
             memory for them, it has several parts, each with some of the query tiles.
@@ -84,7 +77,6 @@ class TreeAttentionPlan:
     config: TreeAttentionConfig
     num_queries: int
     num_keys: int
-    prefix: tuple[int, int]
     forward: DeviceTable
     parts: tuple[BackwardPart, ...]
     stored_groups: int
@@ -99,7 +91,6 @@ class TreeAttentionPlan:
 class _HostPlan:
     num_queries: int
     num_keys: int
-    prefix: tuple[int, int]
     tables: list[BlockTable]  # forward, then columns and rows of every part
     stored_groups: int
     stored_elements: int
@@ -121,8 +112,6 @@ def plan_tree_attention(
         config: None for the configuration of the table (``default_config``).
     """
     config = config or default_config(shape.head_size, shape.dtype, device)
-    if config.library_queries and device.type == "cuda" and shape.dtype == torch.float32:
-        raise ValueError("library_queries: cuDNN's attention takes bfloat16 and float16 only")
     hosts = [_host_plan(key_end, num_queries, shape, config) for key_end, num_queries in segments]
     arrays = [array for host in hosts for array in host.arrays()]
     sizes = [array.size for array in arrays]
@@ -143,7 +132,6 @@ def plan_tree_attention(
                 config,
                 host.num_queries,
                 host.num_keys,
-                host.prefix,
                 forward,
                 parts,
                 host.stored_groups,
@@ -186,19 +174,8 @@ def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:
 
 
 def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, config: TreeAttentionConfig) -> _HostPlan:
-    prefix = (0, 0)
-    if config.library_queries:
-        prefix = common_prefix(key_end, num_queries, config.library_queries, config.library_keys)
-
     def matrix(settings: KernelConfig, pack: int) -> BlockMatrix:
-        block_q, block_k = settings.rows // pack, settings.keys
-        if prefix[0] % block_q or prefix[1] % block_k:
-            raise ValueError(
-                f"library_queries {config.library_queries} and library_keys {config.library_keys} must be multiples of "
-                f"a tile's {block_q} tokens and {block_k} keys"
-            )
-        whole = block_matrix(key_end, num_queries, block_q, block_k)
-        return whole.without(prefix[0] // block_q, prefix[1] // block_k)
+        return block_matrix(key_end, num_queries, settings.rows // pack, settings.keys)
 
     group_size, backward = shape.group_size, config.key_gradients
     forward = matrix(config.forward, config.forward.pack(group_size)).rows()
@@ -206,7 +183,7 @@ def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, con
     by_keys = matrix(backward, pack)
     if not config.stored_scores_bytes:
         again = matrix(config.query_gradients, pack).rows()
-        return _HostPlan(num_queries, len(key_end), prefix, [forward, by_keys.tables().columns, again], 0, 0)
+        return _HostPlan(num_queries, len(key_end), [forward, by_keys.tables().columns, again], 0, 0)
     # Elements of a live block over all heads of a group.
     elements = group_size // pack * backward.rows * backward.keys
     most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)
@@ -222,4 +199,4 @@ def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, con
     stored_groups = -(-shape.num_groups // launches)
     stored_elements = stored_groups * elements * max(part.num_tiles for part in parts)
     tables = [table for part in parts for table in (part.columns, part.rows)]
-    return _HostPlan(num_queries, len(key_end), prefix, [forward, *tables], stored_groups, stored_elements)
+    return _HostPlan(num_queries, len(key_end), [forward, *tables], stored_groups, stored_elements)

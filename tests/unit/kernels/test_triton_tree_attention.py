@@ -21,7 +21,6 @@ from dta_kernels.tree_attention.blocks import (
     RUN_END,
     TILE_BEGIN,
     block_matrix,
-    common_prefix,
     local_key_end,
 )
 from tree_attention_cases import (
@@ -177,43 +176,6 @@ def test_a_sibling_changes_no_bit_and_a_repeat_none_either(tma):
     check_sibling_changes_no_bit(generator, shape, (19, 13, 22, 17), config, DEVICE)
     case = Case.random(random_segment(generator, 80), shape, DEVICE)
     assert all(torch.equal(x, y) for x, y in zip(case.run(config), case.run(config), strict=True))
-
-
-@interpreter
-@pytest.mark.parametrize("stored_scores_bytes", [0, 9_000, 1 << 20])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_prefix_by_a_library_merged(seed, stored_scores_bytes):
-    """Ancestors that all queries see, or those of the segment's first branch, go to PyTorch's kernel."""
-    generator = seed_all(50 + seed)
-    trunk, first, second = 35 + seed, 20, 21
-    parent = np.arange(-1, trunk + first + second - 1)
-    parent[trunk + first] = int(generator.integers(10, trunk))
-    case = Case.random(segment_of(parent, trunk, len(parent)), AttentionShape(4, 2, 16, torch.float32), DEVICE)
-    config = tiny_config(stored_scores_bytes=stored_scores_bytes, library=(8, 16))
-    n, keys = case.plan(config)[0].prefix
-    assert n
-    assert keys
-    errors = relative_errors(case.run(config), case.expected())
-    assert max(errors) < FLOAT32, ((n, keys), errors)
-    check_accumulation(case, config, generator)
-
-
-def test_the_common_prefix_is_the_largest_rectangle_in_steps():
-    for seed in range(20):
-        generator = seed_all(seed)
-        segment = random_segment(generator, int(generator.integers(2, 120)), turn=0.05)
-        num_queries, A = len(segment.query_index), segment.num_ancestors
-        key_end = local_key_end(int(segment.query_index[0]), num_queries, segment.key_end[:A], segment.key_end[A:])
-        step_q, step_k = (int(generator.choice([1, 2, 5, 16])) for _ in range(2))
-        visible = visible_pairs(key_end, num_queries)
-        best = 0
-        for n in range(step_q, num_queries + 1, step_q):
-            for keys in range(step_k, A + 1, step_k):
-                best = max(best, n * keys if visible[:n, :keys].all() else 0)
-        n, keys = common_prefix(key_end, num_queries, step_q, step_k)
-        assert n % step_q == keys % step_k == 0
-        assert n * keys == best
-        assert visible[:n, :keys].all()
 
 
 @interpreter
