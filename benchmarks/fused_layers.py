@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dta_kernels.layers import qkv_rope as qkv
 from dta_kernels.layers import reference
-from dta_kernels.layers.rms_norm import rms_norm, rms_norm_again, rms_norm_backward
+from dta_kernels.layers.rms_norm import rms_norm, rms_norm_again, rms_norm_partial_gradients
 from dta_kernels.layers.swiglu import swiglu, swiglu_into
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
@@ -69,7 +69,7 @@ def cases(model: str, N: int) -> dict[str, tuple[Callable[[], Any], int]]:
     normed, residual, rstd = rms_norm(x, weight, EPS, added)
     mixed, q_weight, k_weight = random(N, (H + 2 * G) * D), random(D), random(D)
     angle = torch.rand(N, D // 2, device="cuda") * 1000
-    cos, sin = angle.cos(), angle.sin()
+    rows = qkv.MixedQKV(mixed, angle.cos(), angle.sin(), q_weight, k_weight, layout, EPS)
     grads = random(N, H, D), random(N, G, D), random(N, G, D)
     query = random(N, H, D)
     gated = random(N, 2 * F).requires_grad_()
@@ -86,21 +86,21 @@ def cases(model: str, N: int) -> dict[str, tuple[Callable[[], Any], int]]:
         "norm of a sum": (lambda: rms_norm(x, weight, EPS, added), 8 * N * C),
         "norm of a sum, plain": (plain_norm, 8 * N * C),
         "norm again": (lambda: rms_norm_again(residual, rstd, weight, normed), 4 * N * C),
-        "norm backward": (lambda: rms_norm_backward(grad, grad_residual, residual, rstd, weight), 8 * N * C),
+        "norm backward": (lambda: rms_norm_partial_gradients(grad, grad_residual, residual, rstd, weight), 8 * N * C),
         "qkv": (
-            lambda: qkv.qkv_rope(mixed, cos, sin, q_weight, k_weight, layout, EPS),
+            lambda: qkv.qkv_rope(rows),
             2 * (H + G) * heads + tables,
         ),
         "qkv, plain": (
-            lambda: reference.qkv_rope(mixed, cos, sin, q_weight, k_weight, *layout[:2], EPS),
+            lambda: reference.qkv_rope(*rows[:5], *layout[:2], EPS),
             2 * (H + G) * heads + tables,
         ),
         "queries again": (
-            lambda: qkv.queries_again(mixed, cos, sin, q_weight, layout, EPS, query),
+            lambda: rows.write(query),
             2 * H * heads + tables,
         ),
         "qkv backward": (
-            lambda: qkv.qkv_rope_backward(*grads, mixed, cos, sin, q_weight, k_weight, layout, EPS),
+            lambda: rows.partial_gradients(*grads),
             (3 * (H + G) + 2 * G) * heads + tables,
         ),
         "swiglu": (lambda: swiglu_into(gated.detach(), again), 6 * N * F),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attention import measure_gemm, milliseconds
-from dta_kernels.experts.grouped_products_reference import PlainRows
+from dta_kernels.experts.reference import PlainRows
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.measurement import Report

@@ -19,8 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from dta_kernels.logprobs.linear import RowChunk, linear_logprobs
-from dta_kernels.logprobs.vocab_parallel import parallel_linear_logprobs
+from dta_kernels.logprobs.linear import RowChunk, VocabularyShard, linear_logprobs
 from megatron_dta.config.checks.transformer_engine import FP8_UNITS
 from megatron_dta.model.attention.context import AttentionContext, check_context
 from megatron_dta.model.attention.paged_context import PagedContext
@@ -170,8 +169,9 @@ class TreeGPTModel(GPTModel):
             is_embedding = self.share_embeddings_and_output_weights and self.pre_process
             weight = output_rows(padded, self._true_rows(padded), is_embedding)
             buffer = buffer[: weight.shape[0]]
-        edges = hidden, weight, edge_row, target, chunks, temperature
-        if self.config.tensor_model_parallel_size == 1:
-            return linear_logprobs(*edges, weight_grad_VC=buffer)
-        group = parallel_state.get_tensor_model_parallel_group()
-        return parallel_linear_logprobs(*edges, self._first_token(padded), group, weight_grad_VC=buffer)
+        shard = None
+        if self.config.tensor_model_parallel_size > 1:
+            shard = VocabularyShard(self._first_token(padded), parallel_state.get_tensor_model_parallel_group())
+        return linear_logprobs(
+            hidden, weight, edge_row, target, chunks, temperature, weight_grad_VC=buffer, shard=shard
+        )

@@ -18,19 +18,16 @@ from conftest import seed_all
 from dta_kernels.layers import qkv_rope as qkv_module
 from dta_kernels.layers import rms_norm as norm_module
 from dta_kernels.layers import swiglu as swiglu_module
-from dta_kernels.layers.qkv_rope import QKVLayout, queries_again
-from dta_kernels.layers.rms_norm import rms_norm, rms_norm_again
-from dta_kernels.layers.swiglu import swiglu, swiglu_into
+from dta_kernels.layers.qkv_rope import QKVLayout
 from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
 from fused_layer_cases import (
-    EPS,
     check_16_bits,
-    errors,
+    check_float32,
+    check_recomputed_bits,
     norm_case,
     outputs_and_gradients,
     qkv_case,
     swiglu_case,
-    tables,
 )
 from fused_layers_cases import layer_bytes, segment_context
 from megatron_dta.config import ParallelConfig
@@ -90,10 +87,7 @@ def case(name: str) -> tuple:
 @pytest.mark.parametrize("name", CASES)
 def test_float32_equals_the_twin_and_a_repeat_is_the_same(name):
     seed_all(list(CASES).index(name))
-    kernel, twin, inputs = case(name)
-    first, again = (outputs_and_gradients(kernel, inputs, None) for _ in range(2))
-    assert max(errors(first, outputs_and_gradients(twin, [tensor.double() for tensor in inputs], None))) < 3e-6
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    check_float32(*case(name), 3e-6)
 
 
 @pytest.mark.parametrize(
@@ -108,22 +102,7 @@ def test_16_bits_are_as_near_to_float64_as_the_twin(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_computed_again_is_the_same_bit_for_bit(dtype):
     seed_all(4)
-    x, added, weight = (torch.randn(shape, dtype=dtype, device=DEVICE) for shape in ((999, 2048), (999, 2048), 2048))
-    normed, residual, rstd = rms_norm(x, weight, EPS, added)
-    again = torch.empty_like(normed)
-    rms_norm_again(residual, rstd, weight, again)
-    assert torch.equal(again, normed)
-    gated = torch.randn(501, 2 * 6144, dtype=dtype, device=DEVICE)
-    again = torch.empty_like(swiglu(gated))
-    swiglu_into(gated, again)
-    assert torch.equal(again, swiglu(gated))
-    layout = QKVLayout(8, 2, 128)
-    mixed, weights = torch.randn(77, 4096, dtype=dtype, device=DEVICE), torch.randn(2, 128, dtype=dtype, device=DEVICE)
-    cos, sin = tables(77, 128, DEVICE)
-    query = qkv_module.qkv_rope(mixed, cos, sin, *weights, layout, EPS)[0]
-    again = torch.empty_like(query)
-    queries_again(mixed, cos, sin, weights[0], layout, EPS, again)
-    assert torch.equal(again, query)
+    check_recomputed_bits(dtype, DEVICE, 2048, 6144, QKVLayout(8, 2, 128), 128)
 
 
 def test_new_lengths_compile_nothing_and_nothing_waits_for_the_device():

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from conftest import seed_all
 from dta_kernels.experts.grouped_products import GroupedRows, MatrixTable
-from dta_kernels.experts.grouped_products_reference import PlainRows
+from dta_kernels.experts.reference import PlainRows
 from dta_kernels.experts.row_sums import sum_rows
 from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 from gpu_main_grad_cases import no_waiting

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from checkpoint_mesh_cases import assert_same_tensors
 from checkpoint_worker import Stretch, run_stretches
 from conftest import seed_all
-from dta_kernels.experts.grouped_products_reference import PlainRows
+from dta_kernels.experts.reference import PlainRows
 from lora_cases import lora_config, lora_weights
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
 from megatron_dta.config import ModelConfig, ParallelConfig

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dta_kernels.logprobs.linear import linear_logprobs
-from dta_kernels.logprobs.vocab_parallel import parallel_linear_logprobs
+from dta_kernels.logprobs.linear import VocabularyShard, linear_logprobs
 from linear_logprobs_cases import chunks_of, random_case
 from mesh_worker import run_on_ranks
 
@@ -28,12 +27,12 @@ def _inputs(dtype: torch.dtype, chunk_rows: int) -> tuple:
 
 
 def _on_rank(rank: int, cases: list) -> list[dict[str, Any]]:
-    group = torch.distributed.group.WORLD
+    shard = VocabularyShard(BOUNDS[rank], torch.distributed.group.WORLD)
     found = []
     for case in cases:
         hidden, weight, edge_row, target, chunks, gradients = _inputs(*case)
         part = weight.detach()[BOUNDS[rank] : BOUNDS[rank + 1]].requires_grad_()
-        outputs = parallel_linear_logprobs(hidden, part, edge_row, target, chunks, TEMPERATURE, BOUNDS[rank], group)
+        outputs = linear_logprobs(hidden, part, edge_row, target, chunks, TEMPERATURE, shard=shard)
         result = {"outputs": [output.detach() for output in outputs]}
         for name, chosen in (("both", [0, 1]), ("logprobs", [0]), ("entropy", [1])):
             upstream = [gradients[i].to(outputs[i].dtype) for i in chosen]
@@ -43,7 +42,7 @@ def _on_rank(rank: int, cases: list) -> list[dict[str, Any]]:
             torch.distributed.all_reduce(grad_hidden)
             result[name] = (grad_hidden, grad_weight)
         no_rows = hidden[:0]
-        empty = parallel_linear_logprobs(no_rows, part, edge_row[:0], target[:0], [], TEMPERATURE, BOUNDS[rank], group)
+        empty = linear_logprobs(no_rows, part, edge_row[:0], target[:0], [], TEMPERATURE, shard=shard)
         result["empty"] = [tuple(output.shape) for output in empty]
         found.append(result)
     return found

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import moe_worker
 from conftest import seed_all
-from dta_kernels.experts import row_sums_reference
+from dta_kernels.experts import reference
 from megatron_dta.config import ParallelConfig
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.model.experts import token_dispatcher
@@ -103,7 +103,7 @@ def test_sums_of_rows_on_the_kernel(num_rows, num_sums, each, width, dtype, boun
     rows, places = torch.randn(num_rows, width).to(dtype), torch.randint(num_rows, (num_sums, each))
     with poisoned_memory():
         found = sum_rows(rows, places)
-        twin = row_sums_reference.sum_rows(rows, places)
+        twin = reference.sum_rows(rows, places)
     assert found.dtype == twin.dtype == dtype
     exact = rows.double()[places].sum(1)
     for sums in (found, twin):

@@ -229,136 +229,96 @@ def _launcher(name: str, layout: QKVLayout, num_pairs: int, norm: bool, keys: bo
     )
 
 
+class MixedQKV(NamedTuple):
+    """Mixed rows, and how their heads are normalized and rotated; all tensors are contiguous.
+
+    Attributes:
+        mixed: [N, W] = [N, G (P + 2) D], for each group its queries, its key and its value.
+        cos, sin: float32 [N, R / 2], including any attention factor; channels from R on are not rotated.
+        q_weight, k_weight: weights of the heads' RMSNorm; both None without norms.
+        eps: of the norms.
+    """
+
+    mixed: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    layout: QKVLayout
+    eps: float
+
+    def write(self, q_NHD: Tensor, k_NGD: Tensor | None = None) -> None:
+        """Write rotated queries and, unless it is None, keys, without autograd; a repeat gives the same bits."""
+        N, norm, pairs, groups = self.mixed.shape[0], self.q_weight is not None, *self._sizes()
+        if N == 0:
+            return
+        has_keys = k_NGD is not None
+        _launcher("forward", self.layout, pairs, norm, has_keys)(
+            (groups, ceil_div(N, _rows(pairs))), *self._inputs(), q_NHD, k_NGD if has_keys else q_NHD, N, groups,
+            self.eps,
+        )  # fmt: skip
+
+    def values(self) -> Tensor:
+        """The values [N, G, D] as a view of the mixed rows."""
+        G, P, D = self.layout
+        return self.mixed.view(self.mixed.shape[0], G, P + 2, D)[:, :, P + 1]
+
+    def partial_gradients(
+        self, grad_q_NHD: Tensor, grad_k_NGD: Tensor, grad_v_NGD: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Gradient by the mixed rows, and those by the two weights as one partial sum of each program, float32
+        [programs, D]. Without norms, the partial sums are undefined.
+        """
+        N, norm, pairs, groups = self.mixed.shape[0], self.q_weight is not None, *self._sizes()
+        tiles = ceil_div(N, _rows(pairs))
+        programs = min(tiles, ceil_div(_MAX_PROGRAMS, groups))
+        grad_mixed_NW = torch.empty_like(self.mixed)
+        size = (programs * groups, self.layout.head_size)
+        partial = tuple(self.mixed.new_empty(size, dtype=torch.float32) for _ in range(2))
+        if N:
+            grads = (grad_q_NHD.contiguous(), grad_k_NGD.contiguous(), grad_v_NGD.contiguous())
+            # The last programs may have no tokens; their partial weight gradients are zero.
+            _launcher("backward", self.layout, pairs, norm)(
+                (groups, programs), *grads, *self._inputs(), grad_mixed_NW, *partial, N, ceil_div(tiles, programs),
+                groups, self.eps,
+            )  # fmt: skip
+        return grad_mixed_NW, partial
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.cos.shape[1], self.layout.num_groups
+
+    def _inputs(self) -> tuple[Tensor, ...]:
+        if self.q_weight is None:
+            return self.mixed, self.cos, self.sin, self.cos, self.cos
+        return self[:5]
+
+
 class _QKVRope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        mixed_NW: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_weight_D: Tensor | None,
-        k_weight_D: Tensor | None,
-        layout: QKVLayout,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mixed_NW = mixed_NW.contiguous()
-        N, (G, P, D) = mixed_NW.shape[0], layout
-        q_NHD, k_NGD = mixed_NW.new_empty((N, G * P, D)), mixed_NW.new_empty((N, G, D))
-        qkv_rope_into(mixed_NW, cos, sin, q_weight_D, k_weight_D, layout, eps, q_NHD, k_NGD)
-        ctx.save_for_backward(mixed_NW, cos, sin, q_weight_D, k_weight_D)
-        ctx.layout, ctx.eps = layout, eps
-        return q_NHD, k_NGD, values_of(mixed_NW, layout)
+    def forward(ctx, *fields: Tensor | QKVLayout | float | None) -> tuple[Tensor, Tensor, Tensor]:
+        rows = MixedQKV(fields[0].contiguous(), *fields[1:])
+        N, (G, P, D) = rows.mixed.shape[0], rows.layout
+        q_NHD, k_NGD = rows.mixed.new_empty((N, G * P, D)), rows.mixed.new_empty((N, G, D))
+        rows.write(q_NHD, k_NGD)
+        ctx.save_for_backward(*rows[:5])
+        ctx.layout, ctx.eps = rows.layout, rows.eps
+        return q_NHD, k_NGD, rows.values()
 
     @staticmethod
     def backward(ctx, grad_q_NHD: Tensor, grad_k_NGD: Tensor, grad_v_NGD: Tensor):
-        mixed_NW, cos, sin, q_weight_D, k_weight_D = ctx.saved_tensors
-        grad_mixed_NW, *grad_weights = qkv_rope_backward(
-            grad_q_NHD, grad_k_NGD, grad_v_NGD, mixed_NW, cos, sin, q_weight_D, k_weight_D, ctx.layout, ctx.eps
-        )
-        if q_weight_D is not None:
-            grad_weights = [grad.to(q_weight_D.dtype) for grad in grad_weights]
+        rows = MixedQKV(*ctx.saved_tensors, ctx.layout, ctx.eps)
+        grad_mixed_NW, partial = rows.partial_gradients(grad_q_NHD, grad_k_NGD, grad_v_NGD)
+        weight_D = rows.q_weight
+        grad_weights = (None, None) if weight_D is None else (each.sum(0).to(weight_D.dtype) for each in partial)
         return grad_mixed_NW, None, None, *grad_weights, None, None
 
 
-def values_of(mixed_NW: Tensor, layout: QKVLayout) -> Tensor:
-    """The values [N, G, D] as a view of the mixed rows."""
-    G, P, D = layout
-    return mixed_NW.view(mixed_NW.shape[0], G, P + 2, D)[:, :, P + 1]
-
-
-def qkv_rope_into(
-    mixed_NW: Tensor, cos: Tensor, sin: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None,
-    layout: QKVLayout, eps: float, q_NHD: Tensor, k_NGD: Tensor | None,
-) -> None:  # fmt: skip
-    """Write queries and, unless it is None, keys of ``qkv_rope``, without autograd; all tensors contiguous."""
-    N, norm, pairs = mixed_NW.shape[0], q_weight_D is not None, cos.shape[1]
-    if N == 0:
-        return
-    has_keys = k_NGD is not None
-    _launcher("forward", layout, pairs, norm, has_keys)(
-        (layout.num_groups, ceil_div(N, _rows(pairs))), mixed_NW, cos, sin, q_weight_D if norm else cos,
-        k_weight_D if norm else cos, q_NHD, k_NGD if has_keys else q_NHD, N, layout.num_groups, eps,
-    )  # fmt: skip
-
-
-def qkv_rope_backward(
-    grad_q_NHD: Tensor,
-    grad_k_NGD: Tensor,
-    grad_v_NGD: Tensor,
-    mixed_NW: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    layout: QKVLayout,
-    eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients by the mixed rows, and by the two weights in float32 [D] (None without norms)."""
-    grad_mixed_NW, partial = qkv_rope_partial_gradients(
-        grad_q_NHD, grad_k_NGD, grad_v_NGD, mixed_NW, cos, sin, q_weight_D, k_weight_D, layout, eps
-    )
-    return grad_mixed_NW, *([None, None] if q_weight_D is None else [each.sum(0) for each in partial])
-
-
-def qkv_rope_partial_gradients(
-    grad_q_NHD: Tensor,
-    grad_k_NGD: Tensor,
-    grad_v_NGD: Tensor,
-    mixed_NW: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    layout: QKVLayout,
-    eps: float,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """``qkv_rope_backward`` with the weights' gradients as one partial sum of each program, float32 [programs, D].
-
-    Without norms, the partial sums are undefined.
-    """
-    N, norm, pairs = mixed_NW.shape[0], q_weight_D is not None, cos.shape[1]
-    tiles = ceil_div(N, _rows(pairs))
-    programs = min(tiles, ceil_div(_MAX_PROGRAMS, layout.num_groups))
-    grad_mixed_NW = torch.empty_like(mixed_NW)
-    size = (programs * layout.num_groups, layout.head_size)
-    partial = mixed_NW.new_empty(size, dtype=torch.float32), mixed_NW.new_empty(size, dtype=torch.float32)
-    if N:
-        # The last programs may have no tokens; their partial weight gradients are zero.
-        _launcher("backward", layout, pairs, norm)(
-            (layout.num_groups, programs), grad_q_NHD.contiguous(), grad_k_NGD.contiguous(), grad_v_NGD.contiguous(),
-            mixed_NW, cos, sin, q_weight_D if norm else cos, k_weight_D if norm else cos, grad_mixed_NW, *partial, N,
-            ceil_div(tiles, programs), layout.num_groups, eps,
-        )  # fmt: skip
-    return grad_mixed_NW, partial
-
-
-def qkv_rope(
-    mixed_NW: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    layout: QKVLayout,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+def qkv_rope(rows: MixedQKV) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of the mixed rows, normalized per head and rotated to their positions.
-
-    Args:
-        mixed_NW: [N, G (P + 2) D], for each group its queries, its key and its value.
-        cos, sin: float32 [N, R / 2] contiguous, including any attention factor; channels from R on are not rotated.
-        q_weight_D, k_weight_D: weights of the heads' RMSNorm; both None without norms.
-        eps: of the norms.
 
     Returns:
         ``(q [N, G P, D], k [N, G, D], v [N, G, D])``; v is a view of ``mixed``.
     """
-    if (q_weight_D is None) != (k_weight_D is None):
+    if (rows.q_weight is None) != (rows.k_weight is None):
         raise ValueError("norms of queries and keys come together: give both weights or none")
-    return _QKVRope.apply(mixed_NW, cos, sin, q_weight_D, k_weight_D, layout, eps)
-
-
-def queries_again(
-    mixed_NW: Tensor, cos: Tensor, sin: Tensor, q_weight_D: Tensor | None, layout: QKVLayout, eps: float, q_NHD: Tensor
-) -> None:
-    """Recompute the queries of an earlier pass into ``q`` [N, G P, D], bit for bit; all tensors are contiguous."""
-    qkv_rope_into(mixed_NW, cos, sin, q_weight_D, q_weight_D, layout, eps, q_NHD, None)
+    return _QKVRope.apply(*rows)

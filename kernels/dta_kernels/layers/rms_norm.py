@@ -125,8 +125,8 @@ class _RMSNorm(torch.autograd.Function):
         x, weight_C, rstd_N = ctx.saved_tensors
         if grad_normed is None:
             return grad_residual, None, None, grad_residual if ctx.adds else None
-        grad, grad_weight_C = rms_norm_backward(grad_normed, grad_residual, x, rstd_N, weight_C)
-        return grad, grad_weight_C.to(weight_C.dtype), None, grad if ctx.adds else None
+        grad, grad_weight_PC = rms_norm_partial_gradients(grad_normed, grad_residual, x, rstd_N, weight_C)
+        return grad, grad_weight_PC.sum(0).to(weight_C.dtype), None, grad if ctx.adds else None
 
 
 def rms_norm_forward(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None = None) -> RMSNormOutput:
@@ -144,18 +144,12 @@ def rms_norm_forward(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | No
     return RMSNormOutput(normed, residual, rstd_N)
 
 
-def rms_norm_backward(
-    grad_normed: Tensor, grad_residual: Tensor | None, x: Tensor, rstd_N: Tensor, weight_C: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradient by ``x``, the input of the norm, and by the weight in float32 [C]."""
-    grad, grad_weight_PC = rms_norm_partial_gradients(grad_normed, grad_residual, x, rstd_N, weight_C)
-    return grad, grad_weight_PC.sum(0)
-
-
 def rms_norm_partial_gradients(
     grad_normed: Tensor, grad_residual: Tensor | None, x: Tensor, rstd_N: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``rms_norm_backward`` with the weight's gradient as one partial sum of each program, float32 [P, C]."""
+    """Gradient by ``x``, the input of the norm, and that by the weight as one partial sum of each program, float32
+    [P, C].
+    """
     C, N = weight_C.shape[0], rstd_N.shape[0]
     grad = torch.empty_like(x)
     programs = min(N, _MAX_PROGRAMS)

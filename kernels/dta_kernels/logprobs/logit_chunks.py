@@ -1,14 +1,44 @@
-"""Computes one chunk of logits of ``linear_logprobs`` on the fused kernels, forward and backward.
+"""Computes one chunk of logits of ``linear_logprobs``, forward and backward: in plain PyTorch, and on fused kernels.
 
-Legend: B rows and e edges of a chunk, V columns (the vocabulary, or a rank's part of it), C hidden size.
+Legend: B rows and e edges of a chunk, V columns (the vocabulary, or a rank's share of it), C hidden size.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from dta_kernels.tree_attention.reference import accumulation_dtype
+
+
+class Edges(NamedTuple):
+    """Edges, sorted by row.
+
+    Attributes:
+        row, column: int64 [e].
+        is_own: bool [e], which targets are among the rank's columns; the others name any column. None: all are.
+    """
+
+    row: Tensor
+    column: Tensor
+    is_own: Tensor | None = None
+
+    def of(self, chunk: tuple[int, int, int, int]) -> Edges:
+        """The edges of a ``RowChunk``, with rows counted within it."""
+        row_begin, _, begin, end = chunk
+        is_own = None if self.is_own is None else self.is_own[begin:end]
+        return Edges(self.row[begin:end] - row_begin, self.column[begin:end], is_own)
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of rows over the whole vocabulary, [B] each; the log-sum-exp of a row is largest + log_mass."""
+
+    largest: Tensor
+    log_mass: Tensor
+    entropy: Tensor
 
 
 def uses_fused_kernels(hidden: Tensor) -> bool:
@@ -16,33 +46,74 @@ def uses_fused_kernels(hidden: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype != torch.float64 and find_spec("triton") is not None
 
 
-def fused_statistics(
-    hidden_BC: Tensor, weight_VC: Tensor, edge_row_e: Tensor, column_e: Tensor, temperature: float
+def plain_moments(
+    hidden_BC: Tensor, weight_VC: Tensor, edges: Edges, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(largest [B], mass [B], moment [B], target logits [e])``, see ``fused_logits.row_moments``."""
+    """``(largest [B], mass [B], moment [B], target logits [e])``, see ``fused_logits.row_moments``.
+
+    The logit of a target that is not the rank's is 0.
+    """
+    logits_BV = _tempered_logits(hidden_BC, weight_VC, temperature)
+    chosen_e = _own(logits_BV[edges.row, edges.column], edges)
+    largest_B = logits_BV.amax(dim=-1)
+    # In place, because allocation is the main cost.
+    logits_BV -= largest_B[:, None]
+    exp_BV = torch.exp(logits_BV)
+    mass_B = exp_BV.sum(-1)
+    return largest_B, mass_B, exp_BV.mul_(logits_BV).sum(-1), chosen_e
+
+
+def fused_moments(
+    hidden_BC: Tensor, weight_VC: Tensor, edges: Edges, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``plain_moments`` on a fused kernel."""
     from dta_kernels.logprobs.fused_logits import row_moments
 
     logits_BV = hidden_BC @ weight_VC.t()
-    return *row_moments(logits_BV, temperature), logits_BV[edge_row_e, column_e].float() * (1.0 / temperature)
+    chosen_e = logits_BV[edges.row, edges.column].float() * (1.0 / temperature)
+    return *row_moments(logits_BV, temperature), _own(chosen_e, edges)
+
+
+def plain_gradient(
+    hidden_BC: Tensor,
+    weight_VC: Tensor,
+    edges: Edges,
+    grad_edges_e: Tensor | None,
+    grad_entropy_B: Tensor | None,
+    statistics: RowStatistics,
+    temperature: float,
+) -> Tensor:
+    """Gradient by the untempered logits, [B, V] in the inputs' dtype, rounded once.
+
+    d logprob(target) / d logits = onehot(target) - p and d entropy / d logits = -p (logprob + entropy).
+    """
+    logprobs_BV = _tempered_logits(hidden_BC, weight_VC, temperature)
+    logprobs_BV -= statistics.largest[:, None]
+    logprobs_BV -= statistics.log_mass[:, None]
+    row_sum_B = _row_sums(grad_edges_e, edges, statistics.entropy)
+    if grad_entropy_B is None:
+        grad_logits_BV = logprobs_BV.exp_().mul_(-row_sum_B[:, None])
+    else:
+        grad_logits_BV = torch.exp(logprobs_BV)
+        logprobs_BV.add_(statistics.entropy[:, None]).mul_(-grad_entropy_B[:, None]).sub_(row_sum_B[:, None])
+        grad_logits_BV.mul_(logprobs_BV)
+    if grad_edges_e is not None:
+        # The children of one token are different tokens and other ranks' targets add zeros, so the order of additions
+        # does not matter.
+        grad_logits_BV.index_put_((edges.row, edges.column), _own(grad_edges_e, edges), accumulate=True)
+    return grad_logits_BV.div_(temperature).to(hidden_BC.dtype)
 
 
 def fused_gradient(
     hidden_BC: Tensor,
     weight_VC: Tensor,
-    edge_row_e: Tensor,
-    column_e: Tensor,
-    is_own_e: Tensor | None,
+    edges: Edges,
     grad_edges_e: Tensor | None,
     grad_entropy_B: Tensor | None,
-    largest_B: Tensor,
-    log_mass_B: Tensor,
-    entropy_B: Tensor,
+    statistics: RowStatistics,
     temperature: float,
 ) -> Tensor:
-    """Gradient by the untempered logits, [B, V] in the inputs' dtype, rounded once.
-
-    ``is_own_e`` says which targets are among these columns; the others name any column.
-    """
+    """``plain_gradient`` on a fused kernel."""
     from dta_kernels.logprobs.fused_logits import gradient_in_place
 
     B, V = hidden_BC.shape[0], weight_VC.shape[0]
@@ -50,21 +121,36 @@ def fused_gradient(
     padded = hidden_BC.new_empty((B + 1, V))
     logits_BV = padded[:B]
     torch.mm(hidden_BC, weight_VC.t(), out=logits_BV)
-    factor_B = torch.zeros_like(entropy_B)
+    row_sum_B = _row_sums(grad_edges_e, edges, statistics.entropy)
     if grad_edges_e is not None:
-        bounds = torch.arange(B + 1, device=edge_row_e.device)
-        lengths = torch.searchsorted(edge_row_e, bounds).diff()
-        factor_B = torch.segment_reduce(grad_edges_e, "sum", lengths=lengths, unsafe=True)
         # Gradients of targets are computed separately, before the logits are overwritten, to round p - 1 only once.
-        chosen = logits_BV[edge_row_e, column_e].float() * (1.0 / temperature)
-        logprob = chosen - largest_B[edge_row_e] - log_mass_B[edge_row_e]
-        factor = factor_B[edge_row_e]
+        largest_e, log_mass_e, entropy_e = (each[edges.row] for each in statistics)
+        logprob = logits_BV[edges.row, edges.column].float() * (1.0 / temperature) - largest_e - log_mass_e
+        factor = row_sum_B[edges.row]
         if grad_entropy_B is not None:
-            factor = factor + grad_entropy_B[edge_row_e] * (logprob + entropy_B[edge_row_e])
+            factor = factor + grad_entropy_B[edges.row] * (logprob + entropy_e)
         of_targets = (grad_edges_e - logprob.exp() * factor) / temperature
-    gradient_in_place(logits_BV, temperature, largest_B, log_mass_B, factor_B, entropy_B, grad_entropy_B)
+    gradient_in_place(logits_BV, temperature, *statistics[:2], row_sum_B, statistics.entropy, grad_entropy_B)
     if grad_edges_e is not None:
-        row = edge_row_e if is_own_e is None else torch.where(is_own_e, edge_row_e, B)
+        row = edges.row if edges.is_own is None else torch.where(edges.is_own, edges.row, B)
         # The children of one token are different tokens, so every own (row, target) occurs once.
-        padded[row, column_e] = of_targets.to(padded.dtype)
+        padded[row, edges.column] = of_targets.to(padded.dtype)
     return logits_BV
+
+
+def _tempered_logits(hidden_BC: Tensor, weight_VC: Tensor, temperature: float) -> Tensor:
+    return (hidden_BC @ weight_VC.t()).to(accumulation_dtype(hidden_BC.dtype)).div_(temperature)
+
+
+def _own(values_e: Tensor, edges: Edges) -> Tensor:
+    """The values, 0 where the target is another rank's."""
+    return values_e if edges.is_own is None else torch.where(edges.is_own, values_e, 0)
+
+
+def _row_sums(grad_edges_e: Tensor | None, edges: Edges, like_B: Tensor) -> Tensor:
+    """Sum of each row's edge gradients; edges are sorted by row, so it is over a run and in a fixed order."""
+    if grad_edges_e is None:
+        return torch.zeros_like(like_B)
+    bounds = torch.arange(like_B.shape[0] + 1, device=edges.row.device)
+    lengths = torch.searchsorted(edges.row, bounds).diff()
+    return torch.segment_reduce(grad_edges_e, "sum", lengths=lengths, unsafe=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dta_kernels.experts.grouped_products_reference import PlainRows
+from dta_kernels.experts.reference import PlainRows
 from megatron_dta.model.activation import weighted_activation
 from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.experts.weights import SameOnEveryMesh

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from dta_kernels.experts.row_sums_reference import sum_rows
+from dta_kernels.experts.reference import sum_rows
 
 RowSums = Callable[[Tensor, Tensor], Tensor]
 

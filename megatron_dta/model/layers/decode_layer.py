@@ -14,7 +14,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Module
 
-from dta_kernels.layers.qkv_rope import qkv_rope_into, values_of
 from dta_kernels.layers.rms_norm import rms_norm_forward
 from dta_kernels.layers.swiglu import swiglu_into
 from megatron_dta.model.attention.paged_context import PagedContext
@@ -39,13 +38,12 @@ class DecodeLayer:
     def __call__(self, x: Tensor, context: PagedContext) -> Tensor:
         """Output [n, 1, C] of the layer for ``x`` [n, 1, C]; without the last branch if the context carries it."""
         own = self._weights
-        (N, _, C), (G, P, D), (cos, sin) = x.shape, own.layout, context.rotary_tables
+        (N, _, C), (G, P, D) = x.shape, own.layout
         normed, stream, _ = rms_norm_forward(x, own.norms[0], own.eps[0], context.carried)
-        mixed = product(normed.view(N, C), own.qkv, own.biases[0])
+        rows = own.mixed_qkv(product(normed.view(N, C), own.qkv, own.biases[0]), context)
         query, key = x.new_empty(N, G * P, D), x.new_empty(N, G, D)
-        q_weight, k_weight = own.head_norms or (None, None)
-        qkv_rope_into(mixed, cos, sin, q_weight, k_weight, own.layout, own.head_eps, query, key)
-        out = context.attend(self._layer_number, query, key, values_of(mixed, own.layout), own.scale)
+        rows.write(query, key)
+        out = context.attend(self._layer_number, query, key, rows.values(), own.scale)
         branch = product(out.view(N, -1), own.proj, own.biases[1])
         normed, stream, _ = rms_norm_forward(stream, own.norms[1], own.eps[1], branch.view(N, 1, C))
         gated = product(normed.view(N, C), own.fc1, own.biases[2])

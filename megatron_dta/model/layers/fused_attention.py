@@ -6,14 +6,13 @@ rotated queries are recomputed (``rematerialize``).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from dta_kernels.layers.qkv_rope import QKVLayout, qkv_rope, queries_again
+from dta_kernels.layers.qkv_rope import MixedQKV, QKVLayout, qkv_rope
 from megatron_dta.model.attention.context import check_context
 from megatron_dta.model.layers.rematerialize import call_without_keeping_input, empty_until_backward
 
@@ -52,8 +51,8 @@ class FusedSelfAttention(SelfAttention):
         mixed = call_without_keeping_input(self.linear_qkv, hidden_states)[0].flatten(0, 1)
         weights = (self.q_layernorm.weight, self.k_layernorm.weight) if self.has_norms else (None, None)
         eps = self.q_layernorm.eps if self.has_norms else 0.0
-        cos, sin = context.rotary_tables
-        query, key, value = qkv_rope(mixed, cos, sin, *weights, self.layout, eps)
+        rows = MixedQKV(mixed, *context.rotary_tables, *weights, self.layout, eps)
+        query, key, value = qkv_rope(rows)
         heads = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
         if self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(*heads, attention_mask, packed_seq_params=context)
@@ -61,7 +60,5 @@ class FusedSelfAttention(SelfAttention):
             out = self.core_attention(
                 *heads, attention_mask, attn_mask_type=self.attn_mask_type, packed_seq_params=context
             )
-        query_weight = weights[0].detach() if self.has_norms else None
-        again = partial(queries_again, mixed.detach(), cos, sin, query_weight, self.layout, eps)
-        empty_until_backward(query, out, again)
+        empty_until_backward(query, out, rows._replace(mixed=mixed.detach()).write)
         return self.linear_proj(out)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from dta_kernels.layers.partial_sums import add_partial_sums
-from dta_kernels.layers.qkv_rope import qkv_rope_into, qkv_rope_partial_gradients, queries_again, values_of
+from dta_kernels.layers.qkv_rope import MixedQKV
 from dta_kernels.layers.rms_norm import rms_norm_again, rms_norm_forward, rms_norm_partial_gradients
 from dta_kernels.layers.swiglu import swiglu_backward, swiglu_into
 from dta_kernels.layers.weight_gradients import add_weight_gradient
@@ -82,17 +82,19 @@ class FusedAutogradLayer:
         """Output [N, 1, C] of the layer for ``hidden`` [N, 1, C]."""
         return _Layer.apply(hidden, self, context) if torch.is_grad_enabled() else self.forward(hidden, context)[0]
 
+    def mixed_qkv(self, mixed: Tensor, context: AttentionContext) -> MixedQKV:
+        """``mixed`` [N, W] with the layer's norms of heads and the context's positions."""
+        return MixedQKV(mixed, *context.rotary_tables, *(self.head_norms or (None, None)), self.layout, self.head_eps)
+
     def forward(self, x: Tensor, context: SegmentContext) -> tuple[Tensor, _Kept]:
         """The layer's output, and the tensors that ``backward`` needs."""
         (N, _, C), (G, P, D) = x.shape, self.layout
-        cos, sin = context.rotary_tables
         normed, _, rstd = rms_norm_forward(x, self.norms[0], self.eps[0])
         mixed = product(normed.view(N, C), self.qkv, self.biases[0])
-        query, layer = x.new_empty(N, G * P, D), self.index - context.first_layer
-        q_weight, k_weight = self.head_norms or (None, None)
-        keys = context.own_keys(layer)
-        qkv_rope_into(mixed, cos, sin, q_weight, k_weight, self.layout, self.head_eps, query, keys)
-        out, lse = context.attend_by_kernels(layer, query, None, values_of(mixed, self.layout), self.scale)
+        rows, layer = self.mixed_qkv(mixed, context), self.index - context.first_layer
+        query = x.new_empty(N, G * P, D)
+        rows.write(query, context.own_keys(layer))
+        out, lse = context.attend_by_kernels(layer, query, None, rows.values(), self.scale)
         branch = product(out.view(N, -1), self.proj, self.biases[1])
         normed, stream, stream_rstd = rms_norm_forward(x, self.norms[1], self.eps[1], branch.view(N, 1, C))
         gated = product(normed.view(N, C), self.fc1, self.biases[2])
@@ -108,7 +110,7 @@ class FusedAutogradLayer:
         largest tensors of the pass, only the gradients by the residual stream and by the attention's output remain
         (``planning.costs.segment_bytes`` counts them).
         """
-        x, stream, mixed, gated, out = kept.x, kept.stream, kept.mixed, kept.gated, kept.out
+        x, stream, gated, out = kept.x, kept.stream, kept.gated, kept.out
         (N, _, C), layer = x.shape, self.index - context.first_layer
         qkv_bias, proj_bias, fc1_bias, fc2_bias = self.biases
         grad_rows = grad.reshape(N, C)
@@ -125,14 +127,11 @@ class FusedAutogradLayer:
         )
         del grad_normed
         grad_out = _backward(grad_stream.view(N, C), out.view(N, -1), self.proj, proj_bias).view(out.shape)
-        q_weight, k_weight = self.head_norms or (None, None)
-        query, (cos, sin) = torch.empty_like(out), context.rotary_tables
-        queries_again(mixed, cos, sin, q_weight, self.layout, self.head_eps, query)
+        rows, query = self.mixed_qkv(kept.mixed, context), torch.empty_like(out)
+        rows.write(query)
         grads = context.attention_gradients(layer, grad_out, query, out, kept.lse, self.scale)
         del query, grad_out
-        grad_mixed, head_norms = qkv_rope_partial_gradients(
-            *grads, mixed, cos, sin, q_weight, k_weight, self.layout, self.head_eps
-        )
+        grad_mixed, head_norms = rows.partial_gradients(*grads)
         del grads
         normed = torch.empty_like(x)
         rms_norm_again(x, kept.rstd, self.norms[0], normed)

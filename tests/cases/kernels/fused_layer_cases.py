@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dta_kernels.layers import reference
-from dta_kernels.layers.qkv_rope import QKVLayout, qkv_rope
-from dta_kernels.layers.rms_norm import rms_norm
-from dta_kernels.layers.swiglu import swiglu
+from dta_kernels.layers.qkv_rope import MixedQKV, QKVLayout, qkv_rope
+from dta_kernels.layers.rms_norm import rms_norm, rms_norm_again
+from dta_kernels.layers.swiglu import swiglu, swiglu_into
 
 EPS = 1e-6
 Run = Callable[..., tuple[Tensor, ...]]
@@ -46,7 +46,7 @@ def qkv_case(
     inputs += [1 + 0.3 * torch.randn(size) for _ in range(2)] if norm else []
 
     def kernel(mixed: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        return qkv_rope(mixed, cos, sin, *(weights or (None, None)), layout, EPS)
+        return qkv_rope(MixedQKV(mixed, cos, sin, *(weights or (None, None)), layout, EPS))
 
     def twin(mixed: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         return reference.qkv_rope(mixed, cos, sin, *(weights or (None, None)), groups, heads, EPS)
@@ -79,6 +79,39 @@ def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
         error = float(difference.max() / scale.clamp_min(1e-30)) if want.numel() else 0.0
         result.append(math.inf if math.isnan(error) else error)  # the largest of several is not asked with a NaN
     return result
+
+
+def check_float32(kernel: Run, twin: Run, inputs: list[Tensor], bound: float) -> None:
+    """The kernel's outputs and gradients are those of the twin in float64, and a repeat changes no bit."""
+    first, again = (outputs_and_gradients(kernel, inputs, None) for _ in range(2))
+    assert max(errors(first, outputs_and_gradients(twin, [tensor.double() for tensor in inputs], None))) < bound
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def check_recomputed_bits(
+    dtype: torch.dtype, device: torch.device | str, columns: int, width: int, layout: QKVLayout, rotated: int
+) -> None:
+    """What the backward pass recomputes equals what the forward pass gave, bit for bit."""
+    rows, (groups, heads, size) = 77, layout
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    weight = random(columns)
+    normed, residual, rstd = rms_norm(random(rows, columns), weight, EPS, random(rows, columns))
+    again = torch.empty_like(normed)
+    rms_norm_again(residual, rstd, weight, again)
+    assert torch.equal(again, normed)
+    gated = random(rows, 2 * width)
+    again = torch.empty_like(swiglu(gated))
+    swiglu_into(gated, again)
+    assert torch.equal(again, swiglu(gated))
+    mixed = random(rows, groups * (heads + 2) * size)
+    heads = MixedQKV(mixed, *tables(rows, rotated, device), random(size), random(size), layout, EPS)
+    query = qkv_rope(heads)[0]
+    again = torch.empty_like(query)
+    heads.write(again)
+    assert torch.equal(again, query)
 
 
 def mean_errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:

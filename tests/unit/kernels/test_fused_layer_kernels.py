@@ -10,15 +10,14 @@ pytest.importorskip("triton")
 from conftest import seed_all
 from dta_kernels.layers import qkv_rope as qkv_module
 from dta_kernels.layers import rms_norm as norm_module
-from dta_kernels.layers.qkv_rope import QKVLayout, qkv_rope, queries_again
-from dta_kernels.layers.rms_norm import rms_norm, rms_norm_again
-from dta_kernels.layers.swiglu import swiglu, swiglu_into
+from dta_kernels.layers.qkv_rope import MixedQKV, QKVLayout, qkv_rope
 from fused_layer_cases import (
     EPS,
     check_16_bits,
+    check_float32,
+    check_recomputed_bits,
     errors,
     norm_case,
-    outputs_and_gradients,
     qkv_case,
     swiglu_case,
     tables,
@@ -60,9 +59,7 @@ def _poisoned(monkeypatch):
 def test_float32_equals_the_twin(name):
     seed_all(list(CASES).index(name))
     make, arguments = CASES[name]
-    kernel, twin, inputs = make(*arguments)
-    wanted = outputs_and_gradients(twin, [tensor.double() for tensor in inputs], None)
-    assert max(errors(outputs_and_gradients(kernel, inputs, None), wanted)) < 1e-6
+    check_float32(*make(*arguments), 1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "none" not in name])
@@ -90,31 +87,14 @@ def test_a_residual_without_use_and_a_norm_without_use_have_their_gradients():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_computed_again_is_the_same_bit_for_bit(dtype):
     seed_all(4)
-    x, added, weight = torch.randn(7, 37, dtype=dtype), torch.randn(7, 37, dtype=dtype), torch.randn(37, dtype=dtype)
-    normed, residual, rstd = rms_norm(x, weight, EPS, added)
-    again = torch.empty_like(normed)
-    rms_norm_again(residual, rstd, weight, again)
-    assert torch.equal(again, normed)
-
-    gated = torch.randn(5, 82, dtype=dtype)
-    again = torch.empty_like(swiglu(gated))
-    swiglu_into(gated, again)
-    assert torch.equal(again, swiglu(gated))
-
-    layout = QKVLayout(2, 3, 20)
-    mixed, weights = torch.randn(9, 200, dtype=dtype), torch.randn(2, 20, dtype=dtype).unbind()
-    cos, sin = tables(9, 12)
-    query = qkv_rope(mixed, cos, sin, *weights, layout, EPS)[0]
-    again = torch.empty_like(query)
-    queries_again(mixed, cos, sin, weights[0], layout, EPS, again)
-    assert torch.equal(again, query)
+    check_recomputed_bits(dtype, "cpu", 37, 41, QKVLayout(2, 3, 20), 12)
 
 
 def test_values_are_a_view_and_one_weight_is_refused():
     seed_all(5)
     mixed, weight = torch.randn(4, 64), torch.ones(8)
-    cos, sin = tables(4, 8)
-    value = qkv_rope(mixed, cos, sin, None, None, QKVLayout(2, 2, 8))[2]
+    rows = MixedQKV(mixed, *tables(4, 8), None, None, QKVLayout(2, 2, 8), EPS)
+    value = qkv_rope(rows)[2]
     assert value.untyped_storage().data_ptr() == mixed.untyped_storage().data_ptr()
     with pytest.raises(ValueError, match="give both weights or none"):
-        qkv_rope(mixed, cos, sin, weight, None, QKVLayout(2, 2, 8))
+        qkv_rope(rows._replace(q_weight=weight))

@@ -14,8 +14,7 @@ import os
 
 from conftest import seed_all
 from dta_kernels.logprobs import fused_logits
-from dta_kernels.logprobs.linear import RowChunk, linear_logprobs
-from dta_kernels.logprobs.vocab_parallel import parallel_linear_logprobs
+from dta_kernels.logprobs.linear import RowChunk, VocabularyShard, linear_logprobs
 from linear_logprobs_cases import chunks_of
 from mesh_worker import run_on_ranks
 from tree_attention_cases import poisoned_memory
@@ -102,16 +101,15 @@ def test_large_logits_stay_finite_and_a_repeat_changes_no_bit():
 
 
 def _on_rank(rank: int, cases: list) -> list:
-    group, bounds = torch.distributed.group.WORLD, [0, 31, 75]
+    bounds = [0, 31, 75]
+    shard = VocabularyShard(bounds[rank], torch.distributed.group.WORLD)
     found = []
     for seed in cases:
         hidden, weight, edge_row, target, *upstream = random_case(seed, torch.float32)
         hidden = hidden.requires_grad_()
         part = weight[bounds[rank] : bounds[rank + 1]].clone().requires_grad_()
         chunks = [RowChunk(0, len(hidden), 0, len(target))]
-        outputs = parallel_linear_logprobs(
-            hidden, part, edge_row, target, chunks, TEMPERATURE, bounds[rank], group, fused=True
-        )
+        outputs = linear_logprobs(hidden, part, edge_row, target, chunks, TEMPERATURE, fused=True, shard=shard)
         grad_hidden, grad_weight = torch.autograd.grad(outputs, (hidden, part), upstream)
         torch.distributed.all_reduce(grad_hidden)
         found.append([x.detach() for x in (*outputs, grad_hidden, grad_weight)])

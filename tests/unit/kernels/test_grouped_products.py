@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from conftest import REPOSITORY, seed_all
 from dta_kernels.experts import grouped_products
 from dta_kernels.experts.grouped_products import MatrixTable
-from dta_kernels.experts.grouped_products_reference import PlainRows
+from dta_kernels.experts.reference import PlainRows
 from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 from grouped_rows import grouped_rows
 from tree_attention_cases import poisoned_memory

@@ -1,6 +1,4 @@
-"""Multiplies many groups of rows by a separate matrix each, in a loop over the groups: reference of the kernels.
-
-It supports any device and dtype, including float64.
+"""Plain PyTorch references of the experts' kernels, for any device and dtype: grouped products and sums of rows.
 
 Legend: R rows in all, N outputs and K inputs of a group's matrix [N, K].
 """
@@ -38,3 +36,13 @@ class PlainRows:
         groups = zip(sums_NK, grad_RN.split(self._counts), x_RK.split(self._counts), strict=True)
         for each, grad, x in groups:
             add_weight_gradient(each, grad, x)
+
+
+def sum_rows(rows_RC: Tensor, places_NK: Tensor) -> Tensor:
+    """Sums [N, C] of the K rows at each of N ``places``, in order, rounded once; without autograd."""
+    dtype = torch.promote_types(rows_RC.dtype, torch.float32)
+    first, *others = places_NK.unbind(1)
+    total = rows_RC.index_select(0, first).to(dtype)
+    for place in others:
+        total += rows_RC.index_select(0, place)
+    return total.to(rows_RC.dtype)
