@@ -169,6 +169,31 @@ def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return found
 
 
+def copy_shards(
+    model: Any, weights: dict[str, torch.Tensor], config: ModelConfig, own: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Give the model the rank's shards of the whole ``weights``, biases of experts included; ``own`` are shards."""
+    from megatron.core import parallel_state
+
+    from megatron_dta.model import current_mesh
+    from megatron_dta.parity.shards import shard_weights
+
+    mesh = current_mesh()
+    experts = {name: weight for name, weight in weights.items() if ".local_experts." in name}
+    expert_rank = parallel_state.get_expert_tensor_parallel_rank()
+    expert_size = parallel_state.get_expert_tensor_parallel_world_size()
+    shard = shard_weights(weights, config, mesh.tensor_rank, mesh.tensor_size)
+    shard |= shard_weights(experts, config, expert_rank, expert_size)
+    with torch.no_grad():
+        for name, tensor in (named_parameters(model) | expert_biases(model)).items():
+            tensor.copy_((shard | (own or {}))[name])
+
+
+def expert_biases(model: Any) -> dict[str, torch.Tensor]:
+    """The rank's biases of experts by name."""
+    return {name: b for part in model.parts for name, b in part.named_buffers() if name.endswith("expert_bias")}
+
+
 def _run_case(case: MeshCase) -> RankResult:
     from megatron.core import parallel_state
 
@@ -177,7 +202,6 @@ def _run_case(case: MeshCase) -> RankResult:
     from megatron_dta.model import build_model, current_mesh, initialize_parallel
     from megatron_dta.objectives import make_objective
     from megatron_dta.objectives.weights import count_trained
-    from megatron_dta.parity.shards import shard_weights
     from megatron_dta.training.optimizer import TrainingOptimizer
 
     device = initialize_parallel(5, case.parallel)
@@ -187,13 +211,7 @@ def _run_case(case: MeshCase) -> RankResult:
     model = build_model(case.model, device, case.parallel)
     parameters = named_parameters(model)
     result.initial = {name: p.detach().clone() for name, p in parameters.items()}
-    experts = {name: weight for name, weight in case.weights.items() if ".local_experts." in name}
-    shard = shard_weights(case.weights, case.model, mesh.tensor_rank, mesh.tensor_size)
-    shard |= shard_weights(experts, case.model, expert_tensor_rank, case.parallel.expert_tensor_size)
-    biases = {name: b for part in model.parts for name, b in part.named_buffers() if name.endswith("expert_bias")}
-    with torch.no_grad():
-        for name, parameter in (parameters | biases).items():
-            parameter.copy_(shard[name])
+    copy_shards(model, case.weights, case.model)
     optimizer = TrainingOptimizer(model, OptimizationConfig(train_iters=1, lr=1e-3), case.parallel)
     engine = TreeEngine(optimizer.chunks, case.temperature, case.tree.logprob_chunk_tokens)
     own = [case.samples[i] for i in case.partition[mesh.data_rank]]
@@ -213,7 +231,7 @@ def _run_case(case: MeshCase) -> RankResult:
     if case.sabotage != "reduction":
         optimizer.reduce_gradients()
     result.gradients = {name: p.main_grad.clone() for name, p in parameters.items() if p.requires_grad}
-    result.expert_biases = {name: bias.clone() for name, bias in biases.items()}
+    result.expert_biases = {name: bias.clone() for name, bias in expert_biases(model).items()}
     optimizer.optimizer.prepare_grads()
     result.grad_norm = float(optimizer.optimizer.get_grad_norm())
     return result

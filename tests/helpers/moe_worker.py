@@ -16,27 +16,17 @@ def sample(
     rank: int, argument: tuple[ModelConfig, ParallelConfig, dict[str, torch.Tensor], list[list[int]]]
 ) -> list[Any]:
     """Responses to this data-parallel rank's share of sequences: (sequence, tokens, logprobs)."""
-    from megatron.core import parallel_state
-
     from megatron_dta.model import build_model, current_mesh, initialize_parallel
-    from megatron_dta.parity.shards import shard_weights
     from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
     from megatron_dta.sampling.engines.interface import GenerationRequest, generate, phase
     from megatron_dta.sampling.params import SamplingParams
-    from mesh_worker import named_parameters
+    from mesh_worker import copy_shards
 
     model_config, parallel, weights, shares = argument
     device = initialize_parallel(3, parallel)
-    mesh = current_mesh()
     model = build_model(model_config, device, parallel)
-    experts = {name: weight for name, weight in weights.items() if ".local_experts." in name}
-    expert_rank = parallel_state.get_expert_tensor_parallel_rank()
-    shard = shard_weights(weights, model_config, mesh.tensor_rank, mesh.tensor_size)
-    shard |= shard_weights(experts, model_config, expert_rank, parallel.expert_tensor_size)
-    with torch.no_grad():
-        for name, parameter in named_parameters(model).items():
-            parameter.copy_(shard[name])
-    own = shares[mesh.data_rank]
+    copy_shards(model, weights, model_config)
+    own = shares[current_mesh().data_rank]
     params = SamplingParams(max_response_tokens=12, eos_id=2, seed=4)
     engine, found = InProcessEngine(model, max_requests=5), []
     for iteration in range(2):

@@ -1,4 +1,4 @@
-"""The critic on a tree: values and gradients against single sequences in float64, on meshes, and its advantages."""
+"""The critic on a tree: values and gradients against single sequences in float64, on meshes, and with experts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,35 @@ from conftest import seed_all
 from megatron_dta.config import ParallelConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.objectives import LossFields, make_value_objective
-from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
-from megatron_dta.objectives.value import explained_variance, value_loss
-from megatron_dta.rollouts import Rollout
-from mesh_worker import named_parameters, run_on_ranks
+from megatron_dta.objectives import make_value_objective
+from megatron_dta.parity import random_training_samples
+from megatron_dta.parity.plain_router import PlainRouter
+from mesh_worker import copy_shards, named_parameters, run_on_ranks
+from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED
 from objective_cases import largest_error, values_one_by_one
 from tree_engine_cases import branching_sequences, model_config, tree_config
 
 CUTS = [("dense", 9, None), ("packed", 45, None), ("dta", 5, None), ("dta", 7, 0)]
 CLIP = 0.1
+HEAD = "output_layer.weight"
+MODELS = {
+    "dense": dict(qk_layernorm=True),
+    "qwen3-experts": QWEN3_BALANCED | {"vocab_size": 8},
+    "deepseek-experts": DEEPSEEK_BALANCED | {"vocab_size": 8},
+}
 
 
-def critic_case(seed: int) -> tuple[Any, dict[str, torch.Tensor], list]:
-    from megatron_dta.parity import random_training_samples
-
-    generator = seed_all(seed)
-    samples = random_training_samples(branching_sequences(generator, count=9, longest=30), seed=seed)
-    model = model_config(qk_layernorm=True)
-    device = initialize_parallel(seed)
-    weights = {name: p.detach() for name, p in build_model(model, device, value_head=True).named_parameters()}
-    weights["output_layer.weight"] = torch.randn_like(weights["output_layer.weight"])
+def critic_case(name: str) -> tuple[Any, dict[str, torch.Tensor], list]:
+    """A model, weights (a value head that is not near 0, biases of experts that differ), samples with old values."""
+    generator = seed_all(71)
+    samples = random_training_samples(branching_sequences(generator, count=9, longest=30), seed=71)
+    model = model_config(**MODELS[name])
+    built = build_model(model, initialize_parallel(71), value_head=True)
+    weights = {name: p.detach().clone() for name, p in built.named_parameters()}
+    weights[HEAD] = torch.randn_like(weights[HEAD])
+    for name, bias in built.named_buffers():
+        if name.endswith("expert_bias"):
+            weights[name] = torch.randn_like(bias, dtype=torch.float32) / 8
     _, values = values_one_by_one(model, weights, samples)
     near = []
     for sample, value in zip(samples, values, strict=True):
@@ -45,13 +53,18 @@ def critic_case(seed: int) -> tuple[Any, dict[str, torch.Tensor], list]:
     return model, weights, near
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def case(request):
+    return critic_case(request.param)
+
+
 @pytest.fixture(scope="module")
-def case():
-    return critic_case(71)
+def dense():
+    return critic_case("dense")
 
 
 def reference(case) -> tuple[float, list[np.ndarray], dict[str, torch.Tensor]]:
-    """Loss, values and gradients of the loss written out."""
+    """Loss without the experts' auxiliary ones, values, and gradients of both, with the loss written out."""
     model, weights, samples = case
     stock, values = values_one_by_one(model, weights, samples)
     losses = []
@@ -60,16 +73,18 @@ def reference(case) -> tuple[float, list[np.ndarray], dict[str, torch.Tensor]]:
         near = old + (value - old).clamp(-CLIP, CLIP)
         losses.append(torch.maximum((value - returns) ** 2, (near - returns) ** 2) / 2)
     loss = torch.cat(losses).mean()
-    loss.backward()
-    gradients = {name: p.grad for name, p in stock.named_parameters()}
-    assert (gradients["output_layer.weight"][1:] == 0).all()
-    gradients["output_layer.weight"] = gradients["output_layer.weight"][:1]
+    routers = [module for module in stock.modules() if isinstance(module, PlainRouter)]
+    assert all(len(router.losses) == len(samples) for router in routers)
+    (loss + sum(sum(router.losses) for router in routers) / len(samples)).backward()
+    gradients = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
+    assert (gradients[HEAD][1:] == 0).all()
+    gradients[HEAD] = gradients[HEAD][:1]
     return float(loss.detach()), [value.detach().numpy() for value in values], gradients
 
 
 def critic_engine(case) -> tuple[torch.nn.Module, TreeEngine]:
     model, weights, _ = case
-    critic = build_model(model, torch.device("cpu"), value_head=True)
+    critic = build_model(model, initialize_parallel(6), value_head=True)
     critic.load_state_dict(weights)
     return critic, TreeEngine(critic, 1.0, 5)
 
@@ -86,30 +101,13 @@ def test_values_and_gradients_equal_single_sequences(case, cut):
     assert float(result.loss) == pytest.approx(loss, rel=1e-12)
     assert largest_error({name: p.grad for name, p in critic.named_parameters()}, expected) < 1e-12
     assert 0.05 < float(result.metrics["value_clip_fraction"]) < 0.95
+    if case[0].num_experts:
+        assert {"seq_load_balancing_loss", "z_loss"} <= result.metrics.keys()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_only_values_beyond_the_clip_count_as_clipped(seed):
-    """In float32 many values within the clip have, by rounding, another loss with it than without."""
-    rng = seed_all(seed)
-    inside = torch.arange(400) < 200
-    old, present, returns = (
-        torch.from_numpy(rng.uniform(-CLIP / 2, CLIP / 2, 400).astype(np.float32)) for _ in range(3)
-    )
-    present = torch.where(inside, present, old + present.sign() * CLIP * 2)
-    fields = LossFields(loss_mask=torch.ones(400, dtype=torch.bool), old_values=old, returns=returns)
-    found = value_loss(present, None, fields, value_clip=CLIP)
-    bound = old + (present - old).sign() * CLIP
-    expected = ~inside & ((bound - returns).abs() > (present - returns).abs())
-    assert found.metrics["value_clip_fraction"].tolist() == expected.tolist()
-    # Only a return beyond the value itself is farther from the bound than from the value.
-    far = value_loss(present, None, replace(fields, returns=present), value_clip=CLIP)
-    assert far.metrics["value_clip_fraction"].tolist() == (~inside).tolist()
-
-
-def test_a_sibling_changes_no_bit_of_a_value(case):
-    _, engine = critic_engine(case)
-    samples = case[2]
+def test_a_sibling_changes_no_bit_of_a_value(dense):
+    _, engine = critic_engine(dense)
+    samples = dense[2]
     changed = replace(samples[1], token_ids=np.append(samples[1].token_ids[:-1], (samples[1].token_ids[-1] + 1) % 7))
     longer = [replace(samples[0], loss_mask=np.arange(len(samples[0].token_ids)) > 0)]
     before, after = (
@@ -120,7 +118,7 @@ def test_a_sibling_changes_no_bit_of_a_value(case):
 
 
 def on_mesh(rank: int, argument: tuple) -> dict[str, Any]:
-    """Values, loss and gradients of this rank's part."""
+    """Values, loss and gradients of this rank's samples and of its share of the model."""
     from megatron_dta.config import OptimizationConfig
     from megatron_dta.model import current_mesh
     from megatron_dta.objectives.weights import count_trained
@@ -130,41 +128,52 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, Any]:
     device = initialize_parallel(5, parallel)
     mesh = current_mesh()
     critic = build_model(model, device, parallel, value_head=True)
-    from megatron_dta.parity.shards import shard_weights
-
-    trunk = {name: w for name, w in weights.items() if name != "output_layer.weight"}
-    shard = shard_weights(trunk, model, mesh.tensor_rank, mesh.tensor_size)
     size = model.hidden_size // mesh.tensor_size
     columns = slice(mesh.tensor_rank * size, (mesh.tensor_rank + 1) * size)
-    shard["output_layer.weight"] = weights["output_layer.weight"][:, columns]
-    parameters = named_parameters(critic)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(shard[name])
+    # Tensor-parallel ranks divide the value head by its columns.
+    copy_shards(critic, weights, model, own={HEAD: weights[HEAD][:, columns]})
     optimizer = TrainingOptimizer(critic, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
-    engine = TreeEngine(optimizer.chunks, 1.0, 5)
-    own = [samples[i] for i in partition[mesh.data_rank]]
+    engine, own = TreeEngine(optimizer.chunks, 1.0, 5), partition[mesh.data_rank]
     counts = count_trained([sample.num_trained for sample in samples])
-    batch = prepare_batch(own, tree_config("dta", 6), "token-mean", counts, engine.pipeline(6))
+    batch = prepare_batch([samples[i] for i in own], tree_config("dta", 6), "token-mean", counts, engine.pipeline(6))
     values = engine.compute_logprobs(batch)
     optimizer.zero_grad()
     result = engine.forward_backward(batch, make_value_objective(CLIP))
     optimizer.reduce_gradients()
-    gradients = {name: p.main_grad.clone() for name, p in parameters.items()}
+    gradients = {name: p.main_grad.clone() for name, p in named_parameters(critic).items()}
     optimizer.optimizer.prepare_grads()
-    norm = float(optimizer.optimizer.get_grad_norm())
     return {
-        "values": dict(zip(partition[mesh.data_rank], values, strict=True)),
+        "values": dict(zip(own, values, strict=True)),
         "loss": float(result.loss),
         "gradients": gradients,
-        "expected": shard,
-        "norm": norm,
-        "columns": (columns.start, columns.stop),
+        "norm": float(optimizer.optimizer.get_grad_norm()),
+        "columns": columns,
     }
 
 
+def check_ranks(case, ranks: list[dict[str, Any]]) -> dict[str, int]:
+    """Every rank found the reference; returns on how many ranks each gradient is."""
+    loss, values, expected = reference(case)
+    norm = sum(float((gradient**2).sum()) for gradient in expected.values()) ** 0.5
+    seen: dict[str, int] = {}
+    for rank in ranks:
+        assert rank["loss"] == pytest.approx(loss, rel=1e-12)
+        assert rank["norm"] == pytest.approx(norm, rel=1e-6)  # Megatron computes it in float32
+        for number, found in rank["values"].items():
+            np.testing.assert_allclose(found[case[2][number].loss_mask], values[number], rtol=1e-12, atol=1e-13)
+        for name, gradient in rank["gradients"].items():
+            whole = expected[name][:, rank["columns"]] if name == HEAD else expected[name]
+            seen[name] = seen.get(name, 0) + 1
+            if gradient.shape == whole.shape:  # the rest of a tensor group's parts is tested by its norm
+                # An expert that no token went to has a gradient of 0.
+                scale = float(whole.abs().max()) or 1.0
+                assert float((gradient - whole).abs().max()) < 1e-11 * scale, name
+    assert seen.keys() == expected.keys()
+    return seen
+
+
 @pytest.mark.parametrize(
-    ("parallel", "partition"),
+    ("parallel", "replicas"),
     [
         ({"tensor_model_parallel_size": 2}, 1),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 1),
@@ -173,116 +182,16 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, Any]:
     ],
     ids=["tensor", "sequence", "pipeline", "data"],
 )
-def test_meshes_give_the_same(case, parallel, partition, tmp_path: Path):
-    loss, values, expected = reference(case)
-    count = len(case[2])
-    parts = [list(range(count))] if partition == 1 else [list(range(3)), list(range(3, count))]
-    ranks = run_on_ranks(on_mesh, (case, ParallelConfig(**parallel), parts), 2, tmp_path / "mesh")
-    norm = sum(float((gradient**2).sum()) for gradient in expected.values()) ** 0.5
-    seen = set()
-    for rank in ranks:
-        assert rank["loss"] == pytest.approx(loss, rel=1e-12)
-        assert rank["norm"] == pytest.approx(norm, rel=1e-6)  # Megatron computes it in float32
-        for number, found in rank["values"].items():
-            np.testing.assert_allclose(found[case[2][number].loss_mask], values[number], rtol=1e-12, atol=1e-13)
-        for name, gradient in rank["gradients"].items():
-            whole = expected[name]
-            if name == "output_layer.weight":
-                whole = whole[:, slice(*rank["columns"])]
-            seen.add(name)
-            if gradient.shape == whole.shape:  # the rest of a tensor group's parts is tested by its norm
-                torch.testing.assert_close(gradient, whole, rtol=1e-11, atol=1e-13)
-    assert seen == expected.keys()
+def test_meshes_give_the_same(dense, parallel, replicas, tmp_path: Path):
+    count = len(dense[2])
+    parts = [list(range(count))] if replicas == 1 else [list(range(3)), list(range(3, count))]
+    check_ranks(dense, run_on_ranks(on_mesh, (dense, ParallelConfig(**parallel), parts), 2, tmp_path / "mesh"))
 
 
-# -------------------------------------------------------------------------------------------------------- advantages
-
-
-def slow_advantages(rewards, values, mask, gamma, lam):
-    """From the definition: A_t = sum over later deltas, each discounted."""
-    trained = np.flatnonzero(mask)
-    advantages = np.zeros(len(mask))
-    for i, t in enumerate(trained):
-        for k in range(i, len(trained)):
-            after = values[trained[k + 1]] if k + 1 < len(trained) else 0.0
-            delta = rewards[trained[k]] + gamma * after - values[trained[k]]
-            advantages[t] += (gamma * lam) ** (k - i) * delta
-    return advantages
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.5, 0.0)])
-def test_advantages_by_the_definition(seed, gamma, lam):
-    rng = seed_all(seed)
-    masks = [rng.random(rng.integers(1, 14)) < 0.6 for _ in range(7)]
-    rewards = [np.where(mask, rng.normal(size=len(mask)), np.nan) for mask in masks]
-    values = [np.where(mask, rng.normal(size=len(mask)), np.nan) for mask in masks]
-    found, returns = generalized_advantages(rewards, values, masks, gamma, lam)
-    for a, r, reward, value, mask in zip(found, returns, rewards, values, masks, strict=True):
-        expected = slow_advantages(reward, value, mask, gamma, lam)
-        np.testing.assert_allclose(a, expected, rtol=1e-12, atol=1e-12)
-        np.testing.assert_allclose(r[mask], expected[mask] + value[mask], rtol=1e-12, atol=1e-12)
-        assert (r[~mask] == 0).all()
-
-
-def test_rewards_come_with_trained_tokens():
-    mask = np.array([0, 0, 1, 1, 0, 0, 1, 0], bool)
-    plain = Rollout(np.arange(8), mask, reward=2.5)
-    np.testing.assert_array_equal(token_rewards(plain), [0, 0, 0, 0, 0, 0, 2.5, 0])
-    turns = Rollout(
-        np.arange(8),
-        mask,
-        reward=3.5,
-        segment_ends=[2, 4, 8],
-        branches=[0, 0, 0],
-        segment_rewards=[0.5, 1.0, 2.0],
-    )
-    # What came before the first trained token is received with it.
-    np.testing.assert_array_equal(token_rewards(turns), [0, 0, 0.5, 1.0, 0, 0, 2.0, 0])
-    # Where segments follow each other without a pause, a reward does not slip to the next segment's first token.
-    sampled = Rollout(
-        np.arange(8),
-        np.arange(8) >= 2,
-        reward=3.5,
-        segment_ends=[3, 5, 8],
-        branches=[0, 0, 0],
-        segment_rewards=[0.5, 1.0, 2.0],
-    )
-    np.testing.assert_array_equal(token_rewards(sampled), [0, 0, 0.5, 0, 1.0, 0, 0, 2.0])
-
-
-def test_whitened_advantages_have_mean_0_and_variance_1():
-    rng = seed_all(3)
-    masks = [rng.random(20) < 0.5 for _ in range(6)]
-    advantages = [rng.normal(3, 5, size=20) for _ in masks]
-    white = whiten(advantages, masks)
-    values = np.concatenate([w[m] for w, m in zip(white, masks, strict=True)])
-    assert values.mean() == pytest.approx(0, abs=1e-12)
-    assert values.std() == pytest.approx(1, rel=1e-6)
-    assert all((w[~m] == 0).all() for w, m in zip(white, masks, strict=True))
-
-
-def test_equal_advantages_whiten_to_nothing():
-    """Of equal large values the mean is off by rounding, which must not become a signal."""
-    rng = seed_all(9)
-    for _ in range(300):
-        value, count = 10 ** rng.uniform(-3, 12), int(rng.integers(2, 60))
-        advantages = [np.full(int(length), value) for length in rng.integers(1, 30, count)]
-        white = whiten(advantages, [np.ones(len(each), bool) for each in advantages])
-        assert all((each == 0).all() for each in white)
-    # A small spread is one, though.
-    white = whiten([np.array([1e6, 1e6 + 1e-3])], [np.ones(2, bool)])
-    np.testing.assert_allclose(white[0], [-1, 1], rtol=1e-2)
-
-
-def test_explained_variance_by_the_definition():
-    rng = seed_all(4)
-    returns, values = rng.normal(size=50), rng.normal(size=50)
-    means = {
-        "return": returns.mean(),
-        "squared_return": (returns**2).mean(),
-        "value_error": (values - returns).mean(),
-        "squared_value_error": ((values - returns) ** 2).mean(),
-    }
-    assert explained_variance(means) == pytest.approx(1 - (returns - values).var() / returns.var())
-    assert explained_variance({**means, "return": 0.3, "squared_return": 0.3**2}) == 0
+@pytest.mark.parametrize(("model", "cut"), [("qwen3-experts", 4), ("deepseek-experts", 9)], ids=["uneven", "one idle"])
+def test_divided_experts_give_the_same(model, cut, tmp_path: Path):
+    case = critic_case(model)
+    parts = [list(range(cut)), list(range(cut, len(case[2])))]
+    parallel = ParallelConfig(expert_model_parallel_size=2)
+    seen = check_ranks(case, run_on_ranks(on_mesh, (case, parallel, parts), 2, tmp_path / "mesh"))
+    assert {times for name, times in seen.items() if ".local_experts." in name} == {1}

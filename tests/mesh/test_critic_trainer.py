@@ -1,4 +1,4 @@
-"""PPO and DPO on several processes: the metrics of one process; checkpoints with a critic that move between meshes."""
+"""PPO and DPO on several processes, also with experts: one process's metrics; checkpoints that move between meshes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from pathlib import Path
 import pytest
 
 from conftest import seed_all
-from critic_trainer_cases import OWN, PPO
 from megatron_dta.rollouts import write_rollouts
-from mesh_trainer_cases import SHAPE, SHARDED, _rows, train_on_rank
+from mesh_trainer_cases import OWN, SHAPE, SHARDED, _rows, train_on_rank
 from mesh_worker import run_on_ranks
+from moe_trainer_cases import EXPERTS
 from trainer_cases import make_rollouts
 
+PPO = (
+    "--objective ppo --old-logprobs recompute --use-tis --kl-coef 0.1 --ppo-epochs 2 --shared-token-ownership first "
+    "--critic-lr 5e-3"
+)
 DPO = "--objective dpo --dpo-pairs all"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--pipeline-model-parallel-size 2"
+EP = "--expert-model-parallel-size 2"
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +32,16 @@ def folder(tmp_path_factory) -> Path:
         f"{SHAPE} --make-vocab-size-divisible-by 2 --global-batch-size 8 --tree-segment-tokens 7 "
         f"--rollouts {path}/train.jsonl"
     )
-    start = f"{common} {PPO} --train-iters 1 --save {path}/start"
+    moe = f"{EXPERTS} {PPO}"
 
     def job(name: str, flags: str, objective: str = PPO, iters: int = 4) -> tuple[str, None]:
-        weights = f"--load {path}/start --finetune" + (f" --critic-load {path}/start" if objective == PPO else "")
+        start = path / ("start-moe" if objective == moe else "start")
+        weights = f"--load {start} --finetune" + ("" if objective == DPO else f" --critic-load {start}")
         return f"{common} {objective} {flags} {weights} --train-iters {iters} --save {path}/{name}", None
 
-    ones = [(start, None), job("ppo-1", ""), job("dpo-1", "", DPO)]
+    ones = [(f"{common} {PPO} --train-iters 1 --save {path}/start", None), job("ppo-1", ""), job("dpo-1", "", DPO)]
+    ones += [(f"{common} {moe} --train-iters 1 --save {path}/start-moe", None), job("moe-1", "", moe)]
+    ones += [job("moe-moved", "", moe, iters=2)]
     twos = [
         job("ppo-tp", TP),
         job("ppo-pp", PP),
@@ -44,13 +52,18 @@ def folder(tmp_path_factory) -> Path:
         job("ppo-moved", PP),
         job("dpo-dp", "", DPO),
         job("dpo-pp", PP, DPO),
+        job("moe-ep", EP, moe),
+        job("moe-cut", f"{EP} {SHARDED}", moe, iters=2),
+        job("moe-cut", f"{EP} {SHARDED}", moe),
+        job("moe-dp", f"{EP} {SHARDED}", moe),
+        job("moe-moved", EP, moe),
     ]
     for jobs, world_size in ((ones, 1), (twos, 2)):
         run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}")
     return path
 
 
-@pytest.mark.parametrize("name", ["ppo-tp", "ppo-pp", "ppo-dp", "ppo-moved", "dpo-dp", "dpo-pp"])
+@pytest.mark.parametrize("name", ["ppo-tp", "ppo-pp", "ppo-dp", "ppo-moved", "dpo-dp", "dpo-pp", "moe-ep", "moe-moved"])
 def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
     expected, found = _rows(folder / f"{name[:3]}-1"), _rows(folder / name)
     assert len(found) == 4
@@ -58,9 +71,12 @@ def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
         assert left.keys() == right.keys()
         for key in left.keys() - OWN:
             assert right[key] == pytest.approx(left[key], rel=2e-3, abs=2e-5), (name, key)
+    if name.startswith("moe"):
+        assert {"critic_seq_load_balancing_loss", "critic_z_loss"} <= found[0].keys()
     if name.startswith("ppo"):
         assert {"value_loss", "explained_variance", "tis_weight", "sampler_probability_ratio"} <= found[0].keys()
 
 
-def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(folder: Path) -> None:
-    assert _rows(folder / "ppo-cut") == _rows(folder / "ppo-dp")
+@pytest.mark.parametrize("objective", ["ppo", "moe"])
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(folder: Path, objective: str) -> None:
+    assert _rows(folder / f"{objective}-cut") == _rows(folder / f"{objective}-dp")

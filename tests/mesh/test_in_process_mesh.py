@@ -1,4 +1,4 @@
-"""The in-process engine on meshes gives the samples of one process, also when requests lose their pages."""
+"""The in-process engine on meshes gives the samples of one process, also with drafts and when requests lose pages."""
 
 from __future__ import annotations
 
@@ -9,40 +9,38 @@ import numpy as np
 import torch
 
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.parity.shards import shard_weights
-from mesh_worker import named_parameters, run_on_ranks
+from mesh_worker import copy_shards, named_parameters, run_on_ranks
 from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import SHAPES, make_model, sampling_config
+from speculation_exact_cases import suffix_drafting
 
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
+DRIVE = Drive(seed=12, prompts=3, depth=2)
 
 
 @dataclass(frozen=True)
 class MeshJob:
-    model: ModelConfig
     parallel: ParallelConfig
-    weights: dict[str, torch.Tensor]
     settings: dict[str, Any]
-    drive: Drive
+    drafts: bool = False
 
 
-def forest_on_rank(rank: int, jobs: dict[str, MeshJob]) -> dict[str, Any]:
+def forest_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor], dict[str, MeshJob]]) -> dict:
     from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
 
+    config, weights, jobs = argument
     found = {}
     for name, job in jobs.items():
         destroy_parallel()
-        model = build_model(job.model, initialize_parallel(5, job.parallel), job.parallel)
-        mesh = current_mesh()
-        shard = shard_weights(job.weights, job.model, mesh.tensor_rank, mesh.tensor_size)
-        with torch.no_grad():
-            for parameter_name, parameter in named_parameters(model).items():
-                parameter.copy_(shard[parameter_name])
+        model = build_model(config, initialize_parallel(5, job.parallel), job.parallel)
+        copy_shards(model, weights, config)
         # Each replica calls in an order of its own.
-        drive = replace(job.drive, order=job.drive.order + mesh.data_rank)
-        engine = started(model, **job.settings)
+        drive = replace(DRIVE, order=DRIVE.order + current_mesh().data_rank)
+        engine = started(model, **job.settings, drafting=suffix_drafting() if job.drafts else None)
         forest = run_forest(engine, drive)
         engine.start(NEVER, 4)
+        if job.drafts:
+            engine.update_weights(1)
         found[name] = (forest, run_long(engine), engine.statistics())
     return found
 
@@ -51,8 +49,7 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
     config = sampling_config(**GROUPED, num_layers=4)
     whole = make_model(9, **GROUPED, num_layers=4)
     weights = {name: p.detach().clone() for name, p in named_parameters(whole).items()}
-    drive = Drive(seed=12, prompts=3, depth=2)
-    expected, expected_long = run_forest(started(whole), drive), run_long(started(whole, NEVER))
+    expected, expected_long = run_forest(started(whole), DRIVE), run_long(started(whole, NEVER))
     tensor = dict(tensor_model_parallel_size=2)
     stages = dict(pipeline_model_parallel_size=2)
     meshes = {
@@ -63,15 +60,16 @@ def test_meshes_give_the_samples_of_one_process(tmp_path):
         "pp2-vpp2": ParallelConfig(**stages, num_virtual_stages_per_pipeline_rank=2),
         "dp2": ParallelConfig(),
     }
-    small = SETTINGS["small pool"]
-    jobs = {name: MeshJob(config, parallel, weights, small, drive) for name, parallel in meshes.items()}
-    ranks = run_on_ranks(forest_on_rank, jobs, 2, tmp_path / "mesh")
-    for name in meshes:
+    jobs = {name: MeshJob(parallel, SETTINGS["small pool"]) for name, parallel in meshes.items()}
+    # Ranks draft alike, after each has measured its own passes too.
+    jobs |= {f"{name} drafts": MeshJob(meshes[name], SETTINGS["small pages"], True) for name in ("tp2", "pp2")}
+    ranks = run_on_ranks(forest_on_rank, (config, weights, jobs), 2, tmp_path / "mesh")
+    for name, job in jobs.items():
         for rank in ranks:
             found, found_long, statistics = rank[name]
             assert_same(found, expected, 1e-12)
             assert_same(found_long, expected_long, 1e-12)
-            assert statistics["preemptions"] > 0
+            assert statistics["accepted_drafts" if job.drafts else "preemptions"] > 0
         if name != "dp2":
             counts = [{k: v for k, v in rank[name][2].items() if k != "seconds"} for rank in ranks]
             assert counts[0] == counts[1]

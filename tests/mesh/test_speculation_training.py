@@ -1,12 +1,10 @@
-"""A training run with speculation is the run without it: rollouts, weights, metrics; on meshes, resumed, with trees."""
+"""A training run with speculation is the run without it: rollouts, weights, metrics; resumed, with trees."""
 
 from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,21 +12,17 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.config.speculation import SpeculationConfig
-from megatron_dta.parity.shards import shard_weights
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.degenerate import degenerate_length
-from mesh_worker import named_parameters, run_on_ranks
-from rollout_forest import NEVER, SETTINGS, Drive, assert_same, run_forest, run_long, started
+from mesh_worker import run_on_ranks
+from rollout_forest import started
 from rollout_runs import Runs, weights_of
 from rollout_runs import assert_same as assert_same_weights
-from sampling_cases import SHAPES, make_model, sampling_config
+from sampling_cases import make_model
 from speculation_exact_cases import suffix_drafting
 from speculation_training_cases import DATA_PARALLEL, TREES
-
-GROUPED = SHAPES["grouped queries, QK-norm, untied"]
 
 
 def records(path: Path) -> tuple[list[dict], list[dict]]:
@@ -83,54 +77,6 @@ def test_trees_are_in_the_checkpoint(tmp_path: Path) -> None:
         tokens = [t.source.timing()["speculation_drafter_tokens"] for t in (whole, trainer)]
         assert tokens[0] == tokens[1] > stored
     assert records(tmp_path / "whole" / "metrics.jsonl")[0] == records(tmp_path / "parts" / "metrics.jsonl")[0]
-
-
-@dataclass(frozen=True)
-class MeshJob:
-    model: ModelConfig
-    parallel: ParallelConfig
-    weights: dict[str, torch.Tensor]
-    drive: Drive
-
-
-def forest_on_rank(rank: int, jobs: dict[str, MeshJob]) -> dict[str, Any]:
-    from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
-
-    found = {}
-    for name, job in jobs.items():
-        destroy_parallel()
-        model = build_model(job.model, initialize_parallel(5, job.parallel), job.parallel)
-        mesh = current_mesh()
-        shard = shard_weights(job.weights, job.model, mesh.tensor_rank, mesh.tensor_size)
-        with torch.no_grad():
-            for parameter_name, parameter in named_parameters(model).items():
-                parameter.copy_(shard[parameter_name])
-        engine = started(model, **SETTINGS["small pages"], drafting=suffix_drafting())
-        forest = run_forest(engine, job.drive)
-        engine.start(NEVER, 4)
-        engine.update_weights(1)
-        found[name] = (forest, run_long(engine), engine.statistics())
-    return found
-
-
-def test_meshes(tmp_path: Path) -> None:
-    """Tensor- and pipeline-parallel ranks draft alike, after each has measured its own passes too."""
-    whole = make_model(9, **GROUPED, num_layers=4)
-    weights = {name: p.detach().clone() for name, p in named_parameters(whole).items()}
-    drive = Drive(seed=12, prompts=3, depth=2)
-    expected, expected_long = run_forest(started(whole), drive), run_long(started(whole, NEVER))
-    meshes = {"tp2": dict(tensor_model_parallel_size=2), "pp2": dict(pipeline_model_parallel_size=2)}
-    config = sampling_config(**GROUPED, num_layers=4)
-    jobs = {name: MeshJob(config, ParallelConfig(**sizes), weights, drive) for name, sizes in meshes.items()}
-    ranks = run_on_ranks(forest_on_rank, jobs, 2, tmp_path / "mesh")
-    for name in meshes:
-        for rank in ranks:
-            found, found_long, statistics = rank[name]
-            assert_same(found, expected, 1e-12)
-            assert_same(found_long, expected_long, 1e-12)
-            assert statistics["accepted_drafts"] > 0
-        counts = [{k: v for k, v in rank[name][2].items() if k != "seconds"} for rank in ranks]
-        assert counts[0] == counts[1]
 
 
 def test_stop_of_degenerate_responses() -> None:

@@ -241,18 +241,14 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, dict]:
     from megatron_dta.config import OptimizationConfig
     from megatron_dta.model import current_mesh, initialize_parallel
     from megatron_dta.objectives.weights import count_trained
-    from megatron_dta.parity.shards import shard_weights
     from megatron_dta.training.optimizer import TrainingOptimizer
-    from mesh_worker import named_parameters
+    from mesh_worker import copy_shards
 
     (model, weights, samples), parallel, partition, settings = argument
     device = initialize_parallel(5, parallel)
     mesh = current_mesh()
     tree_model = build_model(model, device, parallel)
-    shard = shard_weights(weights, model, mesh.tensor_rank, mesh.tensor_size)
-    with torch.no_grad():
-        for name, parameter in named_parameters(tree_model).items():
-            parameter.copy_(shard[name])
+    copy_shards(tree_model, weights, model)
     optimizer = TrainingOptimizer(tree_model, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
     engine = TreeEngine(optimizer.chunks, TEMPERATURE, 5)
     own = partition[mesh.data_rank]

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from critic_trainer_cases import OWN
 from megatron_dta.planning import cut_mini_batches
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.training.data.step import split_groups
-from mesh_trainer_cases import SHARDED, _rows, train_on_rank
+from mesh_trainer_cases import OWN, SHARDED, _rows, train_on_rank
 from mesh_worker import run_on_ranks
 from partition_cases import WHOLE_COSTS, cost, counts, turns_forest
 from trainer_cases import VOCABULARY, make_trainer

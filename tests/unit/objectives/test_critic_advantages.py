@@ -1,0 +1,126 @@
+"""The critic's advantages, returns and metrics by their definitions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import seed_all
+from megatron_dta.objectives import LossFields
+from megatron_dta.objectives.gae import generalized_advantages, token_rewards, whiten
+from megatron_dta.objectives.value import explained_variance, value_loss
+from megatron_dta.rollouts import Rollout
+
+CLIP = 0.1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_only_values_beyond_the_clip_count_as_clipped(seed):
+    """In float32 many values within the clip have, by rounding, another loss with it than without."""
+    rng = seed_all(seed)
+    inside = torch.arange(400) < 200
+    old, present, returns = (
+        torch.from_numpy(rng.uniform(-CLIP / 2, CLIP / 2, 400).astype(np.float32)) for _ in range(3)
+    )
+    present = torch.where(inside, present, old + present.sign() * CLIP * 2)
+    fields = LossFields(loss_mask=torch.ones(400, dtype=torch.bool), old_values=old, returns=returns)
+    found = value_loss(present, None, fields, value_clip=CLIP)
+    bound = old + (present - old).sign() * CLIP
+    expected = ~inside & ((bound - returns).abs() > (present - returns).abs())
+    assert found.metrics["value_clip_fraction"].tolist() == expected.tolist()
+    # Only a return beyond the value itself is farther from the bound than from the value.
+    far = value_loss(present, None, replace(fields, returns=present), value_clip=CLIP)
+    assert far.metrics["value_clip_fraction"].tolist() == (~inside).tolist()
+
+
+def slow_advantages(rewards, values, mask, gamma, lam):
+    """From the definition: A_t = sum over later deltas, each discounted."""
+    trained = np.flatnonzero(mask)
+    advantages = np.zeros(len(mask))
+    for i, t in enumerate(trained):
+        for k in range(i, len(trained)):
+            after = values[trained[k + 1]] if k + 1 < len(trained) else 0.0
+            delta = rewards[trained[k]] + gamma * after - values[trained[k]]
+            advantages[t] += (gamma * lam) ** (k - i) * delta
+    return advantages
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.5, 0.0)])
+def test_advantages_by_the_definition(seed, gamma, lam):
+    rng = seed_all(seed)
+    masks = [rng.random(rng.integers(1, 14)) < 0.6 for _ in range(7)]
+    rewards = [np.where(mask, rng.normal(size=len(mask)), np.nan) for mask in masks]
+    values = [np.where(mask, rng.normal(size=len(mask)), np.nan) for mask in masks]
+    found, returns = generalized_advantages(rewards, values, masks, gamma, lam)
+    for a, r, reward, value, mask in zip(found, returns, rewards, values, masks, strict=True):
+        expected = slow_advantages(reward, value, mask, gamma, lam)
+        np.testing.assert_allclose(a, expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(r[mask], expected[mask] + value[mask], rtol=1e-12, atol=1e-12)
+        assert (r[~mask] == 0).all()
+
+
+def test_rewards_come_with_trained_tokens():
+    mask = np.array([0, 0, 1, 1, 0, 0, 1, 0], bool)
+    plain = Rollout(np.arange(8), mask, reward=2.5)
+    np.testing.assert_array_equal(token_rewards(plain), [0, 0, 0, 0, 0, 0, 2.5, 0])
+    turns = Rollout(
+        np.arange(8),
+        mask,
+        reward=3.5,
+        segment_ends=[2, 4, 8],
+        branches=[0, 0, 0],
+        segment_rewards=[0.5, 1.0, 2.0],
+    )
+    # What came before the first trained token is received with it.
+    np.testing.assert_array_equal(token_rewards(turns), [0, 0, 0.5, 1.0, 0, 0, 2.0, 0])
+    # Where segments follow each other without a pause, a reward does not slip to the next segment's first token.
+    sampled = Rollout(
+        np.arange(8),
+        np.arange(8) >= 2,
+        reward=3.5,
+        segment_ends=[3, 5, 8],
+        branches=[0, 0, 0],
+        segment_rewards=[0.5, 1.0, 2.0],
+    )
+    np.testing.assert_array_equal(token_rewards(sampled), [0, 0, 0.5, 0, 1.0, 0, 0, 2.0])
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1():
+    rng = seed_all(3)
+    masks = [rng.random(20) < 0.5 for _ in range(6)]
+    advantages = [rng.normal(3, 5, size=20) for _ in masks]
+    white = whiten(advantages, masks)
+    values = np.concatenate([w[m] for w, m in zip(white, masks, strict=True)])
+    assert values.mean() == pytest.approx(0, abs=1e-12)
+    assert values.std() == pytest.approx(1, rel=1e-6)
+    assert all((w[~m] == 0).all() for w, m in zip(white, masks, strict=True))
+
+
+def test_equal_advantages_whiten_to_nothing():
+    """Of equal large values the mean is off by rounding, which must not become a signal."""
+    rng = seed_all(9)
+    for _ in range(300):
+        value, count = 10 ** rng.uniform(-3, 12), int(rng.integers(2, 60))
+        advantages = [np.full(int(length), value) for length in rng.integers(1, 30, count)]
+        white = whiten(advantages, [np.ones(len(each), bool) for each in advantages])
+        assert all((each == 0).all() for each in white)
+    # A small spread is one, though.
+    white = whiten([np.array([1e6, 1e6 + 1e-3])], [np.ones(2, bool)])
+    np.testing.assert_allclose(white[0], [-1, 1], rtol=1e-2)
+
+
+def test_explained_variance_by_the_definition():
+    rng = seed_all(4)
+    returns, values = rng.normal(size=50), rng.normal(size=50)
+    means = {
+        "return": returns.mean(),
+        "squared_return": (returns**2).mean(),
+        "value_error": (values - returns).mean(),
+        "squared_value_error": ((values - returns) ** 2).mean(),
+    }
+    assert explained_variance(means) == pytest.approx(1 - (returns - values).var() / returns.var())
+    assert explained_variance({**means, "return": 0.3, "squared_return": 0.3**2}) == 0
