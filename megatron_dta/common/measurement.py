@@ -1,4 +1,4 @@
-"""A benchmark's results with what they were measured on, in a file after each of them: a crash loses nothing."""
+"""Collects a benchmark's results and writes them to a file after each one, so that a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_dta.common.command_line import json_text
 
 
 def measured_on(what: str, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """What every file of results begins with: hardware, versions, date, command, commit and settings."""
+    """The head of a result file: hardware, versions, date, command, commit and settings."""
     return {
         "what": what,
         "hardware": _hardware(device),
@@ -30,7 +30,7 @@ def measured_on(what: str, settings: dict[str, Any], device: torch.device) -> di
 
 
 class Report:
-    """Results so far, in a file after each of them."""
+    """The results so far; every new row is printed and written to ``output``."""
 
     def __init__(self, what: str, settings: dict[str, Any], device: torch.device, output: Path | None) -> None:
         self.output = output
@@ -50,10 +50,10 @@ class Report:
             temporary.replace(self.output)
 
     def attempt(self, names: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Add what ``measure`` finds; one that cannot run leaves its reason, and the rest goes on."""
+        """Add the row that ``measure`` returns, or its error if it raises; returns the row or None."""
         try:
             row = {**names, **measure()}
-        except Exception as error:  # whatever a compiler or a library raises
+        except Exception as error:  # compilers and libraries raise many types
             self.add({**names, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]})
             return None
         self.add(row)

@@ -1,7 +1,7 @@
-"""JSONL: one JSON object per line, its keys the names of the record's fields; blank lines are passed over.
+"""Reads and writes rollouts as JSONL: one JSON object per line, whose keys are fields of the record.
 
-float32 values are written with all the digits of their double, so that reading them back rounds to the very same
-float32; NaN and infinities, which JSON does not have, are neither written nor accepted.
+Blank lines are skipped. float32 values are written with all digits of their double, so reading gives the same float32.
+NaN and infinities, which JSON lacks, are neither written nor accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_dta.rollouts.record import (
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Rollout]]:
-    """Yields (line, rollout), lines counted from 1; ``InputError`` at the first bad line."""
+    """Yield (line, rollout), with lines counted from 1; raises ``InputError`` at the first invalid line."""
     with path.open("rb") as file:
         for row, line in enumerate(file, start=1):
             if line.isspace():
@@ -37,7 +37,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Rollout]]:
 
 
 def write_jsonl(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """One line per rollout; fields that are None are left out."""
+    """Write one line per rollout, without the fields that are None."""
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for rollout in rollouts:
             file.write(json.dumps(_fields(rollout), allow_nan=False, separators=(", ", ": ")) + "\n")
@@ -61,7 +61,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """The JSON object of one line, its keys checked."""
+    """The JSON object of one line, with checked keys."""
     try:
         record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys)
     except InputError:

@@ -1,4 +1,4 @@
-"""Loads and writes rollout files; the suffix determines the format, and a file is checked completely before use."""
+"""Loads and writes rollout files; the suffix selects the format, and a file is checked completely before use."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ def load_rollouts(
     max_length: int | None = None,
     require: Collection[str] = (),
 ) -> list[Rollout]:
-    """The rollouts of a ``.jsonl``, ``.parquet`` or ``.npz`` file, all of it checked before the first is returned.
+    """Load a ``.jsonl``, ``.parquet`` or ``.npz`` file; all of it is checked first.
 
-    sample_granularity: "trajectory", one sample per stored row, or "turn", one per run of trained tokens.
-    vocab_size: token ids at or above it are refused. max_length: longer samples are cut there; those left without a
-    trained token are dropped, which is logged. max_sequences: keep only this many of the remaining samples.
-    require: fields without which the objective cannot train, ``"reward|advantages"`` meaning either.
+    Args:
+        sample_granularity: "trajectory", one sample per stored row, or "turn", one per run of trained tokens.
+        vocab_size: token ids at or above it are refused.
+        max_sequences: keep only the first samples.
+        max_length: longer samples are cut; samples left without a trained token are dropped, which is logged.
+        require: fields that the objective needs; ``"reward|advantages"`` asks for either.
 
-    Raises ``InputError`` naming the file, the row (from 1; the line of a JSONL file), the field and the reason.
+    Raises:
+        InputError: names the file, the row (from 1; the line of a JSONL file), the field and the reason.
     """
     path = Path(path)
     if sample_granularity not in SAMPLE_GRANULARITIES:
@@ -47,7 +50,7 @@ def load_rollouts(
     rows = untrained = 0
     rewards: dict[tuple[str, str], tuple[float, int]] = {}
     nodes = NodeCheck()
-    # The loop goes to the end of the file even when max_sequences is reached: a bad last row must stop the run now.
+    # The loop reads the whole file even after max_sequences, so that an invalid last row stops the run now.
     for row, rollout, turns in _records(path):
         rows += 1
         try:
@@ -79,9 +82,9 @@ def load_rollouts(
 
 
 def write_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
-    """Write ``rollouts`` as ``.jsonl`` or ``.parquet``, by the suffix; the file appears only once it is complete.
+    """Write a ``.jsonl`` or ``.parquet`` file, by the suffix; it appears only when it is complete.
 
-    Reading it back gives the same records bit for bit.
+    Reading it gives the same records bit for bit.
     """
     path = Path(path)
     if not rollouts:
@@ -89,7 +92,7 @@ def write_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
     if path.suffix == ".jsonl":
         write_jsonl(path, rollouts)
     elif path.suffix == ".parquet":
-        # pyarrow takes half a second to import: only where it is used.
+        # Imported on use, because pyarrow takes half a second.
         from megatron_dta.rollouts.parquet import write_parquet
 
         write_parquet(path, rollouts)
@@ -98,7 +101,7 @@ def write_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> None:
 
 
 def _records(path: Path) -> Iterator[tuple[int, Rollout, np.ndarray | None]]:
-    """(row, rollout, turns or None where the loss mask tells them) of any form of file."""
+    """Yield (row, rollout, turns); turns are None if they follow from the loss mask."""
     if path.suffix not in (".jsonl", ".parquet", ".npz"):
         raise InputError(f"{path}: rollouts are read from .jsonl, .parquet or .npz, not '{path.suffix}'")
     if not path.exists():
@@ -118,7 +121,7 @@ def _records(path: Path) -> Iterator[tuple[int, Rollout, np.ndarray | None]]:
 
 
 def _check_one_reward(rollout: Rollout, row: int, rewards: dict[tuple[str, str], tuple[float, int]]) -> None:
-    """Samples of one trajectory count once in their group, so they must agree on the reward."""
+    """Refuse samples of one trajectory with different rewards, since they count once in their group."""
     if rollout.trajectory_id is None or rollout.reward is None or rollout.advantages is not None:
         return
     reward, first = rewards.setdefault((rollout.group_id, rollout.trajectory_id), (rollout.reward, row))

@@ -1,13 +1,13 @@
-"""The compact ``.npz`` form of stored trajectories: all sequences in one array, trained spans as begin and end.
+"""Reads the compact ``.npz`` form of trajectories: all sequences in one array, trained spans as begin and end.
 
     tokens     int [T]    all sequences one after another        span_off  int [S+1]   spans of sequence i: rows
     offsets    int [S+1]  sequence i = offsets[i] : offsets[i+1]                       span_off[i] : span_off[i+1]
     group      int [S]    prompt of sequence i                   span_beg  int [P]     first trained token of the span
     reward     float [S]  NaN where unknown                      span_end  int [P]     one past its last
 
-Optional: ``group_names`` [G] strings; ``turn`` [S] with ``model`` and ``trial`` [S], where a file stores the turns of
-one trajectory as sequences of their own (its rows of equal group, model and trial are then one trajectory). Other
-members are not read. Arrays of Python objects, which NumPy would unpickle, are refused.
+Optional: ``group_names`` [G] strings; ``turn``, ``model``, ``trial`` [S] in files that store each turn as a sequence:
+sequences with equal group, model and trial are then one trajectory. Other members are not read. Arrays of Python
+objects, which NumPy would unpickle, are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPTIONAL_KINDS = {"group_names": "U", "turn": "iu", "model": "iu", "trial": "iu
 
 
 def read_npz(path: Path) -> Iterator[tuple[int, Rollout, np.ndarray]]:
-    """Yields (row, rollout, turns [n, 2]), rows counted from 1; ``InputError`` at what is missing or inconsistent."""
+    """Yield (row, rollout, turns [n, 2]), with rows counted from 1; raises ``InputError`` for an inconsistent file."""
     arrays = _load_arrays(path)
     try:
         _check_arrays(arrays)
@@ -73,7 +73,7 @@ def _load_arrays(path: Path) -> dict[str, np.ndarray]:
                     arrays[name] = archive[name]
     except InputError:
         raise
-    except Exception as error:  # a damaged archive fails in zipfile, zlib, lzma, struct and NumPy's header parser alike
+    except Exception as error:  # zipfile, zlib, lzma, struct and NumPy's header parser raise on damaged archives
         reason = printable(str(error).split("\n")[0], limit=160)
         raise InputError(f"{path}: field '{name}': cannot be read (damaged, or not a plain array): {reason}") from None
     return arrays
@@ -131,7 +131,7 @@ def _trajectory_id(arrays: dict[str, np.ndarray], i: int, group_id: str) -> str 
 
 
 def _mask(turns: np.ndarray, length: int) -> np.ndarray:
-    """bool [length] from the spans [n, 2] of one sequence, which must be in order, not empty and not overlap."""
+    """bool [length] from a sequence's spans [n, 2], which must be in order, not empty and disjoint."""
     begin, end = turns[:, 0], turns[:, 1]
     for bad, reason in (
         (begin < 0, "begins before the sequence"),

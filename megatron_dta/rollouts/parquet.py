@@ -1,14 +1,7 @@
-"""Parquet through pyarrow, one row group in memory at a time.
+"""Reads and writes rollouts as Parquet with pyarrow, one row group in memory at a time.
 
-Columns, with the types that are written; on reading any integer or float width and large lists and strings do as well:
-
-    token_ids      list<int32>      advantages     list<float>     group_id       string
-    loss_mask      list<bool>       logprobs       list<float>     trajectory_id  string
-    reward         double           policy_version int64           leaf_weight    double
-    segment_ends   list<int32>      branches       list<int32>     fallback       bool
-    segment_rewards list<float>     routed_experts list<int16>
-
-Pages carry checksums, so that a damaged file is refused instead of trained on.
+``SCHEMA`` has the types that are written; on reading, any integer or float width, large lists and large strings are
+accepted, too. Pages carry checksums, so a damaged file is refused.
 """
 
 from __future__ import annotations
@@ -67,31 +60,30 @@ def _is_text(kind: pa.DataType) -> bool:
     return types.is_string(kind) or types.is_large_string(kind)
 
 
-def _is_flag(kind: pa.DataType) -> bool:
-    return types.is_boolean(kind) or types.is_integer(kind)
+def _entry_check(kind: pa.DataType) -> tuple[Callable[[pa.DataType], bool], str]:
+    """Which types are accepted for one that is written, and the word for them."""
+    if types.is_floating(kind):
+        return _is_number, "number"
+    return (types.is_integer, "integer") if types.is_integer(kind) else (_is_text, "string")
 
 
-# field -> (whether it is a list, test of the (entries') type, what it should be)
-_KINDS: dict[str, tuple[bool, Callable[[pa.DataType], bool], str]] = {
-    "token_ids": (True, types.is_integer, "list of integers"),
-    "loss_mask": (True, _is_flag, "list of booleans"),
-    "reward": (False, _is_number, "number"),
-    "advantages": (True, _is_number, "list of numbers"),
-    "logprobs": (True, _is_number, "list of numbers"),
-    "group_id": (False, _is_text, "string"),
-    "trajectory_id": (False, _is_text, "string"),
-    "policy_version": (False, types.is_integer, "integer"),
-    "routed_experts": (True, types.is_integer, "list of integers"),
-    "segment_ends": (True, types.is_integer, "list of integers"),
-    "branches": (True, types.is_integer, "list of integers"),
-    "segment_rewards": (True, _is_number, "list of numbers"),
-    "leaf_weight": (False, _is_number, "number"),
-    "fallback": (False, types.is_boolean, "boolean"),
-}
+def _is_list(name: str) -> bool:
+    return types.is_list(SCHEMA.field(name).type)
+
+
+def _accepted(name: str) -> tuple[Callable[[pa.DataType], bool], str]:
+    """The check of a field's type, or of the type of a list's entries, and the words for what it must be."""
+    if name == "fallback":
+        return types.is_boolean, "boolean"
+    if name == "loss_mask":
+        return (lambda kind: types.is_boolean(kind) or types.is_integer(kind)), "list of booleans"
+    kind = SCHEMA.field(name).type
+    check, word = _entry_check(kind.value_type if _is_list(name) else kind)
+    return check, f"list of {word}s" if _is_list(name) else word
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Rollout]]:
-    """Yields (row, rollout), rows counted from 1; ``InputError`` at a bad column, row or page."""
+    """Yield (row, rollout), with rows counted from 1; raises ``InputError`` at an invalid column, row or page."""
     row = 0
     file = decode_parquet(path, row, lambda: pq.ParquetFile(path, page_checksum_verification=True))
     with file:
@@ -112,7 +104,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Rollout]]:
 
 
 def write_parquet(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """Row groups of about ``ROW_GROUP_TOKENS`` tokens."""
+    """Write row groups of about ``ROW_GROUP_TOKENS`` tokens."""
     with (
         replacing(path) as temporary,
         pq.ParquetWriter(temporary, SCHEMA, compression="zstd", write_page_checksum=True) as writer,
@@ -130,7 +122,7 @@ def write_parquet(path: Path, rollouts: Iterable[Rollout]) -> None:
 
 
 def decode_parquet(path: Path, rows_read: int, call: Callable[[], Any]) -> Any:
-    """``call()``, its failures turned into an ``InputError``: a damaged file fails in many ways inside Arrow."""
+    """Return ``call()``; Arrow raises many types of errors on damaged files, and all become an ``InputError``."""
     try:
         return call()
     except InputError:
@@ -150,8 +142,7 @@ def _check_schema(path: Path, schema: pa.Schema) -> None:
         for name, kind in zip(schema.names, schema.types, strict=True):
             if schema.names.count(name) > 1:
                 raise field_error(name, "given twice")
-            is_list, test, what = _KINDS[name]
-            entry = kind
+            (test, what), is_list, entry = _accepted(name), _is_list(name), kind
             if is_list and (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
                 entry = kind.value_type
             elif is_list and not types.is_null(kind):
@@ -165,11 +156,11 @@ def _check_schema(path: Path, schema: pa.Schema) -> None:
 def _column(name: str, column: pa.Array) -> Callable[[int], Any]:
     """A function of the row in the batch: the cell as an array (lists), a Python value, or None.
 
-    A null inside a list is refused here by a function that raises when its row is reached, so that the row is known.
+    The function raises if its list holds a null, so that the error names the row.
     """
     if types.is_null(column.type):
         return lambda i: None
-    if not _KINDS[name][0]:
+    if not _is_list(name):
         if types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
         return column.to_pylist().__getitem__
@@ -193,7 +184,7 @@ def _column(name: str, column: pa.Array) -> Callable[[int], Any]:
 
 
 def _lists(arrays: list[np.ndarray | None], kind: pa.DataType) -> pa.Array:
-    """The list column of ``arrays``, None giving null; one concatenation, no Python objects per token."""
+    """The list column of ``arrays``, with null for None, without a Python object per token."""
     lengths = np.array([0 if array is None else len(array) for array in arrays], np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     present = [array for array in arrays if array is not None]
@@ -209,5 +200,5 @@ def _table(rollouts: list[Rollout]) -> pa.Table:
     for name in FIELD_NAMES:
         values = [getattr(rollout, name) for rollout in rollouts]
         kind = SCHEMA.field(name).type
-        columns.append(_lists(values, kind) if _KINDS[name][0] else pa.array(values, type=kind))
+        columns.append(_lists(values, kind) if _is_list(name) else pa.array(values, type=kind))
     return pa.Table.from_arrays(columns, schema=SCHEMA)

@@ -11,7 +11,7 @@ import difflib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,61 +25,65 @@ LOGPROB_ROUNDING = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One training sample: token ids as sampled, what is trained, and what is known about it. T is its length.
+    """One training sample: token ids as sampled, which of them are trained, and what is known about it.
 
     Lists and arrays of the right kind are accepted and converted; anything else raises ``InputError`` naming the field.
+
+    Attributes:
+        token_ids: int32 [T], T >= 1: token ids as sampled, prompt included.
+        loss_mask: bool [T]: True where the token is trained; never at the first token, which has no prefix.
+        reward: reward of the whole trajectory, finite; None if unknown.
+        advantages: float32 [T]: advantage of each token; replaces the one computed from rewards.
+        logprobs: float32 [T]: the sampler's logprob of each token given those before it; 0 at untrained tokens.
+        group_id: rollouts of one prompt, whose rewards are compared.
+        trajectory_id: shared by the samples cut from one trajectory, whose reward counts once in its group. None: the
+            sample is a whole trajectory.
+        policy_version: version of the weights that sampled it, from 0.
+        routed_experts: int16 [T x L x K]: experts that the sampler's routers chose, by token, then by layer with
+            experts, K a layer; -1 where unknown. For --moe-routing-replay.
+        segment_ends: int32 [D], ascending: end of each node of the sampled tree on this path, the prompt first, T last.
+        branches: int32 [D]: which child of its parent each of those nodes is, 0 for the prompt. Rollouts of a group
+            with equal branches up to a node share that node.
+        segment_rewards: float32 [D]: reward received at the end of each node; their sum is ``reward``. None: all of it
+            at the end.
+        leaf_weight: probability of this leaf in a walk from the root that takes all children of a node with equal
+            probability; 0 if the leaf does not count in unbiased means. None: all rollouts of the group count equally.
+        fallback: whether the leaf was grown from a node to which sampling returned after its query ran out of paths.
     """
 
     token_ids: np.ndarray
-    """int32 [T], T >= 1: token ids as sampled, prompt included."""
     loss_mask: np.ndarray
-    """bool [T]: True where the token is trained; never at the first token, which has no prefix to predict it from."""
     reward: float | None = None
-    """Reward of the whole trajectory, finite; None where unknown."""
     advantages: np.ndarray | None = None
-    """float32 [T]: advantage of each token; replaces the one computed from rewards."""
     logprobs: np.ndarray | None = None
-    """float32 [T]: the sampler's logprob of token t given the tokens before it; 0 where the token is not trained."""
     group_id: str = "0"
-    """Rollouts of one prompt, whose rewards are normalised together."""
     trajectory_id: str | None = None
-    """Shared by the samples cut from one trajectory, whose reward counts once. None: a trajectory of its own."""
     policy_version: int | None = None
-    """Version of the weights that sampled it, counted from 0."""
     routed_experts: np.ndarray | None = None
-    """int16 [T x L x K]: experts that the sampler's routers chose, token by token, within it layer by layer (those with
-    experts), K a layer; -1 where unknown. For --moe-routing-replay."""
     segment_ends: np.ndarray | None = None
-    """int32 [D], rising: where each node of the sampled tree on this path ends, the prompt first; the last is T."""
     branches: np.ndarray | None = None
-    """int32 [D]: which child of its parent each of those nodes is, 0 for the prompt. Rollouts of a group with equal
-    branches up to a node share that node."""
     segment_rewards: np.ndarray | None = None
-    """float32 [D]: reward received at the end of each node; their sum is ``reward``. None: all of it at the end."""
     leaf_weight: float | None = None
-    """Probability of this leaf when one walks down the tree and takes each child of a node alike; 0 where the leaf does
-    not count in unbiased means. None: the rollouts of the group are independent and count alike."""
     fallback: bool | None = None
-    """Whether the leaf was grown from a node to which sampling went back after its query had run out of paths."""
 
     def __post_init__(self) -> None:
         token_ids = _checked_token_ids(self.token_ids)
         loss_mask = _checked_loss_mask(self.loss_mask, len(token_ids))
         values: dict[str, Any] = {"token_ids": token_ids, "loss_mask": loss_mask}
-        if self.reward is not None:
-            values["reward"] = _checked_number(self.reward, "reward")
-        if self.advantages is not None:
-            values["advantages"] = _checked_floats(self.advantages, "advantages", len(token_ids))
-        if self.logprobs is not None:
-            values["logprobs"] = _checked_logprobs(self.logprobs, loss_mask)
-        values["group_id"] = _checked_text(self.group_id, "group_id")
-        if self.trajectory_id is not None:
-            values["trajectory_id"] = _checked_text(self.trajectory_id, "trajectory_id")
-        if self.policy_version is not None:
-            values["policy_version"] = _checked_version(self.policy_version)
-        if self.routed_experts is not None:
-            values["routed_experts"] = _checked_routing(self.routed_experts, len(token_ids))
-        values |= checked_tree_fields(self, len(token_ids))
+        checks = {
+            "reward": lambda value: _checked_number(value, "reward"),
+            "advantages": lambda value: _checked_floats(value, "advantages", len(token_ids)),
+            "logprobs": lambda value: _checked_logprobs(value, loss_mask),
+            "group_id": lambda value: _checked_text(value, "group_id"),
+            "trajectory_id": lambda value: _checked_text(value, "trajectory_id"),
+            "policy_version": _checked_version,
+            "routed_experts": lambda value: _checked_routing(value, len(token_ids)),
+        }
+        for name, check in checks.items():
+            value = getattr(self, name)
+            if value is not None or name == "group_id":
+                values[name] = check(value)
+        values |= _checked_tree_fields(self, len(token_ids))
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -87,8 +91,8 @@ class Rollout:
         return len(self.token_ids)
 
 
-def checked_tree_fields(rollout: Rollout, length: int) -> dict[str, Any]:
-    """The fields of a sampled tree as they are kept; ``length`` is T."""
+def _checked_tree_fields(rollout: Rollout, length: int) -> dict[str, Any]:
+    """The converted fields of a sampled tree; ``length`` is T."""
     values: dict[str, Any] = {}
     if rollout.leaf_weight is not None:
         values["leaf_weight"] = _checked_number(rollout.leaf_weight, "leaf_weight")
@@ -105,10 +109,10 @@ def checked_tree_fields(rollout: Rollout, length: int) -> dict[str, Any]:
         if rollout.segment_rewards is not None:
             raise field_error("segment_rewards", "given without segment_ends")
         return values
-    ends = _to_array(rollout.segment_ends, "segment_ends", "iu", _INTEGERS, "an integer", np.int64)
+    ends = _to_array(rollout.segment_ends, "segment_ends", _INTEGERS)
     if not len(ends) or ends[0] < 1 or (np.diff(ends.astype(np.int64)) < 1).any() or ends[-1] != length:
         raise field_error("segment_ends", f"must rise from at least 1 to the number of tokens, {length}")
-    branches = _to_array(rollout.branches, "branches", "iu", _INTEGERS, "an integer", np.int64)
+    branches = _to_array(rollout.branches, "branches", _INTEGERS)
     if len(branches) != len(ends):
         raise field_error("branches", f"has {len(branches)} entries but segment_ends has {len(ends)}")
     if branches[0] != 0 or branches.min() < 0 or branches.max() > MAX_TOKEN_ID:
@@ -131,12 +135,12 @@ def field_error(name: str, reason: str) -> InputError:
 
 
 def row_error(path: object, row: int, reason: object) -> InputError:
-    """``reason`` with its place: ``row`` counts from 1, and in JSONL is the line."""
+    """``reason`` with the file and the row, which counts from 1; in JSONL it is the line."""
     return InputError(f"{path}: row {row}: {reason}")
 
 
 def check_field_names(names: Collection[str]) -> None:
-    """Refuse a name that is no field of the record, with the closest one that is."""
+    """Refuse a name that is not a field of the record; the message suggests the closest field."""
     for name in names:
         if name not in FIELD_NAMES:
             close = difflib.get_close_matches(name, FIELD_NAMES, n=1, cutoff=0.5)
@@ -147,8 +151,8 @@ def check_field_names(names: Collection[str]) -> None:
 def rollout_from_fields(values: Mapping[str, Any]) -> Rollout:
     """The record of one stored row. A field that is None counts as missing; names must have been checked.
 
-    ``group_id`` may be left out only where no advantage is computed from the reward: one group by default would
-    normalise the rewards of unrelated prompts together without a word.
+    ``group_id`` may be missing only if no advantage is computed from the reward: a default group would silently
+    normalize the rewards of unrelated prompts together.
     """
     present = {name: value for name, value in values.items() if value is not None}
     for name in REQUIRED_FIELDS:
@@ -160,7 +164,7 @@ def rollout_from_fields(values: Mapping[str, Any]) -> Rollout:
 
 
 def check_vocabulary(rollout: Rollout, vocab_size: int) -> None:
-    """Refuse token ids that the model has no embedding for."""
+    """Refuse token ids outside the model's vocabulary."""
     if int(rollout.token_ids.max()) >= vocab_size:
         at = int(np.argmax(rollout.token_ids >= vocab_size))
         reason = f"entry {at} is {rollout.token_ids[at]}, outside the vocabulary of {vocab_size} tokens"
@@ -186,18 +190,31 @@ def printable(value: object, limit: int = 40) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-_Types = tuple[frozenset[type], ...]
+class _Entries(NamedTuple):
+    """Entries that an array field accepts: NumPy's kinds, for lists the Python types (all within one of the sets), the
+    type of a list's array, and the words for a message.
+    """
+
+    kinds: str
+    types: tuple[set[type], ...]
+    dtype: type
+    what: str
 
 
-def _list_to_array(value: list | tuple, name: str, allowed: _Types, what: str, dtype: type) -> np.ndarray:
-    """A list as an array, its entries' types all within one of ``allowed``: NumPy would convert True, '3' and 2.0."""
-    types = set(map(type, value))
-    if not any(types <= kinds for kinds in allowed):
-        kinds = max(allowed, key=lambda kinds: sum(type(entry) in kinds for entry in value[:1]))
+_INTEGERS = _Entries("iu", ({int},), np.int64, "an integer")
+_NUMBERS = _Entries("fiu", ({int, float},), np.float64, "a number")
+_FLAGS = _Entries("biu", ({bool}, {int}), np.int64, "true or false (or 1 or 0) like the others")
+
+
+def _list_to_array(value: list | tuple, name: str, entries: _Entries) -> np.ndarray:
+    """A list as an array. Types are compared first, because NumPy would convert True, '3' and 2.0."""
+    found = set(map(type, value))
+    if not any(found <= kinds for kinds in entries.types):
+        kinds = max(entries.types, key=lambda kinds: sum(type(entry) in kinds for entry in value[:1]))
         at = next(i for i, entry in enumerate(value) if type(entry) not in kinds)
-        raise field_error(name, f"entry {at} is {_describe(value[at])}, not {what}")
+        raise field_error(name, f"entry {at} is {_describe(value[at])}, not {entries.what}")
     try:
-        return np.array(value, dtype=dtype)
+        return np.array(value, dtype=entries.dtype)
     except OverflowError:
         raise field_error(name, "holds a number that is too large") from None
 
@@ -207,21 +224,16 @@ def _describe(value: object) -> str:
     return kind or f"{printable(value)} ({type(value).__name__})"
 
 
-def _to_array(value: Any, name: str, kinds: str, allowed: _Types, what: str, dtype: type) -> np.ndarray:
+def _to_array(value: Any, name: str, entries: _Entries) -> np.ndarray:
     if isinstance(value, np.ndarray):
         if value.ndim != 1:
             raise field_error(name, f"has {value.ndim} dimensions, not 1")
-        if value.dtype.kind not in kinds:
-            raise field_error(name, f"holds {value.dtype}, not {what}")
+        if value.dtype.kind not in entries.kinds:
+            raise field_error(name, f"holds {value.dtype}, not {entries.what}")
         return value
     if not isinstance(value, (list, tuple)):
         raise field_error(name, f"is {_describe(value)}, not a list")
-    return _list_to_array(value, name, allowed, what, dtype)
-
-
-_INTEGERS = (frozenset({int}),)
-_FLAGS = (frozenset({bool}), frozenset({int}))
-_NUMBERS = (frozenset({int, float}),)
+    return _list_to_array(value, name, entries)
 
 
 def _check_length(array: np.ndarray, name: str, length: int, beside: str = "token_ids") -> None:
@@ -229,24 +241,26 @@ def _check_length(array: np.ndarray, name: str, length: int, beside: str = "toke
         raise field_error(name, f"has {len(array)} entries but {beside} has {length}")
 
 
+def _refuse(bad: np.ndarray, array: np.ndarray, name: str, reason: str) -> None:
+    """Raise an error that names the first entry of ``array`` that is ``bad``."""
+    if bad.any():
+        at = int(bad.argmax())
+        raise field_error(name, f"entry {at} is {array[at]}, {reason}")
+
+
 def _checked_token_ids(value: Any) -> np.ndarray:
-    array = _to_array(value, "token_ids", "iu", _INTEGERS, "an integer", np.int64)
+    array = _to_array(value, "token_ids", _INTEGERS)
     if len(array) == 0:
         raise field_error("token_ids", "is empty; a rollout has at least one token")
-    for bad, reason in ((array < 0, "negative"), (array > MAX_TOKEN_ID, "beyond 32 bits")):
-        if bad.any():
-            at = int(bad.argmax())
-            raise field_error("token_ids", f"entry {at} is {array[at]}, {reason}")
+    _refuse(array < 0, array, "token_ids", "negative")
+    _refuse(array > MAX_TOKEN_ID, array, "token_ids", "beyond 32 bits")
     return array.astype(np.int32, copy=False)
 
 
 def _checked_loss_mask(value: Any, length: int) -> np.ndarray:
-    array = _to_array(value, "loss_mask", "biu", _FLAGS, "true or false (or 1 or 0) like the others", np.int64)
+    array = _to_array(value, "loss_mask", _FLAGS)
     if array.dtype != bool:
-        bad = (array != 0) & (array != 1)
-        if bad.any():
-            at = int(bad.argmax())
-            raise field_error("loss_mask", f"entry {at} is {array[at]}, not true or false (or 1 or 0)")
+        _refuse((array != 0) & (array != 1), array, "loss_mask", "not true or false (or 1 or 0)")
         array = array.astype(bool)
     _check_length(array, "loss_mask", length)
     if array[0]:
@@ -257,37 +271,28 @@ def _checked_loss_mask(value: Any, length: int) -> np.ndarray:
 
 
 def _checked_floats(value: Any, name: str, length: int, beside: str = "token_ids") -> np.ndarray:
-    array = _to_array(value, name, "fiu", _NUMBERS, "a number", np.float64)
+    array = _to_array(value, name, _NUMBERS)
     _check_length(array, name, length, beside)
     with np.errstate(over="ignore"):
         result = array.astype(np.float32, copy=False)
-    finite = np.isfinite(result)
-    if not finite.all():
-        at = int(np.argmin(finite))
-        reason = "beyond float32" if np.isfinite(array[at]) else "not finite"
-        raise field_error(name, f"entry {at} is {array[at]}, {reason}")
+    overflows = np.isfinite(array) & ~np.isfinite(result)
+    _refuse(~np.isfinite(result) & ~overflows, array, name, "not finite")
+    _refuse(overflows, array, name, "beyond float32")
     return result
 
 
 def _checked_logprobs(value: Any, loss_mask: np.ndarray) -> np.ndarray:
     array = _checked_floats(value, "logprobs", len(loss_mask))
-    positive = array > LOGPROB_ROUNDING
-    if positive.any():
-        at = int(positive.argmax())
-        raise field_error("logprobs", f"entry {at} is {array[at]}, but a logprob is never positive")
+    _refuse(array > LOGPROB_ROUNDING, array, "logprobs", "but a logprob is never positive")
     return np.where(loss_mask, array, np.float32(0))
 
 
 def _checked_routing(value: Any, length: int) -> np.ndarray:
-    if isinstance(value, np.ndarray):
-        value = value.reshape(-1)
-    array = _to_array(value, "routed_experts", "iu", _INTEGERS, "an integer", np.int64)
+    name = "routed_experts"
+    array = _to_array(value.reshape(-1) if isinstance(value, np.ndarray) else value, name, _INTEGERS)
     if len(array) == 0 or len(array) % length:
-        raise field_error("routed_experts", f"has {len(array)} entries, no multiple of the {length} tokens")
-    bad = (array < -1) | (array > MAX_EXPERT)
-    if bad.any():
-        at = int(bad.argmax())
-        raise field_error("routed_experts", f"entry {at} is {array[at]}, neither an expert nor -1 for unknown")
+        raise field_error(name, f"has {len(array)} entries, no multiple of the {length} tokens")
+    _refuse((array < -1) | (array > MAX_EXPERT), array, name, "neither an expert nor -1 for unknown")
     return array.astype(np.int16, copy=False)
 
 

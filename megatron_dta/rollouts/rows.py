@@ -18,7 +18,7 @@ _READ_ROWS = 1024
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (row, fields), rows counted from 1 (the line of a JSONL file); ``InputError`` at the first bad one."""
+    """Yield (row, fields), with rows counted from 1 (lines of JSONL); raises ``InputError`` at an invalid row."""
     try:
         yield from (_parquet_rows if path.suffix == ".parquet" else _jsonl_rows)(path)
     except OSError as error:
@@ -26,7 +26,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def field_names(path: Path) -> set[str]:
-    """The names of the first row's fields; none where the file cannot be read, which reading its rows tells."""
+    """Names of the first row's fields; empty if the file cannot be read, which ``read_rows`` reports."""
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet
@@ -38,7 +38,7 @@ def field_names(path: Path) -> set[str]:
 
 
 def value_at(record: dict[str, Any], key: str) -> Any:
-    """The field ``key``, or, where there is none of that name, the field in fields that its dots lead to; or None."""
+    """The field ``key``; if there is none, the nested field that ``key`` names with dots; otherwise None."""
     if key in record:
         return record[key]
     value: Any = record
@@ -66,7 +66,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    # pyarrow takes half a second to import: only where it is used.
+    # Imported on use, because it takes half a second.
     import pyarrow.parquet
 
     from megatron_dta.rollouts.parquet import decode_parquet
