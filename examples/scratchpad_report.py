@@ -53,7 +53,7 @@ def main() -> int:
 def compared_steps(records: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     """Of both modes the steps that both have done, from the second collection on."""
     steps = {mode: {r["iteration"]: r for r in found if "tokens" in r} for mode, found in records.items()}
-    first = [number for number, record in sorted(steps["dta"].items()) if record["collection_step"] == 0][1:2]
+    first = [number for number, record in sorted(steps["dta"].items()) if record["rollout_batch_step"] == 0][1:2]
     common = [n for n in sorted(set.intersection(*map(set, steps.values()))) if first and n >= first[0]]
     return {mode: [of_mode[number] for number in common] for mode, of_mode in steps.items()}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_dta.config import FilterConfig, TrainConfig
-from megatron_dta.rollouts.collection_order import Evaluation, RolloutSource, SampledSource
+from megatron_dta.rollouts.batch_source import Evaluation, RolloutSource, SampledSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.sources.dapo_filter import FilteringSource
 from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource

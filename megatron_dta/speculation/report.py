@@ -180,7 +180,7 @@ class SpeculationReport:
 def drafting_benefit(records: Iterable[Mapping[str, Any]]) -> str | None:
     """One sentence on what drafts saved and cost in a run; None if there were no drafts."""
     # All steps of one rollout batch repeat its figures, so only the first one counts.
-    timings = [record.get("timing", {}) for record in records if not record.get("collection_step")]
+    timings = [record.get("timing", {}) for record in records if not record.get("rollout_batch_step")]
 
     def total(name: str) -> float:
         return sum(timing.get(f"speculation_{name}", 0.0) for timing in timings)

@@ -143,8 +143,8 @@ def _epochs_of_prompts(config: TrainConfig, count: int) -> str:
     """How often the run samples each of ``count`` prompts. A rollout batch may span the end of an epoch."""
     sampling = config.sampling
     batch = sampling.rollout_batch_size
-    collections = -(-config.optimization.train_iters // (sampling.num_steps_per_rollout * config.objective.ppo_epochs))
-    text = f"{collections * batch / count:,.2f} in {collections:,} rollout batches of {batch:,} prompts"
+    batches = -(-config.optimization.train_iters // (sampling.num_steps_per_rollout * config.objective.ppo_epochs))
+    text = f"{batches * batch / count:,.2f} in {batches:,} rollout batches of {batch:,} prompts"
     if config.filtering.dynamic_sampling or sampling.over_sampling_batch_size is not None:
         text = f"at least {text}; rejected groups are replaced by further prompts"
     if batch > count:

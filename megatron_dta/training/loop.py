@@ -27,7 +27,7 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.engine import TreeBatch, TreeEngine
 from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
-from megatron_dta.rollouts.collection_order import Evaluation, RolloutError, RolloutSource
+from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.rollouts.paths import decoded_tokens
 from megatron_dta.training.checkpoint.best import BestCheckpoint, better_checkpoint
 from megatron_dta.training.checkpoint.save_load import CheckpointSaver
@@ -56,14 +56,14 @@ class Progress:
 
     Attributes:
         iteration: number of completed optimizer steps.
-        collections: number of rollout batches collected.
+        rollout_batches: number of rollout batches sampled or read.
         waiting: steps that are prepared but not trained yet.
         guard: gradient norms and alarms that the guard has recorded.
         best: the best checkpoint so far, if the run selects one.
     """
 
     iteration: int = 0
-    collections: int = 0
+    rollout_batches: int = 0
     waiting: list[StepSamples] = field(default_factory=list)
     guard: GuardState = field(default_factory=GuardState)
     best: BestCheckpoint | None = None
@@ -71,16 +71,17 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Everything except the iteration, which a checkpoint stores separately, as plain values and tensors."""
         best = {} if self.best is None else {"best": self.best.state_dict()}
-        state = {"collections": self.collections, "waiting": pack_steps(self.waiting)}
+        state = {"rollout_batches": self.rollout_batches, "waiting": pack_steps(self.waiting)}
         return state | {"guard": self.guard.state_dict()} | best
 
     @classmethod
     def from_state_dict(cls, iteration: int, state: dict[str, Any]) -> Progress:
         """Restore the progress from a checkpoint."""
-        # Older checkpoints lack both fields.
+        # Older checkpoints lack the last two fields and name the first one "collections".
+        batches = state.get("rollout_batches", state.get("collections"))
         guard = GuardState.from_state_dict(state.get("guard", {}))
         best = BestCheckpoint(**state["best"]) if "best" in state else None
-        return cls(iteration, state["collections"], unpack_steps(state["waiting"]), guard, best)
+        return cls(iteration, batches, unpack_steps(state["waiting"]), guard, best)
 
 
 @dataclass
@@ -174,7 +175,7 @@ class Trainer:
         return {
             "iteration": self.progress.iteration,
             **step.statistics,
-            "collection_step": step.age,
+            "rollout_batch_step": step.age,
             **trained,
             **self._check(trained, step),
             **sizes,
@@ -206,7 +207,7 @@ class Trainer:
             found = self.source.statistics()
             for step in self.progress.waiting:
                 step.add_statistics(found)
-            self.progress.collections += 1
+            self.progress.rollout_batches += 1
         if self.progress.waiting:
             return self.progress.waiting.pop(0), sampled
         why = "the rewards within every group are equal, so there are no preference pairs; check the rewards"
@@ -265,7 +266,7 @@ class Trainer:
 
     def _collect(self) -> list:
         try:
-            return self.source.next_batch(self.progress.collections)
+            return self.source.next_batch(self.progress.rollout_batches)
         except FloatingPointError as error:
             raise InputError(f"step {self.progress.iteration + 1}: {error}; lower --lr or --clip-grad") from error
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from megatron_dta.config import TrainConfig
 from megatron_dta.model import Model, current_mesh
-from megatron_dta.rollouts.collection_order import Evaluation, RolloutSource
+from megatron_dta.rollouts.batch_source import Evaluation, RolloutSource
 from megatron_dta.sampling.build import build_sampling_evaluation, build_sampling_source
 from megatron_dta.sampling.engines.build import build_drafting, build_engine, replay_engine, server_engine
 from megatron_dta.sampling.engines.in_process.pass_costs import measure_passes
@@ -68,9 +68,9 @@ def build_sampled_data(
         engine,
         None if is_replay else RolloutWeights(config, model),
         lambda: progress.iteration,
-        steps_per_collection(config),
+        steps_per_rollout_batch(config),
         config.sampling.rollout_max_staleness,
-        _num_collections(config, progress),
+        _num_rollout_batches(config, progress),
     )
     if not evaluated:
         return source, []
@@ -89,12 +89,12 @@ def _replay(config: TrainConfig) -> RolloutEngine:
     return replay_engine(load_files(config.sampling.rollout_replay or [], config), needed)
 
 
-def _num_collections(config: TrainConfig, progress: Progress) -> int:
+def _num_rollout_batches(config: TrainConfig, progress: Progress) -> int:
     """Total number of rollout batches that the run will have used when it ends."""
     left = config.optimization.train_iters - progress.iteration - len(progress.waiting)
-    return progress.collections + max(0, math.ceil(left / steps_per_collection(config)))
+    return progress.rollout_batches + max(0, math.ceil(left / steps_per_rollout_batch(config)))
 
 
-def steps_per_collection(config: TrainConfig) -> int:
+def steps_per_rollout_batch(config: TrainConfig) -> int:
     """Number of optimizer steps that train one rollout batch."""
     return config.sampling.num_steps_per_rollout * config.objective.ppo_epochs

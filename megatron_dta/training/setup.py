@@ -25,7 +25,7 @@ from megatron_dta.model import Model, build_model, current_mesh, initialize_para
 from megatron_dta.objectives import Objective, make_objective
 from megatron_dta.planning.costs.file import CostFile, load_cost_file
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import Evaluation
+from megatron_dta.rollouts.batch_source import Evaluation
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask, build_task
 from megatron_dta.training.checkpoint.files import find_checkpoint, remove_leftovers
@@ -59,7 +59,7 @@ from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.run_description import BuiltRun, describe_run, parameter_counts
 from megatron_dta.training.monitor.settings_file import write_settings
 from megatron_dta.training.optimizer import TrainingOptimizer
-from megatron_dta.training.rollout_source import build_sampled_data, steps_per_collection
+from megatron_dta.training.rollout_source import build_sampled_data, steps_per_rollout_batch
 from megatron_dta.training.weights.huggingface import check_save_hf, load_hf
 from megatron_dta.training.weights.reference import Reference
 
@@ -231,7 +231,7 @@ def _rollout_samples(config: TrainConfig, task: SamplingTask | None, console: Co
     return RolloutSamples(
         count,
         config.logging.log_interval,
-        steps_per_collection(config),
+        steps_per_rollout_batch(config),
         _tokenizer(config, task),
         lambda line: console.print(line, soft_wrap=True, markup=False),
     )

@@ -136,7 +136,7 @@ def test_stopped_responses_are_counted(tmp_path: Path) -> None:
 
 
 def test_flags_reach_the_drafter(tmp_path: Path) -> None:
-    """Also the window: what is in the trees is of that many collections, besides the last one."""
+    """Also the window: what is in the trees is of that many rollout batches, besides the last one."""
     with ExitStack() as stack:
         runs = Runs(stack, tmp_path, np.random.default_rng(0))
         flags = "--rollout-speculation das --das-window 2 --das-max-tokens 5000 --das-depth 19 --das-draft-tokens 11"
@@ -147,7 +147,7 @@ def test_flags_reach_the_drafter(tmp_path: Path) -> None:
         assert (speculator.budget.budget, speculator.budget.seed) == ("class", 77)
         assert set(speculator.drafter.state_dict()["steps"].tolist()) == {1, 2, 3}
         trainer, _ = runs.run("--rollout-speculation das --das-max-tokens 100 --train-iters 4", "in-process")
-        # Most were evicted before the last collection, whose twelve samples came to them.
+        # Most were evicted before the last rollout batch, whose twelve samples came to them.
         assert trainer.source._drafting.speculator.drafter.num_samples < 24
         trainer, _ = runs.trainer("--rollout-speculation das --train-iters 1", "in-process")
         given = SpeculationConfig()

@@ -11,7 +11,7 @@ import pytest
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import SampledSource
+from megatron_dta.rollouts.batch_source import SampledSource
 from megatron_dta.rollouts.paths import decoded_tokens
 from megatron_dta.sampling.build import build_sampling_source
 from megatron_dta.sampling.engines.build import build_engine
@@ -46,7 +46,7 @@ def folder(tmp_path_factory) -> Path:
     single = [
         (f"{SAMPLED} --save {path}/one", None),
         (f"{turns} --save {path}/turns", None),
-        # The first step of the second collection and no more, then on from there.
+        # The first step of the second rollout batch and no more, then on from there.
         (f"{SAMPLED} --save {path}/broken --train-iters 2", None),
         (f"{SAMPLED} --save {path}/broken", None),
     ]
@@ -88,7 +88,7 @@ def test_ratios_are_one_at_the_samplers_weights(folder: Path):
 
 
 def test_a_continued_run_is_the_unbroken_one(folder: Path):
-    """The checkpoint falls between steps of a collection: prepared samples keep their weights."""
+    """The checkpoint falls between steps of a rollout batch: prepared samples keep their weights."""
     broken, whole = _rows(folder / "broken"), _rows(folder / "one")
     assert [row["iteration"] for row in broken] == [row["iteration"] for row in whole]
     for row, other in zip(broken, whole, strict=True):
@@ -108,7 +108,7 @@ def test_dynamic_sampling(folder: Path):
     for row in _rows(folder / "dynamic")[1:]:
         assert row["rejected_groups"] + row["useful_groups"] == 8
         assert row["left_out_decoded_tokens"] > 0
-        assert row["rollouts"] == 5  # a third of a collection's 15
+        assert row["rollouts"] == 5  # a third of a rollout batch's 15
 
 
 def test_what_dynamic_sampling_keeps():
@@ -116,7 +116,7 @@ def test_what_dynamic_sampling_keeps():
         return [Rollout([1, 2], [False, True], reward, group_id=name) for reward in rewards]
 
     class Fixed(SampledSource):
-        def sample(self, collection: int, batch: int) -> list[Rollout]:
+        def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
             return group("a", 1, 1) + group("b", 0, 1) + group("c", 0, 0) + group("d", 1, 0) + group("e", 0, 1)
 
     for groups, kept in ((1, "b"), (2, "bd"), (3, "bde"), (4, "abde"), (5, "abcde")):

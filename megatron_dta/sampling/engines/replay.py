@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import RolloutError
+from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
     GenerationRequest,

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_dta.config import TrainConfig
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import SampledSource, WrappedSource
+from megatron_dta.rollouts.batch_source import SampledSource, WrappedSource
 from megatron_dta.rollouts.paths import decoded_tokens
 
 

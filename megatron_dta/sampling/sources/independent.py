@@ -18,7 +18,7 @@ import numpy as np
 from megatron_dta.config import SamplingConfig
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import Evaluation, RolloutError, SampledSource
+from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, SampledSource
 from megatron_dta.sampling.engines.interface import (
     GenerationRequest,
     GenerationResult,
@@ -46,19 +46,19 @@ class SamplingSource(SampledSource):
         self._params = sampling_params(task, config, seed)
         self._statistics: dict[str, float] = {}
 
-    def sample(self, collection: int, batch: int) -> list[Rollout]:
+    def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
         """See ``SampledSource``; one group per prompt, in order.
 
         ``policy_version`` is the number of the rollout batch. With servers, whose weights are updated from outside, it
         is the number of optimizer steps behind their weights.
         """
         count, samples = self._config.rollout_batch_size, self._config.n_samples_per_prompt
-        first = batch * count
+        first = prompt_batch * count
         prompts = prompts_at(self._task.prompts, first, count, self._seed)
         if not self._engine.needs_checkpoint:
-            self._engine.update_weights(collection)
+            self._engine.update_weights(rollout_batch)
         before = self._task.scorer.tally
-        scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, batch)
+        scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, prompt_batch)
         self._statistics = {
             "ended": float(np.mean([result.ended for _, result, _ in scored])),
             **counted(before, self._task.scorer.tally, current_mesh().gather_from_replicas),

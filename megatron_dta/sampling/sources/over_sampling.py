@@ -8,7 +8,7 @@ groups remain, rejected groups fill the batch in order; a batch always has the s
 from __future__ import annotations
 
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import SampledSource, WrappedSource
+from megatron_dta.rollouts.batch_source import SampledSource, WrappedSource
 from megatron_dta.rollouts.paths import decoded_tokens
 
 
@@ -26,10 +26,10 @@ class DynamicSamplingSource(WrappedSource, SampledSource):
         """See ``RolloutSource``."""
         return self.sample(step, step)
 
-    def sample(self, collection: int, batch: int) -> list[Rollout]:
+    def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
         """See ``SampledSource``."""
         groups: dict[str, list[Rollout]] = {}
-        for rollout in self._inner.sample(collection, batch):
+        for rollout in self._inner.sample(rollout_batch, prompt_batch):
             groups.setdefault(rollout.group_id, []).append(rollout)
         rejected = [name for name, group in groups.items() if len({rollout.reward for rollout in group}) == 1]
         useful = [name for name in groups if name not in set(rejected)]

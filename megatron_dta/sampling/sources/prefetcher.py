@@ -35,21 +35,25 @@ class RolloutPrefetcher:
     Args:
         collect: samples the batch with the given number; called in the thread, one at a time.
         update: gives the sampler the weights of a version (from a folder); called in the thread, between batches.
-        steps_per_collection: optimizer steps that train one batch.
+        steps_per_rollout_batch: optimizer steps that train one batch.
         max_staleness: maximum number of optimizer steps between a batch's weights and the first step that trains it.
-        num_collections: number of batches that the run needs; no further one is started ahead.
+        num_rollout_batches: number of batches that the run needs; no further one is started ahead.
     """
 
     def __init__(
         self,
         collect: Callable[[int], list[Rollout]],
         update: Callable[[int, Path | None], None],
-        steps_per_collection: int,
+        steps_per_rollout_batch: int,
         max_staleness: int,
-        num_collections: int,
+        num_rollout_batches: int,
     ) -> None:
         self._collect, self._update = collect, update
-        self._steps, self._max_staleness, self._num_collections = steps_per_collection, max_staleness, num_collections
+        self._steps, self._max_staleness, self._num_rollout_batches = (
+            steps_per_rollout_batch,
+            max_staleness,
+            num_rollout_batches,
+        )
         self._changed = threading.Condition()
         self._ready: dict[int, list[Rollout]] = {}
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -146,7 +150,7 @@ class RolloutPrefetcher:
             return False
         number, step = self._place
         # A requested batch is always sampled: if batches contain less to train than planned, a run needs more of them.
-        if self._next >= self._num_collections and self._next != number:
+        if self._next >= self._num_rollout_batches and self._next != number:
             return False
         return step + (self._next - number) * self._steps - self._offered[0] <= self._max_staleness
 

@@ -26,7 +26,7 @@ import torch
 from megatron_dta.common.errors import InputError
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import Evaluation, RolloutError, RolloutSource
+from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.engines.replay import ReplayEngine
 from megatron_dta.sampling.sources.prefetcher import RolloutPrefetcher
@@ -56,7 +56,7 @@ class Rank0Source(RolloutSource):
         inner, engine: the source and the engine it samples with; None on the other ranks.
         writer: writes the engine's weights, None if the engine needs none; given on all ranks or on none.
         current_step: optimizer steps done so far.
-        steps_per_collection, max_staleness, num_collections: see ``RolloutPrefetcher``.
+        steps_per_rollout_batch, max_staleness, num_rollout_batches: see ``RolloutPrefetcher``.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Rank0Source(RolloutSource):
         engine: RolloutEngine | None,
         writer: WeightsWriter | None,
         current_step: Callable[[], int],
-        steps_per_collection: int = 1,
+        steps_per_rollout_batch: int = 1,
         max_staleness: int = 0,
-        num_collections: int = 2**62,
+        num_rollout_batches: int = 2**62,
     ) -> None:
         self._mesh = current_mesh()
         self._inner = inner
@@ -75,7 +75,7 @@ class Rank0Source(RolloutSource):
         self._prefetcher: RolloutPrefetcher | None = None
         if self._mesh.rank == 0:
             self._prefetcher = RolloutPrefetcher(
-                self._collect, self._update, steps_per_collection, max_staleness, num_collections
+                self._collect, self._update, steps_per_rollout_batch, max_staleness, num_rollout_batches
             )
         self._written: int | None = None
         self._statistics: dict[str, float] = {}
@@ -126,7 +126,7 @@ class Rank0Source(RolloutSource):
         if self._prefetcher is not None:
             ready = self._prefetcher.ready()
             state["numbers"] = sorted(ready)
-            state["collections"] = [[pack_rollout(r) for r in ready[number]] for number in sorted(ready)]
+            state["rollout_batches"] = [[pack_rollout(r) for r in ready[number]] for number in sorted(ready)]
             state["statistics"] = [self._waiting_statistics.get(number, {}) for number in sorted(ready)]
             if isinstance(self._engine, ReplayEngine):
                 state["replay"] = self._engine.state_dict()
@@ -138,8 +138,10 @@ class Rank0Source(RolloutSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``RolloutSource``."""
         if self._prefetcher is not None and state:
-            collections = [[unpack_rollout(packed) for packed in collection] for collection in state["collections"]]
-            self._prefetcher.restore(dict(zip(state["numbers"], collections, strict=True)))
+            # Older checkpoints have the key "collections".
+            packed = state.get("rollout_batches", state.get("collections"))
+            batches = [[unpack_rollout(rollout) for rollout in batch] for batch in packed]
+            self._prefetcher.restore(dict(zip(state["numbers"], batches, strict=True)))
             # Older checkpoints lack this field.
             self._waiting_statistics = dict(zip(state["numbers"], state.get("statistics", []), strict=False))
             if isinstance(self._engine, ReplayEngine) and "replay" in state:

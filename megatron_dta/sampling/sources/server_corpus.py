@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.rollouts.collection_order import RolloutError, RolloutSource, WrappedSource
+from megatron_dta.rollouts.batch_source import RolloutError, RolloutSource, WrappedSource
 from megatron_dta.rollouts.record import Rollout
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts
@@ -40,7 +40,7 @@ class RolloutCorpus:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, window: int, max_tokens: int) -> None:
         self._folder, self._tokenizer, self._max_tokens = folder, tokenizer, max_tokens
-        self._collections: deque[list[tuple[str, int]]] = deque(maxlen=window)
+        self._batches: deque[list[tuple[str, int]]] = deque(maxlen=window)
         # A checkpoint may be written while a thread samples ahead.
         self._lock = threading.Lock()
         self._path: Path | None = None
@@ -54,7 +54,7 @@ class RolloutCorpus:
             if text:
                 texts.append((text, len(sampled) + 1))  # the server separates them by one
         with self._lock:
-            self._collections.append(texts)
+            self._batches.append(texts)
 
     def write(self, number: int) -> Path | None:
         """Write the file for rollout batch ``number`` and return its path; None if there is nothing to write.
@@ -63,7 +63,7 @@ class RolloutCorpus:
             RolloutError: the file cannot be written.
         """
         with self._lock:
-            texts = [entry for collection in self._collections for entry in collection]
+            texts = [entry for batch in self._batches for entry in batch]
         kept, tokens = [], 0
         for text, length in reversed(texts):
             tokens += length
@@ -93,13 +93,13 @@ class RolloutCorpus:
     def state_dict(self) -> list[list[list[Any]]]:
         """The texts and their numbers of tokens."""
         with self._lock:
-            return [[[text, length] for text, length in collection] for collection in self._collections]
+            return [[[text, length] for text, length in batch] for batch in self._batches]
 
     def load_state_dict(self, state: list[list[list[Any]]]) -> None:
         """Restore the texts from ``state_dict``."""
         with self._lock:
-            self._collections.clear()
-            self._collections.extend([(text, length) for text, length in collection] for collection in state)
+            self._batches.clear()
+            self._batches.extend([(text, length) for text, length in batch] for batch in state)
 
 
 class DraftingServersSource(WrappedSource):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_dta.model import current_mesh
-from megatron_dta.rollouts.collection_order import RolloutSource, WrappedSource
+from megatron_dta.rollouts.batch_source import RolloutSource, WrappedSource
 from megatron_dta.rollouts.record import Rollout
 from megatron_dta.sampling.engines.in_process.drafting import SuffixDrafting
 

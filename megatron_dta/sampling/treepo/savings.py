@@ -16,7 +16,7 @@ def treepo_benefit(records: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     sentence = f"TreePO decoded {decoded / trained:.2f} of the trained tokens ({decoded:,.0f} of {trained:,.0f}"
     # Every step of a rollout batch repeats this statistic.
-    left_out = sum(step.get("left_out_decoded_tokens", 0) for step in steps if not step.get("collection_step"))
+    left_out = sum(step.get("left_out_decoded_tokens", 0) for step in steps if not step.get("rollout_batch_step"))
     if left_out:
         sentence += f", and {left_out:,.0f} for prompts that were left out"
     leaves = sum(record["effective_leaves"] for record in steps) / len(steps)

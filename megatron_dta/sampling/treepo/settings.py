@@ -67,9 +67,9 @@ class TreeSettings:
 
     @classmethod
     def from_config(
-        cls, treepo: TreePOConfig, sampling: SamplingConfig, collection: int, collections: int
+        cls, treepo: TreePOConfig, sampling: SamplingConfig, rollout_batch: int, num_rollout_batches: int
     ) -> TreeSettings:
-        """The settings of the flags for rollout batch number ``collection`` of about ``collections`` in the run."""
+        """Settings from the flags for rollout batch ``rollout_batch`` of about ``num_rollout_batches`` in the run."""
         if treepo.rollout_method == "independent":
             return cls.independent(sampling.n_samples_per_prompt, sampling.rollout_max_response_len)
         return cls(
@@ -83,17 +83,17 @@ class TreeSettings:
             budget_transfer=not treepo.treepo_no_budget_transfer,
             allocation=treepo.treepo_allocation,
             score=treepo.treepo_allocation_score,
-            temperature=_scheduled_temperature(treepo, collection, collections),
+            temperature=_scheduled_temperature(treepo, rollout_batch, num_rollout_batches),
             fallback=treepo.treepo_fallback,
             fallback_point=treepo.treepo_fallback_point,
         )
 
 
-def _scheduled_temperature(treepo: TreePOConfig, collection: int, collections: int) -> float:
+def _scheduled_temperature(treepo: TreePOConfig, rollout_batch: int, num_rollout_batches: int) -> float:
     """Anneal from the first to the last temperature along half a cosine over the rollout batches."""
     first, last = treepo.treepo_allocation_temperature, treepo.treepo_allocation_temperature_end
     if last is None:
         return first
-    steps = (treepo.treepo_allocation_temperature_iters or collections) - 1
-    done = min(1.0, collection / steps) if steps > 0 else 1.0
+    steps = (treepo.treepo_allocation_temperature_iters or num_rollout_batches) - 1
+    done = min(1.0, rollout_batch / steps) if steps > 0 else 1.0
     return last + (first - last) * (1 + math.cos(math.pi * done)) / 2

@@ -17,7 +17,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.model import current_mesh
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import Evaluation, RolloutError, SampledSource
+from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, SampledSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.keyed_random import Domain
@@ -46,23 +46,23 @@ class TreeSource(SampledSource):
         self._drops_failures = config.environment.environment_failure == "drop"
         self._statistics: dict[str, float] = {}
 
-    def sample(self, collection: int, batch: int) -> list[Rollout]:
+    def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
         """See ``SampledSource``; one group per query, in order."""
         sampling = self._config.sampling
         count = sampling.rollout_batch_size
-        first = batch * count
+        first = prompt_batch * count
         prompts = prompts_at(self._task.prompts, first, count, self._config.optimization.seed)
-        collections = -(-self._config.optimization.train_iters // sampling.num_steps_per_rollout)
-        settings = TreeSettings.from_config(self._config.treepo, sampling, collection, collections)
+        num_rollout_batches = -(-self._config.optimization.train_iters // sampling.num_steps_per_rollout)
+        settings = TreeSettings.from_config(self._config.treepo, sampling, rollout_batch, num_rollout_batches)
         before = dict(self._environments.counts) if self._environments else {}
         rewards_before = self._task.scorer.tally
         if not self._engine.needs_checkpoint:
-            self._engine.update_weights(collection)
+            self._engine.update_weights(rollout_batch)
         sampler = TreeSampler(
             self._engine, settings, self._stops, self._environments, self._config.environment.environment_max_turns
         )
         groups = sample_scored_trees(
-            sampler, self._task, prompts, first, self._params, batch, self._environments is None
+            sampler, self._task, prompts, first, self._params, prompt_batch, self._environments is None
         )
         self._statistics = {
             "ended": ended_leaves([tree for tree, _ in groups]),

@@ -18,7 +18,7 @@ from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.objectives import Objective
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import Rollout, load_rollouts
-from megatron_dta.rollouts.collection_order import Evaluation, RolloutSource
+from megatron_dta.rollouts.batch_source import Evaluation, RolloutSource
 from megatron_dta.sampling.keyed_random import keyed_permutation
 from megatron_dta.sampling.prompts.text_rollouts import TextReader, holds_text
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer, build_tokenizer

@@ -18,7 +18,7 @@ METRICS: dict[str, dict[str, str]] = {
         "skipped": "whether the weights were left unchanged: loss or gradient not finite, or an outlier",
         "grad_norm_outlier": "whether the norm was above --grad-norm-outlier-factor times the median",
         "grad_norm_outliers": "number of outlier steps so far",
-        "collection_step": "optimizer steps since the rollout batch was sampled",
+        "rollout_batch_step": "optimizer steps since the rollout batch was sampled",
     },
     "Rollouts": {
         "rollouts": "number of rollouts that the step trains",

@@ -113,7 +113,7 @@ def test_the_script_in_miniature(tmp_path: Path) -> None:
 def test_compared_steps_are_common_and_leave_the_first_collection_out() -> None:
     def records(count: int) -> list[dict]:
         return [{"iteration": 0}] + [
-            {"iteration": i, "tokens": 1, "collection_step": (i - 1) % 2} for i in range(1, count)
+            {"iteration": i, "tokens": 1, "rollout_batch_step": (i - 1) % 2} for i in range(1, count)
         ]
 
     chosen = report.compared_steps({"dense": records(6), "dta": records(9)})

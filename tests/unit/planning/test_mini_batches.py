@@ -1,4 +1,4 @@
-"""Optimizer steps cut along the tree: against all cuts and the collection's order; in the trainer, with a critic."""
+"""Optimizer steps cut along the tree: against all cuts and the rollout batch's order; in the trainer, with a critic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PPO = (
 
 
 def by_appearance(names: list[str], steps: int) -> list[set[str]]:
-    """The groups of each step, cut in the collection's own order."""
+    """The groups of each step, cut in the rollout batch's own order."""
     line = list(dict.fromkeys(names))
     return [{line[i] for i in part} for part in np.array_split(np.arange(len(line)), steps)]
 
@@ -93,11 +93,11 @@ def test_steps_of_the_trainer_follow_the_tree(seed: int) -> None:
     steps, told = split_groups(rollouts, 3)
     assert [{names[i] for i in step} for step in steps] == [{f"g{i}" for i in range(k, 9, 3)} for k in range(3)]
     assert told == {"separated_tokens": 0.0}
-    # A collection in another order is cut into the same steps.
+    # A rollout batch in another order is cut into the same steps.
     order = rng.permutation(len(rollouts))
     again, _ = split_groups([rollouts[i] for i in order], 3)
     assert {frozenset(order[step].tolist()) for step in again} == {frozenset(step) for step in steps}
-    # One step trains what it always did, in the order of the collection; so do groups that share nothing or the same.
+    # One step keeps the order of the rollout batch; so do groups that share nothing or the same.
     assert split_groups(rollouts, 1) == ([list(range(len(rollouts)))], {})
     unlike = families(rng, 9, 9, 2)
     assert split_groups(unlike, 3)[0] == [list(part) for part in np.array_split(np.arange(18), 3)]
@@ -137,13 +137,13 @@ def test_what_a_collection_is_told_does_not_depend_on_its_cut(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Holds what runs with a critic, three steps a collection, have left behind on one and on two processes."""
+    """Holds what runs with a critic, three steps a rollout batch, have left behind on one and on two processes."""
     path = tmp_path_factory.mktemp("runs")
 
     def job(name: str, flags: str = "", iters: int = 6) -> tuple[str, None]:
         return f"{PPO} {flags} --train-iters {iters} --save {path}/{name}", None
 
-    # Stopped within the first collection and within the second one.
+    # Stopped within the first rollout batch and within the second one.
     cut = [job("two-cut", SHARDED, iters) for iters in (2, 4, 6)]
     for jobs, world_size in (([job("one")], 1), ([job("two", SHARDED), *cut], 2)):
         run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}")

@@ -13,7 +13,7 @@ import pytest
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.model import build_model, initialize_parallel
-from megatron_dta.rollouts.collection_order import RolloutError
+from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.build import build_sampling_evaluation, build_sampling_source
 from megatron_dta.sampling.engines.build import build_engine
 from megatron_dta.sampling.engines.recording import RecordingEngine

@@ -15,7 +15,7 @@ from failing_rewards_cases import ADD, QUICK, fenced, isolated
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.sampling import RewardConfig
-from megatron_dta.rollouts.collection_order import RolloutError
+from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.rewards import code_reward
 from megatron_dta.sampling.rewards.code_reward import ISOLATIONS, CodeTests, program_in
 from megatron_dta.sampling.rewards.code_sandbox import kernel
@@ -306,7 +306,7 @@ def test_groups_that_fail_as_a_whole_leave_a_step_out(tmp_path: Path) -> None:
         f"--num-steps-per-rollout 4 --rollout-max-response-len 4 --train-iters 7 --metrics-file {tmp_path}/m.jsonl"
     )
     rows = rows_of(tmp_path / "m.jsonl")
-    assert [row["collection_step"] for row in rows] == [0, 1, 2, 0, 1, 2, 0]
+    assert [row["rollout_batch_step"] for row in rows] == [0, 1, 2, 0, 1, 2, 0]
     assert all(row["reward_failures"] == 3 for row in rows)
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.config import FilterConfig, TrainConfig
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import SampledSource
+from megatron_dta.rollouts.batch_source import SampledSource
 from megatron_dta.sampling.sources.dapo_filter import FilteringSource, shape_reward
 from megatron_dta.training.data.rejection import select_rollouts
 from trainer_cases import MODEL
@@ -29,15 +29,17 @@ class Planned(SampledSource):
     equal: object
     asked: list[tuple[int, int]] = field(default_factory=list)
 
-    def sample(self, collection: int, batch: int) -> list[Rollout]:
-        self.asked.append((collection, batch))
+    def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
+        self.asked.append((rollout_batch, prompt_batch))
         rollouts = []
         for group in range(4):
             for member in range(2):
-                reward = 0.0 if self.equal(batch, group) else float(member)
+                reward = 0.0 if self.equal(prompt_batch, group) else float(member)
                 mask = np.array([False, True, True])
-                name = f"{batch}:{group}"
-                rollouts.append(Rollout([group, 1, 2], mask, reward=reward, group_id=name, policy_version=collection))
+                name = f"{prompt_batch}:{group}"
+                rollouts.append(
+                    Rollout([group, 1, 2], mask, reward=reward, group_id=name, policy_version=rollout_batch)
+                )
         return rollouts
 
 
@@ -79,10 +81,10 @@ def test_groups_are_judged_before_shaping() -> None:
     """Other lengths of equal answers are no reason to keep a group."""
 
     class Lengths(Planned):
-        def sample(self, collection: int, batch: int) -> list[Rollout]:
+        def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
             long = np.arange(23) >= 3
             return [
-                Rollout(np.arange(length), long[:length], reward=1.0, group_id=f"{batch}:{group}")
+                Rollout(np.arange(length), long[:length], reward=1.0, group_id=f"{prompt_batch}:{group}")
                 for group in range(4)
                 for length in (10, 23)
             ]

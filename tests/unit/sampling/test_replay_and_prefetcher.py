@@ -10,7 +10,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.rollouts import Rollout
-from megatron_dta.rollouts.collection_order import RolloutError
+from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
 from megatron_dta.sampling.engines.replay import ReplayEngine
 from megatron_dta.sampling.keyed_random import Domain

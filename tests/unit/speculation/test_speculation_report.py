@@ -119,7 +119,7 @@ def test_savings_by_hand() -> None:
     assert seconds == pytest.approx(14 * (1.0 + 0.75 + 0.5) / 3)
     assert cost == pytest.approx(0.5 + 0.25 + 0.25 + 0.25)
     records = [{"iteration": 0, "timing": {}}]
-    records += [{"collection_step": age, "timing": report.metrics()} for age in (0, 1, 0)]
+    records += [{"rollout_batch_step": age, "timing": report.metrics()} for age in (0, 1, 0)]
     assert drafting_benefit(records) == "DAS: drafts saved 28 of 40 forwards (about 21.0 s), cost 2.5 s."
     slower = SpeculationReport(plain_forwards=0, outside_seconds=0.1, live=[3], tokens=[3], seconds=[1.0])
     slower.plain_forwards = 1

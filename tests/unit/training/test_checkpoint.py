@@ -85,10 +85,10 @@ def test_steps_in_waiting_survive(tmp_path: Path) -> None:
         for count, fields in ((3, True), (1, False), (4, True))
     ]
     run = Run(3)
-    run.save(tmp_path, 1, {"collections": 2, "waiting": pack_steps(steps)})
+    run.save(tmp_path, 1, {"rollout_batches": 2, "waiting": pack_steps(steps)})
     _, progress, _ = run.load(find_checkpoint(tmp_path))
     found = unpack_steps(progress["waiting"])
-    assert progress["collections"] == 2
+    assert progress["rollout_batches"] == 2
     assert [step.statistics for step in found] == [step.statistics for step in steps]
     for step, expected in zip(found, steps, strict=True):
         for left, right in zip(step.samples, expected.samples, strict=True):

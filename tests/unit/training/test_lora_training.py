@@ -92,7 +92,7 @@ def test_checkpoints_hold_adapters_and_the_base_stands_once(rollouts: str, tmp_p
 
 
 def test_the_base_as_the_reference_is_a_copy_of_the_first_weights(rollouts: str, tmp_path: Path) -> None:
-    """Two epochs a collection and a penalty in the reward too, so that every way to use the reference is taken."""
+    """Two epochs a rollout batch and a penalty in the reward too, so that every way to use the reference is taken."""
     arguments = f"{rollouts} {GRPO} {LORA} --kl-coef 0.1 --ppo-epochs 2 --train-iters 6"
     base, _ = run(f"{arguments} --save {tmp_path}/base-run")
     copied, _ = run(f"{arguments} --ref-model initial --save {tmp_path}/copy-run")

@@ -104,7 +104,7 @@ def test_epochs_train_the_same_numbers_again(stored) -> None:
     for sample, logprobs in zip(steps[2].samples, expected, strict=True):
         np.testing.assert_array_equal(sample.old_logprobs, logprobs)
     records = [trainer._step() for _ in range(4)]
-    assert [record["collection_step"] for record in records] == [0, 1, 2, 0]
+    assert [record["rollout_batch_step"] for record in records] == [0, 1, 2, 0]
     assert records[0]["ratio"] == pytest.approx(1, abs=1e-6)
     assert abs(records[1]["ratio"] - 1) > 1e-4
     assert records[1]["ratio_max"] > records[1]["ratio"]

@@ -1,6 +1,4 @@
-"""What a collection's source has counted belongs to its steps: a run that stops between two steps of a collection, and
-goes on, writes the metrics of one that never stopped.
-"""
+"""The statistics of a rollout batch belong to its steps: a run resumed between two steps writes the same metrics."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_three_steps_with_the_weights_pushed_before_each(runs: Runs, kind: str) 
 
 
 def versions_used(trainer: Trainer) -> list[tuple[int, int]]:
-    """For each collection the steps done when it was taken and the version that sampled it, filled as it runs."""
+    """For each rollout batch the steps done when it was taken and the version that sampled it, filled as it runs."""
     found: list[tuple[int, int]] = []
     collect = trainer.source.next_batch
 
@@ -101,19 +101,19 @@ def test_rollouts_are_never_older_than_the_bound(runs: Runs, bound: int, steps: 
     assert [step for step, _ in found] == list(range(0, 4 * steps, steps))
     assert ages[0] == 0
     assert all(0 <= age <= bound for age in ages)
-    # Sampled ahead, as the bound allows; on a busy machine a collection may begin late, and with newer weights.
+    # Sampled ahead, as the bound allows; on a busy machine a rollout batch may begin late, and with newer weights.
     assert max(ages[1:]) >= steps
     assert len(runs.servers[0].bodies) + len(runs.servers[1].bodies) == 4 * 12
     assert not any(server.violations for server in runs.servers)
     rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
-    # At every step, also those that train a collection further.
+    # At every step, also those that train a rollout batch further.
     expected = [age + step for age in ages for step in range(steps)]
     assert [row["rollout_staleness"] for row in rows] == expected
 
 
 @pytest.mark.parametrize("bound", [0, 1])
 def test_a_resumed_run_trains_on_the_same_rollouts(runs: Runs, bound: int) -> None:
-    """Collections sampled ahead are kept: they are of weights that a continued run does not have."""
+    """Rollout batches sampled ahead are kept: they are of weights that a continued run does not have."""
     # Slower than training: what is sampled ahead is still under way when the checkpoint is written.
     runs.add_servers("vllm", 1, delay_s=0.3)
     ahead = f"--rollout-max-staleness {bound}" if bound else ""
@@ -156,7 +156,7 @@ def test_when_all_servers_die_what_was_trained_is_kept(runs: Runs, bound: int) -
     save = runs.folder / "run"
     ahead = f"--rollout-max-staleness {bound}" if bound else ""
     (server,) = runs.add_servers("sglang", 1)
-    server.faults[server.generate_path] = [None] * 30 + ["die"]  # in the third collection
+    server.faults[server.generate_path] = [None] * 30 + ["die"]  # in the third rollout batch
     with pytest.raises(InputError, match=r"^after step 2: request \d+ .*no rollout server is left.*is saved") as caught:
         runs.run(f"--train-iters 4 {ahead} --save {save}")
     assert "\n" not in str(caught.value)
@@ -191,7 +191,7 @@ def test_sigterm_does_not_wait_for_what_is_sampled_ahead(runs: Runs) -> None:
         return rollouts
 
     trainer.source.next_batch = slow_down
-    # The collection after the first one hangs from its first request on.
+    # The rollout batch after the first one hangs from its first request on.
     server.faults[server.generate_path] = [None] * 12 + ["hang"] * 12
     trainer.run()
     trainer.metrics.close()
@@ -355,6 +355,6 @@ def test_training_replays_and_resumes_behind_what_it_has_used(runs: Runs) -> Non
     runs.run(f"--train-iters 2 --save {runs.folder / 'parts'} {replay}", "replay")
     parts, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'parts'} {replay}", "replay")
     assert_same(weights_of(whole), weights_of(parts))
-    # 8 responses to each of 7 prompts are enough for 4 collections of 3 prompts and 4 samples; the fifth has none.
+    # 8 responses to each of 7 prompts are enough for 4 rollout batches of 3 prompts and 4 samples; the fifth has none.
     with pytest.raises(InputError, match="after step 4: --rollout-replay: all 8 recorded continuations"):
         runs.run(f"--train-iters 6 --save {runs.folder / 'parts'} {replay}", "replay")

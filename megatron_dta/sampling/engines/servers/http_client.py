@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.rollouts.collection_order import RolloutError
+from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.engines.servers.http_settings import HttpSettings, checked_urls
 from megatron_dta.sampling.engines.servers.replies import (
     MOST_ERROR_BYTES,

@@ -23,7 +23,7 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def next_batch(self, step: int) -> list[Rollout]:
-        """Collection number ``step``, counted from 0; whole groups, at least one rollout with a trained token.
+        """Rollout batch number ``step``, from 0: whole groups, with at least one trained token.
 
         Raises:
             RolloutError: there is no batch; raised on all ranks, before any part of the step has been trained.
@@ -46,7 +46,7 @@ class RolloutSource(ABC):
         return {}
 
     def timing(self) -> dict[str, float]:
-        """Further metrics of it that depend on the clock, so that two equal runs may differ in them."""
+        """Metrics of the rollout batch returned last that depend on the clock, so equal runs may differ in them."""
         return {}
 
     def close(self) -> None:
@@ -58,11 +58,11 @@ class SampledSource(RolloutSource):
     """Samples rollouts of prompts. A rollout batch may take several prompt batches, as in dynamic sampling."""
 
     @abstractmethod
-    def sample(self, collection: int, batch: int) -> list[Rollout]:
-        """Rollouts of the prompts of batch number ``batch``, for collection number ``collection``.
+    def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
+        """Rollouts of prompt batch number ``prompt_batch`` for rollout batch number ``rollout_batch``.
 
-        Prompts and random numbers follow from the batch; weights, schedules, and what is kept for a number of
-        collections go by the collection.
+        The prompt batch determines prompts and random numbers. The rollout batch determines weights and schedules, and
+        it is the unit in which state ages.
         """
 
     def next_batch(self, step: int) -> list[Rollout]:
@@ -95,8 +95,8 @@ class WrappedSource(RolloutSource):
 
 
 class Evaluation(ABC):
-    """Judges the current weights on held-out data."""
+    """Evaluates the current weights on held-out data."""
 
     @abstractmethod
     def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics by name, such as ``reward``, after ``step`` optimizer steps; the training noise is not touched."""
+        """Metrics by name, such as ``reward``, after ``step`` optimizer steps; the random state of training stays."""
