@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from mesh_worker import MeshCase, run_cases, run_on_ranks
-from pipeline_shared import ARCHITECTURES, CUTS, GRPO, MESHES, _samples
-from tree_engine_cases import TEMPERATURE, model_config, tree_config, weights_of
+from pipeline_shared import pipeline_case
 
 
 @pytest.fixture(scope="module")
 def case() -> MeshCase:
-    model, samples = model_config(**ARCHITECTURES["tied"]), _samples("bushy")
-    tree, weights = tree_config(*CUTS["dta"]), weights_of(model, seed=5)
-    return MeshCase(model, MESHES["pp2"], tree, samples, [list(range(len(samples)))], weights, GRPO, TEMPERATURE)
+    return pipeline_case()
 
 
 def fail_in_the_model(rank: int, case: MeshCase) -> None:

@@ -11,8 +11,7 @@ import torch
 
 from megatron_dta.config.derived.device_queues import MANY_QUEUES, QUEUES, set_device_queues
 from mesh_worker import MeshCase, run_cases, run_on_ranks
-from pipeline_shared import ARCHITECTURES, CUTS, GRPO, MESHES, _samples
-from tree_engine_cases import TEMPERATURE, model_config, tree_config, weights_of
+from pipeline_shared import pipeline_case
 
 
 @pytest.mark.parametrize(
@@ -80,10 +79,7 @@ def watch_messages(rank: int, case: MeshCase) -> tuple[list[tuple[str, int, int,
 
 
 def test_a_channel_has_one_direction_and_outputs_are_free_once_sent(tmp_path) -> None:
-    model, samples = model_config(**ARCHITECTURES["tied"]), _samples("bushy")
-    tree, weights = tree_config(*CUTS["dta"]), weights_of(model, seed=5)
-    mesh = MESHES["pp2-vpp2"]
-    case = MeshCase(model, mesh, tree, samples, [list(range(len(samples)))], weights, GRPO, TEMPERATURE)
+    case = pipeline_case("pp2-vpp2")
     for calls, sent, alive in run_on_ranks(watch_messages, case, 2, tmp_path):
         directions: dict[int, set[tuple[int, int]]] = {}
         for _, group, sender, receiver in calls:

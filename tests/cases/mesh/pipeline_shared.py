@@ -7,21 +7,18 @@ import numpy as np
 from conftest import seed_all
 from megatron_dta.config import ParallelConfig
 from megatron_dta.parity import random_training_samples
+from mesh_cases import FULL_RECOMPUTE, MeshSuite
+from mesh_worker import MeshCase
 from moe_cases import QWEN3_MOE
 from tree_engine_cases import (
     QWEN2,
     QWEN3,
     VOCABULARY,
     branching_sequences,
+    model_config,
 )
 
-GRPO = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
-
-
 UNTIED = QWEN3 | {"untie_embeddings_and_output_weights": True}
-
-
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 ARCHITECTURES = {
@@ -33,29 +30,43 @@ ARCHITECTURES = {
 
 
 MESHES = {
-    "pp2": ParallelConfig(pipeline_model_parallel_size=2),
-    "pp2-vpp2": ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
-    "pp2-uneven": ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettt|tL"),
-    "pp2-embedding-alone": ParallelConfig(
-        pipeline_model_parallel_size=2,
-        num_virtual_stages_per_pipeline_rank=2,
-        pipeline_model_parallel_layout="E|tt|tt|L",
+    "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2), [0]),
+    "pp2-vpp2": (2, ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), [0]),
+    "pp2-uneven": (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettt|tL"), [0]),
+    "pp2-embedding-alone": (
+        2,
+        ParallelConfig(
+            pipeline_model_parallel_size=2,
+            num_virtual_stages_per_pipeline_rank=2,
+            pipeline_model_parallel_layout="E|tt|tt|L",
+        ),
+        [0],
     ),
-    "pp4": ParallelConfig(pipeline_model_parallel_size=4),
-    "pp2-tp2": ParallelConfig(pipeline_model_parallel_size=2, tensor_model_parallel_size=2),
-    "pp2-tp2-sp-vpp2": ParallelConfig(
-        pipeline_model_parallel_size=2,
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        num_virtual_stages_per_pipeline_rank=2,
+    "pp4": (4, ParallelConfig(pipeline_model_parallel_size=4), [0]),
+    "pp2-tp2": (4, ParallelConfig(pipeline_model_parallel_size=2, tensor_model_parallel_size=2), [0]),
+    "pp2-tp2-sp-vpp2": (
+        4,
+        ParallelConfig(
+            pipeline_model_parallel_size=2,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            num_virtual_stages_per_pipeline_rank=2,
+        ),
+        [0],
     ),
-    "pp2-dp2": ParallelConfig(pipeline_model_parallel_size=2),
-    "pp2-ep2": ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
-    "pp2-vpp2-ep2-idle": ParallelConfig(
-        pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2, expert_model_parallel_size=2
+    "pp2-dp2": (4, ParallelConfig(pipeline_model_parallel_size=2), [3, 0]),
+    "pp2-ep2": (4, ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2), [3, 0]),
+    "pp2-vpp2-ep2-idle": (
+        4,
+        ParallelConfig(
+            pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2, expert_model_parallel_size=2
+        ),
+        [99, 0],
     ),
-    "pp2-dp2-idle-overlap": ParallelConfig(
-        pipeline_model_parallel_size=2, overlap_grad_reduce=True, ddp_bucket_size=900
+    "pp2-dp2-idle-overlap": (
+        4,
+        ParallelConfig(pipeline_model_parallel_size=2, overlap_grad_reduce=True, ddp_bucket_size=900),
+        [99, 0],
     ),
 }
 
@@ -77,7 +88,7 @@ SEED = 23
 def _samples(forest: str) -> list:
     generator = seed_all(SEED)
     if forest == "bushy":
-        sequences = branching_sequences(generator, count=12, longest=30)
+        sequences = branching_sequences(generator, count=8, longest=24)
     elif forest == "deep":
         trunk = generator.integers(0, VOCABULARY, size=63)
         sequences = [np.append(trunk[:n], generator.integers(0, VOCABULARY, size=3)) for n in (60, 41, 22, 3)]
@@ -85,3 +96,15 @@ def _samples(forest: str) -> list:
         trunk = generator.integers(0, VOCABULARY, size=5)
         sequences = [np.append(trunk, generator.integers(0, VOCABULARY, size=n)) for n in range(2, 14)]
     return random_training_samples([sequence.astype(np.int32) for sequence in sequences], seed=SEED)
+
+
+def pipeline_suite() -> MeshSuite:
+    """All models and forests on all meshes."""
+    models = {name: model_config(**settings) for name, settings in ARCHITECTURES.items()}
+    return MeshSuite(models, MESHES, {forest: _samples(forest) for forest in ("bushy", "deep", "wide")}, CUTS)
+
+
+def pipeline_case(mesh: str = "pp2") -> MeshCase:
+    """One step of the tied model on a mesh of stages."""
+    models = {"tied": model_config(**ARCHITECTURES["tied"])}
+    return MeshSuite(models, MESHES, {"bushy": _samples("bushy")}, CUTS).case(mesh, "tied", "dta", "bushy")
