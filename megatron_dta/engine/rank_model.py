@@ -33,12 +33,12 @@ class RankModel:
         routing_replay: bool,
     ) -> None:
         self.replays_routing = routing_replay
-        self.chunks = list(model.parts if isinstance(model, (TreeGPTModel, StagedModel)) else model)
+        self.chunks = list(model.model_chunks if isinstance(model, (TreeGPTModel, StagedModel)) else model)
         self.tree_models: list[TreeGPTModel] = [
             chunk if isinstance(chunk, TreeGPTModel) else chunk.module for chunk in self.chunks
         ]
         self.config, self.true_vocab_size = self.tree_models[0].config, self.tree_models[0].true_vocab_size
-        self.num_layers = [len(part.decoder.layers) for part in self.tree_models]
+        self.num_layers = [len(chunk.decoder.layers) for chunk in self.tree_models]
         self.temperature = temperature
         self.mesh = current_mesh()
         parameter = next(self.tree_models[0].parameters())

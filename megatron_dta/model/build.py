@@ -202,36 +202,36 @@ def build_model(
         InputError: the model cannot be divided among this number of ranks.
     """
     parallel = parallel or ParallelConfig()
-    num_stages, num_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    num_stages, num_model_chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     layers = stage_layers(model, parallel)
     config = transformer_config(model, parallel)
     fused = choose_fused_layers(model.fused_layer_impl, model.params_dtype, device)
-    part_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)
+    chunk_class, arguments = TreeGPTModel, model_arguments(model, parallel.tensor_model_parallel_size)
     if value_head:
-        part_class, arguments = TreeValueModel, arguments | {"share_embeddings_and_output_weights": False}
-    parts = []
-    for chunk in range(num_chunks):
-        virtual_stage = chunk * num_stages + parallel_state.get_pipeline_model_parallel_rank()
+        chunk_class, arguments = TreeValueModel, arguments | {"share_embeddings_and_output_weights": False}
+    model_chunks = []
+    for number in range(num_model_chunks):
+        virtual_stage = number * num_stages + parallel_state.get_pipeline_model_parallel_rank()
         first_layer = sum(layers[:virtual_stage])
-        part = part_class(
+        chunk = chunk_class(
             config,
             block_spec(model, parallel, range(first_layer, first_layer + layers[virtual_stage]), fused),
             **arguments,
             pre_process=virtual_stage == 0,
             post_process=virtual_stage == len(layers) - 1,
-            vp_stage=chunk if num_chunks > 1 else None,
+            vp_stage=number if num_model_chunks > 1 else None,
         )
-        set_frequencies(part, model)
-        part.has_fused_layers = fused
-        part.true_vocab_size = model.vocab_size
-        part.stage_layers, part.first_layer = tuple(layers), first_layer
-        parts.append(part.to(device=device, dtype=model.params_dtype))
+        set_frequencies(chunk, model)
+        chunk.has_fused_layers = fused
+        chunk.true_vocab_size = model.vocab_size
+        chunk.stage_layers, chunk.first_layer = tuple(layers), first_layer
+        model_chunks.append(chunk.to(device=device, dtype=model.params_dtype))
         if not parallel.no_gradient_accumulation_fusion:
-            use_main_grad(part)
-        keep_balance_in_float32(part)
+            use_main_grad(chunk)
+        keep_balance_in_float32(chunk)
         if model.lora_rank is not None:
-            add_adapters(part, model, initial_seed())
-    return StagedModel(parts) if num_stages > 1 else parts[0]
+            add_adapters(chunk, model, initial_seed())
+    return StagedModel(model_chunks) if num_stages > 1 else model_chunks[0]
 
 
 def build_stock_model(model: ModelConfig, device: torch.device, router: type | None = None) -> GPTModel:

@@ -45,8 +45,8 @@ class TreeGPTModel(GPTModel):
     adds_to_main_grad: bool = False
 
     @property
-    def parts(self) -> list[TreeGPTModel]:
-        """A list of this one model chunk; ``StagedModel.parts`` lists several."""
+    def model_chunks(self) -> list[TreeGPTModel]:
+        """A list of this one model chunk; ``StagedModel.model_chunks`` lists several."""
         return [self]
 
     @property

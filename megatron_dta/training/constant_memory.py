@@ -13,20 +13,20 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def constant_bytes(
-    parts: Iterable[torch.nn.Module], settings: OptimizationConfig | None = None, optimizer_ranks: int = 1
+    model_chunks: Iterable[torch.nn.Module], settings: OptimizationConfig | None = None, optimizer_ranks: int = 1
 ) -> float:
     """Constant bytes of a model's chunks on this rank's device.
 
     Args:
-        parts: the model chunks of one model, wrapped in Megatron's data parallelism if it is trained.
+        model_chunks: the model chunks of one model, wrapped in Megatron's data parallelism if it is trained.
         settings: settings of the model's optimizer; None if it has no optimizer.
         optimizer_ranks: number of data-parallel ranks that share the optimizer states
             (``--use-distributed-optimizer``), otherwise 1.
     """
     total = 0.0
-    for part in parts:
-        total += sum(module.quantized_bytes for module in part.modules() if isinstance(module, TreeTELinear))
-        for parameter in part.parameters():
+    for chunk in model_chunks:
+        total += sum(module.quantized_bytes for module in chunk.modules() if isinstance(module, TreeTELinear))
+        for parameter in chunk.parameters():
             count = parameter.numel()
             total += count * parameter.element_size()
             if not parameter.requires_grad:

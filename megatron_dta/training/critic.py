@@ -94,28 +94,28 @@ def build_critic_model(config: TrainConfig, policy: Model, device: torch.device,
     if resumes:
         return model
     if folder is None:
-        _load_trunk(model, {str(i): base_part(part.state_dict()) for i, part in enumerate(policy.parts)})
+        _load_trunk(model, {str(i): base_part(chunk.state_dict()) for i, chunk in enumerate(policy.model_chunks)})
         return model
     path = find_checkpoint(folder)
     if path is None:
         raise InputError(f"--critic-load {folder}: holds no checkpoint")
     check_files(path, not config.checkpoint.skip_checkpoint_checks)
-    wanted = {str(i): part.sharded_state_dict() for i, part in enumerate(model.parts)}
+    wanted = {str(i): chunk.sharded_state_dict() for i, chunk in enumerate(model.model_chunks)}
     if "critic" in read_common(path):
         add_prefix_for_sharding(wanted, _PREFIX)
     else:
-        for part in wanted.values():
-            part.pop(_HEAD, None)
+        for chunk in wanted.values():
+            chunk.pop(_HEAD, None)
     _load_trunk(model, read_checkpoint(Path(path), wanted))
     return model
 
 
 def _load_trunk(model: Model, states: dict[str, dict[str, Any]]) -> None:
     """Load each model chunk's weights. A value head that is missing or of another shape keeps its initial values."""
-    for i, part in enumerate(model.parts):
-        own, found = part.state_dict(), dict(states[str(i)])
+    for i, chunk in enumerate(model.model_chunks):
+        own, found = chunk.state_dict(), dict(states[str(i)])
         state = {name: value for name, value in found.items() if not name.startswith("output_layer.")}
         if _HEAD in own:
             fits = _HEAD in found and found[_HEAD].shape == own[_HEAD].shape
             state[_HEAD] = found[_HEAD] if fits else own[_HEAD]
-        part.load_state_dict(state)
+        chunk.load_state_dict(state)

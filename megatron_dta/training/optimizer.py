@@ -279,7 +279,7 @@ def data_parallel_chunks(
         bucket_size=parallel.ddp_bucket_size,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
-    return [DistributedDataParallel(model.config, settings, part) for part in model.parts]
+    return [DistributedDataParallel(model.config, settings, chunk) for chunk in model.model_chunks]
 
 
 def _optimizer_config(settings: OptimizationConfig, params_dtype: torch.dtype, is_distributed: bool) -> OptimizerConfig:

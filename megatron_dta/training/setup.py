@@ -135,7 +135,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         optimizer=optimizer,
         objective=objective,
         source=source,
-        preparation=_preparation(config, objective, engine, passes, critic),
+        preparation=SamplePreparation(config, objective, engine, passes, critic.engine if critic is not None else None),
         evaluations=evaluations,
         metrics=_open_metrics(config, kept_metrics),
         progress=progress,
@@ -163,24 +163,6 @@ def _describe(
     built = BuiltRun(config, mesh, part.device, *counts, constant, task, stored, metrics_path(config))
     for name, text in describe_run(built):
         console.print(f"{name:<12} {text}", soft_wrap=True, markup=False)
-
-
-def _preparation(
-    config: TrainConfig, objective: Objective, engine: TreeEngine, reference: Reference | None, critic: Critic | None
-) -> SamplePreparation:
-    return SamplePreparation(
-        config.objective,
-        objective,
-        config.tree,
-        engine,
-        reference,
-        config.sampling.num_steps_per_rollout,
-        critic.engine if critic is not None else None,
-        config.critic,
-        config.filtering,
-        # Servers and recordings return exact logprobs only if the objective requires them.
-        config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs,
-    )
 
 
 def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, console: Console) -> None:
@@ -338,7 +320,7 @@ def _constant_bytes(
     if critic is not None:
         total += constant_bytes(critic.optimizer.chunks, config.optimization, ranks)
     if reference is not None and not config.objective.offload_reference:
-        total += constant_bytes(reference.parts)
+        total += constant_bytes(reference.model_chunks)
     return total
 
 

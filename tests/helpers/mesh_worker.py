@@ -153,7 +153,7 @@ def named_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     from megatron.core import parallel_state
 
     found, expert_rank = {}, parallel_state.get_expert_model_parallel_rank()
-    for part in model.parts:
+    for part in model.model_chunks:
         for name, parameter in part.named_parameters():
             if name.startswith("decoder.layers."):
                 head, layer, rest = name.removeprefix("decoder.").split(".", 2)
@@ -191,7 +191,9 @@ def copy_shards(
 
 def expert_biases(model: Any) -> dict[str, torch.Tensor]:
     """The rank's biases of experts by name."""
-    return {name: b for part in model.parts for name, b in part.named_buffers() if name.endswith("expert_bias")}
+    return {
+        name: b for chunk in model.model_chunks for name, b in chunk.named_buffers() if name.endswith("expert_bias")
+    }
 
 
 def _run_case(case: MeshCase) -> RankResult:

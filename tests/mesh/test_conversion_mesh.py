@@ -62,7 +62,7 @@ def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str
         config = ModelConfig(**settings_of(folder / "hf"))
         model = build_model(config, device, parallel)
         weights = HfWeights(
-            list(getattr(model, "parts", [model])),
+            list(getattr(model, "model_chunks", [model])),
             architecture_in(folder / "hf"),
             shape_of(folder / "hf"),
             current_mesh().host_group,

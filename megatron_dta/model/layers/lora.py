@@ -186,15 +186,15 @@ def _name_in_all_experts(path: str, config: TransformerConfig) -> str:
     return f"{before}{found}{int(number) + first}.{rest}"
 
 
-def adapters_of(parts: Sequence[torch.nn.Module]) -> Iterator[LoraAdapter]:
+def adapters_of(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LoraAdapter]:
     """All adapters of a rank's model chunks."""
-    return (module for part in parts for module in part.modules() if isinstance(module, LoraAdapter))
+    return (module for chunk in model_chunks for module in chunk.modules() if isinstance(module, LoraAdapter))
 
 
 @contextmanager
-def without_adapters(parts: Sequence[torch.nn.Module]) -> Iterator[None]:
+def without_adapters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Disable the adapters, so that the model is its base model. For passes without gradients."""
-    adapters = list(adapters_of(parts))
+    adapters = list(adapters_of(model_chunks))
     for adapter in adapters:
         adapter.enabled = False
     try:

@@ -108,9 +108,9 @@ def _for_trees(layer: type, into_main_grad: bool, rereads_input: bool) -> type:
 
 
 @contextmanager
-def weights_quantized_once(parts: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Context in which the weights of ``parts`` do not change: passes with gradients share one FP8 copy of each."""
-    layers = [module for part in parts for module in part.modules() if isinstance(module, TreeTELinear)]
+def weights_quantized_once(model_chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Context in which no weight changes: passes with gradients share one FP8 copy of each weight of the chunks."""
+    layers = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, TreeTELinear)]
     for layer in layers:
         layer.weight_is_constant = True
     try:

@@ -26,18 +26,18 @@ class StagedModel(torch.nn.Module):
     The outer key of state dictionaries is the number of the model chunk.
     """
 
-    def __init__(self, parts: Sequence[TreeGPTModel]) -> None:
+    def __init__(self, model_chunks: Sequence[TreeGPTModel]) -> None:
         super().__init__()
-        self.parts = torch.nn.ModuleList(parts)
-        self.config, self.true_vocab_size = parts[0].config, parts[0].true_vocab_size
-        self.max_sequence_length = parts[0].max_sequence_length
+        self.model_chunks = torch.nn.ModuleList(model_chunks)
+        self.config, self.true_vocab_size = model_chunks[0].config, model_chunks[0].true_vocab_size
+        self.max_sequence_length = model_chunks[0].max_sequence_length
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._communicator = P2PCommunicator(self._group, self.config)
 
     @property
     def layer_numbers(self) -> list[int]:
         """1-based numbers in the whole model of the layers that this rank holds."""
-        return [number for part in self.parts for number in part.layer_numbers]
+        return [number for chunk in self.model_chunks for number in chunk.layer_numbers]
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states [n, C] after the final norm on the last stage; undefined on the others.
@@ -45,19 +45,19 @@ class StagedModel(torch.nn.Module):
         Every rank of the pipeline must call this with the same arguments. Not for training.
         """
         hidden = None
-        for part in self.parts:
-            if not part.pre_process:
-                part.set_input_tensor(self._receive(part.stage_shape(input_ids.shape[1])))
-            hidden = part(input_ids, context)
-            if not part.post_process:
+        for chunk in self.model_chunks:
+            if not chunk.pre_process:
+                chunk.set_input_tensor(self._receive(chunk.stage_shape(input_ids.shape[1])))
+            hidden = chunk(input_ids, context)
+            if not chunk.post_process:
                 self._send(hidden)
-        if self.parts[-1].post_process:
+        if self.model_chunks[-1].post_process:
             return hidden
         return hidden.new_zeros(input_ids.shape[1], self.config.hidden_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of ``hidden`` [n, C], complete and bit-identical on every rank."""
-        last = self.parts[-1]
+        last = self.model_chunks[-1]
         logits = last.logits(hidden) if last.post_process else hidden.new_empty(hidden.shape[0], self.true_vocab_size)
         source = torch.distributed.get_process_group_ranks(self._group)[-1]
         logits = logits.contiguous()
@@ -66,16 +66,16 @@ class StagedModel(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The model chunks' state dictionaries by number of the model chunk."""
-        return {str(i): part.state_dict(*args, **kwargs) for i, part in enumerate(self.parts)}
+        return {str(i): chunk.state_dict(*args, **kwargs) for i, chunk in enumerate(self.model_chunks)}
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The model chunks' sharded state dictionaries by number of the model chunk."""
-        return {str(i): part.sharded_state_dict(*args, **kwargs) for i, part in enumerate(self.parts)}
+        return {str(i): chunk.sharded_state_dict(*args, **kwargs) for i, chunk in enumerate(self.model_chunks)}
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load a dictionary from ``state_dict`` or ``sharded_state_dict``."""
-        for i, part in enumerate(self.parts):
-            part.load_state_dict(state_dict[str(i)], *args, **kwargs)
+        for i, chunk in enumerate(self.model_chunks):
+            chunk.load_state_dict(state_dict[str(i)], *args, **kwargs)
 
     def _receive(self, shape: tuple[int, int, int]) -> Tensor:
         tensor, handles = self._communicator.send_forward_recv_forward(None, True, shape, overlap_p2p_comm=True)

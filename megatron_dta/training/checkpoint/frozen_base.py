@@ -44,8 +44,8 @@ def load_part(model: Model, state: dict[str, Any]) -> None:
     Raises:
         ValueError: the state has a parameter that the model lacks.
     """
-    for number, part in enumerate(model.parts):
+    for number, chunk in enumerate(model.model_chunks):
         own = state[str(number)] if isinstance(model, StagedModel) else state
-        unexpected = part.load_state_dict(own, strict=False).unexpected_keys
+        unexpected = chunk.load_state_dict(own, strict=False).unexpected_keys
         if unexpected:
             raise ValueError(f"the model has no {unexpected[0]}")

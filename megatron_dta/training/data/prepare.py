@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.config import CriticConfig, FilterConfig, ObjectiveConfig, TreeConfig
+from megatron_dta.config import TrainConfig
 from megatron_dta.engine import TreeEngine
 from megatron_dta.model import Mesh
 from megatron_dta.objectives import (
@@ -49,9 +49,7 @@ class SamplePreparation:
     Args:
         policy: engine on the weights being trained.
         reference: the reference model of a KL penalty or a preference loss; None if the objective has none.
-        num_steps: number of optimizer steps per rollout batch and epoch (``--ppo-epochs``).
         critic: engine on the critic's weights; None if the objective has no critic.
-        trusts_logprobs: whether the rollouts' logprobs are exactly the sampler's. Some engines return others, or none.
 
     Attributes:
         pass_seconds: time of the last batch's passes, without planning.
@@ -59,28 +57,25 @@ class SamplePreparation:
 
     def __init__(
         self,
-        settings: ObjectiveConfig,
+        config: TrainConfig,
         objective: Objective,
-        tree: TreeConfig,
         policy: TreeEngine,
-        reference: Reference | None,
-        num_steps: int,
+        reference: Reference | None = None,
         critic: TreeEngine | None = None,
-        critic_settings: CriticConfig | None = None,
-        filtering: FilterConfig | None = None,
-        trusts_logprobs: bool = True,
     ) -> None:
-        self.trusts_logprobs, self.pass_seconds = trusts_logprobs, 0.0
-        self.settings, self.objective, self.tree = settings, objective, tree
-        self.policy, self.reference, self.num_steps, self.critic = policy, reference, num_steps, critic
-        self.critic_settings, self.filtering = critic_settings or CriticConfig(), filtering or FilterConfig()
+        self.config, self.settings, self.objective, self.tree = config, config.objective, objective, config.tree
+        self.policy, self.reference, self.critic, self.pass_seconds = policy, reference, critic, 0.0
+        # Servers and recordings return exact logprobs only if the objective requires them.
+        self.trusts_logprobs = config.sampling.rollout_engine == "in-process" or config.objective.needs_rollout_logprobs
+        # Optimizer steps per rollout batch and epoch (``--ppo-epochs``).
+        self.num_steps = config.sampling.num_steps_per_rollout
 
     def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
         """Return the steps of one rollout batch, in order; an empty list if no rollout is selected for training."""
         self.pass_seconds = 0.0
         statistics = rollout_statistics(rollouts)
         num_rollouts = len(rollouts)
-        rollouts = select_rollouts(rollouts, self.filtering)
+        rollouts = select_rollouts(rollouts, self.config.filtering)
         preference_pairs = None
         if self.objective.pair_function is not None:
             rollouts, preference_pairs = _select_pairs(rollouts, self.settings.dpo_pairs)
@@ -91,8 +86,8 @@ class SamplePreparation:
         selected = len(rollouts) < num_rollouts
         samples = self._samples(rollouts)
         steps, found = [], {}
-        parts, cut = split_groups(rollouts, num_steps, self.policy.cost_model(self.tree.tree_segment_tokens))
-        for chosen in parts:
+        mini_batches, cut = split_groups(rollouts, num_steps, self.policy.cost_model(self.tree.tree_segment_tokens))
+        for chosen in mini_batches:
             own = [rollouts[i] for i in chosen]
             routed, replaced = self._with_routing([samples[i] for i in chosen], own)
             step = StepSamples(routed, rollout_statistics(own) | replaced | cut, rollouts=own)
@@ -214,7 +209,7 @@ class SamplePreparation:
         if penalties is not None:
             rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
         masks = [rollout.loss_mask for rollout in rollouts]
-        gamma, lam = self.critic_settings.gae_gamma, self.critic_settings.gae_lambda
+        gamma, lam = self.config.critic.gae_gamma, self.config.critic.gae_lambda
         advantages, returns = generalized_advantages(rewards, found["old_values"], masks, gamma, lam)
         if settings.advantage_whitening != "none":
             advantages = whiten(advantages, masks)

@@ -181,11 +181,11 @@ def _output_text(run: BuiltRun) -> str:
     return ", ".join(named) if named else "none: give --save to keep checkpoints and metrics"
 
 
-def parameter_counts(parts: Sequence[torch.nn.Module], mesh: Mesh, config: TrainConfig) -> tuple[int, int]:
+def parameter_counts(model_chunks: Sequence[torch.nn.Module], mesh: Mesh, config: TrainConfig) -> tuple[int, int]:
     """Numbers of all parameters and of trained parameters in the whole model. All ranks of a replica must call this."""
     own = [0, 0]
-    for part in parts:
-        for parameter in part.parameters():
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
             is_copy = getattr(parameter, "shared", False)
             is_split = getattr(parameter, "tensor_model_parallel", False)
             if is_copy or (mesh.tensor_rank > 0 and not is_split):

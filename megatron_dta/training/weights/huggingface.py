@@ -37,7 +37,7 @@ _UNFINISHED = ".unfinished"
 def hf_weights(config: TrainConfig, model: torch.nn.Module) -> HfWeights:
     """The weights of the run's model under Hugging Face's names."""
     family = architecture(_hf_config(config))
-    chunks = list(getattr(model, "parts", [model]))
+    chunks = list(getattr(model, "model_chunks", [model]))
     return HfWeights(chunks, family.architecture, ModelShape.of(config.model), current_mesh().host_group)
 
 

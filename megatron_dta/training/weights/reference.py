@@ -29,7 +29,7 @@ class Reference:
         self.engine, self._is_base = engine, is_base
         self._host: list[tuple[torch.nn.Parameter, torch.Tensor]] | None = None
         if offload:
-            self._host = [(p, _host_copy(p)) for part in engine.tree_models for p in part.parameters()]
+            self._host = [(p, _host_copy(p)) for chunk in engine.tree_models for p in chunk.parameters()]
             self._drop()
 
     @contextmanager

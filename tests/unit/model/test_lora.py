@@ -86,7 +86,7 @@ def test_a_new_model_and_one_without_its_adapters_are_the_base_bit_for_bit(name,
         for adapter in adapters_of([adapted]):
             adapter.lora_B.normal_()
     trained = TreeEngine(adapted).compute_logprobs(batch)
-    with without_adapters(adapted.parts):
+    with without_adapters(adapted.model_chunks):
         reference = TreeEngine(adapted).compute_logprobs(batch)
     for values, fresh, moved, off in zip(expected, new, trained, reference, strict=True):
         assert (values == fresh).all()

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from megatron_dta.config import ObjectiveConfig, TreeConfig
+from megatron_dta.config import ObjectiveConfig, TrainConfig, TreeConfig
 from megatron_dta.engine import prepare_batch
 from megatron_dta.objectives import make_objective
 from megatron_dta.rollouts import cut_length
@@ -104,7 +104,7 @@ def test_the_trainer_gets_the_tree():
     rng = np.random.default_rng(5)
     _, rollouts = random_rollouts(rng, 50)
     settings = ObjectiveConfig(advantage_estimator="treepo", leaf_weights="both")
-    preparation = SamplePreparation(settings, make_objective(settings), TreeConfig(), None, None, 1)
+    preparation = SamplePreparation(TrainConfig(model=None, objective=settings), make_objective(settings), None)
     samples = preparation._samples(rollouts)
     assert all(sample.path is not None for sample in samples)
     tree = TreeConfig(tree_segment_tokens=16)
