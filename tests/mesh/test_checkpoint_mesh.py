@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: loaded on any mesh, all or nothing when one fails, written while training goes on."""
+"""Checkpoints of several ranks, also with experts: loaded on any mesh, all or nothing, written while training."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from checkpoint_mesh_cases import ONE, TP2, assert_same_tensors, tensors_of
+from checkpoint_mesh_cases import EXPERTS, ONE, TP2, assert_same_tensors, in_bf16, stretches, tensors_of
 from checkpoint_worker import (
     MODEL,
     Stretch,
@@ -22,34 +21,29 @@ from megatron_dta.config import ParallelConfig
 from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkpoints
 from mesh_worker import run_on_ranks
 
-BF16 = replace(MODEL, bf16=True, params_dtype=torch.bfloat16)
-
-
-CASES = {"fp32": (MODEL, False), "bf16": (BF16, False), "fp32 sharded": (MODEL, True), "bf16 sharded": (BF16, True)}
+EP2 = ParallelConfig(expert_model_parallel_size=2)
+CASES = {
+    "fp32": (MODEL, False),
+    "bf16": (in_bf16(MODEL), False),
+    "fp32 sharded": (MODEL, True),
+    "bf16 sharded": (in_bf16(MODEL), True),
+}
+WITH_EXPERTS = {
+    "fp32": (EXPERTS, False),
+    "bf16": (in_bf16(EXPERTS), False),
+    "bf16 sharded": (in_bf16(EXPERTS), True),
+}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """For every case: two steps in one process, then four more in pairs, on this mesh or on another one each time."""
     folder = tmp_path_factory.mktemp("runs")
-
-    def stretches(*legs: tuple[ParallelConfig, str, str | None]) -> list[Stretch]:
-        return [
-            Stretch(
-                replace(parallel, use_distributed_optimizer=sharded),
-                2,
-                folder / case / save,
-                folder / case / load if load is not None else None,
-                seed=17 if load is None else 18,
-                model=model,
-            )
-            for case, (model, sharded) in CASES.items()
-            for parallel, save, load in legs
-        ]
-
     # One process first: the other meshes start from its weights, as their vocabularies are padded differently.
-    run_on_ranks(run_stretches, stretches((ONE, "one", None)), 1, folder / "a")
+    run_on_ranks(run_stretches, stretches(folder, CASES, (ONE, "one", None)), 1, folder / "a")
     pairs = stretches(
+        folder,
+        CASES,
         (TP2, "tp2-4", "one"),
         (ONE, "dp2-4", "one"),
         (TP2, "tp2-6", "tp2-4"),
@@ -57,12 +51,48 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
         (ONE, "tp2-dp2", "tp2-4"),
         (TP2, "dp2-tp2", "dp2-4"),
     )
-    alone = stretches(
-        (ONE, "one-4", "one"), (ONE, "one-6", "one-4"), (ONE, "tp2-one", "tp2-4"), (ONE, "dp2-one", "dp2-4")
-    )
+    legs = ((ONE, "one-4", "one"), (ONE, "one-6", "one-4"), (ONE, "tp2-one", "tp2-4"), (ONE, "dp2-one", "dp2-4"))
     found = {"two": run_on_ranks(run_stretches, pairs, 2, folder / "b")}
-    found["one"] = run_on_ranks(run_stretches, alone, 1, folder / "c")
+    found["one"] = run_on_ranks(run_stretches, stretches(folder, CASES, *legs), 1, folder / "c")
     return folder, found
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For every case: two steps on one division of the experts, then two on another, in several orders."""
+    folder = tmp_path_factory.mktemp("experts")
+    first = stretches(folder, WITH_EXPERTS, (ONE, "one", None), (ONE, "one-4", "one"))
+    run_on_ranks(run_stretches, first, 1, folder / "a")
+    pairs = stretches(
+        folder,
+        WITH_EXPERTS,
+        (EP2, "ep2", None),
+        (EP2, "ep2-4", "one"),
+        (EP2, "ep2-6", "ep2-4"),
+        (ONE, "ep2-dp2", "ep2-4"),
+        (EP2, "dp2-ep2", "ep2"),
+    )
+    run_on_ranks(run_stretches, pairs, 2, folder / "b")
+    alone = stretches(folder, WITH_EXPERTS, (ONE, "one-6", "one-4"), (ONE, "ep2-one", "ep2-4"))
+    run_on_ranks(run_stretches, alone, 1, folder / "c")
+    return folder
+
+
+@pytest.mark.parametrize("case", WITH_EXPERTS)
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [("ep2", "one"), ("ep2-4", "one-4"), ("ep2-6", "one-6"), ("ep2-dp2", "one-6"), ("ep2-one", "one-6")],
+)
+def test_every_division_of_the_experts_goes_on_alike(experts: Path, case: str, found: str, expected: str) -> None:
+    assert_same_tensors(experts / case / found, experts / case / expected)
+
+
+def test_experts_are_whole_and_differ(experts: Path) -> None:
+    tensors = tensors_of(experts / "fp32" / "ep2")
+    for layer in range(MODEL.num_layers):
+        weights = tensors[f"decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight"]
+        assert len(weights) == EXPERTS.num_experts
+        assert len({tuple(expert.flatten().tolist()) for expert in weights}) == EXPERTS.num_experts
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -98,8 +128,9 @@ def test_random_states_of_ranks(tmp_path: Path) -> None:
     assert results[0][0]["drawn"][1:] != results[1][0]["drawn"][1:]
 
 
-def test_a_failed_write_fails_on_all_ranks(tmp_path: Path) -> None:
-    results = run_on_ranks(fail_on_a_rank, Stretch(TP2, 1, tmp_path / "save"), 2, tmp_path / "run")
+@pytest.mark.parametrize("parallel", [TP2, replace(ONE, use_distributed_optimizer=True)], ids=["tp2", "sharded"])
+def test_a_failed_write_fails_on_all_ranks(tmp_path: Path, parallel: ParallelConfig) -> None:
+    results = run_on_ranks(fail_on_a_rank, Stretch(parallel, 1, tmp_path / "save"), 2, tmp_path / "run")
     for messages in results:
         assert len(messages) == 12
         for message, tracker, exists in zip(*[iter(messages)] * 3, strict=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from checkpoint_mesh_cases import assert_same_tensors
+from checkpoint_mesh_cases import EXPERTS, assert_same_tensors, in_bf16
 from checkpoint_worker import Stretch, run_stretches
 from conftest import seed_all
 from dta_kernels.experts.reference import PlainRows
@@ -22,14 +22,12 @@ from megatron_dta.model import build_model, build_stock_model, initialize_parall
 from megatron_dta.model.experts.grouped_experts import GroupedExperts
 from megatron_dta.model.experts.weights import SameOnEveryMesh
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from mesh_cases import FULL_RECOMPUTE
 from mesh_worker import run_on_ranks
 from moe_cases import CUTS, MODELS, make_reference
-from moe_checkpoint_cases import EXPERTS, HALF
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import GRPO, TEMPERATURE, branching_sequences, model_config, tree_config
 from triton_device import interpreter
-
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def grouped(model: ModelConfig, **changes: object) -> ModelConfig:
@@ -170,7 +168,7 @@ def test_beside_adapters_of_the_attention():
     assert compare_outcomes(found, expected).largest() < 1e-12
 
 
-@pytest.mark.parametrize("model", [EXPERTS, HALF], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", [EXPERTS, in_bf16(EXPERTS)], ids=["fp32", "bf16"])
 def test_checkpoints_go_on_either_way(tmp_path, model):
     one = ParallelConfig(use_distributed_optimizer=True)
     legs = []

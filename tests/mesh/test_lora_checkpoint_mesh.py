@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_mesh_cases import ONE, TP2, tensors_of
-from checkpoint_worker import MODEL, Stretch, run_stretches
+from checkpoint_mesh_cases import ONE, TP2, assert_same_tensors, in_bf16, stretches, tensors_of
+from checkpoint_worker import MODEL, run_stretches
 from megatron_dta.config import ModelConfig, ParallelConfig
 from mesh_worker import run_on_ranks
 
@@ -30,7 +30,7 @@ EXPERTS = ModelConfig(
 )
 CASES = {
     "fp32": (LORA, False),
-    "bf16 sharded": (replace(LORA, bf16=True, params_dtype=torch.bfloat16), True),
+    "bf16 sharded": (in_bf16(LORA), True),
     "experts sharded": (EXPERTS, True),
 }
 
@@ -40,40 +40,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps in one process, two on another mesh, two more on one process and on a third mesh."""
     folder = tmp_path_factory.mktemp("runs")
 
-    def stretches(world_size: int, legs: list[tuple[str, str | None]]) -> list[Stretch]:
-        found = []
-        for case, (model, sharded) in CASES.items():
-            meshes = {"one": ONE, "tp2": TP2, "pp2": PP2, "dp2": ONE, "ep2": EP2}
-            for save, load in legs:
-                name = save.split("-")[0]
-                if (name in ("tp2", "pp2")) if "experts" in case else (name == "ep2"):
-                    continue
-                parallel = replace(meshes[name], use_distributed_optimizer=sharded)
-                target = folder / case / save
-                source = None if load is None else folder / case / load.replace("MESH", name)
-                found.append(Stretch(parallel, 2, target, source, seed=17 if load is None else 18, model=model))
-        return found
+    meshes = {"tp2": TP2, "pp2": PP2, "dp2": ONE, "ep2": EP2}
 
-    run_on_ranks(run_stretches, stretches(1, [("one", None)]), 1, folder / "a")
-    legs: list[tuple[str, str | None]] = [(f"{mesh}-4", "one") for mesh in ("tp2", "pp2", "dp2", "ep2")]
-    legs += [("tp2-6", "pp2-4"), ("pp2-6", "tp2-4"), ("dp2-6", "dp2-4"), ("ep2-6", "dp2-4")]
-    run_on_ranks(run_stretches, stretches(2, legs), 2, folder / "b")
-    run_on_ranks(run_stretches, stretches(1, [("one-4", "one"), ("one-6", "one-4")]), 1, folder / "c")
+    def run(name: str, world_size: int, *legs: tuple[ParallelConfig, str, str | None]) -> None:
+        own = [
+            stretch
+            for case in CASES
+            for stretch in stretches(
+                folder, {case: CASES[case]}, *(leg for leg in legs if leg[1][:3] in ("one", *_meshes_of(case)))
+            )
+        ]
+        run_on_ranks(run_stretches, own, world_size, folder / name)
+
+    run("a", 1, (ONE, "one", None))
+    continued = {"tp2": "pp2", "pp2": "tp2", "dp2": "dp2", "ep2": "dp2"}
+    run(
+        "b",
+        2,
+        *((parallel, f"{mesh}-4", "one") for mesh, parallel in meshes.items()),
+        *((parallel, f"{mesh}-6", f"{continued[mesh]}-4") for mesh, parallel in meshes.items()),
+    )
+    run("c", 1, (ONE, "one-4", "one"), (ONE, "one-6", "one-4"))
     return folder
+
+
+def _meshes_of(case: str) -> tuple[str, ...]:
+    return ("dp2", "ep2") if "experts" in case else ("tp2", "pp2", "dp2")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_mesh_continues_every_other(folder: Path, case: str) -> None:
-    meshes = ("dp2", "ep2") if "experts" in case else ("tp2", "pp2", "dp2")
     for steps in (4, 6):
-        expected = tensors_of(folder / case / f"one-{steps}")
-        assert any("lora_B" in name for name in expected)
-        assert any(name.startswith("optimizer.") and "exp_avg_sq" in name for name in expected)
-        for mesh in meshes:
-            found = tensors_of(folder / case / f"{mesh}-{steps}")
-            assert found.keys() == expected.keys()
-            for name, values in expected.items():
-                assert torch.equal(values, found[name]), f"{mesh} {name}"
+        for mesh in _meshes_of(case):
+            found = assert_same_tensors(folder / case / f"{mesh}-{steps}", folder / case / f"one-{steps}")
+            assert any("lora_B" in name for name in found)
 
 
 @pytest.mark.parametrize("case", CASES)

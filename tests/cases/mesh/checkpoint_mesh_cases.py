@@ -1,23 +1,50 @@
-"""Cases and helpers that tests of checkpoint mesh share."""
+"""Runs on several meshes that continue each other's checkpoints, and the tensors of their checkpoints."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
 
-from checkpoint_worker import (
-    MODEL,
-)
-from megatron_dta.config import ParallelConfig
+from checkpoint_worker import MODEL, Stretch
+from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.model import initialize_parallel
 from megatron_dta.training.checkpoint.files import find_checkpoint
 
 ONE = ParallelConfig()
-
-
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
+EXPERTS = replace(
+    MODEL,
+    num_experts=4,
+    moe_ffn_hidden_size=20,
+    moe_shared_expert_intermediate_size=16,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+)
+# A model by name, and whether its optimizer is distributed.
+Cases = dict[str, tuple[ModelConfig, bool]]
+
+
+def in_bf16(model: ModelConfig) -> ModelConfig:
+    return replace(model, bf16=True, params_dtype=torch.bfloat16)
+
+
+def stretches(folder: Path, cases: Cases, *legs: tuple[ParallelConfig, str, str | None]) -> list[Stretch]:
+    """Two steps for every case and leg: a mesh, the name to save under, and the leg that is continued, if any."""
+    return [
+        Stretch(
+            replace(parallel, use_distributed_optimizer=sharded),
+            2,
+            folder / case / save,
+            folder / case / load if load is not None else None,
+            seed=17 if load is None else 18,
+            model=model,
+        )
+        for case, (model, sharded) in cases.items()
+        for parallel, save, load in legs
+    ]
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -28,9 +55,11 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {key: values[: MODEL.vocab_size] if "word_embeddings" in key else values for key, values in tensors.items()}
 
 
-def assert_same_tensors(left: Path, right: Path) -> None:
+def assert_same_tensors(left: Path, right: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors, among which are those of the optimizer."""
     found, expected = tensors_of(left), tensors_of(right)
     assert found.keys() == expected.keys()
     assert any(key.startswith("optimizer.") and "exp_avg_sq" in key for key in found)
     for key, values in found.items():
-        assert torch.equal(values, expected[key]), key
+        assert torch.equal(values, expected[key]), f"{left.name} {key}"
+    return found
