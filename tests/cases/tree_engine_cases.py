@@ -8,6 +8,7 @@ import torch
 from megatron_dta.config import ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.objectives import make_objective
+from megatron_dta.parity import random_training_samples
 
 VOCABULARY = 7
 
@@ -60,6 +61,22 @@ def branching_sequences(generator: np.random.Generator, count: int = 18, longest
         sequences.append(np.append(kept, generator.integers(0, VOCABULARY, size=generator.integers(1, 20)))[:longest])
     sequences += [sequences[3].copy(), sequences[5][: max(2, len(sequences[5]) // 2)], sequences[0][:2]]
     return [sequence.astype(np.int32) for sequence in sequences]
+
+
+def siblings(changed: bool) -> list:
+    """Three branches of one trunk, of odd length; ``changed`` gives the middle one other tokens."""
+    generator = np.random.default_rng(31)
+    trunk = generator.integers(0, VOCABULARY, size=21)
+    tails = [np.append([first], generator.integers(0, VOCABULARY, size=n)) for first, n in ((0, 12), (1, 9), (2, 30))]
+    if changed:
+        tails[1][1:] = (tails[1][1:] + 1) % VOCABULARY
+    return random_training_samples([np.append(trunk, tail).astype(np.int32) for tail in tails], seed=1)
+
+
+def check_siblings(before: list[np.ndarray], after: list[np.ndarray]) -> None:
+    """The middle one of ``siblings`` changed; no bit of the logprobs of the others did."""
+    same = [np.array_equal(one, other) for one, other in zip(before, after, strict=True)]
+    assert same == [True, False, True]
 
 
 def tree_config(mode: str, segment_tokens: int, activation_tokens: int | None = None, **settings: object) -> TreeConfig:

@@ -18,11 +18,11 @@ from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, sy
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import PipelineShape
 from megatron_dta.planning.step.plan import plan_step
-from mesh_cases import FULL_RECOMPUTE, MeshSuite, siblings
+from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult, run_on_ranks
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, QWEN3_MOE, moe_weights
 from moe_worker import sample
-from tree_engine_cases import branching_sequences, model_config
+from tree_engine_cases import branching_sequences, model_config, siblings
 
 EP = ParallelConfig(expert_model_parallel_size=2)
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -11,12 +11,12 @@ import torch
 
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig
 from megatron_dta.objectives import make_objective
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock
+from megatron_dta.parity import compare_outcomes, run_stock
 from megatron_dta.parity.outcome import Outcome
 from megatron_dta.parity.shards import join_shards
 from megatron_dta.planning.step.sample import TrainingSample
 from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
-from tree_engine_cases import TEMPERATURE, VOCABULARY, tree_config, weights_of
+from tree_engine_cases import TEMPERATURE, tree_config, weights_of
 
 GRPO = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -40,16 +40,6 @@ def partition_of(count: int, sizes: Sequence[int] | Sequence[Sequence[int]]) -> 
         return [list(part) for part in sizes]
     bounds = [0, *np.minimum(np.cumsum(sizes[:-1]), count).astype(int).tolist(), count]
     return [list(range(bounds[i], bounds[i + 1])) for i in range(len(sizes))]
-
-
-def siblings(changed: bool) -> list:
-    """Three branches of one trunk, of odd length; ``changed`` gives the middle one other tokens."""
-    generator = np.random.default_rng(31)
-    trunk = generator.integers(0, VOCABULARY, size=21)
-    tails = [np.append([first], generator.integers(0, VOCABULARY, size=n)) for first, n in ((0, 12), (1, 9), (2, 30))]
-    if changed:
-        tails[1][1:] = (tails[1][1:] + 1) % VOCABULARY
-    return random_training_samples([np.append(trunk, tail).astype(np.int32) for tail in tails], seed=1)
 
 
 def joined(ranks: list[RankResult], model: ModelConfig, partition: list[list[int]]) -> Outcome:

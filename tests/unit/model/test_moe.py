@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from conftest import seed_all
-from megatron_dta.parity import compare_outcomes, random_training_samples, run_huggingface, run_tree
+from megatron_dta.parity import compare_outcomes, run_huggingface, run_tree
 from megatron_dta.parity.huggingface import to_huggingface
 from moe_cases import (
     CUTS,
@@ -18,7 +16,7 @@ from moe_cases import (
     QWEN3_BALANCED,
     make_reference,
 )
-from tree_engine_cases import GRPO, TEMPERATURE, tree_config
+from tree_engine_cases import GRPO, TEMPERATURE, check_siblings, siblings, tree_config
 
 MODELS |= {"qwen3-balanced": QWEN3_BALANCED, "deepseek-balanced": DEEPSEEK_BALANCED}
 
@@ -67,21 +65,9 @@ def test_a_sibling_changes_no_bit_of_another_sequence(references, dtype):
     # All experts take all tokens: the sizes of matrix products stay, and with them the rounding of other rows.
     model = replace(references["gpt"][0], params_dtype=dtype)
     weights = {name: weight.to(dtype) for name, weight in references["gpt"][1].items()}
-    generator = seed_all(31)
-    trunk = generator.integers(0, 7, size=21)
-    tails = [np.append([first], generator.integers(0, 7, size=n)) for first, n in ((0, 12), (1, 9), (2, 30))]
-    changed = [tails[0], np.append([1], (tails[1][1:] + 1) % 7), tails[2]]
     for segment_tokens in (4, 16):
         before, after = (
-            run_tree(
-                model,
-                weights,
-                random_training_samples([np.append(trunk, tail).astype(np.int32) for tail in branches], seed=1),
-                GRPO,
-                tree_config("dta", segment_tokens),
-            )[0].logprobs
-            for branches in (tails, changed)
+            run_tree(model, weights, siblings(changed), GRPO, tree_config("dta", segment_tokens))[0].logprobs
+            for changed in (False, True)
         )
-        assert not np.array_equal(before[1], after[1])
-        for sequence in (0, 2):
-            assert np.array_equal(before[sequence], after[sequence])
+        check_siblings(before, after)
