@@ -28,6 +28,16 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of ``path`` atomically and flush it to disk: a kill leaves the old text or the new one."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with open(unfinished, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
 def read_json(path: str | Path) -> Any:
     """Read a JSON file.
 

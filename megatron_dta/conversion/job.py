@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import replace_text
 
 UNFINISHED = ".tmp"
 _MANIFEST, _DONE = "conversion.json", ".done"
@@ -128,7 +129,7 @@ def _resume(folder: Path, job: Job, files: dict[str, int]) -> dict[str, Any]:
     if not manifest.exists():
         if any(folder.iterdir()):
             raise InputError(f"{folder}: is in the way and was not made by a conversion; delete or move it")
-        replace_file(manifest, stamp)
+        replace_text(manifest, stamp)
     elif manifest.read_text() != stamp:
         raise InputError(f"{folder}: holds an unfinished conversion of other input or to other output; delete it")
     records = {}
@@ -139,16 +140,6 @@ def _resume(folder: Path, job: Job, files: dict[str, int]) -> dict[str, Any]:
             if (folder / name).stat().st_size == size:
                 records[name] = record
     return records
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace the content of ``path`` atomically."""
-    unfinished = path.with_name(path.name + ".part")
-    with open(unfinished, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -197,7 +188,7 @@ def _written(
 
 def _complete(job: Job, folder: Path, name: str, advance: Callable[[int], None]) -> Any:
     record = job.write_file(name, folder, advance)
-    replace_file(folder / (name + _DONE), json.dumps([(folder / name).stat().st_size, record]))
+    replace_text(folder / (name + _DONE), json.dumps([(folder / name).stat().st_size, record]))
     return record
 
 

@@ -1,10 +1,11 @@
-"""Decides whether Triton kernels run: the rule behind every flag that chooses between them and plain PyTorch."""
+"""Decides whether Triton kernels run instead of plain PyTorch, and draws tokens with them."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from megatron_dta.common.errors import InputError
 
@@ -49,3 +50,11 @@ def choose_fused_layers(impl: str, dtype: torch.dtype, device: torch.device) -> 
             f" takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}; use auto or reference"
         )
     return choose_triton("--fused-layer-impl", impl, device, refusal)
+
+
+def draw_by_kernels(logits_BV: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A token of each row (int64 [B]) and its logprob (float32 [B]), see ``dta_kernels.logprobs.draw_tokens``."""
+    # Triton is installed wherever this is called.
+    from dta_kernels.logprobs.draw_tokens import draw_tokens
+
+    return draw_tokens(logits_BV, noise_B, temperature)

@@ -20,8 +20,7 @@ from megatron_dta.planning.pipeline.timeline import TimelineEvent, read_timeline
 from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.training.checkpoint.best import BEST
 from megatron_dta.training.data.saved_rollouts import FOLDER, TEXTS_SUFFIX, TOKENS_SUFFIX
-from megatron_dta.training.monitor.metrics import read_metrics
-from megatron_dta.training.monitor.settings_file import SETTINGS
+from megatron_dta.training.monitor.metrics import SETTINGS, read_metrics
 
 TextRun = tuple[int, str, bool]
 

@@ -39,7 +39,7 @@ from megatron_dta.planning.step.modes import plan_forest
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import load_environment
-from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.checkpoint.files import find_checkpoint, starting_point
 from megatron_dta.training.checkpoint.reader import read_common
 from megatron_dta.training.checkpoint.save_load import check_continues, check_weights
 from megatron_dta.training.data.stored import StoredRollouts, load_files
@@ -219,18 +219,11 @@ def _up_to_last_trained(rollout: Rollout) -> np.ndarray:
 def _starting_points(config: TrainConfig, objective: Objective) -> list[str]:
     """Check the weights that the run would load and describe each in a line."""
     checkpoint, lines = config.checkpoint, []
-    own = find_checkpoint(checkpoint.save) if checkpoint.save is not None else None
-    found = own or (find_checkpoint(checkpoint.load) if checkpoint.load is not None else None)
-    if found is None and checkpoint.load is not None and checkpoint.load != checkpoint.save:
-        raise InputError(f"--load {checkpoint.load}: holds no checkpoint")
-    if found is None and checkpoint.exit_on_missing_checkpoint:
-        raise InputError(
-            f"--save {checkpoint.save}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one"
-        )
+    found, resumes = starting_point(checkpoint)
     if found is not None:
         check_parts(found)
         common = read_common(found)
-        if own is not None or not checkpoint.finetune:
+        if resumes:
             changed = check_continues(found, common, config, objective.needs_critic)
             done = "" if common["iteration"] < config.optimization.train_iters else ": nothing is left to train"
             lines.append(f"continues {found} after step {common['iteration']}{done}")

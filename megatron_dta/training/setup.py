@@ -28,7 +28,7 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import Evaluation
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask, build_task
-from megatron_dta.training.checkpoint.files import find_checkpoint, remove_leftovers
+from megatron_dta.training.checkpoint.files import find_checkpoint, remove_leftovers, starting_point
 from megatron_dta.training.checkpoint.finished import already_at
 from megatron_dta.training.checkpoint.random_state import seed_random_states
 from megatron_dta.training.checkpoint.run_folders import lock_run, run_folders
@@ -54,10 +54,9 @@ from megatron_dta.training.data.stored import (
     text_reader,
 )
 from megatron_dta.training.loop import Progress, Trainer
-from megatron_dta.training.monitor.metrics import MetricsLog, check_loggers
+from megatron_dta.training.monitor.metrics import MetricsLog, check_loggers, write_settings
 from megatron_dta.training.monitor.rollout_samples import RolloutSamples
 from megatron_dta.training.monitor.run_description import BuiltRun, describe_run, parameter_counts
-from megatron_dta.training.monitor.settings_file import write_settings
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.rollout_source import build_sampled_data, steps_per_rollout_batch
 from megatron_dta.training.weights.huggingface import check_save_hf, load_hf
@@ -88,7 +87,11 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = build_model(config.model, device, config.parallel)
     lock = lock_run(config, console)
-    start, resumes = _starting_point(config)
+    if config.checkpoint.save is not None:
+        if current_mesh().rank == 0:
+            remove_leftovers(config.checkpoint.save)
+        current_mesh().wait_for_all()
+    start, resumes = starting_point(config.checkpoint)
     if not resumes:
         _load_first_weights(config, model, start, console)
     # The reference is built before the checkpoint is loaded, so that without --ref-load it gets the initial weights.
@@ -188,7 +191,7 @@ def _open_metrics(config: TrainConfig, iteration: int) -> MetricsLog:
     if current_mesh().rank != 0:
         return MetricsLog(None, LoggingConfig(), iteration)
     if config.checkpoint.save is not None:
-        write_settings(config.checkpoint.save, config)
+        write_settings(config.checkpoint.save, settings_by_flag(config))
     return MetricsLog(metrics_path(config), config.logging, iteration, settings_by_flag(config))
 
 
@@ -248,29 +251,6 @@ def read_data(
     check_text_flags(config)
     held_out = load_files(config.data.eval_rollouts or [], config, (), text_reader(config))[: config.logging.eval_iters]
     return load_stored_rollouts(config, objective), held_out, None
-
-
-def _starting_point(config: TrainConfig) -> tuple[Path | None, bool]:
-    """The checkpoint to start from, or None, and whether this run continues the checkpoint's run."""
-    save, load = config.checkpoint.save, config.checkpoint.load
-    if save is not None:
-        mesh = current_mesh()
-        if mesh.rank == 0:
-            remove_leftovers(save)
-        mesh.wait_for_all()
-        own = find_checkpoint(save)
-        if own is not None:
-            # After a kill, the same command must continue from --save even if it names another --load.
-            return own, True
-    found = find_checkpoint(load) if load is not None else None
-    if found is not None:
-        return found, not config.checkpoint.finetune
-    same_folder = load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
-    if load is not None and not same_folder:
-        raise InputError(f"--load {load}: holds no checkpoint")
-    if config.checkpoint.exit_on_missing_checkpoint:
-        raise InputError(f"--save {save}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one")
-    return None, False
 
 
 def _build_reference(

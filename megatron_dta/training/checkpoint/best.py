@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import replace_text
 from megatron_dta.config import CheckpointConfig
-from megatron_dta.training.checkpoint.files import iteration_folder, replace_text
+from megatron_dta.training.checkpoint.files import iteration_folder
 
 BEST = "best_checkpoint.json"
 

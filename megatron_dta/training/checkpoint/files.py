@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.config import CheckpointConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".tmp"
@@ -49,6 +50,28 @@ def find_checkpoint(folder: str | Path) -> Path | None:
     return path
 
 
+def starting_point(settings: CheckpointConfig) -> tuple[Path | None, bool]:
+    """The checkpoint to start from, or None, and whether the run continues the checkpoint's run.
+
+    Raises:
+        InputError: ``--load`` holds no checkpoint, or the run must continue one and there is none.
+    """
+    save, load = settings.save, settings.load
+    own = find_checkpoint(save) if save is not None else None
+    if own is not None:
+        # After a kill, the same command must continue from --save even if it names another --load.
+        return own, True
+    found = find_checkpoint(load) if load is not None else None
+    if found is not None:
+        return found, not settings.finetune
+    same_folder = load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
+    if load is not None and not same_folder:
+        raise InputError(f"--load {load}: holds no checkpoint")
+    if settings.exit_on_missing_checkpoint:
+        raise InputError(f"--save {save}: holds no checkpoint, and --exit-on-missing-checkpoint asks for one")
+    return None, False
+
+
 def unfinished_name(path: Path) -> Path:
     """The temporary path under which ``path`` is written."""
     return path.with_name(path.name + UNFINISHED)
@@ -58,16 +81,6 @@ def remove_leftovers(folder: str | Path) -> None:
     """Delete the temporary files that a killed save left in a run's own folder."""
     for path in Path(folder).glob(f"*{UNFINISHED}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of ``path`` atomically: a kill leaves either the old text or the new one."""
-    unfinished = unfinished_name(path)
-    with open(unfinished, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
 
 
 def prune_checkpoints(folder: Path, keep: int, best: int | None = None) -> list[Path]:

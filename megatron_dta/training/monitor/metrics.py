@@ -12,17 +12,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import replace_text
 from megatron_dta.config import LoggingConfig
-from megatron_dta.training.checkpoint.files import replace_text
 
 TIMING = "timing"
 WANDB_RUN = "wandb_run.json"
+# All settings of a run by flag at its last start; checkpoints hold them in a form that only PyTorch can read.
+SETTINGS = "settings.json"
 
 
 class MetricsLog:
@@ -78,13 +79,16 @@ def check_loggers(settings: LoggingConfig) -> None:
             raise InputError(f"{flag} needs the package {package}: pip install {package}, or leave the flag out")
 
 
+def write_settings(folder: str | Path, settings: dict[str, Any]) -> None:
+    """Write ``settings.json`` into the run's folder, for users and for reports."""
+    replace_text(Path(folder) / SETTINGS, json.dumps(settings, indent=1) + "\n")
+
+
 def cut_back(path: Path, iteration: int) -> None:
     """Keep the records of steps up to ``iteration``, and drop a last line that a kill truncated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [line for line, record in _read_lines(path) if record["iteration"] <= iteration]
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text("".join(kept), encoding="utf-8")
-    os.replace(unfinished, path)
+    replace_text(path, "".join(kept))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -95,15 +95,15 @@ class MeshSuite:
     def partition(self, mesh: str, forest: str = "") -> list[list[int]]:
         return partition_of(len(self.samples[forest]), self.meshes[mesh][2])
 
-    def case(self, mesh: str, model: str, cut: str, forest: str = "", **changes: object) -> MeshCase:
+    def case(self, mesh: str, name: str, cut: str, forest: str = "", **changes: object) -> MeshCase:
         tree, partition = tree_config(*self.cuts[cut]), self.partition(mesh, forest)
         case = MeshCase(
-            self.models[model],
+            self.models[name],
             self.meshes[mesh][1],
             tree,
             self.samples[forest],
             partition,
-            self.weights[model],
+            self.weights[name],
             GRPO,
             TEMPERATURE,
         )

@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_dta.model.kernels import draw_by_kernels
 from megatron_dta.model.parallel.staged_model import Model
-from megatron_dta.model.token_draw import draw_by_kernels
 from megatron_dta.sampling.params import SamplingParams
 
 # Bound of the memory of one pass: logits whose softmax exists at once.
