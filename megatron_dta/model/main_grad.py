@@ -206,12 +206,12 @@ def with_main_grad_layers(spec: Any) -> Any:
     return spec
 
 
-def use_main_grad(part: Any) -> None:
+def use_main_grad(chunk: Any) -> None:
     """Use the buffers for embedding and output weight of a ``TreeGPTModel`` made of such layers, too."""
-    part.adds_to_main_grad = True
-    if part.pre_process:
+    chunk.adds_to_main_grad = True
+    if chunk.pre_process:
         # Megatron builds its embedding without a spec; only the forward differs.
-        part.embedding.word_embeddings.__class__ = MainGradEmbedding
-    if part.share_embeddings_and_output_weights and (part.pre_process or part.post_process):
+        chunk.embedding.word_embeddings.__class__ = MainGradEmbedding
+    if chunk.share_embeddings_and_output_weights and (chunk.pre_process or chunk.post_process):
         # Otherwise Megatron would add autograd's gradient of a weight with two uses to the buffer.
-        part.shared_embedding_or_output_weight().zero_out_wgrad = False
+        chunk.shared_embedding_or_output_weight().zero_out_wgrad = False

@@ -40,16 +40,18 @@ def make_rollouts(rng: np.random.Generator, groups: int, per_group: int, logprob
     return rollouts
 
 
-def make_trainer(arguments: str) -> tuple[Trainer, io.StringIO]:
+def make_trainer(arguments: str, model: str = MODEL) -> tuple[Trainer, io.StringIO]:
     output = io.StringIO()
-    trainer = build_trainer(parse_arguments(f"{MODEL} {arguments}".split()), Console(file=output, width=400))
+    trainer = build_trainer(parse_arguments(f"{model} {arguments}".split()), Console(file=output, width=400))
     return trainer, output
 
 
-def run(arguments: str) -> tuple[Trainer, str]:
-    trainer, output = make_trainer(arguments)
-    trainer.run()
-    trainer.metrics.close()
+def run(arguments: str, model: str = MODEL) -> tuple[Trainer, str]:
+    trainer, output = make_trainer(arguments, model)
+    try:
+        trainer.run()
+    finally:
+        trainer.metrics.close()
     return trainer, output.getvalue()
 
 

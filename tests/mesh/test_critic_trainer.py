@@ -8,9 +8,10 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.rollouts import write_rollouts
-from mesh_trainer_cases import OWN, SHAPE, SHARDED, _rows, train_on_rank
+from mesh_trainer_cases import OWN, SHAPE, SHARDED, train_on_rank
 from mesh_worker import run_on_ranks
 from moe_trainer_cases import EXPERTS
+from resume_cases import rows_without_timing
 from trainer_cases import make_rollouts
 
 PPO = (
@@ -65,7 +66,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", ["ppo-tp", "ppo-pp", "ppo-dp", "ppo-moved", "dpo-dp", "dpo-pp", "moe-ep", "moe-moved"])
 def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
-    expected, found = _rows(folder / f"{name[:3]}-1"), _rows(folder / name)
+    expected, found = rows_without_timing(folder / f"{name[:3]}-1"), rows_without_timing(folder / name)
     assert len(found) == 4
     for left, right in zip(expected, found, strict=True):
         assert left.keys() == right.keys()
@@ -79,4 +80,4 @@ def test_a_mesh_trains_as_one_process(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("objective", ["ppo", "moe"])
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(folder: Path, objective: str) -> None:
-    assert _rows(folder / f"{objective}-cut") == _rows(folder / f"{objective}-dp")
+    assert rows_without_timing(folder / f"{objective}-cut") == rows_without_timing(folder / f"{objective}-dp")

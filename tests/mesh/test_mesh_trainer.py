@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import mesh_trainer_cases
-from mesh_trainer_cases import SAMPLED, SHARDED, _compare, _rows, train_on_rank
+from mesh_trainer_cases import SAMPLED, SHARDED, _compare, train_on_rank
 from mesh_worker import run_on_ranks
+from resume_cases import rows_without_timing
 
 # The fixture, under the name that tests use.
 folder = mesh_trainer_cases.folder
@@ -15,17 +16,17 @@ folder = mesh_trainer_cases.folder
 
 @pytest.mark.parametrize("run", ["stored-tp2", "stored-sp2", "stored-dp2", "stored-tp2-dp2"])
 def test_metrics_are_those_of_one_process(folder, run):
-    _compare(_rows(folder / run), _rows(folder / "stored-1"))
+    _compare(rows_without_timing(folder / run), rows_without_timing(folder / "stored-1"))
 
 
 def test_a_checkpoint_goes_on_on_another_mesh(folder):
     """Two steps on a tensor group and two, from their checkpoint, on data-parallel ranks; another padded vocabulary."""
-    _compare(_rows(folder / "moved"), _rows(folder / "stored-1"))
+    _compare(rows_without_timing(folder / "moved"), rows_without_timing(folder / "stored-1"))
 
 
 @pytest.mark.parametrize("run", ["sampled-tp2", "sampled-dp2", "sharded-dp2", "sampled-tp2-dp2"])
 def test_samples_are_those_of_one_process(folder, run):
-    rows, expected = _rows(folder / run), _rows(folder / "sampled-1")
+    rows, expected = rows_without_timing(folder / run), rows_without_timing(folder / "sampled-1")
     _compare(rows, expected)
     assert [row.get("reward") for row in rows[:4]] == [row.get("reward") for row in expected[:4]]
 
@@ -33,7 +34,7 @@ def test_samples_are_those_of_one_process(folder, run):
 def test_a_run_goes_on_bit_for_bit_on_the_same_mesh(folder):
     """A SIGTERM to one process alone stops all of them after the same step."""
     for optimizer in ("sampled", "sharded"):
-        assert _rows(folder / f"{optimizer}-dp2-cut") == _rows(folder / f"{optimizer}-dp2")
+        assert rows_without_timing(folder / f"{optimizer}-dp2-cut") == rows_without_timing(folder / f"{optimizer}-dp2")
 
 
 def test_a_checkpoint_of_the_other_optimizer_is_refused(folder, tmp_path):
@@ -45,5 +46,5 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused(folder, tmp_path):
 
 def test_only_the_first_process_writes(folder):
     for run in ("stored-dp2", "sampled-tp2-dp2"):
-        assert [row["iteration"] for row in _rows(folder / run)] == [0, 1, 2, 3, 4]
+        assert [row["iteration"] for row in rows_without_timing(folder / run)] == [0, 1, 2, 3, 4]
         assert np.all([path.suffix != ".tmp" for path in (folder / run).iterdir()])

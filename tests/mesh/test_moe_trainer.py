@@ -9,9 +9,10 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.rollouts import load_rollouts, write_rollouts
-from mesh_trainer_cases import GRPO, SAMPLED, SP, STORED, _compare, _rows, train_on_rank
+from mesh_trainer_cases import GRPO, SAMPLED, SP, STORED, _compare, train_on_rank
 from mesh_worker import run_on_ranks
 from moe_trainer_cases import EXPERTS
+from resume_cases import rows_without_timing
 from trainer_cases import make_rollouts
 
 EP = "--expert-model-parallel-size 2"
@@ -52,14 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("run", ["stored-ep2", "moved", "stored-ep2-tp2"])
 def test_metrics_are_those_of_one_process(folder: Path, run: str) -> None:
-    rows = _rows(folder / run)
+    rows = rows_without_timing(folder / run)
     assert {"seq_load_balancing_loss", "z_loss"} <= rows[1].keys()
-    _compare(rows, _rows(folder / "stored-1"))
+    _compare(rows, rows_without_timing(folder / "stored-1"))
 
 
 @pytest.mark.parametrize("run", ["sampled-ep2", "sharded-ep2"])
 def test_samples_are_those_of_one_process(folder: Path, run: str) -> None:
-    rows, expected = _rows(folder / run), _rows(folder / "sampled-1")
+    rows, expected = rows_without_timing(folder / run), rows_without_timing(folder / "sampled-1")
     _compare(rows, expected)
     assert [row.get("reward") for row in rows] == [row.get("reward") for row in expected]
 
@@ -76,7 +77,7 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
     command = f"{STORED} {flags} --rollouts {tmp_path}/routed.jsonl"
     run_on_ranks(train_on_rank, [(f"{command} --save {tmp_path}/one", None)], 1, tmp_path / "ranks-1")
     run_on_ranks(train_on_rank, [(f"{command} {EP} --save {tmp_path}/two", None)], 2, tmp_path / "ranks-2")
-    one, two = (_rows(tmp_path / run) for run in ("one", "two"))
+    one, two = (rows_without_timing(tmp_path / run) for run in ("one", "two"))
     assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-3, abs=2e-5)
     assert all(0 < row["routing_replaced"] < 1 for row in one)
     assert [row["routing_replaced"] for row in one] == [row["routing_replaced"] for row in two]
@@ -87,4 +88,4 @@ def test_routing_of_the_rollouts_is_replayed(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_run_goes_on_bit_for_bit(folder: Path) -> None:
-    assert _rows(folder / "sampled-ep2-cut") == _rows(folder / "sampled-ep2")
+    assert rows_without_timing(folder / "sampled-ep2-cut") == rows_without_timing(folder / "sampled-ep2")

@@ -10,8 +10,9 @@ import pytest
 from conftest import seed_all
 from megatron_dta.planning.pipeline.timeline import WORK_KINDS, read_timeline
 from megatron_dta.rollouts import write_rollouts
-from mesh_trainer_cases import GRPO, SHAPE, SHARDED, _compare, _rows, train_on_rank
+from mesh_trainer_cases import GRPO, SHAPE, SHARDED, _compare, train_on_rank
 from mesh_worker import run_on_ranks
+from resume_cases import rows_without_timing
 from trainer_cases import make_rollouts
 
 LAYERS = SHAPE.replace("--num-layers 2", "--num-layers 4")
@@ -69,22 +70,22 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("run", ["stored-pp2", "stored-vpp2", "stored-pp2-tp2"])
 def test_metrics_are_those_of_one_process(folder, run):
-    _compare(_rows(folder / run), _rows(folder / "stored-1"))
+    _compare(rows_without_timing(folder / run), rows_without_timing(folder / "stored-1"))
 
 
 def test_a_checkpoint_of_virtual_stages_goes_on_in_one_process(folder):
-    _compare(_rows(folder / "stored-moved"), _rows(folder / "stored-1"))
+    _compare(rows_without_timing(folder / "stored-moved"), rows_without_timing(folder / "stored-1"))
 
 
 @pytest.mark.parametrize("run", ["sampled-pp2", "sampled-vpp2", "sampled-pp2-dp2"])
 def test_samples_are_those_of_one_process(folder, run):
-    rows, expected = _rows(folder / run), _rows(folder / "sampled-1")
+    rows, expected = rows_without_timing(folder / run), rows_without_timing(folder / "sampled-1")
     _compare(rows, expected)
     assert [row.get("reward") for row in rows[:4]] == [row.get("reward") for row in expected[:4]]
 
 
 def test_a_run_goes_on_bit_for_bit_on_the_same_stages(folder):
-    assert _rows(folder / "sampled-pp2-cut") == _rows(folder / "sampled-pp2")
+    assert rows_without_timing(folder / "sampled-pp2-cut") == rows_without_timing(folder / "sampled-pp2")
 
 
 def test_a_steps_timeline_is_written_beside_its_plan(folder):

@@ -17,8 +17,9 @@ from megatron_dta.sampling.build import build_sampling_source
 from megatron_dta.sampling.engines.build import build_engine
 from megatron_dta.sampling.sources.over_sampling import DynamicSamplingSource
 from megatron_dta.sampling.task import build_task
-from mesh_trainer_cases import _rows, train_on_rank
+from mesh_trainer_cases import train_on_rank
 from mesh_worker import run_on_ranks
+from resume_cases import rows_without_timing
 
 ENVIRONMENT = """
 class Twice:
@@ -69,7 +70,7 @@ def folder(tmp_path_factory) -> Path:
 )
 def test_several_processes_sample_the_same_trees(folder: Path, name: str, reference: str):
     """Counts are equal and sums agree to rounding: each rank's part of the trees is the one process's."""
-    rows, expected = _rows(folder / name), _rows(folder / reference)
+    rows, expected = rows_without_timing(folder / name), rows_without_timing(folder / reference)
     assert len(rows) == len(expected) == 5
     for row, other in zip(rows, expected, strict=True):
         for key in ("rollouts", "decoded_tokens", "reward", "fallback_leaves", "weighted_reward", "tokens"):
@@ -81,7 +82,7 @@ def test_several_processes_sample_the_same_trees(folder: Path, name: str, refere
 
 def test_ratios_are_one_at_the_samplers_weights(folder: Path):
     for name in ("one", "turns"):
-        rows = _rows(folder / name)
+        rows = rows_without_timing(folder / name)
         assert abs(rows[1]["ratio"] - 1) < 1e-5
         assert rows[1]["decoded_tokens"] < rows[1]["rollouts"] * rows[1]["response_tokens"]
         assert rows[1]["effective_leaves"] <= 5
@@ -89,7 +90,7 @@ def test_ratios_are_one_at_the_samplers_weights(folder: Path):
 
 def test_a_continued_run_is_the_unbroken_one(folder: Path):
     """The checkpoint falls between steps of a rollout batch: prepared samples keep their weights."""
-    broken, whole = _rows(folder / "broken"), _rows(folder / "one")
+    broken, whole = rows_without_timing(folder / "broken"), rows_without_timing(folder / "one")
     assert [row["iteration"] for row in broken] == [row["iteration"] for row in whole]
     for row, other in zip(broken, whole, strict=True):
         for key in ("loss", "grad_norm", "reward", "decoded_tokens"):
@@ -97,7 +98,7 @@ def test_a_continued_run_is_the_unbroken_one(folder: Path):
 
 
 def test_turns_are_counted(folder: Path):
-    rows = _rows(folder / "turns")
+    rows = rows_without_timing(folder / "turns")
     assert all(row["environment_steps"] > 0 for row in rows[1:])
     assert all(row["environment_failures"] == 0 for row in rows[1:])
     assert np.isfinite([row["loss"] for row in rows[1:]]).all()
@@ -105,7 +106,7 @@ def test_turns_are_counted(folder: Path):
 
 def test_dynamic_sampling(folder: Path):
     """Eight prompts are sampled, three are trained."""
-    for row in _rows(folder / "dynamic")[1:]:
+    for row in rows_without_timing(folder / "dynamic")[1:]:
         assert row["rejected_groups"] + row["useful_groups"] == 8
         assert row["left_out_decoded_tokens"] > 0
         assert row["rollouts"] == 5  # a third of a rollout batch's 15

@@ -85,10 +85,10 @@ class Mesh:
         The outer list is in the order of the replicas, the inner ones in that of the stages.
         """
         if self.pipeline_size == 1:
-            return [[part] for part in self.gather_over_data(value)]
+            return [[own] for own in self.gather_over_data(value)]
         place = (self.data_rank, self.pipeline_rank)
-        parts = self.gather_from_all((place, value) if self.tensor_rank == 0 else None)
-        by_place = dict(part for part in parts if part is not None)
+        pairs = self.gather_from_all((place, value) if self.tensor_rank == 0 else None)
+        by_place = dict(pair for pair in pairs if pair is not None)
         return [
             [by_place[data_rank, stage] for stage in range(self.pipeline_size)] for data_rank in range(self.data_size)
         ]
@@ -96,13 +96,13 @@ class Mesh:
     def from_last_stage(self, value: Any) -> Any:
         """``value`` of the last pipeline stage, on every process of the replica."""
         is_source = self.pipeline_rank == self.pipeline_size - 1 and self.tensor_rank == 0
-        return next(part for part in self.gather_over_replica(value if is_source else None) if part is not None)
+        return next(found for found in self.gather_over_replica(value if is_source else None) if found is not None)
 
     def gather_from_replicas(self, value: Any) -> list[Any]:
         """``value`` of the first rank of each replica, on every process; the values of other ranks are ignored."""
         is_first = self.tensor_rank == 0 and self.pipeline_rank == 0
-        parts = self.gather_from_all((self.data_rank, value) if is_first else None)
-        return [part for _, part in sorted((part for part in parts if part is not None), key=lambda part: part[0])]
+        pairs = self.gather_from_all((self.data_rank, value) if is_first else None)
+        return [own for _, own in sorted((pair for pair in pairs if pair is not None), key=lambda pair: pair[0])]
 
     def from_first(self, value: Any) -> Any:
         """``value`` of rank 0, on every process; the values of other ranks are ignored."""
@@ -119,10 +119,10 @@ class Mesh:
 
 
 def _gather(value: Any, size: int, group: ProcessGroup | None) -> list[Any]:
-    parts = [value] * size
+    values = [value] * size
     if size > 1:
-        torch.distributed.all_gather_object(parts, value, group=group)
-    return parts
+        torch.distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def initialize_parallel(seed: int, parallel: ParallelConfig | None = None) -> torch.device:

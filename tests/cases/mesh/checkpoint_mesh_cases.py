@@ -6,12 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
 
 from checkpoint_worker import MODEL, Stretch
 from megatron_dta.config import ModelConfig, ParallelConfig
-from megatron_dta.model import initialize_parallel
-from megatron_dta.training.checkpoint.files import find_checkpoint
+from resume_cases import final_tensors
 
 ONE = ParallelConfig()
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
@@ -49,10 +47,10 @@ def stretches(folder: Path, cases: Cases, *legs: tuple[ParallelConfig, str, str 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole, without the rows that pad the vocabulary."""
-    initialize_parallel(0)
-    state = dist_checkpointing.serialization.load_plain_tensors(str(find_checkpoint(folder)))
-    tensors = {key: values for key, values in state.items() if isinstance(values, torch.Tensor)}
-    return {key: values[: MODEL.vocab_size] if "word_embeddings" in key else values for key, values in tensors.items()}
+    return {
+        key: values[: MODEL.vocab_size] if "word_embeddings" in key else values
+        for key, values in final_tensors(folder).items()
+    }
 
 
 def assert_same_tensors(left: Path, right: Path) -> dict[str, torch.Tensor]:

@@ -13,7 +13,6 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.rollouts import write_rollouts
-from megatron_dta.training.monitor.metrics import TIMING, read_metrics
 from mesh_worker import run_on_ranks
 from trainer_cases import MODEL, make_rollouts
 
@@ -75,13 +74,6 @@ def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[st
         trainer.metrics.close()
         found.append({"iteration": trainer.progress.iteration, "output": output.getvalue()})
     return found
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in record.items() if name != TIMING}
-        for record in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ from megatron_dta.planning import cut_mini_batches
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.training.data.step import split_groups
-from mesh_trainer_cases import OWN, SHARDED, _rows, train_on_rank
+from mesh_trainer_cases import OWN, SHARDED, train_on_rank
 from mesh_worker import run_on_ranks
 from partition_cases import WHOLE_COSTS, cost, counts, turns_forest
+from resume_cases import rows_without_timing
 from trainer_cases import VOCABULARY, make_trainer
 
 PPO = (
@@ -151,7 +152,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_ranks_cut_alike(folder: Path) -> None:
-    expected, found = _rows(folder / "one"), _rows(folder / "two")
+    expected, found = rows_without_timing(folder / "one"), rows_without_timing(folder / "two")
     assert len(found) == 6
     for left, right in zip(expected, found, strict=True):
         assert left.keys() == right.keys()
@@ -161,4 +162,4 @@ def test_ranks_cut_alike(folder: Path) -> None:
 
 
 def test_a_run_stopped_within_a_collection_goes_on_bit_for_bit(folder: Path) -> None:
-    assert _rows(folder / "two-cut") == _rows(folder / "two")
+    assert rows_without_timing(folder / "two-cut") == rows_without_timing(folder / "two")

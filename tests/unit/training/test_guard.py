@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from conftest import seed_all
 from megatron_dta.arguments import parse_arguments
@@ -17,9 +15,9 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.training.checkpoint.best import BestCheckpoint, better_checkpoint
 from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkpoints
-from megatron_dta.training.loop import Trainer
 from megatron_dta.training.monitor.guard import LEAST_NORMS, Guard, GuardState
-from megatron_dta.training.setup import build_trainer
+from resume_cases import rows_without_timing
+from trainer_cases import make_trainer, run
 
 VOCABULARY = 13
 MODEL = (
@@ -39,26 +37,6 @@ def make_rollouts(rng: np.random.Generator, count: int, scales: list[float]) -> 
             advantages = rng.standard_normal(length) * scale
             rollouts.append(Rollout(tokens, mask, advantages=advantages, logprobs=logprobs, group_id=f"g{group}"))
     return rollouts
-
-
-def make_trainer(arguments: str) -> tuple[Trainer, io.StringIO]:
-    output = io.StringIO()
-    trainer = build_trainer(parse_arguments(f"{MODEL} {arguments}".split()), Console(file=output, width=400))
-    return trainer, output
-
-
-def run(arguments: str) -> tuple[Trainer, str]:
-    trainer, output = make_trainer(arguments)
-    try:
-        trainer.run()
-    finally:
-        trainer.metrics.close()
-    return trainer, output.getvalue()
-
-
-def rows_of(folder: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "timing"} for row in rows]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -90,7 +68,7 @@ def test_a_spike_is_told_or_skipped(tmp_path: Path, action: str) -> None:
         f"--rollouts {tmp_path}/r.jsonl --global-batch-size 4 --train-iters 45 --save {tmp_path}/run "
         f"--grad-norm-outlier-factor 50 --grad-norm-outlier-action {action} --clip-grad 0"
     )
-    trainer, output = make_trainer(arguments)
+    trainer, output = make_trainer(arguments, MODEL)
     before: dict[int, torch.Tensor] = {}
     plain = trainer.optimizer.step
 
@@ -104,7 +82,7 @@ def test_a_spike_is_told_or_skipped(tmp_path: Path, action: str) -> None:
     trainer.optimizer.step = watched
     trainer.run()
     trainer.metrics.close()
-    rows = rows_of(tmp_path / "run")
+    rows = rows_without_timing(tmp_path / "run")
     outliers = [row["iteration"] for row in rows if row["grad_norm_outlier"]]
     # The spike comes once an epoch; in the first one before enough norms are known, maybe.
     assert 2 <= len(outliers) <= 3
@@ -123,14 +101,14 @@ def test_alarms_in_a_row_end_the_run(tmp_path: Path) -> None:
         "--sampler-mismatch-alarm 1.01 --sampler-mismatch-stop 5 --async-save"
     )
     with pytest.raises(InputError, match=r"after step 5: .*\(--sampler-mismatch-stop 5\)"):
-        run(arguments)
-    rows = rows_of(tmp_path / "run")
+        run(arguments, MODEL)
+    rows = rows_without_timing(tmp_path / "run")
     assert [row["sampler_mismatch_alarms"] for row in rows] == [1, 2, 3, 4, 5]
     assert find_checkpoint(tmp_path / "run").name == "iter_0000004"
     # It goes on from there and meets the same end: what was counted is in the checkpoint.
     with pytest.raises(InputError, match="after step 5: "):
-        run(arguments)
-    assert rows_of(tmp_path / "run") == rows
+        run(arguments, MODEL)
+    assert rows_without_timing(tmp_path / "run") == rows
 
 
 def test_alarms_with_a_step_between_them_do_not_end_it() -> None:
@@ -166,8 +144,8 @@ def stored(folder: Path) -> str:
 
 def test_the_best_checkpoint_stays_and_a_new_start_knows_it(tmp_path: Path) -> None:
     flags = stored(tmp_path)
-    run(f"{flags} --train-iters 24 --save {tmp_path}/straight")
-    rows = rows_of(tmp_path / "straight")
+    run(f"{flags} --train-iters 24 --save {tmp_path}/straight", MODEL)
+    rows = rows_without_timing(tmp_path / "straight")
     judged = {row["iteration"]: row["eval_loss"] for row in rows if "eval_loss" in row and row["iteration"]}
     best = min(judged, key=judged.__getitem__)
     assert 0 < best < 24, "the held-out loss must rise again, or nothing is shown"
@@ -181,7 +159,7 @@ def test_the_best_checkpoint_stays_and_a_new_start_knows_it(tmp_path: Path) -> N
     left = sorted(path.name for path in (tmp_path / "straight").glob("iter_*"))
     assert left == [f"iter_{best:07d}", "iter_0000024"]
     for stop in (best - 1, best, best + 1, 24):
-        trainer, _ = make_trainer(f"{flags} --train-iters 24 --save {tmp_path}/stopped")
+        trainer, _ = make_trainer(f"{flags} --train-iters 24 --save {tmp_path}/stopped", MODEL)
         plain = trainer._step
 
         def stopping(plain=plain, trainer=trainer, stop=stop):
@@ -192,12 +170,12 @@ def test_the_best_checkpoint_stays_and_a_new_start_knows_it(tmp_path: Path) -> N
         trainer._step = stopping
         trainer.run()
         trainer.metrics.close()
-    assert rows_of(tmp_path / "stopped") == rows
+    assert rows_without_timing(tmp_path / "stopped") == rows
     assert json.loads((tmp_path / "stopped" / "best_checkpoint.json").read_text()) == named
     assert sorted(path.name for path in (tmp_path / "stopped").glob("iter_*")) == left
     # A run in another folder has no best checkpoint yet.
     load = f"--load {tmp_path}/stopped/{named['checkpoint']}"
-    trainer, _ = make_trainer(f"{flags} --train-iters {best + 1} --save {tmp_path}/other {load}")
+    trainer, _ = make_trainer(f"{flags} --train-iters {best + 1} --save {tmp_path}/other {load}", MODEL)
     assert trainer.progress.iteration == best
     assert trainer.progress.best is None
     trainer.metrics.close()
