@@ -52,7 +52,7 @@ MESHES = {
     # Trees so unlike that slots are faster than a common tree.
     "ep2-shapes": (2, EP, [[4, 5, 7, 9, 10, 12, 13, 14], [0, 1, 2, 3, 6, 8, 11]]),
     "ep2-idle": (2, EP, [0, 0]),
-    "ep2-overlap": (2, replace(EP, **OVERLAP), [9, 0]),
+    "ep2-overlap": (2, replace(EP, **OVERLAP), [7, 0]),
     "etp1-tp2": (2, ParallelConfig(expert_tensor_parallel_size=1, **SP), [0]),
     "ep2-over-tp2": (2, replace(EP, expert_tensor_parallel_size=1, **SP), [0]),
     "ep2-tp2": (4, replace(EP, expert_tensor_parallel_size=1, **SP), [3, 0]),
@@ -60,18 +60,18 @@ MESHES = {
     "ep4": (
         4,
         replace(EP, expert_model_parallel_size=4, expert_tensor_parallel_size=1, **SP),
-        [9, 0],
+        [7, 0],
     ),
     "ep2-dp4": (4, EP, [1, 0, 6, 0]),
     "ep2-dp4-overlap": (4, replace(EP, **OVERLAP), [0, 0, 6, 0]),
 }
 
 
-def _combinations() -> list[tuple[str, str, str]]:
-    """(mesh, model, cut)."""
+def _combinations() -> list[tuple[str, ...]]:
+    """(mesh, model, cut), and the forest if it is another one."""
     found = [("ep2", "qwen3", cut) for cut in CUTS]
     found += [("ep2", name, "dta-mixed") for name in ("qwen3-balanced", "deepseek", "recompute")]
-    found += [("ep2-shapes", name, "dta-slots") for name in ("qwen3", "deepseek")]
+    found += [("ep2-shapes", name, "dta-slots", "unlike") for name in ("qwen3", "deepseek")]
     found += [("ep2-idle", name, "dta") for name in ("qwen3", "deepseek")]
     found += [("etp1-tp2", "qwen3-balanced", "dta-mixed")]
     found += [("ep2-overlap", "qwen3", "dta"), ("ep2-over-tp2", "deepseek", "dta")]
@@ -85,9 +85,13 @@ def _combinations() -> list[tuple[str, str, str]]:
 
 @pytest.fixture(scope="module")
 def suite() -> MeshSuite:
-    samples = random_training_samples(branching_sequences(seed_all(SEED), count=12, longest=30), seed=SEED)
+    sequences = {
+        "": branching_sequences(seed_all(SEED), count=8, longest=24),
+        "unlike": branching_sequences(seed_all(SEED), count=12, longest=30),
+    }
+    samples = {name: random_training_samples(found, seed=SEED) for name, found in sequences.items()}
     models = {name: model_config(vocab_size=8, **settings) for name, settings in MODELS.items()}
-    return MeshSuite(models, MESHES, {"": samples}, CUTS, moe_weights)
+    return MeshSuite(models, MESHES, samples, CUTS, moe_weights)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +108,10 @@ def test_ranks_of_other_shapes_run_in_slots(suite) -> None:
     """In the case of that name: a backward's segments are not those of any one forward."""
     _, segment_tokens, activation_tokens = CUTS["dta-slots"]
     steps = [
-        plan_step([suite.samples[""][i] for i in part], "dta", segment_tokens, activation_tokens=activation_tokens)
-        for part in suite.partition("ep2-shapes")
+        plan_step(
+            [suite.samples["unlike"][i] for i in part], "dta", segment_tokens, activation_tokens=activation_tokens
+        )
+        for part in suite.partition("ep2-shapes", "unlike")
     ]
     plans = [
         synchronized_plan(step, [RankPlan.of(s) for s in steps], own, PipelineShape()) for own, step in enumerate(steps)
@@ -117,9 +123,10 @@ def test_ranks_of_other_shapes_run_in_slots(suite) -> None:
     assert together[OpKind.FORWARD] != together[OpKind.BACKWARD]
 
 
-@pytest.mark.parametrize(("mesh", "name", "cut"), _combinations())
-def test_equals_one_process(suite, results, mesh, name, cut):
-    suite.check(results[f"{mesh} {name} {cut}"], mesh, name)
+@pytest.mark.parametrize("combination", _combinations(), ids=" ".join)
+def test_equals_one_process(suite, results, combination):
+    mesh, name, _, *forest = combination
+    suite.check(results[" ".join(combination)], mesh, name, *forest)
 
 
 @pytest.mark.parametrize(("mesh", "cut"), [("ep2-idle", "dta"), ("ep2-tp2", "dense"), ("ep2-dp4", "packed")])
