@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from conftest import seed_all
 from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.model.attention.paged_context import PagedContext, paged_context
+from megatron_dta.model.attention.paged_context import HeadShape, PagedContext, paged_context
 from megatron_dta.sampling.engines.in_process.cache_size import head_shape
 from sampling_cases import SHAPES, VOCAB, make_model
 
@@ -25,6 +27,18 @@ MODELS = {
     "biases": (torch.float32, dict(disable_bias_linear=False, add_qkv_bias=True)),
     "one layer": (torch.float32, GROUPED | dict(num_layers=1, disable_bias_linear=True)),
 }
+
+
+@pytest.fixture(autouse=True)
+def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts of 16 keys: the interpreter takes its time for programs without work, too."""
+    config = HeadShape.config
+
+    def small(shape: HeadShape, run: int):
+        found = config(shape, run)
+        return replace(found, parts=min(found.parts, 2), keys=16, min_part=16)
+
+    monkeypatch.setattr(HeadShape, "config", small)
 
 
 def fused_model(name: str, **changes: Any) -> Any:

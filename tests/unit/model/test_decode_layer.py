@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from decode_layer_cases import MODELS, fused_model, passes
+from decode_layer_cases import MODELS, few_parts, fused_model, passes  # noqa: F401 (a fixture)
 from megatron_dta.model.layers.fused_layer import FusedLayer
 from triton_device import interpreter
 

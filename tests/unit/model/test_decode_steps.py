@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
+from decode_layer_cases import few_parts  # noqa: F401 (a fixture)
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import SamplingConfig
 from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.model.attention.paged_context import HeadShape
 from megatron_dta.sampling.engines.build import build_engine
 from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket, why_not_captured
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
@@ -29,18 +29,6 @@ from triton_device import interpreter
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
 KERNELS = dict(attention_impl="triton")
 STATIC = KERNELS | dict(static_passes=True)
-
-
-@pytest.fixture(autouse=True)
-def _few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two parts of 16 keys: the interpreter takes its time for programs without work, too."""
-    config = HeadShape.config
-
-    def small(shape: HeadShape, run: int):
-        found = config(shape, run)
-        return replace(found, parts=min(found.parts, 2), keys=16, min_part=16)
-
-    monkeypatch.setattr(HeadShape, "config", small)
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +118,7 @@ def test_bursts_run_past_no_end_and_take_fewer_turns():
 def test_weights_changed_in_place_are_seen_and_moved_ones_too():
     model = make_model(16, torch.float32, num_layers=1)
     prompts = random_prompts(np.random.default_rng(3), [4, 4])
-    requests = [GenerationRequest(i, prompt, 12, i) for i, prompt in enumerate(prompts)]
+    requests = [GenerationRequest(i, prompt, 6, i) for i, prompt in enumerate(prompts)]
     engine = started(model, NEVER, **STATIC)
     generate(engine, requests)
     captured = engine._steps._passes
