@@ -62,9 +62,7 @@ def auto_layers(shape: RunShape, stages: int, chunks: int) -> tuple[int, ...]:
         shape.swiglu,
     )
     each = cost.seconds_per_token / shape.num_layers
-    return tuple(
-        layers_per_stage(shape.num_layers, stages * chunks, each, 0.0, cost.seconds_per_edge, num_stages=stages)
-    )
+    return tuple(layers_per_stage(shape.num_layers, stages * chunks, each, cost.seconds_per_edge, stages))
 
 
 def make_mesh(

@@ -41,14 +41,11 @@ from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import GIB, SegmentBytes, peak_bytes
 from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.list_schedule import Policy, list_schedule, pipeline_of
 from megatron_dta.planning.pipeline.planner import DEFAULT_FACTOR, plan_pipeline
 from megatron_dta.planning.pipeline.schedule import (
     PipelineOp,
     PipelineSchedule,
     next_op_is_backward,
-    peak_in_flight,
-    tree_1f1b,
 )
 from megatron_dta.planning.pipeline.segments import ideal_utilisation, tokens_of_floor
 from megatron_dta.planning.pipeline.simulation import simulate
@@ -65,8 +62,6 @@ USABLE = 0.94
 TRIED = 3
 # Attempts with fewer kept activations if a plan needs more memory than estimated.
 CORRECTIONS = 3
-# Pipelines with more ops are scheduled without a search: during the search over meshes, and for the best mesh.
-LOOKED_AT_OPS, CAREFUL_OPS = 30_000, 200_000
 GRANULE = 256  # Numbers of kept tokens are multiples of this.
 
 
@@ -136,14 +131,8 @@ class Planner:
         flights = dict.fromkeys(_telling_stages(mesh), flight)
         return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed, False)
 
-    def simulate(self, choice: Choice, max_ops: int | None = None) -> Prediction:
-        """Predict from the segments and the schedule that training would plan.
-
-        Args:
-            choice: the settings to simulate.
-            max_ops: a pipeline with more ops is scheduled once, without the search that training does; None for no
-                limit.
-        """
+    def simulate(self, choice: Choice) -> Prediction:
+        """Predict from the segments and the schedule that training would plan."""
         mesh = choice.mesh
         work = self.step.plan(*self._cut(choice))
         segments, counts = work.planned
@@ -165,7 +154,7 @@ class Planner:
             if not choice.full_recompute:
                 kept = kept_on_stages(by_tokens, parents, len(mesh.layers))
             known_costs = PipelineCosts.of_segments(known, *counts, mesh.layers, ~kept)
-            schedule = _schedule(segments, known_costs, mesh, max_ops)
+            schedule = plan_pipeline(parents, segments.lengths, known_costs, mesh.pipeline, mesh.chunks)
             if not choice.full_recompute:
                 kept = by_tokens | next_op_is_backward(schedule, segments.num_segments)
             costs = PipelineCosts.of_segments(model, *counts, mesh.layers, ~kept)
@@ -248,7 +237,7 @@ class Planner:
     def _planned_to_fit(self, choice: Choice) -> Prediction:
         """Plan ``choice``; if it needs more memory than estimated, keep the activations of fewer tokens."""
         memory = self.cluster.gpu_memory_gib
-        planned = self.simulate(choice, LOOKED_AT_OPS)
+        planned = self.simulate(choice)
         for _ in range(CORRECTIONS):
             missing = planned.misses(memory) * GIB
             kept = planned.choice.activation_tokens
@@ -258,7 +247,7 @@ class Planner:
             if kept is None:
                 kept = int(planned.work.in_flight_tokens * (PIPELINE_FACTOR if choice.mesh.pipeline > 1 else 1.0))
             kept = max(0, int(kept - missing / of_token) // GRANULE * GRANULE)
-            planned = self.simulate(replace(choice, activation_tokens=kept), LOOKED_AT_OPS)
+            planned = self.simulate(replace(choice, activation_tokens=kept))
         return planned
 
     def search(self, choices: Iterable[Choice], top: int = 5) -> tuple[list[Prediction], list[Prediction]]:
@@ -293,23 +282,7 @@ class Planner:
                 continue
             best.append(planned)
             seen.add(sizes)
-        if best:
-            first = min(best, key=_rank)
-            careful = self.simulate(first.choice, CAREFUL_OPS)
-            best[best.index(first)] = careful if careful.misses(memory) <= 0 else first
         return sorted(best, key=_rank), sorted(misses, key=lambda p: p.misses(memory))
-
-
-def _schedule(segments: SegmentPlan, costs: PipelineCosts, mesh: RunMesh, max_ops: int | None) -> PipelineSchedule:
-    """The schedule that training would plan; above ``max_ops`` ops, the first one of its search."""
-    parents, lengths = segments.segment_parent, segments.lengths
-    if max_ops is None or len(parents) * len(mesh.layers) * 2 <= max_ops:
-        return plan_pipeline(parents, lengths, costs, mesh.pipeline, mesh.chunks)
-    path = segments.peak_in_flight_tokens
-    static = peak_in_flight(tree_1f1b(parents, mesh.pipeline), lengths)
-    limits = [mesh.chunks * max(int(DEFAULT_FACTOR * path), int(peak)) for peak in static]
-    pipeline = pipeline_of(parents.tolist(), lengths.tolist(), costs, mesh.pipeline, mesh.chunks, limits, False, 0.0)
-    return list_schedule(pipeline, Policy()).schedule
 
 
 def _telling_stages(mesh: RunMesh) -> list[int]:

@@ -56,7 +56,6 @@ def _balanced(model: ModelConfig, num_stages: int, num_ranks: int) -> list[int]:
         model.num_layers,
         num_stages,
         layer_cost=cost.seconds_per_token / model.num_layers,
-        embedding_cost=0.0,
         output_cost=cost.seconds_per_edge,
         num_stages=num_ranks,
     )

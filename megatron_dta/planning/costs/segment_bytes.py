@@ -216,14 +216,13 @@ def peak_bytes(
     """Peak bytes of a rank's ops, including K/V slots and fixed bytes.
 
     Args:
-        ops: (kind, segment, model chunk) in order; a backward in two ops ends with its second.
+        ops: (kind, segment, model chunk) in order.
         lengths, path_tokens: for each segment, its number of tokens, and that of its root path including its own.
         kept: for each model chunk of the rank, whether each segment keeps its activations.
         num_slots, layers, has_input: for each model chunk, its K/V slots, its layers, and whether a stage precedes it.
     """
     slots = each.fixed + sum(count * each.slot(own) for count, own in zip(num_slots, layers, strict=True))
     live = peak = 0.0
-    splits = {(segment, chunk) for kind, segment, chunk in ops if kind is OpKind.BACKWARD_WEIGHT}
     for kind, segment, chunk in ops:
         activations = each.kept(layers[chunk]) * lengths[segment]
         keeps = kept[chunk][segment]
@@ -232,12 +231,8 @@ def peak_bytes(
         if kind is OpKind.FORWARD:
             live += held
         # A segment's activations exist in its backward, and at the end of a forward that keeps them.
-        if keeps:
-            peak = max(peak, live + work)
-        else:
-            peak = max(peak, live + work + (0.0 if kind is OpKind.FORWARD else activations))
-        if kind is OpKind.FORWARD:
-            continue
-        if kind is not OpKind.BACKWARD_INPUT or (segment, chunk) not in splits:
+        recomputed = 0.0 if keeps or kind is OpKind.FORWARD else activations
+        peak = max(peak, live + work + recomputed)
+        if kind is OpKind.BACKWARD:
             live -= held
     return slots + peak

@@ -31,25 +31,23 @@ def makespan_bound(
     num_stages: int,
     num_chunks: int = 1,
     max_in_flight_tokens: float | None = None,
-    split_backward: bool = False,
 ) -> float:
     """Compute the lower bound; the unit of time is that of ``costs``.
 
     Args:
-        segment_parent, lengths, costs, num_stages, num_chunks, split_backward: see ``plan_pipeline``.
+        segment_parent, lengths, costs, num_stages, num_chunks: see ``plan_pipeline``.
         max_in_flight_tokens: limit on every stage, counted as in ``peak_in_flight``; None means no limit.
     """
     parents, tokens = np.asarray(segment_parent).tolist(), np.asarray(lengths, dtype=np.float64)
     if not parents:
         return 0.0
-    forward, whole = np.asarray(costs.forward, dtype=np.float64), np.asarray(costs.backward, dtype=np.float64)
-    backward = whole - costs.weight if split_backward else whole
+    forward, backward = np.asarray(costs.forward, dtype=np.float64), np.asarray(costs.backward, dtype=np.float64)
     last = backward_order(parents)[-1]
     bound = _chain_bound(parents, forward, backward)
     for stage in range(num_stages):
         own = slice(stage, None, num_stages)
         head, tail = forward[:stage, 0].sum(), backward[:stage, last].sum()
-        bound = max(bound, head + forward[own].sum() + max(backward[own].sum() + tail, whole[own].sum()))
+        bound = max(bound, head + forward[own].sum() + backward[own].sum() + tail)
     if max_in_flight_tokens:
         in_flight = _time_in_flight(parents, forward, backward) @ tokens
         for stage in range(num_stages):

@@ -1,11 +1,10 @@
 """Times of segments on each part of the model: the input of the pipeline's planner and simulation.
 
-A virtual stage holds a share of the layers. The first one also embeds tokens, and the last one computes logits and the
-loss. Times come from the counts and coefficients of the cost model that also divides work over data-parallel ranks
-(``planning.costs.model``), segment by segment:
+A virtual stage holds a share of the layers, and the last one computes logits and the loss. Times come from the counts
+and coefficients of the cost model that also divides work over data-parallel ranks (``planning.costs.model``), segment
+by segment:
 
     layers' share * (a * tokens + b * pairs)    on every virtual stage
-    e * tokens                                  on the first one
     c * edges                                   on the last one
 
 The time is at least the layers' share of the floor, and is split into forward and backward by the cost model's shares.
@@ -28,31 +27,19 @@ class PipelineCosts:
 
     Attributes:
         forward: float64 [V, N].
-        backward: float64 [V, N], input and weight gradients together.
-        backward_weight: float64 [V, N], part of ``backward`` that computes weight gradients; None for half of it.
+        backward: float64 [V, N].
     """
 
     forward: np.ndarray
     backward: np.ndarray
-    backward_weight: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         shape = np.shape(self.forward)
         if len(shape) != 2 or np.shape(self.backward) != shape:
             raise ValueError("forward and backward must be arrays of one shape [virtual stages, segments]")
-        if self.backward_weight is not None and np.shape(self.backward_weight) != shape:
-            raise ValueError("backward_weight must be of the shape of backward")
-        for name in ("forward", "backward", "backward_weight"):
-            values = getattr(self, name)
-            if values is not None and not (np.isfinite(values).all() and (np.asarray(values) >= 0).all()):
-                raise ValueError(f"{name} must be finite and not negative")
-        if self.backward_weight is not None and (np.asarray(self.backward_weight) > np.asarray(self.backward)).any():
-            raise ValueError("backward_weight is a part of backward and cannot be more")
-
-    @property
-    def weight(self) -> np.ndarray:
-        """Part of the backward that computes weight gradients, float64 [V, N]."""
-        return np.asarray(self.backward) / 2 if self.backward_weight is None else np.asarray(self.backward_weight)
+        for values in (self.forward, self.backward):
+            if not (np.isfinite(values).all() and (np.asarray(values) >= 0).all()):
+                raise ValueError("forward and backward must be finite and not negative")
 
     @property
     def work(self) -> np.ndarray:
@@ -76,7 +63,6 @@ class PipelineCosts:
         edges: np.ndarray,
         layers: Sequence[float],
         recomputed: np.ndarray | None = None,
-        embedding_seconds_per_token: float = 0.0,
     ) -> PipelineCosts:
         """Compute times from the counts of each segment.
 
@@ -86,7 +72,6 @@ class PipelineCosts:
                 of logits.
             layers: layers of each virtual stage, in any unit, as only the shares count.
             recomputed: bool [N] or [V, N], whether the forward runs again before the backward; None for no segment.
-            embedding_seconds_per_token: time of the embedding's forward and backward, on the first virtual stage.
         """
         total = float(sum(layers))
         share = np.asarray(layers, dtype=np.float64)[:, None] / (total if total else 1.0)
@@ -94,21 +79,11 @@ class PipelineCosts:
         in_layers = model.linear_seconds(np.asarray(tokens), np.asarray(pairs), nothing)
         at_the_end = model.linear_seconds(nothing, nothing, np.asarray(edges))
         forward, backward = (share * seconds for seconds in in_layers)
-        # Weight gradients are part of the backward without attention, and take as long as the forward of its products.
-        gemm = model.linear_seconds(np.asarray(tokens), nothing, nothing)
-        weight = share * np.minimum(*gemm)
-        embedding = embedding_seconds_per_token * np.asarray(tokens, dtype=np.float64)
-        # The forward is a look-up; the gradient of the table is a weight gradient.
-        forward[0] += embedding / 2
-        backward[0] += embedding / 2
-        weight[0] += embedding / 2
         forward[-1] += at_the_end[0]
         backward[-1] += at_the_end[1]
-        weight[-1] += np.minimum(*at_the_end)
-        # A backward that waits for the host keeps the same share of weight gradients.
-        longer = np.maximum(backward, share * model.floors[1])
-        weight *= np.divide(longer, backward, out=np.ones_like(backward), where=backward > 0)
-        forward, backward = np.maximum(forward, share * model.floors[0]), longer
+        forward, backward = (
+            np.maximum(each, share * floor) for each, floor in zip((forward, backward), model.floors, strict=True)
+        )
         if recomputed is not None:
             backward = backward + forward * np.asarray(recomputed, dtype=bool)
-        return cls(forward, backward, np.minimum(weight, backward))
+        return cls(forward, backward)

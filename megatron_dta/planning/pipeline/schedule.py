@@ -6,8 +6,6 @@ numbered ``chunk * num_stages + stage`` along the model (Megatron's interleaved 
     F(segment, v)   needs F(parent, v), whose keys and values it attends to, and F(segment, v - 1)
     B(segment, v)   needs F(segment, v), B(child, v) of all children, which produce gradients of its keys and values,
                     and B(segment, v + 1)
-    I, W            for a split backward: I, the gradients of the inputs, replaces B in the rules above, and
-                    W(segment, v), the gradients of the weights, needs I(segment, v)
 
 A loss needs the logprobs of a whole sequence. All sequences through a segment end in it or below it, so their losses
 are known on the last virtual stage once B of all children has run.
@@ -29,7 +27,7 @@ import numpy as np
 
 from megatron_dta.planning.segments.schedule import OpKind
 
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
+F, B = OpKind.FORWARD, OpKind.BACKWARD
 
 
 class PipelineOp(NamedTuple):
@@ -139,7 +137,7 @@ def tree_1f1b(segment_parent: np.ndarray | Sequence[int], num_stages: int) -> Pi
 
 
 def peak_in_flight(schedule: PipelineSchedule, lengths: np.ndarray | Sequence[int]) -> list[float]:
-    """Peak of the tokens in flight on each stage, from a segment's forward to its (last) backward.
+    """Peak of the tokens in flight on each stage, from a segment's forward to its backward.
 
     Tokens are summed over model chunks and divided by their number, as each chunk holds that share of the stage's
     layers. Figures with and without interleaving are thus comparable. With unit lengths, the peak counts segments.
@@ -147,13 +145,12 @@ def peak_in_flight(schedule: PipelineSchedule, lengths: np.ndarray | Sequence[in
     tokens = np.asarray(lengths).tolist()
     peaks: list[float] = []
     for ops in schedule.ops:
-        split = any(op.kind is W for op in ops)
         alive = peak = 0
         for kind, segment, _ in ops:
             if kind is F:
                 alive += tokens[segment]
                 peak = max(peak, alive)
-            elif kind is B or kind is (W if split else I):
+            else:
                 alive -= tokens[segment]
         peaks.append(peak if schedule.num_chunks == 1 else peak / schedule.num_chunks)
     return peaks
@@ -169,8 +166,6 @@ def check_schedule(schedule: PipelineSchedule, segment_parent: np.ndarray | Sequ
     if len(schedule.ops) != schedule.num_stages:
         raise ValueError(f"the schedule has op lists for {len(schedule.ops)} of {schedule.num_stages} stages")
     kinds = {op.kind for ops in schedule.ops for op in ops}
-    if not any(kinds <= known for known in ({F}, {F, B}, {F, I, W})):
-        raise ValueError("a schedule has forwards only, whole backwards (B), or split ones (I and W), not a mixture")
     _check_complete(schedule, len(parents), kinds)
     _check_orders(schedule, len(parents))
     _check_progress(schedule, parents)
@@ -205,7 +200,7 @@ def _check_orders(schedule: PipelineSchedule, num_segments: int) -> None:
     first: dict[OpKind, list[int]] = {F: list(range(num_segments))}
     for stage, ops in enumerate(schedule.ops):
         for chunk in range(schedule.num_chunks):
-            for kind in (F, B, I, W):
+            for kind in OpKind:
                 order = [op.segment for op in ops if op.chunk == chunk and op.kind is kind]
                 expected = first.setdefault(kind, order)
                 for segment, other in zip(order, expected, strict=False):
@@ -231,8 +226,6 @@ def needs_of(
 ) -> list[tuple[int, PipelineOp]]:
     """Ops that must run before this one, each with its stage."""
     kind, segment, chunk = op
-    if kind is W:
-        return [(stage, PipelineOp(I, segment, chunk))]
     if kind is F:
         needs = [(stage, PipelineOp(F, parents[segment], chunk))] if parents[segment] >= 0 else []
         step, ends = -1, 0

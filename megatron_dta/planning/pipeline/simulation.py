@@ -24,7 +24,7 @@ from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.schedule import PipelineOp, PipelineSchedule
 from megatron_dta.planning.segments.schedule import OpKind
 
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
+F, B = OpKind.FORWARD, OpKind.BACKWARD
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def simulate(
     times = op_times(costs)
     last = schedule.num_virtual_stages - 1
     # End of each op, None before it ran. ``open_children`` counts the children whose backward has not run.
-    ended = {kind: [[None] * len(parents) for _ in range(last + 1)] for kind in (F, B, I, W)}
+    ended = {kind: [[None] * len(parents) for _ in range(last + 1)] for kind in OpKind}
     open_children = [np.bincount(np.asarray([p for p in parents if p >= 0], dtype=np.int64), minlength=len(parents))]
     open_children = [open_children[0].tolist() for _ in range(last + 1)] if parents else [[]] * (last + 1)
     starts: list[list[float]] = [[] for _ in schedule.ops]
@@ -122,10 +122,6 @@ def simulate(
                     break
                 source = v - 1 if v else None
                 reached = v + 1 if v < last else None
-            elif kind is W:
-                if ended[I][v][segment] is None:
-                    break
-                source = reached = None
             else:
                 if ended[F][v][segment] is None or open_children[v][segment]:
                     break
@@ -140,7 +136,7 @@ def simulate(
             start.append(begin)
             end.append(finish)
             ended[kind][v][segment] = free[stage] = finish
-            if (kind is B or kind is I) and parents[segment] >= 0:
+            if kind is B and parents[segment] >= 0:
                 open_children[v][parents[segment]] -= 1
             if reached is not None:
                 other = reached % schedule.num_stages
@@ -156,24 +152,16 @@ def simulate(
 
 def op_times(costs: PipelineCosts) -> dict[OpKind, list[list[float]]]:
     """Times [V][N] of each kind of op."""
-    backward, weight = np.asarray(costs.backward, dtype=np.float64), costs.weight
     return {
-        F: np.asarray(costs.forward, dtype=np.float64).tolist(),
-        B: backward.tolist(),
-        I: (backward - weight).tolist(),
-        W: weight.tolist(),
+        kind: np.asarray(values, dtype=np.float64).tolist()
+        for kind, values in ((F, costs.forward), (B, costs.backward))
     }
 
 
 def message_of(schedule: PipelineSchedule, stage: int, op: PipelineOp) -> Message | None:
     """The message that an op sends; None if its result stays on its rank."""
     v = schedule.virtual_stage(stage, op.chunk)
-    if op.kind is F:
-        other = v + 1
-    elif op.kind is W:
-        return None
-    else:
-        other = v - 1
+    other = v + 1 if op.kind is F else v - 1
     if not 0 <= other < schedule.num_virtual_stages or other % schedule.num_stages == stage:
         return None
     return Message(stage, other % schedule.num_stages, op.kind, op.segment, v)
@@ -247,8 +235,6 @@ def _global_order(schedule: PipelineSchedule, timeline: Timeline) -> list[tuple[
 
 def _needed_message(schedule: PipelineSchedule, stage: int, op: PipelineOp) -> Message | None:
     v = schedule.virtual_stage(stage, op.chunk)
-    if op.kind is W:
-        return None
     source = v - 1 if op.kind is F else v + 1
     if not 0 <= source < schedule.num_virtual_stages or source % schedule.num_stages == stage:
         return None

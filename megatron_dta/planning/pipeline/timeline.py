@@ -19,7 +19,7 @@ from megatron_dta.planning.pipeline.schedule import PipelineSchedule
 from megatron_dta.planning.pipeline.simulation import Timeline
 
 # Kinds of a schedule's ops. Other kinds in measured timelines do not count as work.
-WORK_KINDS = ("F", "B", "I", "W")
+WORK_KINDS = ("F", "B")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TimelineEvent:
 
     Attributes:
         stage: pipeline rank.
-        kind: "F", "B", "I" or "W" as in ``OpKind``, or the name of another activity.
+        kind: "F" or "B" as in ``OpKind``, or the name of another activity.
         segment: segment of the op; -1 if there is none.
         chunk: model chunk of the stage.
         start, end: seconds from the start of the step.

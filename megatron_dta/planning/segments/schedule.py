@@ -24,12 +24,10 @@ from megatron_dta.planning.segments.plan import SegmentPlan
 
 
 class OpKind(Enum):
-    """Kind of an op. A backward is one op, or two: gradients of the inputs, then gradients of the weights."""
+    """Kind of an op."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
 
 
 class Op(NamedTuple):
@@ -62,9 +60,8 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
 
     Args:
         plan: the segments.
-        schedule: every segment's forward once, and its backward at most once. Ops of weight gradients are ignored,
-            because they need no keys and values of other segments. Segments without tokens need no slots and may be
-            left out.
+        schedule: every segment's forward once, and its backward at most once. Segments without tokens need no slots
+            and may be left out.
 
     Returns:
         (first slot of each segment, int64 [num_segments]; number of slots).
@@ -72,7 +69,6 @@ def allocate_slots(plan: SegmentPlan, schedule: Sequence[Op]) -> tuple[np.ndarra
     Raises:
         ValueError: the schedule runs an op twice, lacks a forward, or runs an op before another that it depends on.
     """
-    schedule = [op for op in schedule if op.kind is not OpKind.BACKWARD_WEIGHT]
     ends_with = _last_uses(plan, schedule)
     slot_start = np.where(plan.lengths > 0, -1, 0).astype(np.int64)
     slots = _FreeSlots()

@@ -39,7 +39,7 @@ def random_costs(rng: np.random.Generator, num_virtual_stages: int, lengths: np.
     backward = forward * rng.uniform(0.5, 3, shape)
     if rng.random() < 0.2:
         forward = forward * (rng.random(shape) < 0.8)
-    return PipelineCosts(forward, backward, backward * rng.uniform(0, 1, shape))
+    return PipelineCosts(forward, backward)
 
 
 def slow_times(
@@ -49,8 +49,7 @@ def slow_times(
 
     An op that starts before it could is moved; times only grow, so the fixed point is the earliest schedule.
     """
-    weight = costs.weight
-    tables = {"F": costs.forward, "B": costs.backward, "I": costs.backward - weight, "W": weight}
+    tables = {"F": costs.forward, "B": costs.backward}
     children = children_of(parents.tolist())
     times = {(stage, op): (0.0, 0.0) for stage, ops in enumerate(schedule.ops) for op in ops}
     moved = True

@@ -10,9 +10,8 @@ from megatron_dta.planning.pipeline.layers import check_layers_per_stage, layers
 from pipeline_layers_cases import divisions
 
 
-def rank_costs(layers: list[int], ranks: int, layer: float, embedding: float, output: float) -> list[float]:
+def rank_costs(layers: list[int], ranks: int, layer: float, output: float) -> list[float]:
     costs = [layer * count for count in layers]
-    costs[0] += embedding
     costs[-1] += output
     return [sum(costs[rank::ranks]) for rank in range(ranks)]
 
@@ -21,27 +20,24 @@ def rank_costs(layers: list[int], ranks: int, layer: float, embedding: float, ou
 def test_no_division_has_a_faster_slowest_rank(seed: int) -> None:
     rng = seed_all(seed)
     ranks, chunks = int(rng.integers(1, 4)), int(rng.integers(1, 3))
-    stages, allow_empty = ranks * chunks, bool(rng.integers(0, 2))
+    stages = ranks * chunks
     count = int(rng.integers(stages, 9 if stages < 5 else 8)) if stages < 8 else stages
-    costs = float(rng.uniform(0.1, 2)), float(rng.uniform(0, 3)), float(rng.uniform(0, 6))
-    found = layers_per_stage(count, stages, *costs, num_stages=ranks, allow_empty=allow_empty)
-    assert check_layers_per_stage(found, count, stages, allow_empty=allow_empty) == found
-    best = min(max(rank_costs(each, ranks, *costs)) for each in divisions(count, stages, 0 if allow_empty else 1))
+    costs = float(rng.uniform(0.1, 2)), float(rng.uniform(0, 6))
+    found = layers_per_stage(count, stages, *costs, num_stages=ranks)
+    assert check_layers_per_stage(found, count, stages, "--stages") == found
+    best = min(max(rank_costs(each, ranks, *costs)) for each in divisions(count, stages, 1))
     assert max(rank_costs(found, ranks, *costs)) == pytest.approx(best, rel=1e-12)
 
 
 def test_even_where_it_can_be() -> None:
     assert layers_per_stage(8, 4) == [2, 2, 2, 2]
     assert layers_per_stage(28, 8) == [3, 3, 3, 3, 4, 4, 4, 4]
-    assert rank_costs(layers_per_stage(6, 4, num_stages=2), 2, 1.0, 0.0, 0.0) == [3, 3]
-    assert layers_per_stage(6, 4, 1.0, 1.0, 1.0) == [1, 2, 2, 1]
-    assert layers_per_stage(2, 4, 1.0, 0.0, 5.0, allow_empty=True) == [0, 1, 1, 0]
-    assert layers_per_stage(0, 1, allow_empty=True) == [0]
+    assert rank_costs(layers_per_stage(6, 4, num_stages=2), 2, 1.0, 0.0) == [3, 3]
 
 
 def test_the_output_layer_takes_the_place_of_layers() -> None:
     """40 layers with logits worth 2.35 of them, on 4 stages."""
-    assert layers_per_stage(40, 4, 1.0, 0.0, 2.35) == [10, 11, 11, 8]
+    assert layers_per_stage(40, 4, 1.0, 2.35) == [10, 11, 11, 8]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_rendezvous_never_halts(seed: int) -> None:
         elif number % 5 == 1 and chunks == 1:
             schedule = tree_1f1b(parents, stages)
         else:
-            schedule = plan_pipeline(parents, lengths, costs, stages, chunks, split_backward=bool(number % 2))
+            schedule = plan_pipeline(parents, lengths, costs, stages, chunks)
         timeline = simulate(schedule, parents, costs, float(rng.choice([0.0, 0.3])))
         programs, order = rank_programs(schedule, timeline), message_order(schedule, timeline)
         assert [[e for e in p if isinstance(e, PipelineOp)] for p in programs] == schedule.ops

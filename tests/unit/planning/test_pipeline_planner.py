@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.planning import CostModel, OpKind, PipelineCosts, check_schedule, plan_pipeline, simulate, tree_1f1b
+from megatron_dta.planning import CostModel, PipelineCosts, check_schedule, plan_pipeline, simulate, tree_1f1b
 from megatron_dta.planning.pipeline.bounds import makespan_bound
-from megatron_dta.planning.pipeline.list_schedule import (
-    Policy,
-    Urgency,
-    list_schedule,
-    longest_path_tokens,
-    pipeline_of,
-)
+from megatron_dta.planning.pipeline.list_schedule import longest_path_tokens
 from megatron_dta.planning.pipeline.schedule import peak_in_flight
 from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slow_times
 
@@ -28,56 +22,23 @@ def test_any_forest(seed: int) -> None:
     rng = seed_all(seed)
     for number in range(20):
         count, stages, chunks = int(rng.integers(0, 20)), int(rng.integers(1, 7)), int(rng.integers(1, 4))
-        split = bool(rng.integers(0, 2))
         parents, lengths = random_tree(rng, count, SHAPES[number % len(SHAPES)]), rng.integers(1, 50, count)
         costs = random_costs(rng, stages * chunks, lengths)
         path = longest_path_tokens(parents.tolist(), lengths.tolist())
         limit = None if number % 3 == 0 else max(1, int(path * rng.choice([1.0, 1.3, 4.0])))
         send = float(rng.choice([0.0, 0.07]))
-        schedule = plan_pipeline(parents, lengths, costs, stages, chunks, limit, split, send)
+        schedule = plan_pipeline(parents, lengths, costs, stages, chunks, limit)
         check_schedule(schedule, parents)
-        kinds = {op.kind for ops in schedule.ops for op in ops}
-        assert (OpKind.BACKWARD_WEIGHT in kinds) == (split and count > 0)
         peak = max(peak_in_flight(schedule, lengths))
         if limit is not None:
             assert peak <= limit
         elif count:
             assert peak <= max(1.5 * path, max(peak_in_flight(tree_1f1b(parents, stages), lengths)))
         timeline = simulate(schedule, parents, costs, send)
-        bound = makespan_bound(parents, lengths, costs, stages, chunks, limit, split)
+        bound = makespan_bound(parents, lengths, costs, stages, chunks, limit)
         assert timeline.makespan >= bound * (1 - 1e-9)
-        # No work is lost or made by a split.
         assert sum(timeline.busy) == pytest.approx(costs.work.sum(), rel=1e-9)
-        assert schedule.digest() == plan_pipeline(parents, lengths, costs, stages, chunks, limit, split, send).digest()
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_every_policy_on_thousands_of_forests(seed: int) -> None:
-    """One pass of list scheduling, mirrored or not, following a table or not, within the least limit that works."""
-    rng = seed_all(seed)
-    for number in range(300):
-        count, stages, chunks = int(rng.integers(0, 16)), int(rng.integers(1, 6)), int(rng.integers(1, 4))
-        split = number % 3 == 0
-        parents, lengths = random_tree(rng, count, SHAPES[number % len(SHAPES)]), rng.integers(1, 50, count)
-        costs = random_costs(rng, stages * chunks, lengths)
-        path = longest_path_tokens(parents.tolist(), lengths.tolist())
-        limit, send = int(chunks * path * rng.choice([1.0, 1.2, 2.0])), float(rng.choice([0.0, 0.1]))
-        pipeline = pipeline_of(parents, lengths, costs, stages, chunks, [limit] * stages, split, send)
-        policy = Policy(bool(rng.integers(0, 2)), float(rng.choice([0.0, 0.3, 2.0])), bool(rng.integers(0, 2)))
-        table = Urgency(rng.random((stages * chunks, count)).tolist(), rng.random((stages * chunks, count)).tolist())
-        urgency = table if rng.random() < 0.5 else None
-        if not split and rng.random() < 0.5:
-            mirror = pipeline.mirrored()
-            assert mirror.mirrored() == pipeline
-            outcome = list_schedule(mirror, policy, urgency)
-            schedule = outcome.mirrored_schedule(mirror.backwards)
-            assert simulate(schedule, parents, costs, send).makespan <= outcome.makespan * (1 + 1e-9)
-        else:
-            outcome = list_schedule(pipeline, policy, urgency)
-            schedule = outcome.schedule
-            assert simulate(schedule, parents, costs, send).makespan <= outcome.makespan * (1 + 1e-9)
-        check_schedule(schedule, parents)
-        assert max(peak_in_flight(schedule, lengths)) <= limit / chunks
+        assert schedule.digest() == plan_pipeline(parents, lengths, costs, stages, chunks, limit).digest()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -88,7 +49,7 @@ def test_simulation_against_its_slow_twin(seed: int) -> None:
         parents, lengths = random_tree(rng, count), rng.integers(1, 50, count)
         costs = random_costs(rng, stages * chunks, lengths)
         send = float(rng.choice([0.0, 0.2]))
-        schedule = plan_pipeline(parents, lengths, costs, stages, chunks, None, bool(rng.integers(0, 2)))
+        schedule = plan_pipeline(parents, lengths, costs, stages, chunks)
         timeline, times = simulate(schedule, parents, costs, send), slow_times(schedule, parents, costs, send)
         for stage, ops in enumerate(schedule.ops):
             expected = np.asarray([times[stage, op] for op in ops])
@@ -156,20 +117,6 @@ def test_unequal_costs_beat_the_static_schedule(shape: str) -> None:
     assert np.mean(static) < 0.9 * ideal
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_split_backward_fills_bubbles(seed: int) -> None:
-    """Weight gradients fill bubbles: over independent segments all but those before the first forward."""
-    rng = seed_all(seed)
-    shape = "mixed" if seed else "roots"
-    parents, ones = random_tree(rng, 16, shape), np.ones(16, dtype=int)
-    costs = PipelineCosts(np.ones((4, 16)), np.full((4, 16), 2.0), np.ones((4, 16)))
-    whole = simulate(plan_pipeline(parents, ones, costs, 4, 1, 64), parents, costs)
-    split = simulate(plan_pipeline(parents, ones, costs, 4, 1, 64, split_backward=True), parents, costs)
-    assert whole.makespan == (16 + 3) * 3
-    assert split.makespan == 3 + 16 * 3 if shape == "roots" else 3 + 16 * 3 <= split.makespan < whole.makespan
-    assert sum(split.busy) == sum(whole.busy)
-
-
 def test_bound_on_memory_is_reached() -> None:
     """Independent segments, one in flight at a time: each goes down and comes back alone."""
     parents, lengths = np.full(9, -1), np.full(9, 10)
@@ -182,27 +129,20 @@ def test_costs_of_segments() -> None:
     model = CostModel(seconds_per_token=6.0, seconds_per_pair=7.0, seconds_per_edge=3.0)
     model = replace(model, floor_seconds=108.0, forward_floor_share=1 / 3)
     tokens, pairs, edges = np.array([10, 20]), np.array([1, 2]), np.array([0, 5])
-    costs = PipelineCosts.of_segments(model, tokens, pairs, edges, [1, 2, 1], np.array([False, True]), 0.5)
+    costs = PipelineCosts.of_segments(model, tokens, pairs, edges, [1, 2, 1], np.array([False, True]))
     total = 6.0 * tokens + 7.0 * pairs
     forward = np.outer([0.25, 0.5, 0.25], 2.0 * tokens + 2.0 * pairs)
     backward = np.outer([0.25, 0.5, 0.25], total) - forward
-    forward[0] += 0.25 * tokens
-    backward[0] += 0.25 * tokens
     forward[2] += edges
     backward[2] += 2.0 * edges
-    weight = np.outer([0.25, 0.5, 0.25], 2.0 * tokens)
-    weight[0] += 0.25 * tokens
-    weight[2] += edges
     # The stages' parts of the floor are 9, 18, 9 forward, twice that backward: more than the first segment's.
     least = np.array([9.0, 18.0, 9.0])
     assert (forward[:, 0] < least).all()
     assert (forward[:, 1] > least).all()
-    weight[:, 0] *= 2 * least / backward[:, 0]
     forward[:, 0], backward[:, 0] = least, 2 * least
     backward[:, 1] += forward[:, 1]
     np.testing.assert_allclose(costs.forward, forward)
     np.testing.assert_allclose(costs.backward, backward)
-    np.testing.assert_allclose(costs.weight, weight)
     np.testing.assert_allclose(costs.work, (forward + backward).sum(axis=1))
 
 
@@ -231,5 +171,3 @@ def test_bad_input() -> None:
         PipelineCosts(np.ones((2, 3)), np.ones((2, 2)))
     with pytest.raises(ValueError, match="not negative"):
         PipelineCosts(np.ones((1, 1)), -np.ones((1, 1)))
-    with pytest.raises(ValueError, match="part of backward"):
-        PipelineCosts(np.ones((1, 1)), np.ones((1, 1)), np.full((1, 1), 2.0))

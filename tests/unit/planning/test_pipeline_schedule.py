@@ -28,7 +28,7 @@ from megatron_dta.planning.pipeline.schedule import backward_order, peak_in_flig
 from megatron_dta.tree import build_prefix_tree
 from pipeline_cases import SHAPES, random_tree
 
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
+F, B = OpKind.FORWARD, OpKind.BACKWARD
 
 
 def plan_of(parents: np.ndarray, lengths: np.ndarray) -> SegmentPlan:
@@ -100,26 +100,20 @@ def test_forward_only(stages: int, chunks: int) -> None:
 
 
 def test_slots_of_a_pipelined_stage() -> None:
-    """Keys and values live from F to B, or to I; weight gradients do not hold them."""
+    """Keys and values live from F to B."""
     rng = seed_all(3)
     lengths = rng.integers(1, 30, 40)
     parents = random_tree(rng, 40)
     plan, costs = plan_of(parents, lengths), PipelineCosts.uniform(40, 6)
-    for split in (False, True):
-        schedule = plan_pipeline(parents, lengths, costs, 3, 2, split_backward=split)
-        for ops in schedule.ops:
-            for chunk in range(2):
-                own = [Op(op.kind, op.segment) for op in ops if op.chunk == chunk]
-                start, slots = allocate_slots(plan, own)
-                held = np.full(slots, -1)
-                for kind, segment in own:
-                    run = held[start[segment] : start[segment] + lengths[segment]]
-                    if kind is F:
-                        assert (run == -1).all()
-                        run[:] = segment
-                    elif kind is not W:
-                        assert (run == segment).all()
-                        run[:] = -1
+    for ops in plan_pipeline(parents, lengths, costs, 3, 2).ops:
+        for chunk in range(2):
+            own = [Op(op.kind, op.segment) for op in ops if op.chunk == chunk]
+            start, slots = allocate_slots(plan, own)
+            held = np.full(slots, -1)
+            for kind, segment in own:
+                run = held[start[segment] : start[segment] + lengths[segment]]
+                assert (run == (-1 if kind is F else segment)).all()
+                run[:] = segment if kind is F else -1
 
 
 def two_stages(first: str, second: str, num_chunks: int = 1) -> PipelineSchedule:
@@ -129,9 +123,8 @@ def two_stages(first: str, second: str, num_chunks: int = 1) -> PipelineSchedule
 
 
 def test_tokens_in_flight_by_hand() -> None:
-    """A segment is held to its backward, where that is split to its weight gradients; chunks count for their part."""
+    """A segment is held until its backward; each chunk counts for its share."""
     assert peak_in_flight(two_stages("F0 B0 F1 B1", "F0 F1 B0 B1"), [5, 7]) == [7, 12]
-    assert peak_in_flight(two_stages("F0 I0 F1 W0 I1 W1", "F0 I0 W0 F1 I1 W1"), [5, 7]) == [12, 7]
     assert peak_in_flight(two_stages("F0 B0 F1 B1", "F0 F1 B0 B1", 2), [5, 7]) == [3.5, 6]
 
 
@@ -149,8 +142,6 @@ GOOD = "F0 F1 B1 B0"
         (GOOD, "F0 F1 B0 B1", "B of segment 0 on stage 1 stands where segment 1 is due"),
         ("F0 F1 B0 B1", "F0 F1 B0 B1", "B of segment 0 on stage [01] waits for B of segment 1 on stage [01]"),
         ("F0 B1 F1 B0", GOOD, "B of segment 1 on stage 0 waits for F of segment 1 on stage 0, which never runs"),
-        (GOOD, "F0 F1 I1 I0 W1 W0", "not a mixture"),
-        ("F0 F1 W1 I1 I0 W0", "F0 F1 I1 I0 W1 W0", "W of segment 1 on stage 0 waits for I of segment 1 on stage 0"),
     ],
 )
 def test_schedules_that_cannot_run_are_refused(first: str, second: str, message: str) -> None:
@@ -207,7 +198,6 @@ def test_digest() -> None:
         two_stages(GOOD, GOOD, 2),
         two_stages("F0 F1 B0 B1", GOOD),
         two_stages(GOOD, "F0 F1 B0 B1"),
-        two_stages("F0 F1 I1 I0", GOOD),
         two_stages("F0 F1", GOOD),
         two_stages("F0 F1 B1 B0 F0 F1 B1 B0", ""),
         PipelineSchedule(2, 1, [[PipelineOp(F, 1, 1)], []]),

@@ -1,4 +1,4 @@
-"""Segments for pipelines: their size by rule, their counts, and shares of layers."""
+"""Segments for pipelines: their size by rule, and their counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning import plan_segments
 from megatron_dta.planning.costs.segment_counts import segment_counts
-from megatron_dta.planning.pipeline.layers import balanced_shares
 from megatron_dta.planning.pipeline.segments import (
     ideal_utilisation,
     pipeline_segment_tokens,
@@ -75,17 +74,3 @@ def test_budgets_and_limits() -> None:
 
 def test_tokens_of_the_floor() -> None:
     assert tokens_of_floor(replace(MODEL, floor_seconds=1500 * MODEL.seconds_per_token)) == 1500
-
-
-def test_balanced_shares() -> None:
-    for stages, chunks, output in ((4, 1, 3.0), (4, 2, 3.0), (2, 3, 9.0), (3, 1, 100.0), (1, 1, 5.0), (5, 2, 0.0)):
-        shares = np.asarray(balanced_shares(stages, chunks, 40.0, 0.5, output))
-        assert shares.sum() == pytest.approx(1)
-        assert (shares >= 0).all()
-        extra = np.zeros(stages * chunks)
-        extra[0] += 0.5
-        extra[-1] += output
-        ranks = [float((40.0 * shares + extra)[rank::stages].sum()) for rank in range(stages)]
-        level = max((40.5 + output) / stages, output if stages > 1 else 0)
-        assert max(ranks) == pytest.approx(level)
-    assert balanced_shares(2, 2, 0.0) == [0.25] * 4

@@ -33,7 +33,7 @@ def simulated() -> tuple[list[TimelineEvent], float]:
     rng = seed_all(2)
     parents, lengths = np.minimum(np.arange(-1, 11), 2), rng.integers(1, 9, 12)
     costs = PipelineCosts(rng.random((6, 12)), rng.random((6, 12)))
-    schedule = plan_pipeline(parents, lengths, costs, 3, 2, split_backward=True)
+    schedule = plan_pipeline(parents, lengths, costs, 3, 2)
     timeline = simulate(schedule, parents, costs)
     return timeline_events(schedule, timeline), timeline.utilisation
 
