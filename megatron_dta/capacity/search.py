@@ -47,12 +47,12 @@ from megatron_dta.planning.pipeline.schedule import (
     PipelineSchedule,
     next_op_is_backward,
 )
-from megatron_dta.planning.pipeline.segments import ideal_utilisation, tokens_of_floor
+from megatron_dta.planning.pipeline.segments import ideal_utilisation
 from megatron_dta.planning.pipeline.simulation import simulate
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import choose_kept_segments, kept_on_stages
 from megatron_dta.planning.segments.schedule import depth_first_schedule
-from megatron_dta.planning.step.passes import PassPlan, stage_program
+from megatron_dta.planning.step.passes import PassPlan, PipelineShape, StepBudget, stage_program
 
 # Limit on the in-flight tokens of a pipeline stage, over those of a single stage.
 PIPELINE_FACTOR = DEFAULT_FACTOR
@@ -173,10 +173,10 @@ class Planner:
     def _training_costs(self, choice: Choice) -> CostModel:
         return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)
 
-    def _cut(self, choice: Choice) -> tuple[int, int, int | None, int, int]:
+    def _cut(self, choice: Choice) -> tuple[int, StepBudget, PipelineShape]:
         """Arguments of ``StepWork.plan`` for a choice."""
-        floor = tokens_of_floor(self._training_costs(choice))
-        return choice.mesh.data, choice.segment_tokens, choice.memory_tokens, choice.mesh.pipeline, floor
+        budget = StepBudget(choice.segment_tokens, choice.memory_tokens)
+        return choice.mesh.data, budget, PipelineShape(choice.mesh.pipeline, cost_model=self._training_costs(choice))
 
     def _state_bytes(self, choice: Choice) -> float:
         """Bytes of weights, gradients and optimizer on the rank with most of them."""

@@ -17,10 +17,11 @@ from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.partition.divide import Partition, partition_costs
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.planning.pipeline.segments import pipeline_segment_tokens
+from megatron_dta.planning.pipeline.segments import pipeline_segment_tokens, tokens_of_floor
 from megatron_dta.planning.segments.cut import default_memory_tokens
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.step.modes import plan_forest
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
 
 
@@ -62,7 +63,7 @@ class StepWork:
     cost_model: CostModel
     tree_mode: str = "dta"
     _partitions: dict[int, Partition] = field(default_factory=dict)
-    _plans: dict[tuple[int, int, int | None, int, int], ReplicaWork] = field(default_factory=dict)
+    _plans: dict[tuple[int, StepBudget, PipelineShape], ReplicaWork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not len(self.sequences):
@@ -92,9 +93,7 @@ class StepWork:
             self._partitions[num_replicas] = partition_costs(self.costs, num_replicas)
         return self._partitions[num_replicas]
 
-    def estimate(
-        self, num_replicas: int, segment_tokens: int, memory_tokens: int | None, stages: int, floor_tokens: int = 0
-    ) -> ReplicaWork:
+    def estimate(self, num_replicas: int, budget: StepBudget, pipeline: PipelineShape) -> ReplicaWork:
         """Counts without segments, assuming full segments and a fully used limit on in-flight tokens."""
         partition = self.partition(num_replicas)
         slowest = int(partition.cost_per_rank.argmax())
@@ -102,28 +101,19 @@ class StepWork:
             int(counts[slowest])
             for counts in (partition.tokens_per_rank, partition.pairs_per_rank, partition.edges_per_rank)
         )
-        budget = self.memory_tokens(segment_tokens, memory_tokens)
-        size = pipeline_segment_tokens(tokens, segment_tokens, budget, stages, floor_tokens)
-        in_flight = min(tokens, budget)
+        limit, floor = self._memory_tokens(budget), tokens_of_floor(pipeline.cost_model)
+        size = pipeline_segment_tokens(tokens, budget.segment_tokens, limit, pipeline.num_stages, floor)
+        in_flight = min(tokens, limit)
         segments = max(1, -(-tokens // size))
         return ReplicaWork(tokens, pairs, edges, segments, size, in_flight, segments * in_flight // 2)
 
-    def plan(
-        self, num_replicas: int, segment_tokens: int, memory_tokens: int | None, stages: int, floor_tokens: int = 0
-    ) -> ReplicaWork:
-        """Counts of the slowest replica as planned by training; ``floor_tokens``: see ``pipeline_segment_tokens``."""
-        key = num_replicas, segment_tokens, memory_tokens, stages, floor_tokens
+    def plan(self, num_replicas: int, budget: StepBudget, pipeline: PipelineShape) -> ReplicaWork:
+        """Counts of the slowest replica as planned by training."""
+        key = num_replicas, budget, pipeline
         if key not in self._plans:
             partition = self.partition(num_replicas)
             own = partition.sequences_of(int(partition.cost_per_rank.argmax()))
-            segments = plan_forest(
-                [self.sequences[i] for i in own],
-                self.tree_mode,
-                segment_tokens,
-                memory_tokens,
-                stages,
-                floor_tokens=floor_tokens,
-            )
+            segments = plan_forest([self.sequences[i] for i in own], self.tree_mode, budget, pipeline)
             counts = segment_counts(segments, [self.masks[i] for i in own])
             self._plans[key] = ReplicaWork(
                 *(int(each.sum()) for each in counts),
@@ -135,12 +125,12 @@ class StepWork:
             )
         return self._plans[key]
 
-    def memory_tokens(self, segment_tokens: int, memory_tokens: int | None) -> int:
+    def _memory_tokens(self, budget: StepBudget) -> int:
         """Limit on in-flight tokens; the planner's default if None is given."""
-        if memory_tokens is None:
-            return default_memory_tokens(self.tree, segment_tokens)
-        if memory_tokens < self.longest:
+        if budget.memory_tokens is None:
+            return default_memory_tokens(self.tree, budget.segment_tokens)
+        if budget.memory_tokens < self.longest:
             raise InputError(
-                f"--tree-memory-tokens {memory_tokens} is less than the longest sequence ({self.longest} tokens)"
+                f"--tree-memory-tokens {budget.memory_tokens} is less than the longest sequence ({self.longest} tokens)"
             )
-        return memory_tokens
+        return budget.memory_tokens

@@ -34,8 +34,9 @@ from megatron_dta.planning.pipeline.schedule import check_schedule, peak_in_flig
 from megatron_dta.planning.pipeline.segments import ideal_utilisation
 from megatron_dta.planning.pipeline.simulation import Timeline, simulate
 from megatron_dta.planning.pipeline.timeline import timeline_events, write_chrome_trace
-from megatron_dta.planning.step.passes import PipelineShape, attention_pairs
-from megatron_dta.planning.step.plan import StepPlan, plan_step
+from megatron_dta.planning.plan_step import plan_step
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget, attention_pairs
+from megatron_dta.planning.step.plan import StepPlan
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 
@@ -207,14 +208,8 @@ def main() -> None:
         is_measured=arguments.cost_model is not None,
     )
     begin = time.perf_counter()
-    step = plan_step(
-        samples,
-        arguments.tree_mode,
-        arguments.tree_segment_tokens,
-        arguments.tree_memory_tokens,
-        arguments.tree_activation_tokens,
-        shape,
-    )
+    budget = StepBudget(arguments.tree_segment_tokens, arguments.tree_memory_tokens, arguments.tree_activation_tokens)
+    step = plan_step(samples, arguments.tree_mode, budget, shape)
     seconds = time.perf_counter() - begin
     check_schedule(step.training.schedule, step.segments.segment_parent)
     values, timeline = figures(step, shape, arguments.send_seconds)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dta.objectives.weights import TrainedCounts, loss_weights
-from megatron_dta.planning.step.passes import PipelineShape
-from megatron_dta.planning.step.plan import StepPlan, plan_step
+from megatron_dta.planning.plan_step import plan_step
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.planning.step.plan import StepPlan
 from megatron_dta.planning.step.routing_replay import stream_routing
 from megatron_dta.planning.step.sample import FIELDS, TrainingSample
 
@@ -94,7 +95,8 @@ def prepare_batch(
         loss_aggregation: one of ``objectives.weights.AGGREGATIONS``, over the whole step; not used with
             ``preference_pairs``, whose loss is the mean over the pairs.
         counts: what the whole step trains, if ``samples`` (possibly empty) are only this rank's part of it.
-        pipeline: the stages that share the model (``TreeEngine.pipeline``); None if one process holds all of it.
+        pipeline: the ranks that share the model (``TreeEngine.pipeline``); None if one process holds all of it. Ranks
+            that share experts exchange their plans, so all of them must call this function.
         loss_length: constant length of "sequence-sum".
         sequences: numbers of the samples in the whole step, if they are only a part of it.
         preference_pairs: int [K, 2], paired samples by their numbers in the whole step, for pairwise objectives.
@@ -104,14 +106,8 @@ def prepare_batch(
     """
     if tree.tree_memory_gib is not None and (pipeline is None or pipeline.memory is None):
         raise ValueError("tree_memory_gib is set: call TreeEngine.limit_memory and give pipeline=engine.pipeline(...)")
-    plan = plan_step(
-        samples,
-        tree.tree_mode,
-        tree.tree_segment_tokens,
-        tree.tree_memory_tokens,
-        tree.tree_activation_tokens,
-        pipeline,
-    )
+    budget = StepBudget(tree.tree_segment_tokens, tree.tree_memory_tokens, tree.tree_activation_tokens)
+    plan = plan_step(samples, tree.tree_mode, budget, pipeline)
     masks = [np.asarray(sample.loss_mask, dtype=bool) for sample in samples]
     fields: dict[str, np.ndarray | None] = {}
     for name in FIELDS:

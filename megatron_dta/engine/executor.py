@@ -28,10 +28,9 @@ from megatron_dta.model import Mesh, Model, weights_quantized_once
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import MemoryBudget, SegmentBytes
-from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.planning.step.flops import StepCounts
-from megatron_dta.planning.step.passes import PipelineShape
+from megatron_dta.planning.step.passes import PipelineShape, RankGroup
 from megatron_dta.planning.step.plan import StepPlan
 
 
@@ -59,8 +58,6 @@ class TreeEngine(RankModel):
     ) -> None:
         super().__init__(model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay)
         self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
-        # The last step that was synchronized with other ranks, and its result: one plan serves all passes of a step.
-        self._stepped: tuple[StepPlan, StepPlan] | None = None
         self.memory: MemoryBudget | None = None
         self.costs = costs
         if costs is not None:
@@ -105,7 +102,15 @@ class TreeEngine(RankModel):
         )
 
     def pipeline(self, segment_tokens: int | None) -> PipelineShape:
-        """The pipeline for which a step must be planned (``prepare_batch``)."""
+        """The ranks for which a step must be planned (``prepare_batch``).
+
+        If gradients are reduced in a backward, a rank without segments runs an empty one, so that it joins the
+        reduction in the same order.
+        """
+        ranks, least = self.mesh.expert_data_ranks, int(self.syncs_in_backward)
+        group = None
+        if len(ranks) > 1 or least:
+            group = RankGroup(ranks.index(self.mesh.data_rank), self.mesh.gather_over_experts, least)
         return PipelineShape(
             num_stages=self.mesh.pipeline_size,
             num_chunks=len(self.chunks),
@@ -114,6 +119,7 @@ class TreeEngine(RankModel):
             max_in_flight_tokens=self.pipeline_in_flight_tokens,
             memory=self.memory,
             is_measured=self.costs is not None,
+            group=group,
         )
 
     def operations(self, plan: StepPlan) -> tuple[float, float]:
@@ -154,7 +160,6 @@ class TreeEngine(RankModel):
         pair_function = getattr(objective, "pair_function", None)
         if pair_function is not None:
             batch, pair_metrics = with_pair_terms(batch, pair_function, self.compute_logprobs(batch), self.mesh)
-        batch = self._synchronized(batch)
         self._check_agreement(batch, training=True)
         run = StageRun(self, batch, objective, OpClock(self.mesh, self.device) if record_timeline else None)
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext(), self._constant_weights():
@@ -173,27 +178,9 @@ class TreeEngine(RankModel):
         """Share tensors that are derived from the weights among the passes of a step."""
         return weights_quantized_once(self.tree_models) if self.config.fp8 else nullcontext()
 
-    def _synchronized(self, batch: TreeBatch) -> TreeBatch:
-        """``batch`` with the empty segments that this rank runs so that other ranks need not wait for it.
-
-        Ranks that share experts run the same ops. If gradients are reduced in a backward, a rank without segments runs
-        an empty one, so that it joins the reduction in the same order.
-        """
-        step, alone = batch.plan, len(self.mesh.expert_data_ranks) == 1
-        least = int(self.syncs_in_backward)
-        if alone and step.segments.num_segments >= least:
-            return batch
-        if self._stepped is None or self._stepped[0] is not step:
-            ranks = self.mesh.gather_over_experts(RankPlan.of(step))
-            own = self.mesh.expert_data_ranks.index(self.mesh.data_rank)
-            shape = self.pipeline(step.segments.segment_tokens)
-            self._stepped = step, synchronized_plan(step, ranks, own, shape, least)
-        return replace(batch, plan=self._stepped[1])
-
     @torch.no_grad()
     def compute_logprobs(self, batch: TreeBatch) -> list[np.ndarray]:
         """Logprobs of the trained tokens under the current weights, one array [T] per sequence, 0 elsewhere."""
-        batch = self._synchronized(batch)
         self._check_agreement(batch, training=False)
         run = StageRun(self, batch, objective=None)
         with self._constant_weights():
@@ -205,6 +192,11 @@ class TreeEngine(RankModel):
 
     def _check_agreement(self, batch: TreeBatch, training: bool) -> None:
         """Compare the plans of a pipeline's ranks; ranks with different plans would wait for each other forever."""
+        if batch.plan.num_ranks != len(self.mesh.expert_data_ranks):
+            raise ValueError(
+                f"the step is planned for {batch.plan.num_ranks} ranks that share experts, but there are "
+                f"{len(self.mesh.expert_data_ranks)}; give prepare_batch pipeline=engine.pipeline(...)"
+            )
         if self.mesh.pipeline_size == 1:
             return
         plan = batch.plan.training if training else batch.plan.forward_only

@@ -19,8 +19,8 @@ from matplotlib.patches import Patch
 from megatron_dta.planning.pipeline.timeline import TimelineEvent, timeline_span, timeline_utilisation
 from megatron_dta.plots.files import checked_path, write_figure
 
-COLORS = {"F": "#3b75af", "B": "#d9822b", "I": "#d9822b", "W": "#5a9e4b"}
-NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
+COLORS = {"F": "#3b75af", "B": "#d9822b"}
+NAMES = {"F": "forward", "B": "backward"}
 OTHER_COLOR = "#9a9a9a"
 WAITING = "wait"  # as white as a stage that is idle for another reason
 MAX_OUTLINED_OPS = 400  # on a stage; beyond it, outlines would hide the boxes

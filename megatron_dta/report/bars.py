@@ -13,8 +13,8 @@ PHASES = ("collect", "prepare", "plan", "train", "update", "critic", "evaluate")
 PHASE_COLORS = dict(
     zip(PHASES, ("#4c9a4c", "#8a7a3a", "#9a5fb5", "#2f6fab", "#d9822b", "#b5483a", "#7a7a7a"), strict=True)
 )
-EVENT_COLORS = {"F": "#3b75af", "B": "#d9822b", "I": "#d9822b", "W": "#5a9e4b"}
-EVENT_NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
+EVENT_COLORS = {"F": "#3b75af", "B": "#d9822b"}
+EVENT_NAMES = {"F": "forward", "B": "backward"}
 OTHER_COLOR = "#9a9a9a"
 MOST_BARS = 120
 MOST_RANK_STEPS = 24
@@ -120,7 +120,7 @@ def timeline_chart(title: str, events: Sequence[TimelineEvent], num_stages: int)
     ticks = [
         tick_below(f"{number(value)} s", LEFT + value * scale, height - 8, WIDTH) for value in linear_ticks(0, span, 8)
     ]
-    kinds = [kind for kind in ("F", "B", "I", "W") if any(event.kind == kind for event in events)]
+    kinds = [kind for kind in EVENT_NAMES if any(event.kind == kind for event in events)]
     kinds += sorted({event.kind for event in events} - set(kinds))
     keys = [
         tag(

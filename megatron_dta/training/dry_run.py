@@ -36,6 +36,7 @@ from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.planning.step.modes import plan_forest
+from megatron_dta.planning.step.passes import StepBudget
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import load_environment
@@ -197,7 +198,7 @@ def _flight_of(
     tokens = float(budget)
     if rollouts:
         sequences = [_up_to_last_trained(rollout) for rollout in rollouts]
-        plan = plan_forest(sequences, tree.tree_mode, segment, tree.tree_memory_tokens)
+        plan = plan_forest(sequences, tree.tree_mode, StepBudget(segment, tree.tree_memory_tokens))
         total = sum(map(len, sequences))
         tokens = float(plan.peak_in_flight_tokens)
         if tell is not None:

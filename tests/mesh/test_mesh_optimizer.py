@@ -76,7 +76,8 @@ def _train(
         cut = len(samples) if step == 2 or mesh.data_size == 1 else 4
         own = samples[:cut] if mesh.data_rank == 0 else samples[cut:]
         optimizer.zero_grad()
-        loss = float(engine.forward_backward(prepare_batch(own, tree_config("dta", 9), counts=counts), GRPO).loss)
+        batch = prepare_batch(own, tree_config("dta", 9), counts=counts, pipeline=engine.pipeline(9))
+        loss = float(engine.forward_backward(batch, GRPO).loss)
         record.append((loss, optimizer.step(loss).grad_norm))
     if save is not None:
         if mesh.rank == 0:

@@ -15,9 +15,9 @@ from megatron_dta.parity import random_training_samples
 from megatron_dta.parity.plain_router import PlainRouter
 from megatron_dta.parity.shards import join_shards
 from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
+from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.schedule import OpKind
-from megatron_dta.planning.step.passes import PipelineShape
-from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult, run_on_ranks
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, QWEN3_MOE, moe_weights
@@ -109,7 +109,7 @@ def test_ranks_of_other_shapes_run_in_slots(suite) -> None:
     _, segment_tokens, activation_tokens = CUTS["dta-slots"]
     steps = [
         plan_step(
-            [suite.samples["unlike"][i] for i in part], "dta", segment_tokens, activation_tokens=activation_tokens
+            [suite.samples["unlike"][i] for i in part], "dta", StepBudget(segment_tokens, None, activation_tokens)
         )
         for part in suite.partition("ep2-shapes", "unlike")
     ]

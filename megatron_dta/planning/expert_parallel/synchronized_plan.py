@@ -74,6 +74,12 @@ class RankPlan:
         )
 
 
+def synchronize(step: StepPlan, shape: PipelineShape) -> StepPlan:
+    """Exchange plans with the ranks of ``shape.group`` and return the plan with the same ops on all of them."""
+    group = shape.group
+    return synchronized_plan(step, group.gather(RankPlan.of(step)), group.rank, shape, group.min_segments)
+
+
 def synchronized_plan(
     step: StepPlan, ranks: Sequence[RankPlan], own: int, shape: PipelineShape, min_segments: int = 0
 ) -> StepPlan:
@@ -86,6 +92,8 @@ def synchronized_plan(
         shape: stages of the pipeline and its costs.
         min_segments: run at least this many segments, even if no rank has any.
     """
+    if len(ranks) == 1 and step.segments.num_segments >= min_segments:
+        return step
     tree = build_merged_segment_tree([rank.forest for rank in ranks], max(rank.memory_tokens for rank in ranks))
     kept = choose_kept_segments(tree, step.activation_tokens, shape.num_stages)
     num_forwards = max([min_segments, *(len(rank.edges) for rank in ranks)])
@@ -106,6 +114,7 @@ def synchronized_plan(
         _with_empty_segments(step, num_empty),
         training=_renumbered(training, number, num_own + num_empty),
         forward_only=_forward_pass(num_forwards, ranks, shape),
+        num_ranks=len(ranks),
     )
 
 
@@ -140,6 +149,7 @@ def _plan_op_list(
         _with_empty_segments(step, num_empty),
         training=PassPlan(PipelineSchedule(1, 1, [ops]), [], None, kept_mask),
         forward_only=_forward_pass(num_forwards, ranks, shape),
+        num_ranks=len(ranks),
     )
 
 

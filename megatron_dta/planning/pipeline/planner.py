@@ -60,7 +60,7 @@ def plan_pipeline(
     )
     found, static = list_schedule(pipeline), tree_1f1b(parents, num_stages)
     fits = all(peak <= limit for peak, limit in zip(peak_in_flight(static, tokens), limits, strict=True))
-    if num_chunks > 1 or not fits:
+    if num_stages == 1 or num_chunks > 1 or not fits:
         return found
     return min(static, found, key=lambda schedule: simulate(schedule, parents, costs).makespan)
 

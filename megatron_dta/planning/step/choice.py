@@ -25,7 +25,7 @@ from megatron_dta.planning.segments.cut import default_memory_tokens
 from megatron_dta.planning.segments.plan import SegmentPlan
 from megatron_dta.planning.segments.recompute import choose_kept_segments
 from megatron_dta.planning.step.evaluate import StepChoice, evaluate_plan, out_of_memory_error, with_peak
-from megatron_dta.planning.step.passes import PipelineShape, plan_passes, stage_peak_bytes
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget, plan_passes, stage_peak_bytes
 from megatron_dta.planning.step.search import StepSearch
 from megatron_dta.tree import PrefixTree
 
@@ -41,27 +41,23 @@ def choose_step(
     tree: PrefixTree,
     loss_masks: Sequence[np.ndarray] | None,
     shape: PipelineShape,
-    segment_tokens: int | None = None,
-    memory_tokens: int | None = None,
-    activation_tokens: int | None = None,
+    budget: StepBudget,
 ) -> StepChoice:
     """Choose the fastest plan over ``tree``. The choice is deterministic, so all ranks of a replica agree.
 
     Args:
         loss_masks: see ``segment_counts``.
         shape: stages, cost model and memory. Bytes are limited only if it has a memory budget.
-        segment_tokens, memory_tokens: fixed values; None to choose them.
-        activation_tokens: budget for kept activations in tokens, used without a memory budget.
+        budget: fixed values; segment_tokens and memory_tokens are chosen where they are None.
 
     Raises:
         InputError: no plan fits into the memory (the message says how many bytes are missing), or an argument that
             ``plan_segments`` refuses.
     """
     if shape.num_stages > 1:
-        return _for_pipeline(tree, loss_masks, shape, segment_tokens, memory_tokens, activation_tokens)
-    sizes = [segment_tokens] if segment_tokens else list(_useful_sizes(SIZES, tree.num_tokens))
-    search = StepSearch(tree, loss_masks, shape, memory_tokens, activation_tokens, segment_tokens is None)
-    return search.choose(sizes)
+        return _for_pipeline(tree, loss_masks, shape, budget)
+    sizes = [budget.segment_tokens] if budget.segment_tokens else list(_useful_sizes(SIZES, tree.num_tokens))
+    return StepSearch(tree, loss_masks, shape, budget).choose(sizes)
 
 
 def _useful_sizes(sizes: Sequence[int], num_tokens: int) -> Iterator[int]:
@@ -75,16 +71,15 @@ def _for_pipeline(
     tree: PrefixTree,
     loss_masks: Sequence[np.ndarray] | None,
     shape: PipelineShape,
-    segment_tokens: int | None,
-    memory_tokens: int | None,
-    activation_tokens: int | None,
+    limits: StepBudget,
 ) -> StepChoice:
     """``choose_step`` for several stages."""
     stages, longest = shape.num_stages, int(tree.sequence_lengths.max(initial=0))
     candidates = []
-    for size in [segment_tokens] if segment_tokens else _useful_sizes(PIPELINE_SIZES, tree.num_tokens):
-        budgets = [memory_tokens]
-        if memory_tokens is None and shape.memory is not None:
+    sizes = [limits.segment_tokens] if limits.segment_tokens else _useful_sizes(PIPELINE_SIZES, tree.num_tokens)
+    for size in sizes:
+        budgets = [limits.memory_tokens]
+        if limits.memory_tokens is None and shape.memory is not None:
             budgets.append(longest)
         # Try segments with and without the minimum length of the launch time; shorter ones need less memory.
         for budget, floor in product(budgets, (0, tokens_of_floor(shape.cost_model))):
@@ -97,7 +92,7 @@ def _for_pipeline(
     candidates.sort(key=lambda each: each[:2])
     if shape.memory is None:
         seconds, _, budget, segments = candidates[0]
-        return StepChoice(segments, choose_kept_segments(segments, activation_tokens, stages), budget, seconds)
+        return StepChoice(segments, choose_kept_segments(segments, limits.activation_tokens, stages), budget, seconds)
     best: StepChoice | None = None
     missing, stage = np.inf, 0
     for bound, _, budget, segments in candidates:
@@ -109,7 +104,9 @@ def _for_pipeline(
         if short < missing:
             missing, stage = short, rank
     if best is None:
-        raise out_of_memory_error(shape.memory, stage, missing, tree, candidates[-1][3].segment_tokens, memory_tokens)
+        raise out_of_memory_error(
+            shape.memory, stage, missing, tree, candidates[-1][3].segment_tokens, limits.memory_tokens
+        )
     return best
 
 

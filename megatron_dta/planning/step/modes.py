@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.planning.pipeline.segments import plan_pipeline_segments
+from megatron_dta.planning.pipeline.segments import plan_pipeline_segments, tokens_of_floor
 from megatron_dta.planning.segments.cut import SegmentPlan, plan_segments
 from megatron_dta.planning.step.packs import pack_sequences
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
 from megatron_dta.tree.concatenate import concatenate_forests
 from megatron_dta.tree.known_paths import KnownPath, build_from_known_paths
@@ -27,34 +28,36 @@ from megatron_dta.tree.known_paths import KnownPath, build_from_known_paths
 def plan_forest(
     sequences: Sequence[np.ndarray],
     tree_mode: str,
-    segment_tokens: int,
-    memory_tokens: int | None = None,
-    num_stages: int = 1,
-    max_in_flight_tokens: int | None = None,
+    budget: StepBudget,
+    pipeline: PipelineShape | None = None,
     paths: Sequence[KnownPath] | None = None,
-    floor_tokens: int = 0,
 ) -> SegmentPlan:
     """Build the forest of ``sequences`` for a mode and cut it into segments.
 
     Args:
         sequences: int32 arrays of token ids, none empty.
         tree_mode: "dta", "packed" or "dense".
-        segment_tokens: most tokens in a segment (the capacity of a pack).
-        memory_tokens: most tokens in flight; None for the planner's default.
-        num_stages, max_in_flight_tokens: number of pipeline stages, and most tokens that each may hold. With more
-            stages the planner makes more and smaller segments, but not smaller packs.
+        budget: limits of segments and of tokens in flight; its segment size must be given (the capacity of a pack).
+        pipeline: the stages; with several, the planner makes more and smaller segments, but not smaller packs. None
+            for a single process.
         paths: known nodes of the sequences, if any; the forest of "dta" is then built from them.
-        floor_tokens: segment size below which smaller segments are not faster, see ``plan_pipeline_segments``.
 
     Raises:
         InputError: a sequence is longer than a pack, or no plan fits the budget.
     """
     if tree_mode == "packed":
-        return plan_packs(sequences, segment_tokens)
+        return plan_packs(sequences, budget.segment_tokens)
     tree = build_forest(sequences, tree_mode, paths)
-    if num_stages == 1:
-        return plan_segments(tree, segment_tokens, memory_tokens)
-    return plan_pipeline_segments(tree, segment_tokens, memory_tokens, num_stages, max_in_flight_tokens, floor_tokens)
+    if pipeline is None or pipeline.num_stages == 1:
+        return plan_segments(tree, budget.segment_tokens, budget.memory_tokens)
+    return plan_pipeline_segments(
+        tree,
+        budget.segment_tokens,
+        budget.memory_tokens,
+        pipeline.num_stages,
+        pipeline.max_in_flight_tokens,
+        tokens_of_floor(pipeline.cost_model),
+    )
 
 
 def build_forest(

@@ -7,9 +7,9 @@ ops run depth first, and nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,38 @@ from megatron_dta.planning.segments.schedule import Op, allocate_slots, depth_fi
 
 
 @dataclass(frozen=True)
+class StepBudget:
+    """Limits within which a step is planned.
+
+    Attributes:
+        segment_tokens: most tokens in a segment. None lets the planner choose if costs were measured or memory is
+            limited (``choose_step``), and means 2,048 otherwise.
+        memory_tokens: most tokens in flight; None for the planner's choice.
+        activation_tokens: most tokens in flight whose activations are kept; None keeps all, 0 recomputes all. Not used
+            if memory is limited in bytes.
+    """
+
+    segment_tokens: int | None = None
+    memory_tokens: int | None = None
+    activation_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that share experts. They exchange their plans and run the same ops.
+
+    Attributes:
+        rank: this rank's index in the group.
+        gather: function that returns the argument of every rank, in the order of the group.
+        min_segments: every rank runs at least this many segments, even if no rank has any.
+    """
+
+    rank: int
+    gather: Callable[[Any], list[Any]]
+    min_segments: int = 0
+
+
+@dataclass(frozen=True)
 class PipelineShape:
     """The pipeline that a step is planned for.
 
@@ -42,6 +74,7 @@ class PipelineShape:
         memory: memory budget of each rank, within which the planner chooses the tokens in flight and the kept
             activations; None for no limit in bytes.
         is_measured: whether the cost model was measured on a machine, so that it may choose the segment size.
+        group: the ranks with which this one shares experts; None to plan for this rank alone.
     """
 
     num_stages: int = 1
@@ -51,6 +84,7 @@ class PipelineShape:
     max_in_flight_tokens: int | None = None
     memory: MemoryBudget | None = None
     is_measured: bool = False
+    group: RankGroup | None = None
 
 
 @dataclass(frozen=True)

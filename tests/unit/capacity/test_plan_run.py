@@ -24,8 +24,9 @@ from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.simulation import simulate
-from megatron_dta.planning.step.passes import PipelineShape
-from megatron_dta.planning.step.plan import StepPlan, plan_step
+from megatron_dta.planning.plan_step import plan_step
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.planning.step.plan import StepPlan
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.tree import build_prefix_tree
@@ -200,7 +201,7 @@ def step_of_training(plan: Planner, mesh: RunMesh, segment_tokens: int) -> StepP
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
     model = CostModel.from_shape(**{name: getattr(SMALL, name) for name in (*names, "vocab_size", "swiglu")})
     shape = PipelineShape(mesh.pipeline, mesh.chunks, mesh.layers, model)
-    return plan_step(samples, "dta", segment_tokens, pipeline=shape)
+    return plan_step(samples, "dta", StepBudget(segment_tokens), pipeline=shape)
 
 
 @pytest.mark.parametrize(("pipeline", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2)])
@@ -375,4 +376,4 @@ def test_links_between_nodes_are_slower() -> None:
 
 
 def small_work() -> ReplicaWork:
-    return small_step().estimate(2, 256, None, 1)
+    return small_step().estimate(2, StepBudget(256), PipelineShape())

@@ -17,7 +17,8 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.model import SegmentAttentionPlans, choose_attention
 from megatron_dta.model.attention.segment_attention import key_ends
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_tree
-from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.plan_step import plan_step
+from megatron_dta.planning.step.passes import StepBudget
 from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, model_config, tree_config, weights_of
 from triton_device import DEVICE, interpreter
 
@@ -63,7 +64,7 @@ def test_triton_on_a_cpu_is_refused_but_for_the_interpreter():
 def test_plans_made_one_by_one_equal_the_segments_masks(seed):
     pytest.importorskip("triton")
     samples = random_training_samples(branching_sequences(seed_all(seed), count=9, longest=60), seed=seed)
-    step = plan_step(samples, "dta", 23)
+    step = plan_step(samples, "dta", StepBudget(23))
     segments, paths, shape = step.segments, step.paths, AttentionShape(4, 2, 8, torch.float32)
     plans, tree = SegmentAttentionPlans(segments, paths, shape, CPU), step.segments.tree
     assert segments.num_segments > 3

@@ -16,9 +16,9 @@ from megatron_dta.planning.expert_parallel.merged_segment_tree import (
     build_merged_segment_tree,
 )
 from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
+from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.schedule import Op, OpKind, allocate_slots
-from megatron_dta.planning.step.passes import PipelineShape
-from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.planning.step.sample import TrainingSample
 from merged_segment_tree_cases import peak_of, random_forest
 
@@ -143,8 +143,7 @@ def samples_of(generator: np.random.Generator, count: int) -> list[TrainingSampl
 def test_plans_of_ranks_have_the_same_ops(seed: int, activation_tokens: int | None) -> None:
     generator = seed_all(seed)
     steps = [
-        plan_step(samples_of(generator, count), segment_tokens=16, activation_tokens=activation_tokens)
-        for count in (7, 1, 12)
+        plan_step(samples_of(generator, count), budget=StepBudget(16, None, activation_tokens)) for count in (7, 1, 12)
     ]
     ranks = [RankPlan.of(step) for step in steps]
     plans = [synchronized_plan(step, ranks, own, PipelineShape()) for own, step in enumerate(steps)]

@@ -57,8 +57,8 @@ def test_lists_that_do_not_fit(layers: list[int], message: str) -> None:
 def test_bad_sizes() -> None:
     with pytest.raises(InputError, match="--num-layers 3 is less than the 4"):
         layers_per_stage(3, 4)
-    for arguments in ((4, 0), (-1, 2), (4, 2, -1.0), (4, 2, 1.0, float("nan"))):
-        with pytest.raises(ValueError, match=r"layers|costs"):
+    for arguments in ((4, 0), (-1, 2)):
+        with pytest.raises(ValueError, match="layers"):
             layers_per_stage(*arguments)
     with pytest.raises(ValueError, match="ranks"):
         layers_per_stage(8, 4, num_stages=3)

@@ -15,8 +15,9 @@ from conftest import rollout_file, seed_all
 from megatron_dta.planning import CostModel, Message, OpKind, PipelineCosts, PipelineOp, simulate
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.pipeline.simulation import message_of, op_times
-from megatron_dta.planning.step.passes import PassPlan, PipelineShape
-from megatron_dta.planning.step.plan import StepPlan, plan_step
+from megatron_dta.planning.plan_step import plan_step
+from megatron_dta.planning.step.passes import PassPlan, PipelineShape, StepBudget
+from megatron_dta.planning.step.plan import StepPlan
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 
@@ -108,7 +109,7 @@ class Devices:
 def step() -> tuple[StepPlan, list[np.ndarray]]:
     rollouts = load_rollouts(rollout_file("tau1_airline_gpt4o_4x50.npz"), max_sequences=40)
     samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
-    plan = plan_step(samples, "dta", 1600, 16384, None, PipelineShape(STAGES, 1, (10,) * STAGES, MODEL))
+    plan = plan_step(samples, "dta", StepBudget(1600, 16384), PipelineShape(STAGES, 1, (10,) * STAGES, MODEL))
     return plan, [sample.loss_mask[: sample.needed_length()] for sample in samples]
 
 

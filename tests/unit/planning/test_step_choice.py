@@ -14,6 +14,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget, SegmentBytes, peak_bytes
 from megatron_dta.planning.costs.segment_counts import segment_counts
+from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments import recompute
 from megatron_dta.planning.segments.cut import plan_segments
 from megatron_dta.planning.segments.merge_small import merge_small_segments
@@ -23,8 +24,7 @@ from megatron_dta.planning.segments.schedule import OpKind, depth_first_schedule
 from megatron_dta.planning.step import choice as step_choice
 from megatron_dta.planning.step.choice import choose_step
 from megatron_dta.planning.step.evaluate import evaluate_plan
-from megatron_dta.planning.step.passes import PipelineShape, stage_peak_bytes
-from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget, stage_peak_bytes
 from megatron_dta.planning.step.prediction import predicted_seconds
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
@@ -214,7 +214,7 @@ def test_the_budget_is_never_exceeded(seed: int) -> None:
     for available in (400, 1500, 2500, 4000, 6000, 40_000):
         shape = shape_of(float(available), stages, chunks)
         try:
-            step = plan_step(samples, ("dta", "dense")[seed % 2], None, pipeline=shape)
+            step = plan_step(samples, ("dta", "dense")[seed % 2], pipeline=shape)
         except InputError:
             assert available < 40_000
             continue
@@ -232,12 +232,12 @@ def test_what_a_refusal_asks_for_suffices(seed: int, monkeypatch: pytest.MonkeyP
     each = SegmentBytes(*(GIB * value / 400 for value in (7.0, 5.0, 3.0, 2.0, 11.0, 1.5, 400.0)))
     shape = replace(shape_of(None), memory=MemoryBudget(3.0, (2 * GIB,), each))
     with pytest.raises(InputError, match=r"--tree-memory-gib 3: too little by") as caught:
-        plan_step(samples, "dta", None, pipeline=shape)
+        plan_step(samples, "dta", pipeline=shape)
     least = float(re.search(r"so give ([0-9.]+) or more", str(caught.value))[1])
     enough = replace(shape, memory=replace(shape.memory, gib=least))
-    plan_step(samples, "dta", None, pipeline=enough)
+    plan_step(samples, "dta", pipeline=enough)
     with pytest.raises(InputError):
-        plan_step(samples, "dta", None, pipeline=replace(shape, memory=replace(shape.memory, gib=least - 0.02)))
+        plan_step(samples, "dta", pipeline=replace(shape, memory=replace(shape.memory, gib=least - 0.02)))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -254,25 +254,25 @@ def test_the_choice_against_all_sizes_and_budgets(seed: int) -> None:
                 assert (choice is None) == (missing > 0)
                 best = min(best, np.inf if choice is None else choice.seconds)
         if np.isfinite(best):
-            found = choose_step(tree, masks, shape)
+            found = choose_step(tree, masks, shape, StepBudget())
             assert found.seconds <= 1.06 * best
             assert found.peak_bytes[0] <= available
         else:
             with pytest.raises(InputError, match="too little by"):
-                choose_step(tree, masks, shape)
+                choose_step(tree, masks, shape, StepBudget())
 
 
 def test_without_a_limit_in_bytes_the_fastest_size_is_taken() -> None:
     rng = seed_all(3)
     samples = random_samples(rng, 30, 50)
-    free = plan_step(samples, "dta", None, pipeline=shape_of(None))
+    free = plan_step(samples, "dta", pipeline=shape_of(None))
     assert free.segments.segment_tokens == 64
     assert free.training.kept.all()
-    told = plan_step(samples, "dta", 8, pipeline=shape_of(None))
+    told = plan_step(samples, "dta", StepBudget(8), pipeline=shape_of(None))
     assert told.segments.segment_tokens == 8
     assert predicted_seconds(free, shape_of(None)) < predicted_seconds(told, shape_of(None))
     # Nothing is known of costs: the usual size.
-    usual = plan_step(samples, "dta", None, pipeline=replace(shape_of(None), is_measured=False))
+    usual = plan_step(samples, "dta", pipeline=replace(shape_of(None), is_measured=False))
     assert usual.segments.segment_tokens == 2048
     assert usual.segments.num_segments == -(-usual.segments.tree.num_tokens // 2048)
 
@@ -283,7 +283,7 @@ def test_recomputation_is_chosen_only_where_it_is_needed() -> None:
     seconds, recomputed = [], []
     for available in (5000, 6500, 8000, 10_000, 14_000, 60_000):
         shape = shape_of(float(available))
-        step = plan_step(samples, "dta", None, pipeline=shape)
+        step = plan_step(samples, "dta", pipeline=shape)
         seconds.append(predicted_seconds(step, shape))
         recomputed.append(int(step.segments.lengths[~step.training.kept[0]].sum()))
     assert seconds == sorted(seconds, reverse=True)
@@ -294,7 +294,7 @@ def test_recomputation_is_chosen_only_where_it_is_needed() -> None:
 def test_predicted_seconds_by_hand() -> None:
     shape = shape_of(None)
     sample = TrainingSample(np.arange(10, dtype=np.int32), np.asarray([False] * 5 + [True] * 5))
-    step = plan_step([sample], "dta", 4, activation_tokens=0, pipeline=shape)
+    step = plan_step([sample], "dta", StepBudget(4, None, 0), pipeline=shape)
     assert step.segments.lengths.tolist() == [4, 4, 2]
     pairs, edges = (10, 26, 19), (0, 4, 1)
     forward = [n / 3 + p * 0.02 / 3.5 + e * 0.6 / 3 for n, p, e in zip((4, 4, 2), pairs, edges, strict=True)]
@@ -306,7 +306,7 @@ def test_predicted_seconds_by_hand() -> None:
     # Every forward runs again but the last, whose backward follows at once.
     assert predicted_seconds(step, shape) == pytest.approx(sum(longer[0][:2]) + sum(longer[0]) + sum(longer[1]))
     staged = shape_of(None, stages=2)
-    step = plan_step([sample], "dta", 4, pipeline=staged)
+    step = plan_step([sample], "dta", StepBudget(4), pipeline=staged)
     assert predicted_seconds(step, staged) == pytest.approx(step.training.timeline.makespan)
 
 
@@ -317,7 +317,7 @@ def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, acti
     for seed in range(8):
         samples = random_samples(seed_all(seed), 12, 40)
         shape = shape_of(None, stages, chunks)
-        step = plan_step(samples, "dta", 8, activation_tokens=activation_tokens, pipeline=shape)
+        step = plan_step(samples, "dta", StepBudget(8, None, activation_tokens), shape)
         schedule, kept = step.training.schedule, step.training.kept
         budgeted = replace(shape, memory=MemoryBudget(2.0, (GIB,) * stages, EACH))
         less = replace(step.training, kept=np.zeros_like(kept))
@@ -343,17 +343,17 @@ def test_no_forward_runs_again_right_after_itself(stages: int, chunks: int, acti
 def test_packs_are_checked_too() -> None:
     rng = seed_all(8)
     samples = random_samples(rng, 20, 30)
-    step = plan_step(samples, "packed", 50, pipeline=shape_of(60_000.0))
+    step = plan_step(samples, "packed", StepBudget(50), pipeline=shape_of(60_000.0))
     assert step.training.kept.all()
     with pytest.raises(InputError, match="in segments of 50 takes"):
-        plan_step(samples, "packed", 50, pipeline=shape_of(900.0))
+        plan_step(samples, "packed", StepBudget(50), pipeline=shape_of(900.0))
 
 
 def test_an_empty_step() -> None:
-    step = plan_step([], "dta", None, pipeline=shape_of(2000.0))
+    step = plan_step([], "dta", pipeline=shape_of(2000.0))
     assert step.segments.num_segments == 0
     with pytest.raises(InputError, match="too little by"):
-        plan_step([], "dta", None, pipeline=shape_of(-5.0))
+        plan_step([], "dta", pipeline=shape_of(-5.0))
 
 
 def test_a_real_set_in_the_memory_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +366,7 @@ def test_a_real_set_in_the_memory_of_one_gpu(monkeypatch: pytest.MonkeyPatch) ->
     for gib in (22.0, 40.0, 64.0):
         memory = MemoryBudget(gib, (9.7 * GIB,), each)
         shape = PipelineShape(layers=(28,), cost_model=costs, memory=memory)
-        step = plan_step(samples, "dta", None, pipeline=shape)
+        step = plan_step(samples, "dta", pipeline=shape)
         assert stage_peak_bytes(step.segments, step.training, shape, 0) <= memory.available(0)
         seconds[gib] = predicted_seconds(step, shape)
     everything = float(sum(map(np.sum, costs.segment_seconds(*segment_counts(step.segments, None)))))

@@ -10,10 +10,11 @@ import pytest
 from conftest import rollout_file, seed_all
 from megatron_dta.parity.cases import random_training_samples
 from megatron_dta.planning.partition.divide import trained_parts
+from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.ancestors import root_paths
 from megatron_dta.planning.step.loss_batches import FREE_ELEMENTS, MAX_ELEMENTS, make_loss_batches
 from megatron_dta.planning.step.modes import plan_forest, plan_packs
-from megatron_dta.planning.step.plan import plan_step
+from megatron_dta.planning.step.passes import StepBudget
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree
 
@@ -33,7 +34,7 @@ def strings(plan, number_of_sequences: int) -> list[tuple[int, ...]]:
 def test_every_mode_keeps_the_sequences(seed, mode):
     generator = seed_all(seed)
     sequences = random_sequences(generator, int(generator.integers(1, 20)), 12)
-    plan = plan_forest(sequences, mode, 12)
+    plan = plan_forest(sequences, mode, StepBudget(12))
     assert strings(plan, len(sequences)) == [tuple(s.tolist()) for s in sequences]
     assert plan.lengths.min() >= 1
     assert plan.lengths.max() <= 12
@@ -111,7 +112,7 @@ def test_packs_of_an_agent_set():
 @pytest.mark.parametrize("seed", range(10))
 def test_root_paths_are_the_ancestors_before_the_segment(seed):
     generator = seed_all(seed)
-    plan = plan_forest(random_sequences(generator, 25, 30), "dta", int(generator.integers(1, 12)))
+    plan = plan_forest(random_sequences(generator, 25, 30), "dta", StepBudget(int(generator.integers(1, 12))))
     paths = root_paths(plan)
     for segment, start in enumerate(plan.segment_start[:-1].tolist()):
         expected, token = [], int(plan.tree.parent[start])
@@ -128,7 +129,7 @@ def test_edges_and_pairs_name_the_right_tokens(seed, mode):
     generator = seed_all(seed)
     sequences = [s for s in random_sequences(generator, 20, 14) if len(s) > 1]
     samples = random_training_samples(sequences, seed)
-    plan = plan_step(samples, mode, 14)
+    plan = plan_step(samples, mode, StepBudget(14))
     tree, pair = plan.segments.tree, 0
     edges_used = set()
     for i, sample in enumerate(samples):
@@ -154,7 +155,7 @@ def test_edges_and_pairs_name_the_right_tokens(seed, mode):
 def test_a_segment_owns_its_rows_and_completes_its_sequences(seed):
     generator = seed_all(seed)
     samples = random_training_samples([s for s in random_sequences(generator, 30, 25) if len(s) > 1], seed)
-    plan = plan_step(samples, "dta", 6)
+    plan = plan_step(samples, "dta", StepBudget(6))
     seen = []
     for segment in range(plan.segments.num_segments):
         begin, end = plan.segments.segment_start[segment : segment + 2]
@@ -198,12 +199,12 @@ def test_loss_batches_hold_each_pair_once_within_their_area(seed):
 def test_tokens_after_the_last_trained_one_are_not_computed():
     sequence = np.arange(10, dtype=np.int32)
     (sample,) = random_training_samples([sequence], 0, [(sequence > 0) & (sequence < 4)])
-    plan = plan_step([sample], "dta", 100)
+    plan = plan_step([sample], "dta", StepBudget(100))
     assert plan.segments.tree.num_tokens == sample.needed_length() <= 4
 
 
 def test_an_empty_batch_has_an_empty_plan():
-    plan = plan_step([], "dta", 100)
+    plan = plan_step([], "dta", StepBudget(100))
     assert plan.num_pairs == 0
     assert plan.training.schedule.ops == [[]]
     assert build_prefix_tree([]).num_tokens == 0

@@ -1,0 +1,62 @@
+"""Plans a step from its samples: the forest, its segments, what is recomputed, and the passes, equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_dta.planning.expert_parallel.synchronized_plan import synchronize
+from megatron_dta.planning.segments.cut import default_memory_tokens
+from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, choose_kept_of, choose_step
+from megatron_dta.planning.step.evaluate import StepChoice
+from megatron_dta.planning.step.modes import build_forest, plan_forest
+from megatron_dta.planning.step.passes import PipelineShape, StepBudget
+from megatron_dta.planning.step.plan import StepPlan, plan_segmented_step
+from megatron_dta.planning.step.sample import TrainingSample
+
+
+def plan_step(
+    samples: Sequence[TrainingSample],
+    tree_mode: str = "dta",
+    budget: StepBudget | None = None,
+    pipeline: PipelineShape | None = None,
+) -> StepPlan:
+    """Return the plan that the engine executes.
+
+    Args:
+        samples: the sequences; each must have a trained token.
+        tree_mode: "dta", "packed" or "dense", see ``plan_forest``.
+        budget: limits of segments, tokens in flight and activations; None for the defaults.
+        pipeline: the ranks that run the model; None for a single process. If it has a ``group``, all ranks of the group
+            must call this function.
+
+    Raises:
+        ValueError: a sample without a trained token.
+        InputError: a budget that no plan can keep.
+    """
+    lengths = [sample.needed_length() for sample in samples]
+    if 0 in lengths:
+        raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
+    budget, pipeline = budget or StepBudget(), pipeline or PipelineShape()
+    choice = _choose(samples, tree_mode, budget, pipeline)
+    step = plan_segmented_step(samples, choice, pipeline, budget.activation_tokens)
+    return step if pipeline.group is None else synchronize(step, pipeline)
+
+
+def _choose(
+    samples: Sequence[TrainingSample], tree_mode: str, budget: StepBudget, pipeline: PipelineShape
+) -> StepChoice:
+    """Use the given segment size, or choose the fastest plan if the size is free or memory is limited."""
+    lengths = [sample.needed_length() for sample in samples]
+    sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
+    masks = [sample.loss_mask[:length] for sample, length in zip(samples, lengths, strict=True)]
+    known = [sample.path for sample in samples if sample.path is not None]
+    paths = known if len(known) == len(samples) else None
+    is_free = pipeline.memory is not None or (budget.segment_tokens is None and pipeline.is_measured)
+    if is_free and tree_mode != "packed":
+        return choose_step(build_forest(sequences, tree_mode, paths), masks, pipeline, budget)
+    size = budget.segment_tokens or DEFAULT_SEGMENT_TOKENS
+    segments = plan_forest(sequences, tree_mode, replace(budget, segment_tokens=size), pipeline, paths)
+    choice = choose_kept_of(segments, masks, pipeline, budget.activation_tokens)
+    in_flight = 0 if tree_mode == "packed" else budget.memory_tokens or default_memory_tokens(segments.tree, size)
+    return replace(choice, memory_tokens=in_flight)
