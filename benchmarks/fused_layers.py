@@ -24,7 +24,7 @@ from dta_kernels.layers.swiglu import swiglu, swiglu_into
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.measurement import Report
-from megatron_dta.config.derived.named_shapes import SHAPES
+from megatron_dta.config.derived.benchmark_model import MODELS
 
 DTYPE, EPS = torch.bfloat16, 1e-6
 # More than any GPU's cache, so that inputs come from memory as they do in a step.
@@ -33,7 +33,7 @@ _FLUSH_BYTES = 512 << 20
 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
-    parser.add_argument("--model", choices=list(SHAPES), default="qwen3-1.7b")
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-1.7b")
     parser.add_argument("--tokens", type=int, default=4096, help="rows of the segment")
     parser.add_argument("--repeats", type=int, default=10, help="of which the median counts")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
@@ -57,9 +57,9 @@ def milliseconds(run: Callable[[], Any], flush: Tensor, repeats: int) -> float:
 
 def cases(model: str, N: int) -> dict[str, tuple[Callable[[], Any], int]]:
     """What is measured: a call and its bytes, by name."""
-    shape = SHAPES[model]
-    C, F, D = shape["hidden_size"], shape["ffn_hidden_size"], shape["kv_channels"]
-    G, H = shape["num_query_groups"], shape["num_attention_heads"]
+    shape = MODELS[model]
+    C, F, D = shape.hidden_size, shape.ffn_hidden_size, shape.kv_channels
+    G, H = shape.num_query_groups, shape.num_attention_heads
     layout = qkv.QKVLayout(G, H // G, D)
 
     def random(*size: int) -> Tensor:

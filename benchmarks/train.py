@@ -41,8 +41,8 @@ from megatron_dta.common.measurement import Report
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
 from megatron_dta.config.checks.experts import check_experts
+from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.config.derived.device_queues import set_device_queues
-from megatron_dta.config.derived.named_shapes import SHAPES, benchmark_model
 from megatron_dta.engine import StepResult, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import make_objective
@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-sequences", type=int, help="use at most this many sequences of each file")
     parser.add_argument("--max-tokens", type=int, help="use sequences of each file up to this many tokens")
-    parser.add_argument("--model", choices=list(SHAPES), default="qwen3-1.7b")
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-1.7b")
     parser.add_argument("--num-layers", type=int, help="use this many layers of the model")
     parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
     parser.add_argument("--bf16-gradients", action="store_true", help="with --bf16: gradients in bfloat16 too")
@@ -133,8 +133,8 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError("two of the files have the same name, so rows could not be told apart")
     if arguments.num_virtual_stages_per_pipeline_rank > 1 and arguments.pipeline_model_parallel_size == 1:
         raise InputError("--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size above 1")
-    if arguments.num_layers is not None and arguments.num_layers > SHAPES[arguments.model]["num_layers"]:
-        layers = SHAPES[arguments.model]["num_layers"]
+    if arguments.num_layers is not None and arguments.num_layers > MODELS[arguments.model].num_layers:
+        layers = MODELS[arguments.model].num_layers
         raise InputError(f"--num-layers {arguments.num_layers}: {arguments.model} has only {layers}")
     if arguments.profile and not torch.cuda.is_available():
         raise InputError("--profile says which kernels of a CUDA GPU take the time, and there is none; leave it out")
@@ -167,7 +167,7 @@ def load_samples(arguments: argparse.Namespace, file: str) -> list[TrainingSampl
 
 def model_config(arguments: argparse.Namespace, sets: dict[str, list[TrainingSample]]) -> ModelConfig:
     most = {file: 1 + max(int(sample.token_ids.max()) for sample in samples) for file, samples in sets.items()}
-    vocab_size = SHAPES[arguments.model]["vocab_size"] or max(most.values())
+    vocab_size = max(most.values()) if arguments.model in TINY else MODELS[arguments.model].vocab_size
     for file, needed in most.items():
         if needed > vocab_size:
             raise InputError(

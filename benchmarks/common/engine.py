@@ -15,25 +15,17 @@ import torch
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
 from megatron_dta.model import Model, build_model, initialize_parallel
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket, why_not_captured
 from megatron_dta.sampling.engines.in_process.drafting import Drafting
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 
-# Qwen3's shapes; "tiny" is for a look on a laptop.
-SHAPES = {
-    "tiny": dict(num_layers=4, hidden_size=256, ffn_hidden_size=768, heads=8, groups=4, head_size=32, vocab_size=4096),
-    "0.6b": dict(
-        num_layers=28, hidden_size=1024, ffn_hidden_size=3072, heads=16, groups=8, head_size=128, vocab_size=151936
-    ),
-    "1.7b": dict(
-        num_layers=28, hidden_size=2048, ffn_hidden_size=6144, heads=16, groups=8, head_size=128, vocab_size=151936
-    ),
-    "8b": dict(
-        num_layers=36, hidden_size=4096, ffn_hidden_size=12288, heads=32, groups=8, head_size=128, vocab_size=151936
-    ),
-}
+# "tiny" is for trying things on a laptop.
+MODELS = {"tiny": DecoderShape(4, 256, 768, 8, 4, 32, 4096)}
+MODELS |= {name: SHAPES[f"qwen3-{name}"] for name in ("0.6b", "1.7b", "8b")}
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()
         if flag.removeprefix("--").replace("-", "_") not in without:
             parser.add_argument(flag, **settings)
 
-    add("--shape", choices=list(SHAPES), default="tiny")
+    add("--shape", choices=list(MODELS), default="tiny")
     add("--dtype", choices=("bf16", "fp32"), default=None, help="default: bf16 on a GPU, else fp32")
     add("--batch", type=int, default=64, help="sequences decoded at once (--inference-max-requests)")
     add("--block-size", type=int, default=16, help="--inference-dynamic-batching-block-size")
@@ -93,14 +85,16 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
     """The model that the flags ask for, in evaluation mode."""
     device = initialize_parallel(arguments.seed)
     dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    shape = dict(SHAPES[arguments.shape])
-    heads, groups, head_size = shape.pop("heads"), shape.pop("groups"), shape.pop("head_size")
+    shape = MODELS[arguments.shape]
     config = ModelConfig(
-        **shape,
-        num_attention_heads=heads,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
         group_query_attention=True,
-        num_query_groups=groups,
-        kv_channels=head_size,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
+        vocab_size=shape.vocab_size,
         max_position_embeddings=arguments.max_position_embeddings,
         qk_layernorm=True,
         swiglu=True,
@@ -112,7 +106,7 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
     if not model.share_embeddings_and_output_weights:
         embedding = model.embedding.word_embeddings.weight
         weight_bytes -= embedding.numel() * embedding.element_size()
-    token_bytes = 2 * config.num_layers * groups * head_size * next(model.parameters()).element_size()
+    token_bytes = 2 * shape.num_layers * shape.kv_width * next(model.parameters()).element_size()
     given = arguments.memory_bandwidth_gbs
     bandwidth = given * 1e9 if given is not None else measured_bandwidth(device)
     return Setup(model, device, weight_bytes, token_bytes, bandwidth, "given" if given is not None else "copy")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.engine import SHAPES, Setup, check_arguments, measured_bandwidth
+from common.engine import MODELS, Setup, check_arguments, measured_bandwidth
 from dta_kernels.paged_attention.launch import PagedConfig, Parts, paged_attention, paged_config, tiles_of
 from megatron_dta.common.errors import InputError
 
@@ -34,10 +34,10 @@ def run_attention(arguments: argparse.Namespace, setup: Setup | None) -> list[di
         raise InputError("attention: this part needs a CUDA GPU")
     if arguments.draft_tokens < 0:
         raise InputError(f"--draft-tokens must be at least 0, not {arguments.draft_tokens}")
-    device, shape = torch.device("cuda"), SHAPES[arguments.shape]
+    device, shape = torch.device("cuda"), MODELS[arguments.shape]
     dtype = torch.float32 if arguments.dtype == "fp32" else torch.bfloat16
     bandwidth = arguments.memory_bandwidth_gbs * 1e9 if arguments.memory_bandwidth_gbs else measured_bandwidth(device)
-    H, G, D = shape["heads"], shape["groups"], shape["head_size"]
+    H, G, D = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels
     own = paged_config(H // G, D, dtype, arguments.draft_tokens + 1)
     rows = []
     for config in [own, *(_others(own) if arguments.sweep else [])]:

@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from megatron_dta.capacity.shape import RunShape
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import FLOOR_SECONDS_PER_LAYER, CostModel
 
 # Products per row of logits: the forward, its recomputation in the backward, and the two gradients.
@@ -96,18 +96,15 @@ class Cluster:
         return self.gemm_tflops * 1e12 * self.attention_share
 
 
-def elementwise_channels(shape: RunShape, layer: int) -> tuple[float, float, float]:
+def elementwise_channels(shape: DecoderShape, layer: int) -> tuple[float, float, float]:
     """Channels read and written per token: of hidden states, attention and the feed-forward layer."""
     passes = ELEMENTWISE_PASSES
     hidden = shape.hidden_size
     if shape.moe_layers[layer]:
         # Tokens are permuted into the order of their experts and back.
-        width = shape.moe_router_topk * shape.expert_width + (shape.moe_shared_expert_intermediate_size or 0)
         hidden += shape.moe_router_topk * shape.hidden_size / 2
-    else:
-        width = shape.ffn_hidden_size
     attention = shape.query_width + 2 * shape.kv_width
-    return passes["hidden"] * hidden, passes["attention"] * attention, passes["ffn"] * width
+    return passes["hidden"] * hidden, passes["attention"] * attention, passes["ffn"] * shape.layer_width(layer)
 
 
 _H200: dict[str, float] = {}

@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from megatron_dta.capacity.shape import RankParameters, RunShape
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
 from megatron_dta.planning.costs.file import CostFile
-from megatron_dta.planning.costs.segment_bytes import GIB, SegmentBytes
+from megatron_dta.planning.costs.segment_bytes import GIB, RankTensors, SegmentBytes
 
 # CUDA context, NCCL buffers, and the workspaces of cuBLAS and Triton.
 FIXED_BYTES = 2.0 * GIB
@@ -136,24 +136,15 @@ class RankMemory:
 
 
 @lru_cache(maxsize=4096)
-def counted_bytes(shape: RunShape, mesh: RunMesh, states: StateSettings) -> SegmentBytes:
+def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> SegmentBytes:
     """Count the bytes of a token on a rank, without logits; figures per layer are the mean over all layers."""
     tensor, rows = mesh.tensor, mesh.tensor if mesh.sequence_parallel else 1
     element = DTYPE_BYTES[states.weights]
     kept = work = 0.0
     for layer, count in shape.kinds(range(shape.num_layers)):
-        of_layer = SegmentBytes.of_shape(
-            shape.hidden_size,
-            int(layer_width(shape, layer)),
-            shape.num_attention_heads,
-            shape.num_query_groups,
-            shape.kv_channels,
-            shape.vocab_size,
-            shape.swiglu,
-            element,
-            tensor,
-            mesh.sequence_parallel,
-        )
+        dense = replace(shape, ffn_hidden_size=shape.layer_width(layer), num_experts=None, moe_layers=())
+        dense = replace(dense, moe_grouped_gemm=False)
+        of_layer = SegmentBytes.of_shape(dense, RankTensors(element, tensor, mesh.sequence_parallel))
         experts = 0.0
         if shape.moe_layers[layer]:
             # Each copy of a token, in the order of its experts, before and after them; routing is in float32.
@@ -179,10 +170,8 @@ def corrected_bytes(counted: SegmentBytes, measured: CostFile | None) -> Segment
     if measured is None or measured.bytes is None:
         return counted
     of = measured.shape
-    names = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
-    shape = RunShape(num_layers=1, swiglu=of.swiglu, **{name: getattr(of, name) for name in names})
     mesh = RunMesh(of.tensor_model_parallel_size, 1, 1, (1,), sequence_parallel=of.sequence_parallel)
-    expected = counted_bytes(shape, mesh, StateSettings())
+    expected = counted_bytes(of.decoder(), mesh, StateSettings())
     found = {}
     for field in fields(SegmentBytes):
         value, was, is_now = (getattr(each, field.name) for each in (counted, expected, measured.bytes))
@@ -210,7 +199,7 @@ class InFlight:
 
 
 def stage_memory(
-    shape: RunShape,
+    shape: DecoderShape,
     mesh: RunMesh,
     states: StateSettings,
     stage: int,
@@ -254,7 +243,7 @@ def stage_memory(
 
 
 @lru_cache(maxsize=4096)
-def rank_parameters(shape: RunShape, mesh: RunMesh, stage: int) -> RankParameters:
+def rank_parameters(shape: DecoderShape, mesh: RunMesh, stage: int) -> RankParameters:
     """Parameters on a rank of the stage."""
     found = RankParameters(0)
     for v in range(stage, len(mesh.layers), mesh.pipeline):
@@ -265,10 +254,3 @@ def rank_parameters(shape: RunShape, mesh: RunMesh, stage: int) -> RankParameter
 def state_parameters(mesh: RunMesh, parameters: RankParameters) -> float:
     """Number of parameters whose optimizer states a rank holds with the distributed optimizer."""
     return parameters.dense / mesh.data + parameters.experts / max(1, mesh.expert_replicas)
-
-
-def layer_width(shape: RunShape, layer: int) -> float:
-    """Width of the feed-forward part of a layer that a token passes through."""
-    if not shape.moe_layers[layer]:
-        return float(shape.ffn_hidden_size)
-    return shape.moe_router_topk * shape.expert_width + float(shape.moe_shared_expert_intermediate_size or 0)

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from megatron_dta.capacity.cluster import Cluster
 from megatron_dta.capacity.memory import RunMesh
-from megatron_dta.capacity.shape import RunShape
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.pipeline.layers import layers_per_stage
 
@@ -35,7 +35,7 @@ class Choice:
     full_recompute: bool = False
 
 
-def stage_layers(shape: RunShape, stages: int, chunks: int) -> tuple[int, ...] | None:
+def stage_layers(shape: DecoderShape, stages: int, chunks: int) -> tuple[int, ...] | None:
     """Layers of each virtual stage: equal numbers if possible, else ``--pipeline-model-parallel-layout auto``.
 
     Returns None if there are fewer layers than virtual stages.
@@ -49,24 +49,15 @@ def stage_layers(shape: RunShape, stages: int, chunks: int) -> tuple[int, ...] |
 
 
 @lru_cache(maxsize=256)
-def auto_layers(shape: RunShape, stages: int, chunks: int) -> tuple[int, ...]:
+def auto_layers(shape: DecoderShape, stages: int, chunks: int) -> tuple[int, ...]:
     """Layers of each virtual stage by ``--pipeline-model-parallel-layout auto``."""
-    cost = CostModel.from_shape(
-        shape.num_layers,
-        shape.hidden_size,
-        shape.ffn_hidden_size,
-        shape.num_attention_heads,
-        shape.num_query_groups,
-        shape.kv_channels,
-        shape.vocab_size,
-        shape.swiglu,
-    )
+    cost = CostModel.from_shape(shape)
     each = cost.seconds_per_token / shape.num_layers
     return tuple(layers_per_stage(shape.num_layers, stages * chunks, each, cost.seconds_per_edge, stages))
 
 
 def make_mesh(
-    shape: RunShape,
+    shape: DecoderShape,
     num_gpus: int,
     tensor: int = 1,
     pipeline: int = 1,
@@ -109,7 +100,7 @@ def make_mesh(
 
 
 def possible_choices(
-    shape: RunShape,
+    shape: DecoderShape,
     cluster: Cluster,
     segment_tokens: Iterable[int] = (2048, 4096, 8192),
     tensor: Iterable[int] | None = None,
@@ -138,7 +129,7 @@ def possible_choices(
                                 yield Choice(mesh, size, memory_tokens, None if is_full else activation_tokens, is_full)
 
 
-def _meshes(shape: RunShape, gpus: int, t: int, p: int, v: int, e: int) -> Iterator[RunMesh]:
+def _meshes(shape: DecoderShape, gpus: int, t: int, p: int, v: int, e: int) -> Iterator[RunMesh]:
     """Yield the meshes of these sizes, with equal stages and with stages balanced by the cost model."""
     if shape.num_layers < p * v:
         return

@@ -8,23 +8,17 @@ from pathlib import Path
 
 from megatron_dta.capacity.cluster import PRESETS, Cluster
 from megatron_dta.capacity.memory import RunMesh
-from megatron_dta.capacity.shape import SHAPES
 from megatron_dta.capacity.step_time import calibrated, mesh_costs
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostFile, load_cost_model
 from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.costs.named_shapes import SHAPES
 
-# The default shape: Qwen3-32B.
+# The default shape, and its sizes that have a flag.
 DEFAULT = "Qwen3-32B"
-SHAPE = {
-    "num_layers": 64,
-    "hidden_size": 5120,
-    "ffn_hidden_size": 25600,
-    "num_attention_heads": 64,
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "vocab_size": 151936,
-}
+_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+SHAPE = {name: getattr(SHAPES[DEFAULT.lower()], name) for name in (*_FLAGS, "vocab_size")}
 COUNTED = "operations at assumed rates of an H200"
 
 
@@ -71,7 +65,7 @@ def read_costs(arguments: argparse.Namespace) -> tuple[CostModel, str]:
         return model, f"coefficients of {path}"
     shape = SHAPE | given
     name = DEFAULT if shape == SHAPE else "a model of " + ", ".join(f"{key} {value}" for key, value in given.items())
-    return CostModel.from_shape(**shape), f"{name} on an H200, {COUNTED} (--model, --cost-model)"
+    return CostModel.from_shape(DecoderShape(**shape)), f"{name} on an H200, {COUNTED} (--model, --cost-model)"
 
 
 def _scaled_costs(arguments: argparse.Namespace, measured: CostFile | None) -> CostModel:

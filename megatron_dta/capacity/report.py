@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dta.capacity.search import Planner, Prediction
-from megatron_dta.capacity.shape import HUB_NAMES, SHAPES, RunShape
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.named_shapes import HUB_NAMES, SHAPES
 from megatron_dta.planning.costs.segment_bytes import GIB
 
 MEMORY_NAMES = {"keys_values": "K, V, dK, dV of paths", "workspace": "workspace, communication"}
@@ -196,7 +197,7 @@ def own_flags(planner: Planner, arguments: argparse.Namespace) -> list[str]:
     return flags if "save" in given else [*flags, "--save", "runs/planned"]
 
 
-def checkpoint_of(shape: RunShape) -> str | None:
+def checkpoint_of(shape: DecoderShape) -> str | None:
     """Name of the checkpoint on the hub with this shape; None if there is none."""
     return next(
         (HUB_NAMES[name] for name, known in SHAPES.items() if known == replace(shape, moe_grouped_gemm=False)), None

@@ -26,7 +26,6 @@ from megatron_dta.capacity.memory import (
     stage_memory,
 )
 from megatron_dta.capacity.meshes import Choice
-from megatron_dta.capacity.shape import RunShape
 from megatron_dta.capacity.step_time import (
     StepTime,
     mesh_costs,
@@ -37,6 +36,7 @@ from megatron_dta.capacity.step_time import (
     training_costs,
 )
 from megatron_dta.capacity.work import ReplicaWork, StepWork
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import GIB, SegmentBytes, peak_bytes
@@ -105,7 +105,7 @@ class Planner:
             (``calibrated``).
     """
 
-    shape: RunShape
+    shape: DecoderShape
     cluster: Cluster
     step: StepWork
     states: StateSettings = field(default_factory=StateSettings)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megatron_dta.capacity.memory import StateSettings
 from megatron_dta.capacity.meshes import Choice, make_mesh
-from megatron_dta.capacity.shape import RunShape
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import read_json
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 
 SIZES = (1024, 2048, 4096, 8192)
 
@@ -52,7 +52,7 @@ HELP = {
 }
 
 
-def read_hf_config(path: str) -> RunShape:
+def read_hf_config(path: str) -> DecoderShape:
     """Read the shape of a config.json (or its folder)."""
     from megatron_dta.config import ModelConfig
     from megatron_dta.conversion.hf.config import model_settings, read_hf_config
@@ -62,10 +62,10 @@ def read_hf_config(path: str) -> RunShape:
         values = read_json(folder)
     else:
         values = read_hf_config(folder.parent if folder.is_file() else folder)
-    return RunShape.of(ModelConfig(**model_settings(values, origin=path)))
+    return DecoderShape.of(ModelConfig(**model_settings(values, origin=path)))
 
 
-def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], StateSettings, list[str]]:
+def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice], StateSettings, list[str]]:
     """Read and check an argument file of ``megatron_dta.train`` for ``num_gpus`` processes.
 
     Returns:
@@ -84,7 +84,7 @@ def read_args_file(path: str, num_gpus: int) -> tuple[RunShape, list[Choice], St
     check_world_size(parallel, num_gpus)
     check_tensor_parallel(model, parallel)
     check_experts(model, parallel)
-    shape = RunShape.of(model)
+    shape = DecoderShape.of(model)
     mesh = make_mesh(
         shape,
         num_gpus,

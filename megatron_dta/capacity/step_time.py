@@ -31,12 +31,11 @@ from megatron_dta.capacity.memory import (
     DTYPE_BYTES,
     RunMesh,
     StateSettings,
-    layer_width,
     rank_parameters,
     state_parameters,
 )
-from megatron_dta.capacity.shape import RunShape
 from megatron_dta.capacity.work import ReplicaWork
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostFile, CostShape
 from megatron_dta.planning.costs.model import CostModel
 
@@ -76,7 +75,7 @@ class StepTime:
 
 
 def stage_time(
-    shape: RunShape,
+    shape: DecoderShape,
     mesh: RunMesh,
     cluster: Cluster,
     work: ReplicaWork,
@@ -112,7 +111,7 @@ def stage_time(
     return replace(time, launches=_waiting_for_launches(time, cluster, work, launched, recomputed))
 
 
-def layer_launches(shape: RunShape, mesh: RunMesh, layer: int) -> float:
+def layer_launches(shape: DecoderShape, mesh: RunMesh, layer: int) -> float:
     """Kernels of a layer over those of a layer without experts; experts that are not grouped run one by one."""
     if not shape.moe_layers[layer] or shape.moe_grouped_gemm:
         return 1.0
@@ -139,7 +138,7 @@ def _waiting_for_launches(
     return float(waiting.sum()) * count
 
 
-def _token_communication(shape: RunShape, mesh: RunMesh, cluster: Cluster, layers: list[int]) -> float:
+def _token_communication(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, layers: list[int]) -> float:
     """Seconds of communication per token in these layers, forward and backward."""
     row = 2.0 * shape.hidden_size
     tensor, experts = mesh.tensor, mesh.experts
@@ -159,7 +158,7 @@ def _token_communication(shape: RunShape, mesh: RunMesh, cluster: Cluster, layer
 
 
 def mesh_costs(
-    shape: RunShape,
+    shape: DecoderShape,
     mesh: RunMesh,
     cluster: Cluster,
     measured: CostModel | None = None,
@@ -190,30 +189,21 @@ def mesh_costs(
 
 
 def training_costs(
-    shape: RunShape, mesh: RunMesh, measured: CostFile | None = None, segment_tokens: int = 2048
+    shape: DecoderShape, mesh: RunMesh, measured: CostFile | None = None, segment_tokens: int = 2048
 ) -> CostModel:
     """Return the cost model with which training would plan segments and schedules on such a mesh.
 
     It is the measured one if it was measured on this shape and tensor parallelism; otherwise it is counted at fixed
     rates.
     """
-    names = ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "swiglu")
-    own = {name: getattr(shape, name) for name in names}
     if measured is not None and shape.num_experts is None:
-        tensor = {"tensor_model_parallel_size": mesh.tensor, "sequence_parallel": mesh.sequence_parallel}
-        needed = CostShape(**own, ffn_hidden_size=shape.ffn_hidden_size, dtype=measured.shape.dtype, **tensor)
+        needed = CostShape.of(shape, measured.shape.dtype, mesh.tensor, mesh.sequence_parallel)
         if measured.shape == needed:
             return measured.model(shape.num_layers, segment_tokens)
-    widths = [layer_width(shape, layer) for layer in range(shape.num_layers)]
-    return CostModel.from_shape(
-        num_layers=shape.num_layers,
-        ffn_hidden_size=round(sum(widths) / len(widths)),
-        segment_tokens=segment_tokens,
-        **own,
-    )
+    return CostModel.from_shape(shape, segment_tokens)
 
 
-def send_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, segment_tokens: int) -> float:
+def send_seconds(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, segment_tokens: int) -> float:
     """Seconds to send the hidden states of a segment to the next stage."""
     if mesh.pipeline == 1:
         return 0.0
@@ -222,7 +212,7 @@ def send_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, segment_token
     return 2.0 * segment_tokens * shape.hidden_size / rows / cluster.link(mesh.pipeline, mesh.tensor * mesh.data)
 
 
-def reduction_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
+def reduction_seconds(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
     """Seconds to reduce gradients over the replicas and to distribute the new weights."""
     parameters = rank_parameters(shape, mesh, stage)
     gradients = DTYPE_BYTES[states.main_grads]
@@ -237,7 +227,7 @@ def reduction_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: 
     return seconds
 
 
-def optimizer_seconds(shape: RunShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
+def optimizer_seconds(shape: DecoderShape, mesh: RunMesh, cluster: Cluster, states: StateSettings, stage: int) -> float:
     """Seconds to clip and update: reads states and gradients, writes states and weights."""
     if not states.optimizer:
         return 0.0
@@ -256,11 +246,9 @@ def calibrated(cluster: Cluster, measured: CostFile) -> Cluster:
     """
     cluster = replace(cluster, short_segment_tokens=0.0)  # The measurements include short segments.
     of, layers = measured.shape, measured.num_layers
-    names = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
-    shape = RunShape(num_layers=layers, swiglu=of.swiglu, **{name: getattr(of, name) for name in names})
     tensor = of.tensor_model_parallel_size
     mesh = RunMesh(tensor, 1, 1, (layers,), sequence_parallel=of.sequence_parallel)
-    found, expected = measured.model(), mesh_costs(shape, mesh, cluster)
+    found, expected = measured.model(), mesh_costs(of.decoder(layers), mesh, cluster)
     token, pair, edge = (
         getattr(expected, name) / getattr(found, name) if getattr(found, name) else 1.0
         for name in ("seconds_per_token", "seconds_per_pair", "seconds_per_edge")

@@ -37,7 +37,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.common.measurement import measured_on
 from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks.transformer_engine import check_fp8, check_fp8_support, check_transformer_impl
-from megatron_dta.config.derived.named_shapes import SHAPES, benchmark_model
+from megatron_dta.config.derived.benchmark_model import MODELS, benchmark_model
 from megatron_dta.conversion.hf.config import architecture, read_hf_config, settings_from_hf
 from megatron_dta.conversion.mappings import ModelShape
 from megatron_dta.conversion.model_weights import HfWeights
@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-sequences", type=int, default=8, help="use the file's first N sequences (default 8)")
     parser.add_argument("--max-length", type=int, help="maximum tokens of a sequence")
-    parser.add_argument("--model", choices=list(SHAPES), help="shape of random weights (default: tiny)")
+    parser.add_argument("--model", choices=list(MODELS), help="shape of random weights (default: tiny)")
     parser.add_argument("--hf-checkpoint", metavar="DIR", help="weights and shape of this Hugging Face checkpoint")
     parser.add_argument("--num-layers", type=int, help="number of layers of --model to use")
     parser.add_argument(

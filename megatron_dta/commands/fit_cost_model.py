@@ -39,7 +39,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.common.measurement import Report
 from megatron_dta.config import ObjectiveConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
-from megatron_dta.config.derived.named_shapes import SHAPES, benchmark_model
+from megatron_dta.config.derived.benchmark_model import MODELS, benchmark_model
 from megatron_dta.engine import TreeEngine, prepare_batch
 from megatron_dta.engine.cost_inputs import cost_shape
 from megatron_dta.engine.stage_run import StageRun
@@ -94,7 +94,7 @@ SHALLOW = 4  # The second model has 1/4 of the layers.
 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandLineParser(__doc__)
-    parser.add_argument("--model", choices=list(SHAPES), help="shape to measure")
+    parser.add_argument("--model", choices=list(MODELS), help="shape to measure")
     parser.add_argument(
         "--refit", type=Path, metavar="FILE", help="fit the measurements in FILE again; allows no flag but --output"
     )
@@ -128,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError("--model is needed: the model to measure (or --refit FILE, to fit again)")
     if arguments.num_layers is not None and arguments.num_layers < 2:
         raise InputError(f"--num-layers {arguments.num_layers}: two depths are measured, so give 2 or more")
-    layers = SHAPES[arguments.model]["num_layers"]
+    layers = MODELS[arguments.model].num_layers
     if arguments.num_layers is not None and arguments.num_layers > layers:
         raise InputError(f"--num-layers {arguments.num_layers}: {arguments.model} has only {layers}")
     if arguments.vocab_size < 2:
@@ -307,14 +307,14 @@ def main() -> int:
     mesh = current_mesh()
     if mesh.data_size > 1:
         raise InputError("the processes must be one tensor group: set --tensor-model-parallel-size to their number")
-    all_layers = SHAPES[arguments.model]["num_layers"]
+    all_layers = MODELS[arguments.model].num_layers
     deepest = arguments.num_layers or all_layers
     ops: list[MeasuredOp] = []
     for layers in (max(1, deepest // SHALLOW), deepest):
         measured = DepthMeasurement(arguments, parallel, layers, device)
         ops += measured.cases(arguments.max_length)
         engine = measured.engine
-        shape = cost_shape(engine.config, engine.true_vocab_size, engine.dtype)
+        shape = cost_shape(engine.config, engine.shape, engine.dtype)
         counted = engine.counted_bytes()
         del measured, engine
         gc.collect()

@@ -29,12 +29,13 @@ from megatron_dta.capacity.report import as_json, print_misses, print_prediction
 from megatron_dta.capacity.search import Planner
 from megatron_dta.capacity.sequences import made_up_sequences
 from megatron_dta.capacity.settings import HELP, read_args_file, read_hf_config
-from megatron_dta.capacity.shape import SHAPES, RunShape
 from megatron_dta.capacity.step_time import calibrated, mesh_costs
 from megatron_dta.capacity.work import StepWork
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import load_cost_file
+from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.planning.partition.divide import trained_parts
 from megatron_dta.rollouts import load_rollouts
 
@@ -163,7 +164,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"give FILE, or numbers in its place: {', '.join(needed)}")
 
 
-def read_shape(arguments: argparse.Namespace) -> RunShape:
+def read_shape(arguments: argparse.Namespace) -> DecoderShape:
     """Read the model's shape from a name, a config.json or flags."""
     given = {name: getattr(arguments, name) for name in SHAPE_FLAGS if getattr(arguments, name) is not None}
     switches = ("qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights")
@@ -180,7 +181,7 @@ def read_shape(arguments: argparse.Namespace) -> RunShape:
     needed = [name for name in SHAPE_FLAGS[:7] if name not in given]
     if needed:
         raise InputError(f"give --model, --hf-config or --args-file, or of the model: {', '.join(map(_flag, needed))}")
-    return RunShape(**{"untie_embeddings_and_output_weights": False} | given)
+    return DecoderShape(**{"untie_embeddings_and_output_weights": False} | given)
 
 
 def read_cluster(arguments: argparse.Namespace) -> Cluster:
@@ -217,7 +218,7 @@ def read_states(arguments: argparse.Namespace) -> StateSettings:
     )
 
 
-def choices(arguments: argparse.Namespace, shape: RunShape, cluster: Cluster) -> list[Choice]:
+def choices(arguments: argparse.Namespace, shape: DecoderShape, cluster: Cluster) -> list[Choice]:
     """Return the choices to evaluate. Raises InputError if the requested sizes allow none."""
     sizes = [getattr(arguments, name) for name in MESH_FLAGS]
     found = list(

@@ -1,20 +1,23 @@
-"""Derives the planner's cost inputs from a built model: its shape for a cost file, and byte counts."""
+"""Derives the planner's inputs from a built model: its sizes, and the properties that a cost file must match."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostShape
-from megatron_dta.planning.costs.segment_bytes import SegmentBytes
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 
 
-def cost_shape(config: TransformerConfig, vocab_size: int, dtype: torch.dtype) -> CostShape:
-    """The shape for which a measurement of the model is valid; raises InputError for a model with experts."""
-    if config.num_moe_experts is not None:
-        raise InputError("--cost-model: models with experts cannot be measured; leave it out")
-    return CostShape(
+def decoder_shape(config: TransformerConfig, vocab_size: int) -> DecoderShape:
+    """The sizes of a built model."""
+    has_experts = config.num_moe_experts is not None
+    return DecoderShape(
+        num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -22,44 +25,29 @@ def cost_shape(config: TransformerConfig, vocab_size: int, dtype: torch.dtype) -
         kv_channels=config.kv_channels,
         vocab_size=vocab_size,
         swiglu=config.gated_linear_unit,
-        dtype=str(dtype).removeprefix("torch."),
-        tensor_model_parallel_size=config.tensor_model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
+        num_experts=config.num_moe_experts,
+        moe_router_topk=config.moe_router_topk,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
+        moe_layers=tuple(map(bool, config.moe_layer_freq)) if has_experts else (),
     )
 
 
-def counted_bytes(
-    config: TransformerConfig,
-    vocab_size: int,
-    dtype: torch.dtype,
-    logit_rows: int,
-    fused: bool = False,
-    fused_attention: bool = False,
-    in_buffers: bool = False,
-) -> SegmentBytes:
+def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtype) -> CostShape:
+    """The properties for which a measurement of the model is valid; raises InputError for a model with experts."""
+    if shape.num_experts is not None:
+        raise InputError("--cost-model: models with experts cannot be measured; leave it out")
+    return CostShape.of(
+        shape, str(dtype).removeprefix("torch."), config.tensor_model_parallel_size, config.sequence_parallel
+    )
+
+
+def counted_bytes(config: TransformerConfig, shape: DecoderShape, rank: RankTensors) -> SegmentBytes:
     """Bytes for each token of the model, counted instead of measured; raises InputError for a model with experts.
 
-    Args:
-        logit_rows: rows of logits that exist at once.
-        fused, fused_attention: whether layers and attention run on the kernels. Layers without RMSNorm and SwiGLU keep
-            the same tensors as Megatron's modules even on the kernels.
-        in_buffers: whether weight gradients are accumulated in buffers (``main_grad``).
+    Layers without RMSNorm and SwiGLU keep the tensors of Megatron's modules even on the kernels.
     """
-    if config.num_moe_experts is not None:
+    if shape.num_experts is not None:
         raise InputError("--tree-memory-gib: how many tokens an expert gets is not known ahead; leave it out")
-    return SegmentBytes.of_shape(
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        vocab_size=vocab_size,
-        swiglu=config.gated_linear_unit,
-        element_bytes=dtype.itemsize,
-        tensor_size=config.tensor_model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        logit_rows=logit_rows,
-        fused=fused and config.normalization == "RMSNorm" and config.gated_linear_unit,
-        fused_attention=fused_attention,
-        in_buffers=in_buffers,
-    )
+    fused = rank.fused and config.normalization == "RMSNorm" and config.gated_linear_unit
+    return SegmentBytes.of_shape(shape, replace(rank, fused=fused))

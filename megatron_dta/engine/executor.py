@@ -17,7 +17,7 @@ import torch
 
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.cost_inputs import cost_shape, counted_bytes
-from megatron_dta.engine.expert_pass import mean_ffn_width, with_auxiliary_losses
+from megatron_dta.engine.expert_pass import with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.preference_pairs import with_pair_terms
@@ -27,7 +27,7 @@ from megatron_dta.engine.step_result import StepResult
 from megatron_dta.model import Mesh, Model, weights_quantized_once
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import MemoryBudget, SegmentBytes
+from megatron_dta.planning.costs.segment_bytes import MemoryBudget, RankTensors, SegmentBytes
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS, SIZES
 from megatron_dta.planning.step.flops import StepCounts
 from megatron_dta.planning.step.passes import PipelineShape, RankGroup
@@ -61,7 +61,7 @@ class TreeEngine(RankModel):
         self.memory: MemoryBudget | None = None
         self.costs = costs
         if costs is not None:
-            costs.check(cost_shape(self.config, self.true_vocab_size, self.dtype))
+            costs.check(cost_shape(self.config, self.shape, self.dtype))
 
     def limit_memory(self, gib: float, constant_bytes: float) -> None:
         """Plan steps within ``gib`` GiB, of which ``constant_bytes`` are this rank's weights, gradients and optimizer
@@ -73,11 +73,19 @@ class TreeEngine(RankModel):
         self.memory = MemoryBudget(gib, tuple(constant), each or self.counted_bytes())
 
     def counted_bytes(self) -> SegmentBytes:
-        """Bytes that a step needs for each token, by counting."""
-        part, rows = self.tree_models[0], self.logprob_chunk_tokens
+        """Bytes that a step needs for each token, by counting; raises InputError for a model with experts."""
+        part, config = self.tree_models[0], self.config
         in_buffers = part.adds_to_main_grad and all(parameter.requires_grad for parameter in part.parameters())
-        ways = (part.has_fused_layers, self.uses_kernels, in_buffers)
-        return counted_bytes(self.config, self.true_vocab_size, self.dtype, rows, *ways)
+        rank = RankTensors(
+            self.dtype.itemsize,
+            config.tensor_model_parallel_size,
+            config.sequence_parallel,
+            self.logprob_chunk_tokens,
+            part.has_fused_layers,
+            self.uses_kernels,
+            in_buffers,
+        )
+        return counted_bytes(config, self.shape, rank)
 
     def cost_model(self, segment_tokens: int | None) -> CostModel:
         """Costs of tokens, attention pairs and logprobs for the whole model, up to a common factor.
@@ -86,20 +94,9 @@ class TreeEngine(RankModel):
             segment_tokens: most tokens of a segment. None if the planner chooses the segment size: the costs are then
                 for the usual size or, if they were measured, for the largest size that may be chosen.
         """
-        config = self.config
         if self.costs is not None:
-            return self.costs.model(config.num_layers, segment_tokens or max(SIZES))
-        return CostModel.from_shape(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=mean_ffn_width(config),
-            num_attention_heads=config.num_attention_heads,
-            num_query_groups=config.num_query_groups,
-            kv_channels=config.kv_channels,
-            vocab_size=self.true_vocab_size,
-            swiglu=config.gated_linear_unit,
-            segment_tokens=segment_tokens or DEFAULT_SEGMENT_TOKENS,
-        )
+            return self.costs.model(self.shape.num_layers, segment_tokens or max(SIZES))
+        return CostModel.from_shape(self.shape, segment_tokens or DEFAULT_SEGMENT_TOKENS)
 
     def pipeline(self, segment_tokens: int | None) -> PipelineShape:
         """The ranks for which a step must be planned (``prepare_batch``).
@@ -126,19 +123,7 @@ class TreeEngine(RankModel):
         """Floating-point operations of forward and backward of the whole model: over the plan's forest, and over its
         sequences one by one (``planning.step.flops``).
         """
-        config = self.config
-        shape = dict(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=mean_ffn_width(config),
-            num_attention_heads=config.num_attention_heads,
-            num_query_groups=config.num_query_groups,
-            kv_channels=config.kv_channels,
-            vocab_size=self.true_vocab_size,
-            swiglu=config.gated_linear_unit,
-            num_experts=config.num_moe_experts or 0,
-        )
-        return StepCounts.of(plan).flops(**shape), StepCounts.without_sharing(plan).flops(**shape)
+        return StepCounts.of(plan).flops(self.shape), StepCounts.without_sharing(plan).flops(self.shape)
 
     def forward_backward(
         self,

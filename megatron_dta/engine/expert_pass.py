@@ -17,7 +17,6 @@ from functools import partial
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer import TransformerConfig
 
 from megatron_dta.engine.balance_loss import BalanceLoss
 from megatron_dta.engine.batch import TreeBatch
@@ -79,15 +78,6 @@ class ExpertPass:
         """Must be called after the first forward of a segment."""
         if self.balance is not None and routing is not None:
             self.balance.store(segment, routing)
-
-
-def mean_ffn_width(config: TransformerConfig) -> int:
-    """Mean over the layers of the feed-forward width that one token uses."""
-    if config.num_moe_experts is None:
-        return config.ffn_hidden_size
-    experts = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
-    widths = [experts if has_experts else config.ffn_hidden_size for has_experts in config.moe_layer_freq]
-    return round(sum(widths) / len(widths))
 
 
 def with_auxiliary_losses(result: StepResult, passes: Sequence[ExpertPass], mesh: Mesh) -> StepResult:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from megatron_dta.engine.cost_inputs import decoder_shape
 from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
 
 # Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.
@@ -38,6 +39,7 @@ class RankModel:
             chunk if isinstance(chunk, TreeGPTModel) else chunk.module for chunk in self.chunks
         ]
         self.config, self.true_vocab_size = self.tree_models[0].config, self.tree_models[0].true_vocab_size
+        self.shape = decoder_shape(self.config, self.true_vocab_size)
         self.num_layers = [len(chunk.decoder.layers) for chunk in self.tree_models]
         self.temperature = temperature
         self.mesh = current_mesh()

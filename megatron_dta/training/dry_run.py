@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from megatron_dta.capacity.memory import InFlight, RankMemory, RunMesh, StateSettings, stage_memory
-from megatron_dta.capacity.shape import RunShape
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.derived.lora_sizes import adapter_parameters
@@ -32,6 +31,7 @@ from megatron_dta.conversion.mappings import ModelShape, parameters_of
 from megatron_dta.conversion.safetensors_files import SafetensorsFolder
 from megatron_dta.conversion.to_megatron import check_tensors
 from megatron_dta.objectives import Objective, make_objective
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
@@ -71,7 +71,7 @@ def dry_run(config: TrainConfig, report: Report) -> None:
     config = with_known_sizes(config, task)
     world_size = os.environ.get("WORLD_SIZE", "1")
     mesh = run_mesh(config, int(world_size) if world_size.isdecimal() else 1)
-    shape = RunShape.of(config.model)
+    shape = DecoderShape.of(config.model)
     dtype = str(config.model.params_dtype).removeprefix("torch.")
     tell("model", f"{shape.num_parameters:,} parameters, {dtype}, vocabulary of {config.model.padded_vocab_size:,}")
     if config.model.lora_rank is not None:
@@ -259,7 +259,7 @@ def _check_hf(folder: Path, config: TrainConfig) -> None:
 
 
 def _memory(
-    config: TrainConfig, objective: Objective, shape: RunShape, mesh: RunMesh, flight: InFlight | None
+    config: TrainConfig, objective: Objective, shape: DecoderShape, mesh: RunMesh, flight: InFlight | None
 ) -> tuple[int, RankMemory, float]:
     """The pipeline stage that needs most memory, its memory, and the bytes of the critic and reference there."""
     model = config.model

@@ -11,6 +11,7 @@ import re
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.model import ModelConfig
 from megatron_dta.config.parallel import ParallelConfig
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.pipeline.layers import layers_per_stage
 
@@ -42,16 +43,8 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
 def _balanced(model: ModelConfig, num_stages: int, num_ranks: int) -> list[int]:
     if model.num_layers < num_stages:
         raise InputError(f"--num-layers {model.num_layers} is less than the {num_stages} pipeline stages; use fewer")
-    cost = CostModel.from_shape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        vocab_size=model.vocab_size or 0,
-        swiglu=model.swiglu,
-    )
+    # Without a vocabulary size, which the tokenizer then decides, the output layer counts nothing.
+    cost = CostModel.from_shape(DecoderShape.of(model, vocab_size=model.vocab_size or 1))
     return layers_per_stage(
         model.num_layers,
         num_stages,

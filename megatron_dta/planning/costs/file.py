@@ -23,11 +23,21 @@ from typing import Any
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import read_json
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import SegmentBytes
 
 WHAT = "cost model"
 VERSION = 2
+SHARED_WITH_DECODER = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "swiglu",
+)
 # Bytes that files of version 1 lack.
 _SINCE_VERSION_2 = frozenset({"scores_per_token", "scores_per_pair", "most_scores", "kv_per_token", "fixed"})
 
@@ -51,6 +61,17 @@ class CostShape:
     dtype: str = "bfloat16"
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
+
+    @classmethod
+    def of(cls, shape: DecoderShape, dtype: str, tensor_size: int, sequence_parallel: bool) -> CostShape:
+        """The properties of a decoder without experts."""
+        sizes = {name: getattr(shape, name) for name in SHARED_WITH_DECODER}
+        return cls(**sizes, dtype=dtype, tensor_model_parallel_size=tensor_size, sequence_parallel=sequence_parallel)
+
+    def decoder(self, num_layers: int = 1) -> DecoderShape:
+        """The shape of a decoder of such layers."""
+        sizes = {name: getattr(self, name) for name in SHARED_WITH_DECODER}
+        return DecoderShape(num_layers, **sizes)
 
 
 @dataclass(frozen=True)

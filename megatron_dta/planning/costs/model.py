@@ -28,6 +28,7 @@ import numpy as np
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import read_json
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 
 # Rates in FLOP/s of one H200 in bfloat16, forward and backward: large GEMMs at two thirds of their peak, attention.
 GEMM_RATE = 520e12
@@ -75,30 +76,17 @@ class CostModel:
             raise InputError(f"segment_tokens of the cost model must be a whole number above 0: {self.segment_tokens}")
 
     @classmethod
-    def from_shape(
-        cls,
-        num_layers: int,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        num_attention_heads: int,
-        num_query_groups: int,
-        kv_channels: int,
-        vocab_size: int,
-        swiglu: bool = True,
-        segment_tokens: int = 2048,
-    ) -> CostModel:
-        """Coefficients from the FLOPs of a dense decoder at this module's rates. The arguments have Megatron's names.
+    def from_shape(cls, shape: DecoderShape, segment_tokens: int = 2048) -> CostModel:
+        """Coefficients from the FLOPs of a decoder at this module's rates.
 
         A product with a weight of n entries takes 2 n FLOPs per token; scores and values of attention take 4 FLOPs per
         pair for each channel of each query head.
         """
-        width = num_attention_heads * kv_channels
-        weights = layer_weights(hidden_size, ffn_hidden_size, width, num_query_groups * kv_channels, swiglu)
         return cls(
-            seconds_per_token=GEMM_PASSES * 2 * num_layers * weights / GEMM_RATE,
-            seconds_per_pair=ATTENTION_PASSES * 4 * num_layers * width / ATTENTION_RATE,
-            seconds_per_edge=GEMM_PASSES * 2 * hidden_size * vocab_size / GEMM_RATE,
-            floor_seconds=FLOOR_SECONDS_PER_LAYER * num_layers,
+            seconds_per_token=GEMM_PASSES * 2 * shape.layer_weights / GEMM_RATE,
+            seconds_per_pair=ATTENTION_PASSES * 4 * shape.num_layers * shape.query_width / ATTENTION_RATE,
+            seconds_per_edge=GEMM_PASSES * 2 * shape.hidden_size * shape.vocab_size / GEMM_RATE,
+            floor_seconds=FLOOR_SECONDS_PER_LAYER * shape.num_layers,
             segment_tokens=segment_tokens,
         )
 
@@ -160,8 +148,3 @@ class CostModel:
         both = zip(self.linear_seconds(tokens, pairs, edges), self.floors, strict=True)
         forward, backward = (np.maximum(seconds, floor) for seconds, floor in both)
         return forward, backward
-
-
-def layer_weights(hidden_size: int, ffn_hidden_size: int, query_width: int, key_width: int, swiglu: bool) -> int:
-    """Number of entries in a layer's weight matrices; the widths are sums over all query heads and all key heads."""
-    return hidden_size * (2 * query_width + 2 * key_width) + (3 if swiglu else 2) * hidden_size * ffn_hidden_size

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.file import CostFile, CostShape, read_measured, read_part
 from megatron_dta.planning.costs.fit import MeasuredOp, fit_bytes, fit_errors, fit_seconds
-from megatron_dta.planning.costs.segment_bytes import SegmentBytes
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 KINDS = ("forward", "backward", "recompute")
@@ -41,9 +41,8 @@ def refit(path: str | Path, when: Mapping[str, Any]) -> dict[str, Any]:
 def _counted(path: str | Path, shape: CostShape) -> SegmentBytes:
     if shape.dtype not in ELEMENT_BYTES:
         raise InputError(f"{path}: shape.dtype must be one of {', '.join(ELEMENT_BYTES)}, not {shape.dtype}")
-    counts = asdict(shape)
-    element, tensor = ELEMENT_BYTES[counts.pop("dtype")], counts.pop("tensor_model_parallel_size")
-    return SegmentBytes.of_shape(**counts, element_bytes=element, tensor_size=tensor)
+    rank = RankTensors(ELEMENT_BYTES[shape.dtype], shape.tensor_model_parallel_size, shape.sequence_parallel)
+    return SegmentBytes.of_shape(shape.decoder(), rank)
 
 
 def _measurements(path: str | Path, values: Mapping[str, Any]) -> list[MeasuredOp]:

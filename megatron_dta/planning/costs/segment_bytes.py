@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.segments.schedule import OpKind
 
 GIB = float(1 << 30)
@@ -40,6 +41,28 @@ MOST_SCORES = 9 * float(1 << 27)
 TILE_TOKENS, TILE_KEYS = 64, 128
 # Bytes of indices for a token on a segment's path: its slot, subtree end and index among the keys.
 _INDEX_BYTES = 64
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """How a rank holds the tensors of a step.
+
+    Attributes:
+        element_bytes: bytes per element of weights and activations; gradients of K and V take at least 4.
+        tensor_size, sequence_parallel: tensor parallelism.
+        logit_rows: number of rows of logits that exist at once.
+        fused: whether layers run on the fused kernels, norms and activation function included.
+        fused_attention: whether attention runs on its kernels, which accumulate ancestors' gradients in place.
+        in_buffers: whether gradients of weights are accumulated in buffers, without a tensor of their own first.
+    """
+
+    element_bytes: int = 2
+    tensor_size: int = 1
+    sequence_parallel: bool = False
+    logit_rows: int = 1024
+    fused: bool = True
+    fused_attention: bool = True
+    in_buffers: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,23 +98,7 @@ class SegmentBytes:
     fixed: float = 0.0
 
     @classmethod
-    def of_shape(
-        cls,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        num_attention_heads: int,
-        num_query_groups: int,
-        kv_channels: int,
-        vocab_size: int,
-        swiglu: bool = True,
-        element_bytes: int = 2,
-        tensor_size: int = 1,
-        sequence_parallel: bool = False,
-        logit_rows: int = 1024,
-        fused: bool = True,
-        fused_attention: bool = True,
-        in_buffers: bool = True,
-    ) -> SegmentBytes:
+    def of_shape(cls, shape: DecoderShape, rank: RankTensors | None = None) -> SegmentBytes:
         """Count the bytes of tensors.
 
         A fused layer keeps its input, the mixed queries, keys and values, attention's output and log-sum-exp, the
@@ -102,47 +109,49 @@ class SegmentBytes:
         layer that runs as a single function (one tensor rank with gradient buffers) frees each as soon as it is used.
 
         Args:
-            element_bytes: bytes per element of weights and activations; gradients of K and V take at least 4.
-            logit_rows: number of rows of logits that exist at once.
-            fused: whether layers run on the fused kernels, norms and activation function included.
-            fused_attention: whether attention runs on its kernels, which accumulate ancestors' gradients in place.
-            in_buffers: whether gradients of weights are accumulated in buffers, without a tensor of their own first.
+            shape: a decoder without experts.
+            rank: how a rank holds its tensors; None for the defaults.
         """
-        query, groups = num_attention_heads * kv_channels // tensor_size, num_query_groups * kv_channels // tensor_size
-        hidden = hidden_size / (tensor_size if sequence_parallel else 1)
-        ffn = (2 if swiglu else 1) * ffn_hidden_size / tensor_size
+        rank = rank or RankTensors()
+        element_bytes, tensor_size = rank.element_bytes, rank.tensor_size
+        hidden_size, fused, fused_attention = shape.hidden_size, rank.fused, rank.fused_attention
+        heads = shape.num_attention_heads / tensor_size
+        query, groups = shape.query_width // tensor_size, shape.kv_width // tensor_size
+        hidden = hidden_size / (tensor_size if rank.sequence_parallel else 1)
+        width = shape.ffn_hidden_size / tensor_size
+        ffn = (2 if shape.swiglu else 1) * width
         mixed = query + 2 * groups
         accumulator = max(4, element_bytes)
-        statistics = 4 * num_attention_heads / tensor_size + 8 * hidden / hidden_size
+        statistics = 4 * heads + 8 * hidden / hidden_size
         kept = fused_kept = element_bytes * (2 * hidden + mixed + query + ffn) + statistics
         if not fused:
             norms = 2 * element_bytes + 4 * accumulator
-            wide = 5 * ffn / 2 if swiglu else 2 * ffn
+            wide = 5 * ffn / 2 if shape.swiglu else 2 * ffn
             # Queries and keys are mixed, normed and rotated one by one, each read by what follows.
             kept = norms * hidden + element_bytes * (7 * query + 5 * groups + wide) + 2 * statistics
         kv = 2 * groups * (element_bytes + accumulator)
-        table = hidden_size * vocab_size / tensor_size
-        is_direct = fused and fused_attention and in_buffers and tensor_size == 1
+        table = hidden_size * shape.vocab_size / tensor_size
+        is_direct = fused and fused_attention and rank.in_buffers and tensor_size == 1
         # Logits, their gradient and room for a chunk's softmax; plain operations make copies in float32.
         row = 3 * element_bytes if fused else 2 * element_bytes + 3 * accumulator
-        largest_gradient = 0 if in_buffers else table * (element_bytes if fused else element_bytes + accumulator)
+        largest_gradient = 0 if rank.in_buffers else table * (element_bytes if fused else element_bytes + accumulator)
         # Gradients of what is kept, outputs of norms and of the activation function, whole hidden states of the group.
-        work = fused_kept + element_bytes * (4 * hidden_size + ffn + ffn_hidden_size / tensor_size)
+        work = fused_kept + element_bytes * (4 * hidden_size + ffn + width)
         if is_direct:
             row = element_bytes
             # The gradient by the layer's output; the activation function's output, the gradient by it and by its input.
-            work = element_bytes * (hidden + ffn + 2 * ffn_hidden_size)
+            work = element_bytes * (hidden + ffn + 2 * width)
         found = cls(
             kept_per_token_and_layer=kept,
             # Input and output of the last norm, rows of logits' hidden states, and tables of positions.
-            kept_per_token=element_bytes * (3 if is_direct else 4) * hidden_size + (4 * kv_channels if fused else 0),
+            kept_per_token=element_bytes * (3 if is_direct else 4) * hidden_size
+            + (4 * shape.kv_channels if fused else 0),
             kv_per_token_and_layer=kv,
             input_per_token=element_bytes * hidden,
             work_per_token=work,
             work_per_path_token=_INDEX_BYTES if fused_attention else kv,
-            work_fixed=logit_rows * vocab_size / tensor_size * row + largest_gradient,
+            work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * row + largest_gradient,
         )
-        heads = num_attention_heads / tensor_size
         return found._with_scores(query, groups, heads, element_bytes) if fused_attention else found
 
     def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int) -> SegmentBytes:

@@ -1,24 +1,47 @@
 """Chooses how the forwards and backwards of a segment tree interleave on every stage of a pipeline.
 
 The orders of forwards and of backwards are fixed (see ``planning.pipeline.schedule``). The static schedule is the best
-one for segments of equal times; for unequal times its stages wait for each other. The planner therefore compares it
-with a list schedule under the same limit on the tokens in flight. It simulates both with the given times and returns
-the faster one.
+one for segments of equal times; for unequal times its stages wait for each other. The planner therefore compares
+several schedules under one limit on the tokens in flight, by simulation with the given times:
+
+1. the static schedule ``tree_1f1b``;
+2. a list schedule that alternates forwards and backwards, and one that is built from the end (mirrored);
+3. forward-backward improvement of both list schedules (K. Y. Li and R. J. Willis, European Journal of Operational
+   Research 56, 1992): each pass builds the schedule in the other direction of time and gives priority to the ops that
+   ended last in the previous pass.
+
+The search ends early at a schedule that reaches the lower bound (``makespan_bound``) within 0.1%.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.pipeline.bounds import makespan_bound
 from megatron_dta.planning.pipeline.costs import PipelineCosts
-from megatron_dta.planning.pipeline.list_schedule import Pipeline, list_schedule, longest_path_tokens
-from megatron_dta.planning.pipeline.schedule import PipelineSchedule, peak_in_flight, tree_1f1b
+from megatron_dta.planning.pipeline.list_schedule import (
+    Outcome,
+    Pipeline,
+    Policy,
+    list_schedule,
+    longest_path_tokens,
+)
+from megatron_dta.planning.pipeline.schedule import PipelineSchedule, backward_order, peak_in_flight, tree_1f1b
 from megatron_dta.planning.pipeline.simulation import op_times, simulate
 from megatron_dta.planning.segments.schedule import OpKind
 
+# (mirrored, policy) of the list schedules that are improved, and the patiences tried in each pass of the improvement.
+STARTS = ((False, Policy(alternate=True, patience=0.1)), (True, Policy()))
+PATIENCES = (0.0, 0.3)
+# Most passes of each start, and ops placed in the whole search. Large pipelines get fewer passes, and gain less.
+PASSES = 6
+MAX_OPS = 100_000
+# The search ends at a makespan of this many times the lower bound.
+NEAR_BOUND = 1.001
 # Default limit on the tokens in flight on a stage, over those of a single stage that runs depth first.
 DEFAULT_FACTOR = 1.5
 
@@ -31,7 +54,7 @@ def plan_pipeline(
     num_chunks: int = 1,
     max_in_flight_tokens: int | None = None,
 ) -> PipelineSchedule:
-    """Return the schedule that runs. Deterministic: the same input gives the same schedule on every rank.
+    """Return the fastest schedule found. Deterministic: the same input gives the same schedule on every rank.
 
     Args:
         segment_parent: int [N], the segment tree in preorder, -1 at roots.
@@ -54,15 +77,50 @@ def plan_pipeline(
             f"{num_stages} stages of {num_chunks} chunks"
         )
     limits, times = in_flight_limits(parents, tokens, num_stages, max_in_flight_tokens), op_times(costs)
-    of_ranks = [num_chunks * limit for limit in limits]
     pipeline = Pipeline(
-        num_stages, num_chunks, parents, tokens, times[OpKind.FORWARD], times[OpKind.BACKWARD], of_ranks
+        num_stages,
+        num_chunks,
+        parents,
+        backward_order(parents),
+        tokens,
+        times[OpKind.FORWARD],
+        times[OpKind.BACKWARD],
+        [num_chunks * limit for limit in limits],
     )
-    found, static = list_schedule(pipeline), tree_1f1b(parents, num_stages)
+    if num_stages == 1:
+        return list_schedule(pipeline, Policy()).schedule  # Depth first: never idle, fewest tokens in flight.
+    static = tree_1f1b(parents, num_stages)
     fits = all(peak <= limit for peak, limit in zip(peak_in_flight(static, tokens), limits, strict=True))
-    if num_stages == 1 or num_chunks > 1 or not fits:
-        return found
-    return min(static, found, key=lambda schedule: simulate(schedule, parents, costs).makespan)
+    bound = makespan_bound(parents, tokens, costs, num_stages, num_chunks, max(limits))
+    best: tuple[float, float] | None = None
+    for schedule in chain([static] if fits and num_chunks == 1 else [], _list_schedules(pipeline)):
+        found = simulate(schedule, parents, costs).makespan, max(peak_in_flight(schedule, tokens))
+        if best is None or found < best:
+            best, result = found, schedule
+        if best[0] <= NEAR_BOUND * bound:
+            break
+    return result
+
+
+def _list_schedules(pipeline: Pipeline) -> Iterator[PipelineSchedule]:
+    """Yield the list schedules to compare, in the order of the module's docstring."""
+    sides = pipeline, pipeline.mirrored()
+    found = [(mirrored, list_schedule(sides[mirrored], policy)) for mirrored, policy in STARTS]
+    num_ops = 2 * len(pipeline.parents) * len(pipeline.forward)
+    passes = min(PASSES, max(1, MAX_OPS // (len(STARTS) * len(PATIENCES) * max(1, num_ops))))
+    for mirrored, outcome in found:
+        yield _unmirrored(sides, mirrored, outcome)
+    for mirrored, outcome in found:
+        for _ in range(passes):
+            urgency = outcome.mirrored_urgency(sides[mirrored].backwards)
+            mirrored = not mirrored
+            tries = [list_schedule(sides[mirrored], Policy(patience=each, urgency=urgency)) for each in PATIENCES]
+            outcome = min(tries, key=lambda each: each.makespan)
+            yield _unmirrored(sides, mirrored, outcome)
+
+
+def _unmirrored(sides: tuple[Pipeline, Pipeline], mirrored: bool, outcome: Outcome) -> PipelineSchedule:
+    return outcome.mirrored_schedule(sides[1].backwards) if mirrored else outcome.schedule
 
 
 def in_flight_limits(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.planning.costs.model import layer_weights
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.step.plan import StepPlan
 
 
@@ -35,27 +35,8 @@ class StepCounts:
         lengths = plan.segments.tree.sequence_lengths.astype(np.int64)
         return cls(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()), plan.num_pairs)
 
-    def flops(
-        self,
-        num_layers: int,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        num_attention_heads: int,
-        num_query_groups: int,
-        kv_channels: int,
-        vocab_size: int,
-        swiglu: bool = True,
-        num_experts: int = 0,
-    ) -> float:
-        """Operations of a decoder, forward and backward. The arguments have Megatron's names.
-
-        Args:
-            ffn_hidden_size: feed-forward width per token; with experts, the sum of the widths of a token's experts.
-            num_experts: number of experts that the router of each layer chooses from.
-        """
-        width = num_attention_heads * kv_channels
-        weights = layer_weights(hidden_size, ffn_hidden_size, width, num_query_groups * kv_channels, swiglu)
-        weights += hidden_size * num_experts
-        gemm = 6.0 * num_layers * weights * self.tokens
-        attention = 12.0 * num_layers * width * self.pairs
-        return gemm + attention + 6.0 * hidden_size * vocab_size * self.rows
+    def flops(self, shape: DecoderShape) -> float:
+        """Operations of forward and backward of a decoder."""
+        gemm = 6.0 * shape.layer_weights * self.tokens
+        attention = 12.0 * shape.num_layers * shape.query_width * self.pairs
+        return gemm + attention + 6.0 * shape.hidden_size * shape.vocab_size * self.rows

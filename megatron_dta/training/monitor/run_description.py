@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from megatron_dta.capacity.memory import RunMesh
-from megatron_dta.capacity.shape import RunShape
 from megatron_dta.config import TrainConfig
 from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.model import Mesh
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.rollouts import Rollout
@@ -195,6 +195,6 @@ def parameter_counts(model_chunks: Sequence[torch.nn.Module], mesh: Mesh, config
     total, trained = map(sum, zip(*mesh.gather_over_replica(own), strict=True))
     if config.model.num_experts is not None and mesh.world_size > 1:
         # Expert parallelism does not follow replicas, so experts are counted over the whole model.
-        whole = RunShape.of(config.model).num_parameters
+        whole = DecoderShape.of(config.model).num_parameters
         return whole, whole if total == trained else trained
     return total, trained

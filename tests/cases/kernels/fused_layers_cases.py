@@ -6,7 +6,8 @@ import torch
 
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel
-from megatron_dta.planning.costs.segment_bytes import SegmentBytes
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 
 
 def segment_context(model: TreeGPTModel, tokens: int, device: torch.device) -> SegmentContext:
@@ -30,14 +31,5 @@ def segment_context(model: TreeGPTModel, tokens: int, device: torch.device) -> S
 def layer_bytes(config: ModelConfig, parallel: ParallelConfig | None = None) -> float:
     """Bytes of a token that a fused layer keeps by the formula that plans use."""
     parallel = parallel or ParallelConfig()
-    return SegmentBytes.of_shape(
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        vocab_size=config.vocab_size,
-        element_bytes=config.params_dtype.itemsize,
-        tensor_size=parallel.tensor_model_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-    ).kept_per_token_and_layer
+    rank = RankTensors(config.params_dtype.itemsize, parallel.tensor_model_parallel_size, parallel.sequence_parallel)
+    return SegmentBytes.of_shape(DecoderShape.of(config), rank).kept_per_token_and_layer

@@ -6,8 +6,9 @@ import numpy as np
 
 from conftest import seed_all
 from megatron_dta.planning import CostModel
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 
-MODEL = CostModel.from_shape(64, 5120, 25600, 64, 8, 128, 151936)
+MODEL = CostModel.from_shape(DecoderShape(64, 5120, 25600, 64, 8, 128, 151936))
 
 
 def forest(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

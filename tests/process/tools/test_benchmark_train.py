@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from conftest import REPOSITORY, seed_all
 from megatron_dta.common.errors import InputError
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.pipeline.timeline import read_timeline, timeline_utilisation
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.step.flops import StepCounts
@@ -49,16 +51,16 @@ def test_operations_are_those_of_every_product_written_out():
     rows = {tuple(each.token_ids[:i].tolist()) for each in samples for i in np.flatnonzero(each.loss_mask)}
     assert counts.rows == len(rows)
     hidden, ffn, heads, groups, size, vocabulary = 8, 20, 4, 2, 3, 50
-    forward = 0.0
+    shape, forward = DecoderShape(5, hidden, ffn, heads, groups, size, vocabulary), 0.0
     for prefix in tokens:
         products = [(hidden, heads * size), (hidden, groups * size), (hidden, groups * size), (heads * size, hidden)]
         products += [(hidden, ffn), (hidden, ffn), (ffn, hidden)]
         forward += 5 * (sum(2 * a * b for a, b in products) + 2 * 2 * heads * size * len(prefix))
     forward += counts.rows * 2 * hidden * vocabulary
-    assert counts.flops(5, hidden, ffn, heads, groups, size, vocabulary) == pytest.approx(3 * forward)
+    assert counts.flops(shape) == pytest.approx(3 * forward)
     routers = 5 * len(tokens) * 2 * hidden * 7
-    with_experts = counts.flops(5, hidden, ffn, heads, groups, size, vocabulary, num_experts=7)
-    assert with_experts == pytest.approx(3 * (forward + routers))
+    experts = replace(shape, num_experts=7, moe_layers=(), moe_router_topk=2, moe_ffn_hidden_size=ffn // 2)
+    assert counts.flops(experts) == pytest.approx(3 * (forward + routers))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

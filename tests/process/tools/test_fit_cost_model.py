@@ -18,7 +18,7 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ObjectiveConfig, OptimizationConfig, ParallelConfig, TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
-from megatron_dta.engine.cost_inputs import cost_shape
+from megatron_dta.engine.cost_inputs import cost_shape, decoder_shape
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.objectives import make_objective
 from megatron_dta.planning.costs.file import CostFile, PassSeconds, load_cost_file
@@ -172,7 +172,7 @@ def test_gradients_do_not_depend_on_the_memory() -> None:
 
 def test_costs_of_another_model_are_refused_by_the_engine() -> None:
     model = build_model(tiny_model(torch.float32), initialize_parallel(1))
-    shape = cost_shape(model.config, 40, torch.float32)
+    shape = cost_shape(model.config, decoder_shape(model.config, 40), torch.float32)
     costs = CostFile("c.json", shape, 5, PassSeconds(1.0, edge=0.5), PassSeconds(2.0, floor_and_layer=3.0))
     engine = TreeEngine(model, costs=costs)
     assert engine.cost_model(None).seconds_per_token == 2 * 3.0
@@ -242,7 +242,7 @@ def test_training_within_a_memory_limit(tmp_path: Path) -> None:
     assert engine.memory.constant == (constant_bytes(parts, trainer.config.optimization) + frozen,), (
         "the reference's weights count too"
     )
-    shape = cost_shape(engine.config, engine.true_vocab_size, engine.dtype)
+    shape = cost_shape(engine.config, engine.shape, engine.dtype)
     content = CostFile("c", shape, 2, PassSeconds(1.0, edge=0.5), PassSeconds(2.0)).as_json()
     (tmp_path / "costs.json").write_text(json.dumps(content))
     trainer, _ = make_trainer(f"{line} --tree-memory-gib 2 {costs}")

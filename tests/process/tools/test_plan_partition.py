@@ -13,6 +13,7 @@ import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
 from megatron_dta.planning import CostModel
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from partition_cases import cost, counts, turns_forest
 
 TOOL = REPOSITORY / "tools" / "plan_partition.py"
@@ -62,7 +63,7 @@ def test_figures(tmp_path: Path, seed: int) -> None:
     assert max(values["cost_per_rank"]) >= values["least_slowest_cost"]
     one = plan_json(path, "--data-parallel-size", 1)
     assert one["total_cost"] == pytest.approx(
-        cost(CostModel.from_shape(64, 5120, 25600, 64, 8, 128, 151936), sequences, masks)
+        cost(CostModel.from_shape(DecoderShape(64, 5120, 25600, 64, 8, 128, 151936)), sequences, masks)
     )
     assert one["costs"].startswith("Qwen3-32B on an H200, operations at assumed rates")
     assert one["duplicated_tokens"] == 0

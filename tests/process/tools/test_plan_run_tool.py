@@ -15,10 +15,11 @@ import pytest
 
 from conftest import REPOSITORY, rollout_file
 from megatron_dta.arguments import parse_arguments, parse_settings
-from megatron_dta.capacity.shape import HUB_NAMES, SHAPES, RunShape
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
 from megatron_dta.conversion.hf.config import model_settings
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.named_shapes import HUB_NAMES, SHAPES
 
 NUMBERS = ["--sequences", "64", "--unique-tokens", "120000", "--longest-path", "6000", "--samples-per-prompt", "8"]
 EXAMPLES = {
@@ -112,7 +113,7 @@ def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.Monk
     (folder / "config.json").write_text(json.dumps(hf_config("qwen3-8b")))
     words[words.index("--load-hf") + 1] = str(folder)
     config = parse_arguments(words)
-    assert RunShape.of(config.model) == SHAPES["qwen3-8b"]
+    assert DecoderShape.of(config.model) == SHAPES["qwen3-8b"]
     assert config.checkpoint.save == "runs/planned"
     mesh = values["best"][0]["mesh"]
     assert config.parallel.tensor_model_parallel_size == mesh["tensor"]
@@ -202,7 +203,7 @@ def test_an_example_is_the_published_model_and_passes_all_checks(name: str, monk
         if setting.name not in OWN:
             assert getattr(config.model, setting.name) == getattr(published, setting.name), setting.name
     assert config.model.moe_grouped_gemm == (config.model.num_experts is not None)
-    assert replace(RunShape.of(config.model), moe_grouped_gemm=False) == SHAPES[shape_name]
+    assert replace(DecoderShape.of(config.model), moe_grouped_gemm=False) == SHAPES[shape_name]
     assert config.model.bf16
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.divide import trained_parts
 from megatron_dta.planning.plan_step import plan_step
@@ -70,7 +71,7 @@ def test_figures(rollouts: Path) -> None:
 def test_the_plan_of_training_is_reported(rollouts: Path) -> None:
     loaded = load_rollouts(rollouts)
     samples = [TrainingSample(*each) for each in zip(*trained_parts(loaded), strict=True)]
-    costs = CostModel.from_shape(64, 5120, 25600, 64, 8, 128, 151936)
+    costs = CostModel.from_shape(DecoderShape(64, 5120, 25600, 64, 8, 128, 151936))
     for more, budget in ((), StepBudget()), (("--tree-activation-tokens", 0), StepBudget(None, None, 0)):
         values = run_json(rollouts, P, 4, *more)
         step = plan_step(samples, "dta", budget, PipelineShape(4, 1, (16,) * 4, costs))

@@ -13,14 +13,15 @@ from megatron_dta.capacity.memory import InFlight, RunMesh, StateSettings, rank_
 from megatron_dta.capacity.meshes import Choice, make_mesh, possible_choices
 from megatron_dta.capacity.search import USABLE, Planner
 from megatron_dta.capacity.sequences import made_up_sequences
-from megatron_dta.capacity.shape import SHAPES, RankParameters, RunShape
 from megatron_dta.capacity.step_time import calibrated, mesh_costs, send_seconds, stage_time, training_costs
 from megatron_dta.capacity.work import ReplicaWork, StepWork
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, OptimizationConfig, ParallelConfig
 from megatron_dta.model import build_model, initialize_parallel
+from megatron_dta.planning.costs.decoder_shape import DecoderShape, RankParameters
 from megatron_dta.planning.costs.file import CostFile, CostShape, PassSeconds
 from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.simulation import simulate
@@ -31,11 +32,11 @@ from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.tree import build_prefix_tree
 
-SMALL = RunShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
+SMALL = DecoderShape(12, 512, 1536, 8, 4, 64, 4096, qk_layernorm=True)
 EXPERTS = replace(SMALL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_layers=(False, True) * 6)
 
 
-def config_of(shape: RunShape, **more: object) -> ModelConfig:
+def config_of(shape: DecoderShape, **more: object) -> ModelConfig:
     return ModelConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -70,7 +71,7 @@ def small_step(seed: int = 5, num: int = 24) -> StepWork:
     return StepWork(sequences, masks, mesh_costs(SMALL, whole, Cluster(8)))
 
 
-def planner(num_gpus: int = 8, shape: RunShape = SMALL, **more: object) -> Planner:
+def planner(num_gpus: int = 8, shape: DecoderShape = SMALL, **more: object) -> Planner:
     return Planner(shape, Cluster(num_gpus, **more), small_step())
 
 
@@ -93,7 +94,7 @@ def test_named_models_have_their_published_parameters(name: str, parameters: int
 def test_parameters_are_those_of_the_real_model(seed: int) -> None:
     rng = seed_all(seed)
     groups = int(rng.integers(1, 4))
-    shape = RunShape(
+    shape = DecoderShape(
         num_layers=int(rng.integers(1, 4)),
         hidden_size=8 * int(rng.integers(1, 5)),
         ffn_hidden_size=int(rng.integers(3, 40)),
@@ -110,7 +111,7 @@ def test_parameters_are_those_of_the_real_model(seed: int) -> None:
         moe_shared_expert_intermediate_size=7 if seed == 5 else None,
     )
     config = config_of(shape)
-    assert RunShape.of(config) == shape
+    assert DecoderShape.of(config) == shape
     model = build_model(config, initialize_parallel(seed))
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     layer = model.decoder.layers[0]
@@ -120,7 +121,7 @@ def test_parameters_are_those_of_the_real_model(seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [SMALL, EXPERTS], ids=["dense", "experts"])
-def test_ranks_together_hold_the_model(shape: RunShape) -> None:
+def test_ranks_together_hold_the_model(shape: DecoderShape) -> None:
     mesh = make_mesh(shape, 16, tensor=2, pipeline=4, experts=2 if shape.num_experts else 1, expert_tensor=1)
     whole = RankParameters(0)
     for stage in range(4):
@@ -134,7 +135,7 @@ def test_ranks_together_hold_the_model(shape: RunShape) -> None:
 
 def test_states_are_those_of_the_real_optimizer() -> None:
     config = config_of(replace(SMALL, num_layers=2, vocab_size=61, hidden_size=32, moe_layers=()), bf16=True)
-    shape = RunShape.of(config)
+    shape = DecoderShape.of(config)
     model = build_model(config, initialize_parallel(3))
     optimizer = TrainingOptimizer(model, OptimizationConfig(), ParallelConfig())
     optimizer.zero_grad()
@@ -171,13 +172,8 @@ def test_states_are_divided_offloaded_and_smaller() -> None:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_measured_cost_model_is_reproduced(tensor: int) -> None:
     rng = seed_all(tensor)
-    names = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size")
     shape = replace(SMALL, qk_layernorm=False)
-    of = CostShape(
-        **{name: getattr(shape, name) for name in names},
-        tensor_model_parallel_size=tensor,
-        sequence_parallel=tensor > 1,
-    )
+    of = CostShape.of(shape, "bfloat16", tensor, tensor > 1)
     forward, backward = (PassSeconds(*(rng.random(6) * [1e-6, 1e-9, 1e-6, 1e-6, 1e-4, 0])) for _ in range(2))
     measured = CostFile("x", of, shape.num_layers, forward, backward)
     cluster = calibrated(Cluster(8), measured)
@@ -198,9 +194,7 @@ def step_of_training(plan: Planner, mesh: RunMesh, segment_tokens: int) -> StepP
     partition = plan.step.partition(mesh.data)
     own = partition.sequences_of(int(partition.cost_per_rank.argmax()))
     samples = [TrainingSample(plan.step.sequences[i], plan.step.masks[i]) for i in own]
-    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-    model = CostModel.from_shape(**{name: getattr(SMALL, name) for name in (*names, "vocab_size", "swiglu")})
-    shape = PipelineShape(mesh.pipeline, mesh.chunks, mesh.layers, model)
+    shape = PipelineShape(mesh.pipeline, mesh.chunks, mesh.layers, CostModel.from_shape(SMALL))
     return plan_step(samples, "dta", StepBudget(segment_tokens), pipeline=shape)
 
 

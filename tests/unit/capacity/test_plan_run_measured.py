@@ -18,9 +18,9 @@ from megatron_dta.capacity.cluster import Cluster
 from megatron_dta.capacity.memory import FIXED_BYTES, RunMesh, StateSettings
 from megatron_dta.capacity.meshes import Choice, make_mesh
 from megatron_dta.capacity.search import Planner
-from megatron_dta.capacity.shape import SHAPES
 from megatron_dta.capacity.step_time import mesh_costs
 from megatron_dta.capacity.work import StepWork
+from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.partition.divide import trained_parts
 from megatron_dta.rollouts import load_rollouts

@@ -12,6 +12,7 @@ import pytest
 from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning import CostModel
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.partition.assignment import Assignment
 from megatron_dta.planning.partition.deduplicate_work import deduplicate_work
 from megatron_dta.planning.partition.pair_cuts import MOST_PLACES, PairCuts
@@ -141,7 +142,7 @@ def test_divisions_of_a_pair_of_ranks(seed: int, count: int) -> None:
 
 
 def test_cost_model_of_a_shape_and_of_a_file(tmp_path: Path) -> None:
-    shape = CostModel.from_shape(28, 2048, 6144, 16, 8, 128, 151936)
+    shape = CostModel.from_shape(DecoderShape(28, 2048, 6144, 16, 8, 128, 151936))
     for name, value in vars(CostModel()).items():
         assert getattr(shape, name) == pytest.approx(value, rel=1e-4), name
     assert CostModel(2.0, 3.0, 5.0, 7.0, 4).cost(8, 10, 1) == 2 * 8 + 3 * 10 + 5

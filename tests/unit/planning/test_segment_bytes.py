@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,12 +33,14 @@ from megatron_dta.engine.cost_inputs import counted_bytes
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.objectives import make_objective
 from megatron_dta.planning.costs import segment_bytes
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.segment_bytes import (
     FIXED_BYTES,
     GIB,
     MOST_SCORES,
     UNDIVIDED,
     MemoryBudget,
+    RankTensors,
     SegmentBytes,
 )
 from megatron_dta.planning.pipeline.schedule import PipelineOp
@@ -163,7 +165,7 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypat
 
 
 def test_a_segment_needs_the_memory_of_its_peak():
-    each = SegmentBytes.of_shape(2048, 6144, 16, 8, 128, 151936, logit_rows=883)
+    each = SegmentBytes.of_shape(DecoderShape(1, 2048, 6144, 16, 8, 128, 151936), RankTensors(logit_rows=883))
     hidden, query, mixed, ffn = 4096, 4096, 8192, 12288
     assert each.kept_per_token_and_layer == 2 * hidden + mixed + query + 2 * ffn + 2 * 4 + 16 * 4
     for tokens, path in ((100, 100), (3000, 3000), (8192, 8192), (512, 30_000), (8192, 40_000)):
@@ -177,7 +179,7 @@ def test_a_segment_needs_the_memory_of_its_peak():
 
 
 def test_a_limit_leaves_a_part_free():
-    each = SegmentBytes.of_shape(64, 128, 4, 2, 16, 100)
+    each = SegmentBytes.of_shape(DecoderShape(1, 64, 128, 4, 2, 16, 100))
     budget = MemoryBudget(10.0, (2 * GIB, 3 * GIB), each)
     assert budget.available(0) == pytest.approx(8 * GIB * (1 - UNDIVIDED))
     enough = MemoryBudget(budget.needed_gib(1, 0.5 * GIB), budget.constant, each)
@@ -186,7 +188,8 @@ def test_a_limit_leaves_a_part_free():
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="counts, which do not depend on Triton")
 def test_plain_layers_have_no_room_for_scores():
-    plain = SegmentBytes.of_shape(64, 128, 4, 2, 16, 100, fused=False, fused_attention=False, in_buffers=False)
+    modules = RankTensors(fused=False, fused_attention=False, in_buffers=False)
+    plain = SegmentBytes.of_shape(DecoderShape(1, 64, 128, 4, 2, 16, 100), modules)
     assert plain.fixed == plain.most_scores == plain.kv_per_token == 0
     assert plain.work(10, 30) == max(10 * plain.work_per_token, plain.work_fixed) + 30 * plain.work_per_path_token
 
@@ -194,16 +197,15 @@ def test_plain_layers_have_no_room_for_scores():
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="counts, which do not depend on Triton")
 def test_kernels_for_other_layers_are_not_counted_on():
     """Without RMSNorm and SwiGLU layers keep what plain modules do; what experts keep cannot be told."""
-    settings = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2, kv_channels=16)
-    settings |= dict(num_moe_experts=None, tensor_model_parallel_size=1, sequence_parallel=False)
-    config = SimpleNamespace(**settings, normalization="RMSNorm", gated_linear_unit=True)
+    shape = DecoderShape(1, 64, 96, 4, 2, 16, 100)
 
-    def kept(fused: bool, **changed: object) -> float:
-        other = SimpleNamespace(**vars(config) | changed)
-        return counted_bytes(other, 100, torch.float32, 16, fused=fused).kept_per_token_and_layer
+    def kept(fused: bool, normalization: str = "RMSNorm", gated_linear_unit: bool = True, **changed: object) -> float:
+        config = SimpleNamespace(normalization=normalization, gated_linear_unit=gated_linear_unit)
+        rank = RankTensors(4, logit_rows=16, fused=fused, fused_attention=False, in_buffers=False)
+        return counted_bytes(config, replace(shape, **changed), rank).kept_per_token_and_layer
 
     assert kept(True) < kept(False)
     for changed in ({"normalization": "LayerNorm"}, {"gated_linear_unit": False}):
         assert kept(True, **changed) == kept(False, **changed)
     with pytest.raises(InputError, match="how many tokens an expert gets"):
-        kept(True, num_moe_experts=4)
+        kept(True, num_experts=4, moe_layers=())

@@ -13,6 +13,7 @@ import pytest
 
 from conftest import rollout_file, seed_all
 from megatron_dta.planning import CostModel, Message, OpKind, PipelineCosts, PipelineOp, simulate
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.pipeline.simulation import message_of, op_times
 from megatron_dta.planning.plan_step import plan_step
@@ -22,7 +23,7 @@ from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 
 STAGES = 4
-MODEL = CostModel.from_shape(40, 5120, 17408, 40, 8, 128, 151936)
+MODEL = CostModel.from_shape(DecoderShape(40, 5120, 17408, 40, 8, 128, 151936))
 SEND_SECONDS = 4e-4  # 16 MB between two GPUs of one host
 
 Entry = tuple[str, PipelineOp | Message]

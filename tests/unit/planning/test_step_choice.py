@@ -12,7 +12,8 @@ import pytest
 from conftest import rollout_file, seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget, SegmentBytes, peak_bytes
+from megatron_dta.planning.costs.named_shapes import SHAPES
+from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget, RankTensors, SegmentBytes, peak_bytes
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments import recompute
@@ -360,8 +361,8 @@ def test_a_real_set_in_the_memory_of_one_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     rollouts = load_rollouts(rollout_file("tau1_airline_gpt4o_4x50.npz"), max_sequences=40)
     samples = [TrainingSample(each.token_ids, each.loss_mask) for each in rollouts]
-    model = (2048, 6144, 16, 8, 128, 151936)
-    each, costs = SegmentBytes.of_shape(*model, logit_rows=883), CostModel.from_shape(28, *model)
+    model = SHAPES["qwen3-1.7b"]
+    each, costs = SegmentBytes.of_shape(model, RankTensors(logit_rows=883)), CostModel.from_shape(model)
     seconds = {}
     for gib in (22.0, 40.0, 64.0):
         memory = MemoryBudget(gib, (9.7 * GIB,), each)

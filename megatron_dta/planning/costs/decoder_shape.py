@@ -1,6 +1,6 @@
-"""Counts the parameters of a decoder: those on each rank of a mesh, and those that a token passes through.
+"""Describes a decoder by its sizes and counts its parameters: on each rank of a mesh, and those a token passes through.
 
-Names are Megatron's. The counts cover the layers that this package builds: attention, gated or plain feed-forward
+The counts cover the layers that this package builds: attention, gated or plain feed-forward
 layers without biases, RMSNorm, optional norms of queries and keys, optional biases on queries, keys and values, and
 experts. A tensor group divides every matrix; norms and routers are replicated on its ranks.
 """
@@ -36,8 +36,8 @@ class RankParameters:
 
 
 @dataclass(frozen=True)
-class RunShape:
-    """The model that a run is planned for.
+class DecoderShape:
+    """The sizes of a decoder, with Megatron's names.
 
     Attributes:
         moe_layers: whether each layer has experts; empty means all layers if ``num_experts`` is set, else none.
@@ -88,12 +88,12 @@ class RunShape:
             raise InputError("--moe-grouped-gemm has no effect without --num-experts; leave it out or add that")
 
     @classmethod
-    def of(cls, settings: Any) -> RunShape:
-        """Read the shape from an object with the attributes of ``ModelConfig``.
+    def of(cls, settings: Any, **known: Any) -> DecoderShape:
+        """Read the shape from an object with the attributes of ``ModelConfig``; ``known`` replaces some of them.
 
         Raises InputError if the vocabulary size is None.
         """
-        values = {field.name: getattr(settings, field.name) for field in fields(cls)}
+        values = {field.name: getattr(settings, field.name) for field in fields(cls)} | known
         if values["vocab_size"] is None:
             raise InputError("--vocab-size is needed to plan a run: without it the tokenizer would decide")
         return cls(**values | {"moe_layers": tuple(values["moe_layers"])})
@@ -177,66 +177,17 @@ class RunShape:
         return self.attention_weights + router + self._shared + self.moe_router_topk * self._ffn(self.expert_width)
 
     @property
+    def layer_weights(self) -> int:
+        """Matrix entries that a token is multiplied with in all layers."""
+        return sum(n * self.token_weights(layer) for layer, n in self.kinds(range(self.num_layers)))
+
+    @property
     def active_parameters(self) -> int:
         """Parameters that a token passes through, including the output matrix."""
-        return (
-            sum(n * self.token_weights(layer) for layer, n in self.kinds(range(self.num_layers)))
-            + self.hidden_size * self.vocab_size
-        )
+        return self.layer_weights + self.hidden_size * self.vocab_size
 
-
-_QWEN3 = dict(
-    vocab_size=151936, kv_channels=128, num_query_groups=8, qk_layernorm=True, norm_epsilon=1e-6, rotary_base=1e6
-)
-_QWEN25 = dict(vocab_size=152064, kv_channels=128, num_query_groups=8, add_qkv_bias=True, rotary_base=1e6)
-_LLAMA31 = dict(vocab_size=128256, kv_channels=128, num_query_groups=8, rotary_base=5e5, use_rope_scaling=True)
-_NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-
-
-def _shape(family: dict[str, Any], *sizes: int, **more: Any) -> RunShape:
-    return RunShape(**family | dict(zip(_NAMES, sizes, strict=True)) | more)
-
-
-# Shapes of the models in ``HUB_NAMES``. Other shapes come from a config.json or from flags.
-SHAPES: dict[str, RunShape] = {
-    "qwen3-1.7b": _shape(_QWEN3, 28, 2048, 6144, 16, untie_embeddings_and_output_weights=False),
-    "qwen3-8b": _shape(_QWEN3, 36, 4096, 12288, 32),
-    "qwen3-14b": _shape(_QWEN3, 40, 5120, 17408, 40),
-    "qwen3-32b": _shape(_QWEN3, 64, 5120, 25600, 64),
-    "qwen3-30b-a3b": _shape(
-        _QWEN3 | dict(num_query_groups=4),
-        48,
-        2048,
-        6144,
-        32,
-        num_experts=128,
-        moe_router_topk=8,
-        moe_ffn_hidden_size=768,
-    ),
-    "qwen3-235b-a22b": _shape(
-        _QWEN3 | dict(num_query_groups=4),
-        *(94, 4096, 12288, 64),
-        num_experts=128,
-        moe_router_topk=8,
-        moe_ffn_hidden_size=1536,
-    ),
-    "qwen2.5-7b": _shape(_QWEN25 | dict(num_query_groups=4, norm_epsilon=1e-6), 28, 3584, 18944, 28),
-    "qwen2.5-32b": _shape(_QWEN25, 64, 5120, 27648, 40),
-    "qwen2.5-72b": _shape(_QWEN25, 80, 8192, 29568, 64),
-    "llama3-8b": _shape(_LLAMA31, 32, 4096, 14336, 32),
-    "llama3-70b": _shape(_LLAMA31, 80, 8192, 28672, 64),
-}
-# Checkpoints of the named shapes on the Hugging Face hub.
-HUB_NAMES = {
-    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-    "qwen3-14b": "Qwen/Qwen3-14B",
-    "qwen3-32b": "Qwen/Qwen3-32B",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
-    "qwen2.5-32b": "Qwen/Qwen2.5-32B",
-    "qwen2.5-72b": "Qwen/Qwen2.5-72B",
-    "llama3-8b": "meta-llama/Llama-3.1-8B",
-    "llama3-70b": "meta-llama/Llama-3.1-70B",
-}
+    def layer_width(self, layer: int) -> int:
+        """Width of the feed-forward part of a layer that a token passes through."""
+        if not self.moe_layers[layer]:
+            return self.ffn_hidden_size
+        return self.moe_router_topk * self.expert_width + (self.moe_shared_expert_intermediate_size or 0)

@@ -1,0 +1,49 @@
+"""Models with random weights that benchmarks build: named shapes with the layers of Qwen3, and two tiny ones."""
+
+from __future__ import annotations
+
+from megatron_dta.config.model import ModelConfig
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.named_shapes import SHAPES
+
+# "tiny" and "tiny-moe" are for trying things on a laptop; their vocabulary size follows from the data.
+TINY = {
+    "tiny": DecoderShape(2, 64, 192, 8, 8, 8, 1),
+    "tiny-moe": DecoderShape(2, 64, 192, 8, 8, 8, 1, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48),
+}
+_NAMES = ("qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama3-70b")
+MODELS: dict[str, DecoderShape] = TINY | {name: SHAPES[name] for name in _NAMES}
+# Settings taken from the shape; the others are those of all benchmarks.
+_COPIED = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("swiglu", "untie_embeddings_and_output_weights", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+)
+
+
+def benchmark_model(
+    name: str,
+    vocab_size: int | None,
+    longest: int,
+    bf16: bool,
+    num_layers: int | None = None,
+    fused_layer_impl: str = "auto",
+) -> ModelConfig:
+    """The model of ``MODELS[name]`` for sequences of up to ``longest`` tokens; ``num_layers`` None keeps all layers.
+
+    Args:
+        vocab_size: vocabulary size of a tiny model; the others have their own.
+    """
+    shape = MODELS[name]
+    values = {field: getattr(shape, field) for field in _COPIED}
+    if num_layers is not None:
+        values["num_layers"] = num_layers
+    return ModelConfig(
+        **values,
+        vocab_size=vocab_size if name in TINY else shape.vocab_size,
+        group_query_attention=True,
+        disable_bias_linear=True,
+        qk_layernorm=True,
+        max_position_embeddings=longest,
+        bf16=bf16,
+        fused_layer_impl=fused_layer_impl,
+    )
