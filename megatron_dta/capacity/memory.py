@@ -142,8 +142,8 @@ def counted_bytes(shape: DecoderShape, mesh: RunMesh, states: StateSettings) -> 
     element = DTYPE_BYTES[states.weights]
     kept = work = 0.0
     for layer, count in shape.kinds(range(shape.num_layers)):
-        dense = replace(shape, ffn_hidden_size=shape.layer_width(layer), num_experts=None, moe_layers=())
-        dense = replace(dense, moe_grouped_gemm=False)
+        width = shape.layer_width(layer)
+        dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=(), moe_grouped_gemm=False)
         of_layer = SegmentBytes.of_shape(dense, RankTensors(element, tensor, mesh.sequence_parallel))
         experts = 0.0
         if shape.moe_layers[layer]:

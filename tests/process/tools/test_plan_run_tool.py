@@ -31,6 +31,7 @@ EXAMPLES = {
 OWN = ("max_position_embeddings", "init_method_std", "bf16", "params_dtype", "moe_grouped_gemm")
 SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 HF_CONFIGS = {
+    "qwen3-0.6b": ("qwen3-1.7b", (28, 1024, 3072, 16)),
     "qwen3-1.7b": ("qwen3-1.7b", ()),
     "qwen3-8b": ("qwen3-1.7b", (36, 4096, 12288, 32)),
     "qwen3-14b": ("qwen3-1.7b", (40, 5120, 17408, 40)),
@@ -62,7 +63,7 @@ def hf_config(name: str) -> dict:
     values = json.loads((REPOSITORY / "tests" / "helpers" / "hf_configs" / f"{of}.json").read_text())
     changed = dict(zip(SIZE_KEYS, sizes, strict=True)) if sizes else {}
     if name.startswith("qwen3-") and sizes:
-        changed["tie_word_embeddings"] = False
+        changed["tie_word_embeddings"] = name == "qwen3-0.6b"
     return values | changed
 
 
