@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dta.common import slow_calls
 from megatron_dta.common.errors import InputError
 from megatron_dta.sampling.rewards.registry import (
     Response,
@@ -93,10 +93,25 @@ class Scorer:
             return [self._value(outcome) for outcome in self._batch(responses)]
         if self._workers == 1 or len(responses) < 2:
             return [self._value(self._attempt(response)) for response in responses]
-        with ThreadPoolExecutor(self._workers, thread_name_prefix="reward") as pool:
-            # All calls finish before an error is raised.
-            outcomes = list(pool.map(self._attempt, responses))
-        return [self._value(outcome) for outcome in outcomes]
+        # All calls finish before an error is raised.
+        return [self._value(outcome) for outcome in self._concurrently(responses)]
+
+    def _concurrently(self, responses: Sequence[Response]) -> list[_Outcome]:
+        """``_attempt`` for all responses. Threads of a pool would be joined when the process ends, also those whose
+        function never returns; daemon threads are not."""
+        outcomes: list[_Outcome | None] = [None] * len(responses)
+        waiting = iter(list(enumerate(responses)))
+
+        def work() -> None:
+            for i, response in waiting:
+                outcomes[i] = self._attempt(response)
+
+        threads = [threading.Thread(target=work, name="reward", daemon=True) for _ in range(self._workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outcomes
 
     def _batch(self, responses: Sequence[Response]) -> list[_Outcome]:
         """One call for all responses; if it fails, the reward of each response fails."""
@@ -117,7 +132,9 @@ class Scorer:
                 return error
 
         if self._seconds is None:
-            return attempt()
+            name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
+            with slow_calls.reported(f"{where}: {name}", "--reward-timeout-seconds"):
+                return attempt()
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(attempt()), name="reward", daemon=True)
         thread.start()

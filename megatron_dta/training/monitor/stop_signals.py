@@ -1,7 +1,8 @@
 """Handles signals that end a run after its current step, with its state saved.
 
 Schedulers send SIGTERM or SIGUSR1 before a time limit or a preemption; Ctrl-C sends SIGINT. A second Ctrl-C ends the
-process at once if it comes more than a second after the first. (torchrun forwards the first one.)
+process at once if it comes more than a second after the first. (torchrun forwards the first one.) So does any second
+signal while the run waits for a function of the user, since the step may never end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from megatron_dta.common import slow_calls
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Exit status of a program that Ctrl-C ended, by the convention of shells; it also ends the calling script.
@@ -26,7 +29,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self._interrupted_at: float | None = None
+        self._first_at: dict[int, float] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -40,11 +43,16 @@ class StopSignals:
 
     def _take(self, number: int, frame: object) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        if number == signal.SIGINT:
-            if self._interrupted_at is not None and now > self._interrupted_at + 1:
-                raise KeyboardInterrupt
-            if self._interrupted_at is None:
-                self._interrupted_at = now
-                # os.write is safe in a signal handler; print is not, since the signal may interrupt another print.
+        is_waiting = slow_calls.is_waiting()
+        first = min(self._first_at.values(), default=now) if is_waiting else self._first_at.get(signal.SIGINT, now)
+        if (is_waiting or number == signal.SIGINT) and now > first + 1:
+            raise KeyboardInterrupt
+        if number not in self._first_at:
+            self._first_at[number] = now
+            # os.write is safe in a signal handler; print is not, since the signal may interrupt another print.
+            if number == signal.SIGINT:
                 os.write(2, b"\nCtrl-C: the run ends after this step and is saved; press it again to end at once\n")
+            elif is_waiting:
+                line = "the run ends after this step, which waits for a function; a second signal ends it at once"
+                os.write(2, f"{name}: {line}\n".encode())
         self.name = self.name or name

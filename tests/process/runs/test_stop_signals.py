@@ -92,6 +92,36 @@ def test_scripts_learn_of_ctrl_c(tmp_path: Path, times: int) -> None:
     assert bool(list(tmp_path.glob("iter_*"))) == (times == 1)
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path: Path, name: str) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import pathlib, time\n"
+        "def judge(prompt, response, response_token_ids):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'called').touch()\n"
+        "    time.sleep(600)\n"
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [1, 2], "answer": "3"}\n')
+    flags = (
+        f"--prompt-data {tmp_path}/prompts.jsonl --tokenizer-type NullTokenizer --vocab-size 9 --eos-id 8 --lr 1e-3 "
+        f"--rollout-batch-size 1 --n-samples-per-prompt 2 --rollout-max-response-len 4 --train-iters 2 "
+        f"--reward-function {tmp_path}/rewards.py:judge"
+    )
+    program = [sys.executable, "-m", "megatron_dta.train", *MODEL.split(), *flags.split()]
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (tmp_path / "called").exists():
+        time.sleep(0.05)
+    time.sleep(1.2)
+    process.send_signal(signal.Signals[name])
+    first = process.stderr.readline() or process.stderr.readline()
+    while "at once" not in first and (line := process.stderr.readline()):
+        first += line
+    time.sleep(1.2)
+    process.send_signal(signal.Signals[name])
+    errors = process.communicate(timeout=60)[1]
+    assert (process.returncode, errors) == (130, "interrupted\n"), first
+
+
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_job_scripts_pass_slurms_warning_on(tmp_path: Path, name: str) -> None:
     """Either signal of ``--signal B:...`` reaches the step as a SIGTERM, and the script waits until it has ended."""

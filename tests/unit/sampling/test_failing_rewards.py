@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from conftest import seed_all
 from failing_rewards_cases import ADD, QUICK, fenced, isolated
 from megatron_dta.arguments import parse_arguments
+from megatron_dta.common import slow_calls
 from megatron_dta.common.errors import InputError
 from megatron_dta.config.sampling import RewardConfig
 from megatron_dta.rollouts.batch_source import RolloutError
@@ -329,3 +331,25 @@ def test_functions_that_hang_fail_in_time_where_there_is_one(drop: bool) -> None
         with pytest.raises(InputError, match=r"prompt 'p', response 'hang': took longer than 0.5 s"):
             scorer.score(responses)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_functions_that_take_long_are_reported(
+    concurrent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slow_calls, "FIRST_SECONDS", 0.1)
+
+    def judge(prompt: dict, response: str, ids: list[int]) -> float:
+        end = time.monotonic() + 20
+        while response == "slow" and len(caplog.messages) < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        return 1.0
+
+    judge.is_concurrent = concurrent
+    scorer = Scorer(judge, workers=2)
+    assert scorer.score([Response("p", {}, text, []) for text in ("quick", "slow", "quick")]) == [1, 1, 1]
+    line = r"reward function, prompt 'p', response 'slow': \S*judge has been running for (\d+) s; "
+    found = [re.fullmatch(f"{line}--reward-timeout-seconds limits its time", text) for text in caplog.messages]
+    assert len(found) == 2
+    assert all(found)
+    assert not slow_calls._running

@@ -1,0 +1,75 @@
+"""Reports calls of users' functions that take long: one line on the log after a minute, then at doubling intervals.
+
+Such a function may take any time, and a run that waits for one must not look dead. ``is_waiting`` tells the handler of
+stop signals that the step may never end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+FIRST_SECONDS = 60.0
+"""Seconds after which a call is reported for the first time."""
+_WAITING_SECONDS = 1.0
+
+
+@dataclass
+class _Call:
+    what: str
+    limited_by: str
+    begin: float
+    next_report: float
+
+
+_running: dict[int, _Call] = {}
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+@contextmanager
+def reported(what: str, limited_by: str) -> Iterator[None]:
+    """Report the call in this block while it takes long.
+
+    Args:
+        what: the call, for the line on the log.
+        limited_by: the flag that limits its time.
+    """
+    global _thread
+    now = time.monotonic()
+    call = _Call(what, limited_by, now, now + FIRST_SECONDS)
+    with _lock:
+        _running[id(call)] = call
+        if _thread is None:
+            _thread = threading.Thread(target=_report, name="slow calls", daemon=True)
+            _thread.start()
+    try:
+        yield
+    finally:
+        with _lock:
+            del _running[id(call)]
+
+
+def is_waiting() -> bool:
+    """Whether a reported call has been running for more than a second; safe in a signal handler."""
+    now = time.monotonic()
+    return any(now - call.begin > _WAITING_SECONDS for call in list(_running.values()))
+
+
+def _report() -> None:
+    while True:
+        with _lock:
+            now = time.monotonic()
+            due = [call for call in _running.values() if call.next_report <= now]
+            for call in due:
+                call.next_report = now + (now - call.begin)
+        for call in due:
+            seconds = now - call.begin
+            logger.warning("%s has been running for %.0f s; %s limits its time", call.what, seconds, call.limited_by)
+        time.sleep(min(1.0, FIRST_SECONDS / 4))
