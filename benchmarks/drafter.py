@@ -2,9 +2,9 @@
 
     python benchmarks/drafter.py [--depth 24] [--live 64] [--tokens 600] [--output FILE] [--json]
 
-As an engine asks: a few tokens of each of many samples at once, then a draft for each of them; a tree for each problem
-and one for all. Samples of a problem agree in nineteen of twenty tokens. The row named "python" is the twin without a
-compiler. Rounds that other work has slowed are left out: what counts is the quickest.
+The calls are those of an engine: a few tokens of many samples at once, then a draft for each sample, with a tree for
+each problem and one for all. Samples of a problem agree in 19 of 20 tokens. The row "python" is the implementation for
+machines without a compiler. The fastest round counts, so that other work on the machine has no effect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBLEMS, _STEP, _VOCABULARY = 8, 4, 3000
 
 
 def measure(forest: SuffixForest, live: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Microseconds of an inserted token (in both of its trees) and of a draft, and the bytes of a token."""
+    """Microseconds per inserted token (in both trees) and per draft, and bytes per token."""
     rng = np.random.default_rng(0)
     everything, problems = forest.new_tree(), [forest.new_tree() for _ in range(_PROBLEMS)]
     bases = rng.integers(0, _VOCABULARY, (_PROBLEMS, tokens))

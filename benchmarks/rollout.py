@@ -1,17 +1,19 @@
-"""Measures rollouts of the in-process engine on a model with random weights: each part is a subcommand.
+"""Measures rollouts of the in-process engine on a model with random weights. Each part is a subcommand.
 
     python benchmarks/rollout.py decode [--shape 1.7b] [--batch 64] [--prompt-tokens 512] [--response-tokens 256]
         [--samples-per-prompt 1] [--output FILE.json] [--json]
 
-decode    tokens per second of plain sampling. The same requests run with one token each and with --response-tokens + 1;
-          the difference is decoding, what remains is the prompts. Nothing ends early. "share_of_memory_bound" compares
-          a decoding pass with the time it takes to read the weights and every cached position once.
-tree      trees (TreePO) against as many independent rollouts: trajectories and tokens per second, with lengths drawn
-          from a lognormal distribution (--mean-length, --length-sigma, --max-length), which random weights do not have.
-attention the decoding kernel alone, by settings; needs a GPU.
-das       decoding recorded samples with speculation and without, measured and as predicted: see ``das_parts``.
-das-noise how far rounding moves samples in bfloat16, with drafts and at another batch size: see ``noise_part``.
-tree-tokens   the tokens of the same comparison, without a model.
+decode       tokens per second of plain sampling. The same requests run with one token each and with
+             --response-tokens + 1; the difference is the time of decoding, the rest that of the prompts. No request
+             ends early. "share_of_memory_bound" compares a decoding pass with the time to read the weights and every
+             cached position once.
+tree         trees (TreePO) against the same number of independent rollouts: trajectories and tokens per second, with
+             lengths from a lognormal distribution (--mean-length, --length-sigma, --max-length).
+tree-tokens  the token counts of this comparison, without a model.
+attention    the decoding kernel alone, with different settings; needs a GPU.
+das          recorded samples with and without speculation, measured and predicted (``rollout_parts/drafting.py``).
+das-noise    how far rounding moves samples in bfloat16, with drafts and at other batch sizes
+             (``rollout_parts/rounding.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch
 
 from megatron_dta.train import quieten_libraries
 
-quieten_libraries()  # before Megatron is imported, which tells what is not installed
+quieten_libraries()  # before Megatron is imported, which warns of missing packages
 
 from common.engine import (
     Setup,
@@ -54,9 +56,8 @@ from rollout_parts.trees import add_tree_arguments, run_tree, run_tree_tokens
 
 @dataclass(frozen=True)
 class Part:
-    """A subcommand: one line of help, its own flags, what it measures (rows of the report), and which of the flags of
-    all parts it does not have because it would not read them.
-    """
+    """A subcommand: its help, its own flags, a function that returns the rows of the report, and the common flags that
+    it does not have because it would not read them."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -71,7 +72,7 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response-tokens", type=int, default=128)
     parser.add_argument("--samples-per-prompt", type=int, default=1, help="samples share their prompt's K and V")
     parser.add_argument("--requests", type=int, help="requests in all (default: --batch)")
-    parser.add_argument("--profile", action="store_true", help="one more run that says which kernels take the time")
+    parser.add_argument("--profile", action="store_true", help="run once more and list the kernels by time")
 
 
 def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
@@ -125,10 +126,10 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
 def _measured_run(
     arguments: argparse.Namespace, engine: InProcessEngine, setup: Setup, count: int, max_tokens: int
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of sampling ``max_tokens`` for every request, and what the engine's counters have gained.
+    """Seconds of sampling ``max_tokens`` for every request, and the changes of the engine's counters.
 
-    Requests of one token are held: else the first sample of a prompt would be gone before the others, which in a longer
-    run find what it has computed.
+    Requests of one token are held. Otherwise the first sample of a prompt would end before the others could share its
+    K/V, as they do in a longer run.
     """
     rng = np.random.default_rng(arguments.seed)
     before = engine.statistics()

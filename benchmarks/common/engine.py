@@ -1,4 +1,4 @@
-"""What the parts of the rollout benchmark share: a model of a given shape with random weights, and an engine on it."""
+"""Shared by the parts of the rollout benchmark: a model of a given shape with random weights, and an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.named_shapes import SHAPES
 from megatron_dta.sampling.engines.in_process.cuda_graphs import bucket, why_not_captured
 from megatron_dta.sampling.engines.in_process.drafting import Drafting
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 
@@ -30,12 +30,12 @@ MODELS |= {name: SHAPES[f"qwen3-{name}"] for name in ("0.6b", "1.7b", "8b")}
 
 @dataclass(frozen=True)
 class Setup:
-    """A model with what its decoding cannot be faster than.
+    """A model and the lower bound on the time of its decoding passes.
 
     Attributes:
-        weight_bytes: read at every decoding pass: all parameters but an input embedding of its own.
-        token_bytes: K and V of one position in all layers.
-        bandwidth: bytes a second, of a large copy or as given.
+        weight_bytes: bytes read in every decoding pass: all parameters except an untied input embedding.
+        token_bytes: bytes of K and V of one position in all layers.
+        bandwidth: bytes per second, measured by a large copy or given.
     """
 
     model: Model
@@ -46,12 +46,12 @@ class Setup:
     bandwidth_from: str
 
     def bound_seconds(self, cached_tokens: float) -> float:
-        """Least time of a decoding pass that reads the weights and ``cached_tokens`` positions once each."""
+        """Lower bound on a decoding pass that reads the weights and ``cached_tokens`` positions once."""
         return (self.weight_bytes + cached_tokens * self.token_bytes) / self.bandwidth
 
 
 def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Flags that all parts have, ``without`` those that a part would not read (fields, as ``block_size``)."""
+    """The common flags, except those in ``without`` (field names such as ``block_size``)."""
 
     def add(flag: str, **settings: Any) -> None:
         if flag.removeprefix("--").replace("-", "_") not in without:
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()
     add("--buffer-size-gb", type=float, help="--inference-dynamic-batching-buffer-size-gb")
     add("--max-tokens", type=int, default=4096, help="--inference-dynamic-batching-max-tokens")
     add("--cuda-graphs", action=argparse.BooleanOptionalAction, help="--rollout-cuda-graphs (default: where possible)")
-    add("--burst", type=int, default=8, help="passes that run before the host looks at their tokens")
+    add("--burst", type=int, default=8, help="passes that run before the host reads their tokens")
     add("--attention-impl", choices=("auto", "triton", "reference"), default="auto")
     add("--max-position-embeddings", type=int, default=8192)
     add("--memory-bandwidth-gbs", type=float, help="of the data sheet; default: measured by copying")
@@ -75,14 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()
 
 
 def check_arguments(arguments: argparse.Namespace, *names: str) -> None:
-    """Refuse counts below 1, of those that the part has."""
+    """Refuse counts below 1 of the flags that the part has."""
     for name in ("batch", "block_size", "max_tokens", "burst", "max_position_embeddings", "runs", *names):
         if getattr(arguments, name, 1) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
 
 
 def build_setup(arguments: argparse.Namespace) -> Setup:
-    """The model that the flags ask for, in evaluation mode."""
+    """The model of the flags, in evaluation mode."""
     device = initialize_parallel(arguments.seed)
     dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
     shape = MODELS[arguments.shape]
@@ -122,23 +122,22 @@ def build_engine(
     reason = why_not_captured(setup.model, arguments.attention_impl)
     if arguments.cuda_graphs and reason is not None:
         raise InputError(f"--cuda-graphs {reason}; leave it out")
-    return make(
-        setup.model,
+    settings = EngineSettings(
         arguments.batch,
         arguments.block_size,
         arguments.buffer_size_gb,
         arguments.max_tokens,
-        drafting,
         attention_impl=arguments.attention_impl,
         static_passes=arguments.cuda_graphs is not False and reason is None,
         burst=arguments.burst,
     )
+    return make(setup.model, settings, drafting)
 
 
 def warm_up(setup: Setup, engine: InProcessEngine, rows: int, params: SamplingParams) -> None:
-    """Compile and capture what passes of up to ``rows`` decoding rows need, and let the allocator have memory."""
+    """Compile and capture passes of up to ``rows`` decoding rows, and let the allocator reserve memory."""
     if setup.device.type == "cuda":
-        # From here on nothing asks the driver for memory, which takes milliseconds each time.
+        # Later allocations need no memory from the driver, which would take milliseconds each.
         torch.empty(int(0.45 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device=setup.device)
     for count in sorted({min(rows, bucket(n)) for n in range(1, rows + 1)}):
         # The samples of one prompt get copies of its last page.
@@ -147,12 +146,12 @@ def warm_up(setup: Setup, engine: InProcessEngine, rows: int, params: SamplingPa
 
 
 def counts_since(before: dict[str, float], engine: InProcessEngine) -> dict[str, float]:
-    """What an engine's counters have gained since they were ``before``."""
+    """Changes of an engine's counters since ``before``."""
     return {name: count - before[name] for name, count in engine.statistics().items()}
 
 
 def measured_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a copy that is far larger than any cache."""
+    """Bytes read and written per second by a copy that is much larger than any cache."""
     count = 2**28 if device.type == "cuda" else 2**26
     source = torch.zeros(count, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -167,6 +166,6 @@ def measured_bandwidth(device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, if it is one that runs by itself."""
+    """Wait for a GPU; a CPU needs no wait."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,7 @@
-"""The in-process engine made to sample what was sampled elsewhere, and drafts for measurements.
+"""An in-process engine that takes recorded tokens instead of its own, and draftings for measurements.
 
-A model with random weights has no use for a drafter. But what a forward costs depends on how many tokens it has, and
-not on which: so the engine runs every forward as it would, and then takes the recorded tokens in place of its own. A
-draft is then accepted as far as it agrees with the record, as it was when the record was made.
+The cost of a forward depends on the number of its tokens and not on their values. So the engine runs every forward and
+then takes the recorded tokens in place of the drawn ones. A draft is accepted as far as it agrees with the record.
 """
 
 from __future__ import annotations
@@ -14,22 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.sampling.engines.in_process.drafting import Drafting
+from megatron_dta.sampling.engines.in_process.drafting import Drafting, NoDrafting, Round
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
-from megatron_dta.sampling.engines.in_process.pass_costs import SilentDrafting
 from megatron_dta.sampling.engines.in_process.scheduler import Request
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
 
 
 @dataclass(frozen=True)
 class WaveTime:
-    """Where the time of requests that began together went.
+    """Times of requests that began together.
 
     Attributes:
-        seconds: from their submission until the last one was complete.
-        prompt_seconds: of these, until the last one had its first token; others may have had more by then.
+        seconds: from their submission to the completion of the last one.
+        prompt_seconds: the part until the last one had its first token; others may have more tokens by then.
         forwards, prompt_forwards: passes in these times.
-        captures: graphs that were captured meanwhile.
+        captures: graphs captured in this time.
     """
 
     seconds: float
@@ -43,18 +41,17 @@ class WaveTime:
 
     @property
     def pass_seconds(self) -> float:
-        """Mean of the passes behind the prompts; 0 without any."""
+        """Mean seconds of the passes after the prompts; 0 without any."""
         passes = self.forwards - self.prompt_forwards
         return (self.seconds - self.prompt_seconds) / passes if passes else 0.0
 
 
 class ForcedEngine(InProcessEngine):
-    """Its request with key k gives ``recorded[k]`` (int32), of which it may ask for a part; one with another key gives
-    what it draws.
+    """A request with key k gets ``recorded[k]`` (int32) or its beginning; requests with other keys get what is drawn.
 
     Attributes:
-        own: by key, the tokens that the engine drew itself behind each prefix of the record, and their logprobs. Passes
-            of a burst behind the first have no part in this: their inputs are the engine's own tokens.
+        own: by key, the tokens that the engine drew after each prefix of the record, and their logprobs. Only the first
+            pass of a burst counts, since the inputs of the others are the engine's own tokens.
     """
 
     def __init__(self, recorded: dict[int, np.ndarray], *arguments: Any, **settings: Any) -> None:
@@ -64,12 +61,11 @@ class ForcedEngine(InProcessEngine):
         self._prompts_over, self._prompt_forwards = 0.0, 0
 
     def draft_with(self, drafting: Drafting | None) -> None:
-        """Use another drafting from now on, while nothing runs; what is captured stays."""
-        self.drafting = drafting
+        """Use another drafting from now on, while nothing runs; captured graphs are kept."""
+        self.drafting = drafting or NoDrafting()
 
     def timed(self, requests: Sequence[GenerationRequest]) -> tuple[list[GenerationResult], WaveTime]:
-        """Run the requests, which is all that runs. Every pass that gives tokens waits for the device, so the host's
-        clock is the device's."""
+        """Run the requests alone. Every pass waits for the device, so the host's clock measures the device."""
         before = self.statistics()
         self._prompts_over = began = time.perf_counter()
         results = generate(self, requests)
@@ -102,12 +98,12 @@ class ForcedEngine(InProcessEngine):
         return ended
 
 
-class FixedDrafting(SilentDrafting):
-    """As many drafted tokens in every pass.
+class FixedDrafting(Drafting):
+    """Drafts the same number of tokens in every pass.
 
     Attributes:
         width: of each row's draft.
-        ends: when each pass ended, by its number of tokens.
+        ends: the end times of the passes, by their number of tokens.
     """
 
     def __init__(self, width: int) -> None:
@@ -117,12 +113,13 @@ class FixedDrafting(SilentDrafting):
     def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         return [np.zeros(min(self.width, limit), np.int32) for limit in most.tolist()]
 
-    def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
-        self.ends.setdefault(tokens, []).append(time.perf_counter())
+    def verified(self, done: Round) -> None:
+        passes = max(map(len, done.appended)) if done.drafted is None else 1
+        self.ends.setdefault(done.num_tokens, []).extend([time.perf_counter()] * passes)
 
 
-class KnownDrafting(SilentDrafting):
-    """Drafts of up to ``width`` tokens of what each key is expected to sample, one in five of them spoiled."""
+class KnownDrafting(Drafting):
+    """Drafts up to ``width`` tokens of the expected answer of each key; one draft in five has a wrong token."""
 
     def __init__(self, answers: dict[int, np.ndarray], width: int, vocab_size: int, seed: int) -> None:
         self._answers, self._width, self._vocab_size = answers, width, vocab_size

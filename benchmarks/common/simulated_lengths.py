@@ -1,8 +1,8 @@
-"""An engine whose responses have lengths of a given distribution, whatever the model says.
+"""An engine whose responses have lengths of a given distribution.
 
-How long a path gets is drawn anew in each request, given that it is as long as it is: so branches of a path get lengths
-of their own, all longer than what they share, as those of a model do. A response of a request that reaches its length
-comes back as one that has ended. The tokens are the model's, or zeros without one.
+The length of a path is drawn again in each request, conditioned on the length so far. So the branches of a path get
+different lengths, all longer than the shared part, as with a model. A response that reaches its length is returned as
+one that has ended. The tokens are those of the model, or zeros without one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Lognormal with a mean (before any cap) and the standard deviation of the logarithm, rounded up."""
+    """Lognormal lengths, rounded up, with a mean (before any cap) and the standard deviation of the logarithm."""
 
     mean: float
     sigma: float

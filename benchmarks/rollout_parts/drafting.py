@@ -1,10 +1,10 @@
-"""The part of the rollout benchmark that measures speculation on the engine.
+"""The part ``das`` of the rollout benchmark: measures speculation on the engine.
 
-``das``: recorded samples, whose acceptance is that of the record (``forced_engine``), with speculation and without; the
-measured makespans beside those that ``replay_das`` would predict from what a forward costs here. All makespans have the
-prompts in them: measured ones from the first submission to the last token, predicted ones with the time that the
-prompts took in the run itself. Plain decoding runs as it would without any of this, in bursts. The control is text that
-drafts do not help with: there speculation must not be slower than plain decoding.
+Recorded samples run with and without speculation; drafts are accepted according to the record (``forced_engine``). The
+measured makespans are compared with those that ``replay_das`` predicts from the measured cost of a pass. All makespans
+include the prompts: measured ones from the first submission to the last token, predicted ones with the time of the
+prompts in the run itself. Plain decoding runs in bursts. The control is text that cannot be drafted well, for which
+speculation must not be slower than plain decoding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.engines.in_process.drafting import Drafting, SuffixDrafting
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
-from megatron_dta.speculation.budgets import BUDGETS, BudgetParams
+from megatron_dta.speculation.budgets import BUDGETS
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.gate import SpeculationGate
@@ -46,28 +46,28 @@ from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 
 _PASSES, _WARM_PASSES = 40, 8
-"""Passes from which the cost of one is taken, and how many of them come before it is."""
+"""Timed passes and warm-up passes."""
 
 _UNRECORDED = 2**48
-"""Keys from here on have no record."""
+"""First key without a record."""
 
 
 def add_das_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``das``."""
     parser.add_argument("--rollouts", required=True, help="recorded samples: .jsonl, .parquet or .npz")
-    parser.add_argument("--past", type=int, default=4, help="past samples of each problem that the drafter knows")
+    parser.add_argument("--past", type=int, default=4, help="past samples of each problem in the trees")
     parser.add_argument("--live-batch", type=int, help="samples of a wave, at most --batch (default: --batch)")
-    parser.add_argument("--waves", type=int, default=1, help="waves that are run, the first ones")
-    parser.add_argument("--stop-degenerate", action="store_true", help="cut samples where they are in a loop or noise")
+    parser.add_argument("--waves", type=int, default=1, help="number of waves to run")
+    parser.add_argument("--stop-degenerate", action="store_true", help="cut samples that enter a loop or noise")
     parser.add_argument(
-        "--control", action="store_true", help="one more row: text of the same lengths that cannot be drafted well"
+        "--control", action="store_true", help="add a row for text of the same lengths that cannot be drafted well"
     )
     parser.add_argument("--das-budget", choices=BUDGETS, default="straggler")
     parser.add_argument("--das-draft-tokens", type=int, default=DraftParams().width)
 
 
 def run_das(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
-    """A row for the recorded samples, and with ``--control`` one for text that cannot be drafted."""
+    """A row for the recorded samples and, with ``--control``, one for text that cannot be drafted."""
     check_arguments(arguments, "waves", "das_draft_tokens")
     live = arguments.live_batch or arguments.batch
     if not 1 <= live <= arguments.batch:
@@ -81,13 +81,13 @@ def run_das(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]
         for case, name in enumerate(cases)
         for i, sample in enumerate(s for part in cases[name][1] for s in part)
     }
-    # One engine for everything: what it captures once serves all.
+    # One engine for all runs, so that graphs are captured once.
     engine = build_engine(setup, arguments, None, partial(ForcedEngine, recorded))
     largest = max(map(len, parts))
     warm_up(setup, engine, largest, SamplingParams(1, eos_id=-1))
     plain_cost = _plain_cost(arguments, setup, engine, largest)
     drafted_cost = _drafted_cost(setup, engine, largest)
-    # Samples of the control have the lengths of the recorded ones, so plain decoding runs the same passes.
+    # The control has the lengths of the recorded samples, so plain decoding runs the same passes.
     plain, _ = _measured(arguments, setup, engine, parts, 0, lambda: None)
     rows = []
     for case, (name, (past, now)) in enumerate(cases.items()):
@@ -106,7 +106,7 @@ def _speculator(
 ) -> Speculator:
     drafter = DrafterParams(draft=DraftParams(width=arguments.das_draft_tokens))
     gate = SpeculationGate(plain, drafted, arguments.burst)
-    made = Speculator(drafter, BudgetParams(arguments.das_budget), drafted, gate)
+    made = Speculator(drafter, gate, arguments.das_budget)
     remember(made, history)
     return made
 
@@ -120,16 +120,16 @@ def _row(
     counts: dict[str, float],
     costs: tuple[ForwardCost, ForwardCost],
 ) -> dict[str, Any]:
-    """The figures of one case; pairs are of plain decoding and of speculation."""
+    """The figures of one case; pairs are (plain decoding, speculation)."""
     (plain, das), (plain_cost, drafted_cost) = times, costs
     samples = [sample for part in parts for sample in part]
-    # The first forward of a replay is the one that the prompts end with.
+    # The first forward of a replay is the last pass of the prompts.
     predicted_plain = plain.prompt_seconds + sum(
         float(plain_cost.seconds(plain_lives(part)[1:]).sum()) for part in parts
     )
-    # A replay has the first token of each sample in a pass of its own, which the prompts end with.
+    # In a replay the first token of each sample has a pass of its own, which is the last pass of the prompts.
     first = float(plain_cost.seconds(plain_lives(samples)[:1]).sum()) * len(parts)
-    # A replay runs the drafter itself, whose time it measures.
+    # A replay runs and times the drafter itself.
     predicted_das = das.prompt_seconds + sum(report.makespan + report.draft_seconds for report in reports) - first
     tokens = sum(len(sample.generated) for sample in samples)
     return {
@@ -166,7 +166,7 @@ def _row(
 def _control(
     history: list[list[RecordedSample]], parts: list[list[RecordedSample]]
 ) -> tuple[list[list[RecordedSample]], list[list[RecordedSample]]]:
-    """History and waves of the same lengths whose tokens are drawn anew one by one."""
+    """History and waves of the same lengths with randomly drawn tokens."""
     groups = [*history, *parts]
     drawn = text_like_control([sample for group in groups for sample in group], seed=0)
     ends = np.cumsum([0, *map(len, groups)]).tolist()
@@ -175,12 +175,12 @@ def _control(
 
 
 def _key(case: int, sample: int) -> int:
-    """Key of a recorded sample's request; cases have ranges of their own."""
+    """Key of the request of a recorded sample; each case has its own range."""
     return case * 2**32 + sample
 
 
 def doubts(measured: dict[str, WaveTime], least_pass: float) -> list[str]:
-    """Why a measurement cannot be right, in words; nothing where it can.
+    """Reasons why a measurement cannot be right.
 
     least_pass: seconds in which a pass reads the weights.
     """
@@ -199,7 +199,7 @@ def doubts(measured: dict[str, WaveTime], least_pass: float) -> list[str]:
 def _recorded(
     arguments: argparse.Namespace, setup: Setup, live: int
 ) -> tuple[list[list[RecordedSample]], list[list[RecordedSample]]]:
-    """History and waves; a sample's problem is its prompt, as it is for the engine."""
+    """History and waves; the problem of a sample is its prompt, as in the engine."""
     samples = recorded_samples(load_rollouts(arguments.rollouts), arguments.stop_degenerate)
     if any(len(sample.turn_ends) > 1 for sample in samples):
         raise InputError(f"{arguments.rollouts}: has samples of several turns; this part runs those of one turn")
@@ -230,10 +230,10 @@ def _measured(
     case: int,
     make_drafting: Callable[[], Drafting | None],
 ) -> tuple[WaveTime, dict[str, float]]:
-    """Time of all waves, prompts included, in the run of the median, and what the engine's counters gained in a run.
+    """Time of all waves including prompts in the median run, and the changes of the engine's counters in that run.
 
-    Each run drafts anew, so that all begin with the same history and run the same passes: what the first one, which is
-    not timed, has compiled and captured serves the others.
+    Each run has a new drafter, so that all runs begin with the same history and run the same passes. The first run,
+    which compiles and captures, is not timed.
     """
 
     def run() -> tuple[WaveTime, dict[str, float]]:
@@ -257,7 +257,7 @@ def _measured(
 
 
 def _drafted_cost(setup: Setup, engine: ForcedEngine, live: int) -> ForwardCost:
-    """What a pass of n tokens costs while drafting: few and many rows, with and without drafted tokens."""
+    """Cost of a pass of n tokens while drafting, from few and many rows with and without drafted tokens."""
     most = min(16 * live, 768)
     counts = sorted({(1, 0), (1, 7), (min(8, live), 3), (live, 0), (live, 1), (live, most // live - 1)})
     points = []
@@ -273,7 +273,7 @@ def _drafted_cost(setup: Setup, engine: ForcedEngine, live: int) -> ForwardCost:
 
 
 def _plain_cost(arguments: argparse.Namespace, setup: Setup, engine: ForcedEngine, live: int) -> ForwardCost:
-    """What a pass of n rows costs in plain decoding at its best settings."""
+    """Cost of a pass of n rows in plain decoding with its best settings."""
     engine.draft_with(None)
     points = []
     for rows in sorted({1, max(2, live // 8), max(3, live // 2), max(4, live)}):

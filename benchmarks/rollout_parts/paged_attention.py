@@ -1,6 +1,6 @@
-"""The part of the rollout benchmark that times the decoding kernel alone, with its own settings and others.
+"""The part ``attention`` of the rollout benchmark: times the decoding kernel alone, with its own settings and others.
 
-The bound is reading every cached key and value once. Winners belong into ``paged_config``.
+The bound is the time to read every cached key and value once. The best settings belong into ``paged_config``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _REPEATS = 20
 
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``attention``."""
-    parser.add_argument("--cached-tokens", type=int, default=640, help="of each of the --batch sequences")
-    parser.add_argument("--draft-tokens", type=int, default=0, help="tokens of a sequence in the pass beyond one")
-    parser.add_argument("--sweep", action="store_true", help="also with other settings")
+    parser.add_argument("--cached-tokens", type=int, default=640, help="cached tokens of each of the --batch sequences")
+    parser.add_argument("--draft-tokens", type=int, default=0, help="additional tokens of each sequence in the pass")
+    parser.add_argument("--sweep", action="store_true", help="try other settings, too")
 
 
 def run_attention(arguments: argparse.Namespace, setup: Setup | None) -> list[dict[str, Any]]:
-    """One row for each settings: microseconds of a layer, and bytes a second."""
+    """One row for each of the settings: microseconds of a layer, and its share of the memory bound."""
     check_arguments(arguments, "cached_tokens")
     if not torch.cuda.is_available():
         raise InputError("attention: this part needs a CUDA GPU")
@@ -70,7 +70,7 @@ def _seconds(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Of one launch with its merge, without the time of launching it."""
+    """Seconds of one launch with its merge, without the launch overhead."""
     H, G, D = heads
     size, count = arguments.block_size, arguments.draft_tokens + 1
     width = -(-arguments.cached_tokens // size)

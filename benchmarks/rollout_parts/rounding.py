@@ -1,24 +1,22 @@
-"""The part of the rollout benchmark that asks how far rounding moves samples: ``das-noise``.
+"""The part ``das-noise`` of the rollout benchmark: measures how far rounding moves samples.
 
-Plain decoding samples some sequences. Then the same sequences are run in other ways, as they are: every pass goes on
-with the reference's token, whatever this way would have drawn (``forced_engine``). So each token is compared behind
-exactly the same context and with the same noise, and a sequence that has parted once does not count again. A *flip* is
-a token that is drawn otherwise. Where the draws agree, the difference d of their logprobs gives the divergence, the
-mean of exp(d) - 1 - d.
+Plain decoding samples reference sequences. Then the same sequences run in other ways, where every pass continues with
+the reference's token instead of its own draw (``forced_engine``). So each token is compared after the same context and
+with the same noise. A *flip* is a draw that differs from the reference. The difference d of the logprobs of equal draws
+gives the divergence, the mean of exp(d) - 1 - d.
 
-The ways: the same once more; other numbers of rows in a pass, whose products are of another shape; and drafts, so that
-a pass has several tokens of each row. Passes are padded to a few sizes, so ``--other-batch`` must give another size
-than ``--batch`` (``padded_rows`` is what ran). By default one of them is the size of the passes with drafts: few and
-not so few rows may be multiplied by the very same kernel in the same order, bit for bit; many rows are not. Where
-there are fewer requests than rows, further ones fill the pass and are not compared.
+The ways are: the same run again, other numbers of rows in a pass, and drafts, with which a pass has several tokens of
+each row. Passes are padded to a few sizes (``padded_rows``), so ``--other-batch`` must give another size than
+``--batch``. By default one of them is the size of the passes with drafts, because small passes of different sizes may
+be computed by the same kernel in the same order. Additional requests fill passes with fewer requests than rows; they
+are not compared.
 
-``flips_per_thousand`` counts draws behind equal contexts, all of them. ``parted`` is how many sequences have a flip at
-all, and ``until_parted`` counts flips per thousand tokens up to and including each sequence's first: what free runs
-of the two ways would show.
+``flips_per_thousand`` counts all flips. ``parted`` is the number of sequences with a flip. ``until_parted`` counts
+flips per thousand tokens up to the first flip of each sequence, as two free runs would show it.
 
-Draws invert the cumulative distribution. With random weights at temperature 1 it is nearly uniform over the whole
-vocabulary, each token's share is smaller than the rounding of the sums before it, and most draws flip to a neighbour;
-what rounding does to the distribution itself is in the divergence. A low temperature is closer to a trained model's.
+With random weights and temperature 1 the distribution is nearly uniform over the vocabulary. The probability of a token
+is then smaller than the rounding of the cumulative sums, so most draws flip to a neighbour; the divergence shows the
+effect of rounding on the distribution itself. A low temperature is closer to a trained model.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def run_noise(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any
         ways += [("another batch size", other, None) for other in others]
         ways += [("drafts", arguments.batch, known)]
         for name, batch, drafting in ways:
-            # One pass at a time: within a burst a pass goes on with its own tokens.
+            # One pass at a time: within a burst a pass continues with its own tokens.
             changed = argparse.Namespace(**vars(arguments) | {"batch": batch, "burst": 1})
             forced = build_engine(setup, changed, drafting, partial(ForcedEngine, answers))
             forced.start(params, 0)
@@ -94,7 +92,7 @@ def run_noise(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any
 def distance(
     reference: Sequence[GenerationResult], own: dict[int, tuple[np.ndarray, np.ndarray]]
 ) -> dict[str, float | int]:
-    """How often the tokens that were drawn behind the same contexts differ, and how far logprobs of equal ones do."""
+    """Frequency of different draws after the same contexts, and differences of the logprobs of equal draws."""
     tokens = np.concatenate([result.token_ids for result in reference])
     logprobs = np.concatenate([result.logprobs for result in reference]).astype(np.float64)
     drawn, their_logprobs = (np.concatenate([own[i][part] for i in range(len(reference))]) for part in (0, 1))

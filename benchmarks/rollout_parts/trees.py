@@ -1,12 +1,12 @@
-"""The parts of the rollout benchmark that compare trees with independent rollouts at equal leaves.
+"""The parts ``tree`` and ``tree-tokens`` of the rollout benchmark: trees against equally many independent rollouts.
 
-Lengths are those of ``simulated_lengths``, for a model with random weights ends nowhere in particular.
+Lengths come from ``simulated_lengths``, since a model with random weights has no meaningful lengths.
 
-How many queries there are for the rows of a pass decides what trees gain. Queries that all fit at once take as long as
-the longest path either way: fewer rows make a pass hardly shorter. With several times as many trajectories as rows
-(--queries x --width against --batch), as in training, the rows are full until the end, and what counts is how many
-tokens have to be decoded, over how long contexts. Leaves of trees are longer than independent rollouts, for long paths
-branch more often: ``leaf_tokens_per_second`` is the rate that knows of it.
+The gain of trees depends on the number of trajectories per row of a pass (--queries x --width / --batch). If all
+trajectories fit at once, both methods take as long as their longest path. With several times as many trajectories as
+rows, as in training, the rows are full until the end, and the number of decoded tokens and their contexts determine the
+time. Leaves of trees are longer than independent rollouts, because long paths branch more often;
+``leaf_tokens_per_second`` takes this into account.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tree_tokens(arguments: argparse.Namespace, setup: Setup | None) -> list[dict[str, Any]]:
-    """One row: tokens of trees against those of as many independent rollouts; no model."""
+    """One row: token counts of trees and of the same number of independent rollouts; no model."""
     _check(arguments)
     return [{"part": "tree-tokens", **compare_tokens(*_both(arguments, None))}]
 
@@ -58,7 +58,7 @@ def run_tree(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]
     seconds: dict[str, list[float]] = {"tree": [], "independent": []}
     counts: dict[str, dict[str, float]] = {}
     trees: dict[str, list[SampledTree]] = {}
-    # One engine for all runs: what it captures once is no part of what is measured.
+    # One engine for all runs, so that graphs are captured before the measurement.
     engine = build_engine(setup, arguments)
     warm_up(setup, engine, arguments.batch, _sampling(arguments))
     for _ in range(arguments.runs):

@@ -38,7 +38,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.plots.files import checked_path
 from megatron_dta.plots.speculation import plot_speculation
 from megatron_dta.rollouts import load_rollouts
-from megatron_dta.speculation.budgets import BUDGETS, BudgetParams
+from megatron_dta.speculation.budgets import BUDGETS
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.gate import SpeculationGate
@@ -155,7 +155,7 @@ def replay(
     gate = SpeculationGate(cost, cost, burst=1, prices_whole=True)
     # Use the seconds of the cost model, not the clock of this machine.
     gate.is_measured = False
-    speculator = Speculator(drafter, BudgetParams(budget), cost, gate)
+    speculator = Speculator(drafter, gate, budget)
     remember(speculator, history)
     return merged([replay_wave(speculator, part, len(history)) for part in parts])
 
@@ -181,7 +181,8 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list, tup
     rollouts = load_rollouts(arguments.file, max_sequences=arguments.max_sequences)
     if arguments.das_window < arguments.past:
         print(
-            f"--das-window {arguments.das_window}: only so many of the {arguments.past} past samples", file=sys.stderr
+            f"--das-window {arguments.das_window} keeps fewer than the {arguments.past} past samples of --past",
+            file=sys.stderr,
         )
     history, now = split_history(recorded_samples(rollouts, arguments.stop_degenerate), arguments.past)
     parts = waves(now, arguments.live_batch)

@@ -53,11 +53,11 @@ def main() -> None:
     quieten_libraries()
     # Megatron takes seconds to import, so flags are checked first.
     from megatron_dta.model import build_model, current_mesh, initialize_parallel
-    from megatron_dta.sampling.build import build_sampling_source
     from megatron_dta.sampling.engines.build import build_engine
     from megatron_dta.sampling.task import build_task
     from megatron_dta.training.checkpoint.files import find_checkpoint
     from megatron_dta.training.checkpoint.save_load import load_weights
+    from megatron_dta.training.rollout_source import build_sampling_source
 
     checkpoint = find_checkpoint(config.checkpoint.load)
     if checkpoint is None:

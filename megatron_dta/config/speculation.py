@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dta.config.options import option
+from megatron_dta.speculation.budgets import BUDGETS
 
 
 @dataclass
@@ -30,7 +31,7 @@ class SpeculationConfig:
         "straggler",
         "Rule for where drafting pays: by the probability of finishing last (straggler), by the live batch alone "
         "(gate), by length classes (class), or by the optimal budget (optimal). always drafts everywhere.",
-        choices=("straggler", "gate", "class", "optimal", "always"),
+        choices=BUDGETS,
     )
     rollout_stop_degenerate: bool = option(
         False, "End a response that has fallen into a loop or into noise, as the length cap would."

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_dta.plots.files import checked_path, write_figure
-from megatron_dta.speculation.budgets import LengthClass
+from megatron_dta.speculation.lengths import LengthClass
 from megatron_dta.speculation.report import DECILES, SpeculationReport
 
 COLORS = ("#3b75af", "#d9822b", "#5a9e4b", "#9a5fb5")

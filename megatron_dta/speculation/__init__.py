@@ -1,5 +1,5 @@
-"""Speculative decoding from what was sampled before: drafts, how many are worth their forward, what they brought.
+"""Speculative decoding with drafts from earlier samples: the drafter, the gates, and the report of what drafts saved.
 
-NumPy alone: no torch, no Megatron. Drafts are deterministic and the engine samples at every position of a draft with
-noise keyed by the position, so what is drafted decides how many forwards a sample takes and never which tokens it has.
+The package uses NumPy, without torch and Megatron. The engine samples at every position of a draft with noise keyed by
+the position, so drafts change the number of forwards of a sample and never its tokens.
 """

@@ -30,7 +30,6 @@ class DrafterParams:
     early_depth: tokens after which a suffix of a running sample is first inserted.
     window: policy steps for which a sample is kept.
     max_tokens: maximum number of sample tokens kept; each is in its problem's tree and in that of all problems.
-    all_problems: keep the tree of all problems.
     draft: parameters of a draft.
     """
 
@@ -38,7 +37,6 @@ class DrafterParams:
     early_depth: int = 8
     window: int = 16
     max_tokens: int = 20_000_000
-    all_problems: bool = True
     draft: DraftParams = field(default_factory=DraftParams)
 
     def __post_init__(self) -> None:
@@ -67,7 +65,7 @@ class Drafter:
     def __init__(self, params: DrafterParams) -> None:
         self.params = params
         self._forest = create_forest(params.depth, params.early_depth)
-        self._all = self._forest.new_tree() if params.all_problems else NO_TREE
+        self._all = self._forest.new_tree()
         self._problems: dict[str, _Problem] = {}
         self._samples: dict[int, _Sample] = {}  # complete samples in the order of completion
         self.stored_tokens = 0

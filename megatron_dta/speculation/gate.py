@@ -1,9 +1,24 @@
-"""Decides for each decoding pass whether drafting is expected to pay, within a bounded overhead.
+"""Decides how many drafted tokens to verify, and which decoding passes have drafts, within a bounded overhead.
 
-A pass with drafts is a round of its own: the host makes the drafts, waits for the sampled tokens and inserts them
-before it can draft again. Passes without drafts run back to back on the device, in bursts. The gate therefore measures
-the wall time of both kinds of rounds, including the host's part. The calibrated costs say how the time grows with live
-sequences and tokens; the median ratio of measured to calibrated seconds scales them.
+**Tokens** (``token_gate``). Verifying one more drafted token costs c_tok. If it is accepted, its sample needs one
+forward fewer. That saves the token of that forward, c_tok, and the sample's share of the forward's fixed cost,
+c_base / S, where S samples share a forward. A token is drafted only if its probability of being accepted, given the
+draft before it, is at least
+
+    c_tok / (c_tok + c_base / S)
+
+If the forward's cost is flat up to a knee, the tokens below the knee are free and the most probable ones fill it. S is
+the live batch or, better, the inverse of the probability that the sample is the last to end (``lengths.py``), since
+only the last sample's forwards delay the end of the batch.
+
+Example: c_base = 8 ms, c_tok = 0.03 ms. With S = 100 samples the threshold is 0.03 / (0.03 + 0.08) = 0.27. A sample
+that is certain to end last (S = 1) drafts every token with a probability of at least 0.03 / 8.03 = 0.0037.
+
+**Passes** (``SpeculationGate``). A pass with drafts is a round of its own: the host makes the drafts, waits for the
+sampled tokens and inserts them before it can draft again. Passes without drafts run back to back on the device, in
+bursts. The gate therefore measures the wall time of both kinds of rounds, including the host's part. The calibrated
+costs say how the time grows with live sequences and tokens; the median ratio of measured to calibrated seconds scales
+them.
 
     gain  = sum over accepted tokens of (base / sharers + per_token)      seconds of passes that need not run
     extra = seconds(pass with these tokens) - seconds(pass of a burst)
@@ -50,6 +65,32 @@ _MOST_CREDIT = 0.03
 """Cap on the gains that can offset later losses, as a share of the elapsed time."""
 
 
+def token_gate(
+    accept: np.ndarray, allowed: np.ndarray, cost: ForwardCost, live: int, sharers: np.ndarray
+) -> np.ndarray:
+    """How many tokens of each draft to verify, int64 [n].
+
+    Args:
+        accept: float64 [n, width], the probability that positions 0 .. j are accepted; non-increasing along a row.
+        allowed: int [n], maximum number of tokens to verify, at most the draft's length.
+        live: sequences in the forward, including those without a draft.
+        sharers: float [n], number of samples that share each sample's forwards.
+    """
+    accept = np.where(np.arange(accept.shape[1]) < allowed[:, None], accept, -1.0)
+    threshold = cost.per_token / (cost.per_token + cost.base / np.maximum(sharers, 1.0))
+    lengths = (accept >= threshold[:, None]).sum(1)
+    free = max(0, int(cost.knee) - live)
+    if not free:
+        return lengths
+    flat = np.flatnonzero(accept.reshape(-1) > 0)
+    if len(flat) > free:
+        # The stable sort breaks ties by row and position: all ranks choose alike, and a draft has no gaps.
+        order = np.argsort(-accept.reshape(-1)[flat], kind="stable")
+        flat = flat[order[:free]]
+    within = np.bincount(flat // accept.shape[1], minlength=len(accept))
+    return np.maximum(lengths, within)
+
+
 class SpeculationGate:
     """The pass-level gate of one engine: its costs and its overhead budget.
 
@@ -71,16 +112,13 @@ class SpeculationGate:
     def __init__(self, plain: ForwardCost, drafted: ForwardCost, burst: int = 8, prices_whole: bool = False) -> None:
         self.burst, self.is_measured, self.last_tokens = burst, True, 1.0
         self.prices_whole = prices_whole
-        self.plain_cost, self.drafted_cost = plain, drafted
-        self._ratios: dict[bool, deque[float]] = {}
-        self._scale: dict[bool, float] = {}
         self.calibrate(plain, drafted)
         self.end_step()
 
     def calibrate(self, plain: ForwardCost, drafted: ForwardCost) -> None:
         """Replace the costs and reset the measured ratios."""
         self.plain_cost, self.drafted_cost = plain, drafted
-        self._ratios = {kind: deque(maxlen=_RECENT) for kind in (False, True)}
+        self._ratios: dict[bool, deque[float]] = {kind: deque(maxlen=_RECENT) for kind in (False, True)}
         self._scale = {False: 1.0, True: 1.0}
 
     def unlearned(self) -> SpeculationGate:

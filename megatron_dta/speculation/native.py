@@ -1,10 +1,9 @@
-"""The suffix forest in C: compiled when it is first needed, loaded with ``ctypes``.
+"""The suffix forest in C, compiled on first use and loaded with ``ctypes``.
 
-``suffix_forest.c`` needs nothing but the C library, so a compiler (``$CC``, else ``cc``, ``gcc`` or ``clang``; one
-that Triton needs on a GPU too) makes it in about a second, without Python's headers and without anything to download.
-The result stays in ``$MEGATRON_DTA_CACHE``, by default ``megatron_dta`` in the user's cache folder, under a name that
-has the source's hash; several processes may make it at once, since it appears by renaming. Where that fails,
-``create_forest`` says so once and goes on in Python.
+``suffix_forest.c`` needs only the C library, so a compiler (``$CC``, else ``cc``, ``gcc`` or ``clang``) builds it in
+about a second. The result is kept in ``$MEGATRON_DTA_CACHE`` (default: ``megatron_dta`` in the user's cache folder)
+under a name with the source's hash. It is renamed into place, so several processes may build it at once. If this fails,
+``create_forest`` logs the reason once and uses the Python implementation.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("suffix_forest.c")
 HEADER = SOURCE.with_name("suffix_nodes.h")
-# Contraction to fused multiply-add would round scores otherwise than Python does.
+# Without contraction to fused multiply-add, scores are rounded as in Python.
 FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off")
 COMPILE_SECONDS = 120
 
@@ -50,8 +49,8 @@ _SIGNATURES = {
 }
 
 
-class NativeUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, no error of the program)
-    """The C implementation cannot be had here; the message says why."""
+class NativeUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, not an error of the program)
+    """The C implementation is not available on this machine; the message says why."""
 
 
 def create_forest(depth: int, early_depth: int | None = None) -> SuffixForest:
@@ -65,20 +64,20 @@ def _why_not_native() -> str | None:
     try:
         load_library()
     except NativeUnavailable as error:
-        logger.warning("drafting in plain Python, some twenty times slower: %s", error)
+        logger.warning("drafting in plain Python, about twenty times slower: %s", error)
         return str(error)
     return None
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The compiled C file; ``NativeUnavailable`` where there is no compiler or it fails."""
+    """The compiled library; raises ``NativeUnavailable`` if there is no compiler or it fails."""
     source = SOURCE.read_bytes() + HEADER.read_bytes()
     key = hashlib.sha256(b"\0".join([source, " ".join(FLAGS).encode(), platform.machine().encode()])).hexdigest()[:16]
     name = f"suffix_forest-{key}.so"
     for folder in (_cache_folder(), None):
         try:
-            if folder is None:  # a cache that cannot be written, or whose files cannot be mapped for execution
+            if folder is None:  # the cache cannot be written, or its files cannot be mapped for execution
                 with tempfile.TemporaryDirectory(prefix="megatron_dta-") as temporary:
                     return _load(_compile(Path(temporary) / name))
             folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +130,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 class NativeSuffixForest(SuffixForest):
-    """The forest in C. Not for use by two threads at once."""
+    """The forest in C; not thread-safe."""
 
     def __init__(self, depth: int, early_depth: int | None = None) -> None:
         super().__init__(depth, early_depth)
@@ -169,7 +168,7 @@ class NativeSuffixForest(SuffixForest):
 
     def remove(self, text: int) -> None:
         if self._library.sf_remove(self._forest, text):
-            raise RuntimeError(f"text {text} does not stand in its trees: the forest is damaged")
+            raise RuntimeError(f"text {text} is not in its trees: the forest is damaged")
 
     def draft(self, texts: np.ndarray, most: np.ndarray, params: DraftParams) -> Drafts:
         texts, most = np.ascontiguousarray(texts, np.uint32), np.ascontiguousarray(most, np.int32)

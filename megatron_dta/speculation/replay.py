@@ -108,8 +108,8 @@ def plain_makespan(samples: Sequence[RecordedSample], cost: ForwardCost) -> floa
 def remember(speculator: Speculator, history: Sequence[Sequence[RecordedSample]]) -> None:
     """Add the samples of past steps to a speculator; steps are numbered from 0."""
     for step, samples in enumerate(history):
-        for key, sample in enumerate(samples):
-            slot = speculator.open(sample.problem, sample.prompt, key)
+        for sample in samples:
+            slot = speculator.open(sample.problem, sample.prompt)
             begin = 0
             for turn, end in enumerate(sample.turn_ends.tolist()):
                 speculator.append(slot, sample.generated[begin:end])
@@ -125,7 +125,7 @@ def replay_wave(
 ) -> SpeculationReport:
     """Decode the samples of one wave with speculation and add them to the trees. ``burst`` is the number of passes
     without drafts that the engine runs back to back; above 1 it needs samples of one turn."""
-    slots = np.array([speculator.open(s.problem, s.prompt, key) for key, s in enumerate(samples)], np.int64)
+    slots = np.array([speculator.open(sample.problem, sample.prompt) for sample in samples], np.int64)
     stream = np.concatenate([sample.generated for sample in samples])
     end = np.cumsum([len(sample.generated) for sample in samples])
     position = end - [len(sample.generated) for sample in samples]
@@ -137,8 +137,7 @@ def replay_wave(
     while len(live):
         proposal = speculator.propose(slots[live], most[live]) if burst == 1 or speculator.wants(len(live)) else None
         if burst > 1 and (proposal is None or not proposal.lengths.any()):
-            hopeful = speculator.pass_gate is None or speculator.pass_gate.is_hopeful
-            count = np.minimum(min(burst, 4) if hopeful else burst, end[live] - position[live])
+            count = np.minimum(min(burst, 4) if speculator.is_hopeful else burst, end[live] - position[live])
             appended = [stream[a : a + n] for a, n in zip(position[live].tolist(), count.tolist(), strict=True)]
             seconds = _burst_seconds(speculator, count)
             speculator.record_burst(slots[live], appended, seconds, proposal is not None)
@@ -151,7 +150,7 @@ def replay_wave(
         offsets = np.concatenate([[0], np.cumsum(new)])
         tokens = stream[np.repeat(position[live] - offsets[:-1], new) + np.arange(offsets[-1])]
         count = len(live) + int(proposal.lengths.sum())
-        cost = speculator.cost if speculator.pass_gate is None else speculator.pass_gate.drafted_cost
+        cost = speculator.gate.drafted_cost
         seconds = float(cost.seconds(count)) + cost.draft * len(proposal.asked)
         speculator.record(proposal, accepted, tokens, offsets, seconds)
         host = _report_time(speculator, seconds, host)
@@ -172,8 +171,7 @@ def replay_wave(
 
 
 def _report_time(speculator: Speculator, seconds: float, host: float) -> float:
-    """Report the seconds of a round, including the drafter's. ``host``: ``draft_seconds`` before it. Returns them now.
-    The clock has no effect without a ``pass_gate``."""
+    """Report the seconds of a round, including the drafter's, from ``draft_seconds`` before it. Returns those now."""
     now = speculator.report.draft_seconds
     speculator.took(seconds + now - host)
     return now
@@ -181,9 +179,8 @@ def _report_time(speculator: Speculator, seconds: float, host: float) -> float:
 
 def _burst_seconds(speculator: Speculator, counts: np.ndarray) -> float:
     """Seconds of a burst in which sample i runs in the first ``counts[i]`` passes."""
-    cost = speculator.cost if speculator.pass_gate is None else speculator.pass_gate.plain_cost
     lives = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max()), side="right")
-    return float(cost.seconds(lives).sum())
+    return float(speculator.gate.plain_cost.seconds(lives).sum())
 
 
 def _without_ended(

@@ -6,27 +6,16 @@ last m tokens. From there, follow the most frequent next token while the product
 ``min_probability``. The draft with the largest sum of probabilities is used. This weighs the reliability of a long
 match against the higher counts of a short one (Oliaro et al., "SuffixDecoding", arXiv 2411.04975).
 
-Differences from other implementations:
+A suffix is inserted by a walk from the root when it has ``early_depth`` tokens, and extended by a second walk when it
+has its full depth or the text ends. A running text therefore lags by ``early_depth`` - 1 tokens. Removing a text
+repeats the walks and lowers the counts.
 
-- **A suffix is inserted by one walk from the root** when it has ``early_depth`` tokens, and lengthened by another one
-  when it has all its depth (or the text ends). There is no front of growing suffixes to carry along, removing a text is
-  the same walks with the counts lowered, and a running text is behind by ``early_depth`` - 1 tokens.
-- **The structure is canonical**: it depends on the suffixes in the tree and not on their order. Equal counts go to the
-  lower token id, equal scores to the longer match, then to the first tree. So all ranks draft alike, a restored drafter
-  drafts as the saved one did, and a removal undoes its insertion exactly.
-- **One forest for all trees**: the nodes, the edges' hash table and the texts are shared, each text is stored once, and
-  one call serves the whole batch.
+The structure is canonical: it depends on the suffixes in the tree and not on their order. Ties between counts go to the
+lower token id, ties between scores to the longer match, then to the first tree. So all ranks make the same drafts, a
+restored drafter continues as the saved one, and a removal undoes its insertion exactly.
 
-Why not the library: ``arctic-inference`` has such a tree in C++, which vLLM uses. It is published as source only, and
-building it downloads PyTorch and gRPC's compiler first (two to three minutes on two cores with Python 3.11 or 3.12,
-against one second here); installing it registers a plugin that patches one version of vLLM, while vLLM pins another
-version of it. Among equal counts its tree takes whichever came in some order first, so a restored tree would draft
-otherwise. On the answers of math_qwen25_8x100 in one tree of depth 24 (one core, microseconds and bytes per token):
-insertion 1.2 against 0.3, removal 0.9 against 0.15, a draft 9.1 against 3.5, memory 247 against 47.
-
-``create_forest`` takes the C implementation (``suffix_forest.c``, see ``native.py``) where a C compiler is found, and
-otherwise ``PythonSuffixForest`` here, the same algorithm on Python objects: some twenty times slower and eight times
-larger, but the same drafts bit for bit.
+``native.py`` has the C implementation (``suffix_forest.c``). ``PythonSuffixForest`` is the same algorithm on Python
+objects, for machines without a C compiler: about twenty times slower and eight times larger, with identical drafts.
 """
 
 from __future__ import annotations
@@ -43,12 +32,12 @@ MAX_DEPTH = 255
 
 @dataclass(frozen=True)
 class DraftParams:
-    """How drafts are made.
+    """Settings of drafts.
 
     Attributes:
         factor, offset: a match of m tokens allows a draft of m x factor + offset tokens.
-        min_probability: a draft ends before the product of its counts' ratios falls below this.
-        width: most tokens of any draft.
+        min_probability: a draft ends before the product of its count ratios falls below this.
+        width: maximum number of tokens in a draft.
     """
 
     factor: float = 2.0
@@ -63,15 +52,15 @@ class DraftParams:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafts of n texts; of row i, only the first ``lengths[i]`` entries have a meaning.
+    """Drafts of n texts; only the first ``lengths[i]`` entries of row i are valid.
 
     Attributes:
         tokens: int32 [n, width].
-        probabilities: float64 [n, width], products of the counts' ratios: falling along a row.
-        lengths: int32 [n], 0 where nothing is drafted.
-        matches: int32 [n], tokens of the context that were found.
-        trees: int32 [n], 0 or 1: which of the text's trees; -1 without a draft.
-        supports: int32 [n], how often the match stands in that tree.
+        probabilities: float64 [n, width], products of the count ratios; non-increasing along a row.
+        lengths: int32 [n], 0 without a draft.
+        matches: int32 [n], tokens of the matched context.
+        trees: int32 [n], which of the text's trees the draft comes from, 0 or 1; -1 without a draft.
+        supports: int32 [n], occurrences of the match in that tree.
         scores: float64 [n], sums of the probabilities.
     """
 
@@ -92,7 +81,7 @@ class Drafts:
 
 
 class SuffixForest(ABC):
-    """Trees and texts by number; both kinds of number are handed out by the forest and never 0."""
+    """Trees and texts, identified by numbers that the forest assigns and that are never 0."""
 
     def __init__(self, depth: int, early_depth: int | None = None) -> None:
         if not 2 <= depth <= MAX_DEPTH:
@@ -107,11 +96,11 @@ class SuffixForest(ABC):
 
     @abstractmethod
     def delete_tree(self, tree: int) -> None:
-        """Gives an empty tree back; ``ValueError`` where it is not empty."""
+        """Delete an empty tree; ``ValueError`` if it has texts."""
 
     @abstractmethod
     def new_text(self, trees: tuple[int, int], begin: int = 0) -> int:
-        """A text without tokens, for up to two trees; its suffixes from position ``begin`` on will be inserted."""
+        """A text without tokens in up to two trees, which will contain its suffixes from position ``begin`` on."""
 
     @abstractmethod
     def extend(self, texts: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
@@ -119,19 +108,19 @@ class SuffixForest(ABC):
 
     @abstractmethod
     def finish(self, text: int) -> None:
-        """No token will follow: inserts the last suffixes, which are shorter than the depth."""
+        """End a text: insert its last suffixes, which are shorter than the depth."""
 
     @abstractmethod
     def remove(self, text: int) -> None:
-        """Takes a text and all its suffixes out again."""
+        """Remove a text and all its suffixes."""
 
     @abstractmethod
     def draft(self, texts: np.ndarray, most: np.ndarray, params: DraftParams) -> Drafts:
-        """Continuations of the texts (uint32 [n]) from their last tokens, of up to ``most`` (int32 [n]) tokens each."""
+        """Continuations of the texts (uint32 [n]), of up to ``most`` (int32 [n]) tokens each."""
 
     @abstractmethod
     def count(self, tree: int, pattern: np.ndarray) -> int:
-        """How often a run of up to ``depth`` tokens (int32) stands in a tree."""
+        """Occurrences of a run of up to ``depth`` tokens (int32) in a tree."""
 
     @abstractmethod
     def tokens(self, text: int) -> np.ndarray:
@@ -154,7 +143,7 @@ class _Node:
         self.token, self.parent, self.count = token, parent, count
         self.text, self.position, self.length = text, position, length  # the edge: text[position : position + length]
         self.children: dict[int, _Node] = {}
-        self.best: _Node | None = None  # to be found among the children where None
+        self.best: _Node | None = None  # None: not known, see best_child
 
     def best_child(self) -> _Node | None:
         if self.best is None and self.children:
@@ -166,8 +155,8 @@ class _Node:
 class _Text:
     trees: tuple[int, int]
     begin: int
-    inserted: int  # suffixes [begin, inserted) are in the trees with all their depth,
-    early: int  # and [inserted, early) cut at the early depth
+    inserted: int  # suffixes [begin, inserted) are in the trees with their full depth
+    early: int  # suffixes [inserted, early) are in the trees, cut at the early depth
     tokens: list[int]
 
 
@@ -238,7 +227,7 @@ class PythonSuffixForest(SuffixForest):
 
     @property
     def num_bytes(self) -> int:
-        """An estimate: a node with its slots and dictionary, a text's list; small integers counted as shared."""
+        """An estimate of the nodes with their dictionaries and of the texts' lists."""
         return 420 * self._num_nodes + sum(88 + 8 * len(text.tokens) for text in self._texts.values())
 
     def _insert_until(self, text: _Text, end: int, early_end: int) -> None:
@@ -262,7 +251,7 @@ class PythonSuffixForest(SuffixForest):
                 self._remove_suffix(self._roots[tree], text.tokens[start : start + depth])
 
     def _insert_suffix(self, root: _Node, tokens: list[int], start: int, end: int, counted: int) -> None:
-        """Inserts a suffix, or lengthens the one that ends at ``counted`` (``start``: there is none yet)."""
+        """Insert the suffix [start, end), or extend the one that ends at ``counted`` (``start`` for a new one)."""
         node, is_new, old_end = root, counted == start, None
         root.count += is_new
         while start < end:
@@ -285,7 +274,7 @@ class PythonSuffixForest(SuffixForest):
                 node.best = child
             node = child
         if old_end is not None:
-            self._join_with_only_child(old_end, root)  # nothing ends there any more, maybe
+            self._join_with_only_child(old_end, root)  # the suffix no longer ends there
 
     def _remove_suffix(self, root: _Node, suffix: list[int]) -> None:
         node, done = root, 0
@@ -317,7 +306,7 @@ class PythonSuffixForest(SuffixForest):
         return upper
 
     def _join_with_only_child(self, node: _Node, root: _Node) -> None:
-        """Only where no suffix ends between them."""
+        """Merge a node and its only child if no suffix ends at the node."""
         if node is root or len(node.children) != 1:
             return
         (child,) = node.children.values()
@@ -334,7 +323,7 @@ class PythonSuffixForest(SuffixForest):
 
     @staticmethod
     def _find(root: _Node, pattern: Sequence[int]) -> tuple[_Node, int] | None:
-        """The node whose edge ends the path ``pattern``, and how much of the edge it takes."""
+        """The node in whose edge the path ``pattern`` ends, and the tokens of that edge on the path; None: no path."""
         node, done, taken = root, 0, 0
         while done < len(pattern):
             node = node.children.get(pattern[done])
@@ -353,10 +342,10 @@ class PythonSuffixForest(SuffixForest):
             allowed = min(cap, int(match * params.factor + params.offset), self.depth - match)
             best = drafts.scores[row]
             if allowed <= 0 or allowed < best:
-                continue  # probabilities of 1 would not win
+                continue  # even probabilities of 1 would not win
             point = self._find(root, context[-match:])
             if point is None:
-                return  # longer ones are absent too
+                return  # longer matches do not exist either
             tokens, probabilities, score = _walk(*point, allowed, params)
             if tokens and (score > best or (score == best and drafts.trees[row] == which)):
                 drafts.tokens[row, : len(tokens)] = tokens
@@ -367,7 +356,7 @@ class PythonSuffixForest(SuffixForest):
 
 
 def _common(node: _Node, tokens: list[int], start: int, end: int) -> int:
-    """How many tokens of the node's edge are those from ``start`` on."""
+    """Length of the common prefix of the node's edge and ``tokens[start:end]``."""
     most = min(node.length, end - start)
     edge, own = node.text[node.position : node.position + most], tokens[start : start + most]
     if edge == own:

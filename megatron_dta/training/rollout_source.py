@@ -1,27 +1,32 @@
-"""Builds the source of sampled rollouts and the evaluation for the engine that ``--rollout-engine`` names.
+"""Builds the source of sampled rollouts, a chain of small transforms, and the evaluation on held-out prompts.
 
-The in-process engine runs on all ranks with the weights being trained. Only rank 0 uses servers and recorded rollouts;
-it distributes their rollouts to all ranks (``sampling.sources.rank0_source``).
+independent rollouts (``sources.independent``), or trees and episodes with an environment (``treepo.source``)
+-> over-sampling -> dynamic sampling and overlong shaping (``sources.filters``)
+-> counts of degenerate responses -> drafts in the checkpoint              in this process, on all ranks
+-> corpora for servers that draft -> rank 0's thread, broadcast to all     servers and recorded rollouts
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_dta.config import TrainConfig
 from megatron_dta.model import Model, current_mesh
-from megatron_dta.rollouts.batch_source import Evaluation, RolloutSource
-from megatron_dta.sampling.build import build_sampling_evaluation, build_sampling_source
-from megatron_dta.sampling.engines.build import build_drafting, build_engine, replay_engine, server_engine
+from megatron_dta.rollouts.batch_source import Evaluation, RolloutSource, SampledSource
+from megatron_dta.sampling.engines.build import build_drafting, build_engine, server_engine
 from megatron_dta.sampling.engines.in_process.pass_costs import measure_passes
 from megatron_dta.sampling.engines.interface import RolloutEngine
-from megatron_dta.sampling.sources.independent import sampling_params
+from megatron_dta.sampling.engines.replay import ReplayEngine
+from megatron_dta.sampling.sources.filters import FilteringSource, OverSamplingSource
+from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource, sampling_params
 from megatron_dta.sampling.sources.rank0_source import Rank0Evaluation, Rank0Source
 from megatron_dta.sampling.sources.server_corpus import DraftingServersSource, RolloutCorpus
 from megatron_dta.sampling.sources.speculating_source import SpeculatingSource
 from megatron_dta.sampling.sources.stopping_source import StoppingSource
 from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.sampling.treepo.source import TreeEvaluation, TreeSource
 from megatron_dta.training.data.stored import load_files
 from megatron_dta.training.loop import Progress
 from megatron_dta.training.weights.servers import RolloutWeights, weights_folder
@@ -77,6 +82,31 @@ def build_sampled_data(
     return source, [Rank0Evaluation(build_sampling_evaluation(engine, task, config) if first else None, source)]
 
 
+def build_sampling_source(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> RolloutSource:
+    """The source of rollouts from ``engine``, without what depends on the kind of engine."""
+    sampling, filtering = config.sampling, config.filtering
+    trained = sampling.rollout_batch_size
+    sampled = max(trained, sampling.over_sampling_batch_size or 0)
+    source_config = replace(config, sampling=replace(sampling, rollout_batch_size=sampled))
+    source: SampledSource
+    if config.treepo.rollout_method == "treepo" or config.environment.environment is not None:
+        source = TreeSource(engine, task, source_config)
+    else:
+        source = SamplingSource(engine, task, source_config.sampling, config.optimization.seed)
+    if sampled > trained:
+        source = OverSamplingSource(source, trained)
+    if filtering.dynamic_sampling or filtering.overlong_buffer_len is not None:
+        return FilteringSource(source, config)
+    return source
+
+
+def build_sampling_evaluation(engine: RolloutEngine, task: SamplingTask, config: TrainConfig) -> Evaluation:
+    """The evaluation on held-out prompts; it samples independent rollouts for every training method."""
+    if config.environment.environment is not None:
+        return TreeEvaluation(engine, task, config)
+    return SamplingEvaluation(engine, task, config.sampling, config.optimization.seed, config.logging.eval_iters)
+
+
 def _responses_of_a_replica(config: TrainConfig) -> int:
     """Largest number of responses that a data-parallel replica samples at the same time."""
     sampling = config.sampling
@@ -85,8 +115,8 @@ def _responses_of_a_replica(config: TrainConfig) -> int:
 
 
 def _replay(config: TrainConfig) -> RolloutEngine:
-    needed = config.objective.needs_rollout_logprobs
-    return replay_engine(load_files(config.sampling.rollout_replay or [], config), needed)
+    needs_logprobs = config.objective.needs_rollout_logprobs
+    return ReplayEngine(load_files(config.sampling.rollout_replay or [], config), needs_logprobs)
 
 
 def _num_rollout_batches(config: TrainConfig, progress: Progress) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_dta.config import ModelConfig
 from megatron_dta.model import AttentionContext, build_model, initialize_parallel
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult
 from megatron_dta.sampling.engines.interface import generate as generate_with
 from megatron_dta.sampling.keyed_random import keyed_uniform
@@ -122,7 +122,7 @@ def generate(
     **settings: Any,
 ) -> list[GenerationResult]:
     """One response for each sequence from an engine with ``settings``, which is empty afterwards."""
-    engine = InProcessEngine(model, **settings)
+    engine = InProcessEngine(model, EngineSettings(**settings))
     engine.start(params, iteration)
     requests = [
         GenerationRequest(i, prompts[prompt], params.max_response_tokens, int(key))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dta.sampling.engines.in_process.drafting import Drafting, SuffixDrafting
-from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.gate import SpeculationGate
 from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
 from sampling_cases import VOCAB
@@ -19,8 +19,6 @@ class Adversary(Drafting):
     def __init__(self, kind: str, answers: dict, seed: int = 0) -> None:
         self.kind, self.answers, self.rng = kind, answers, np.random.default_rng(seed)
         self.drafted = self.accepted = 0
-
-    def submitted(self, sequence) -> None: ...
 
     def propose(self, rows, most) -> list[np.ndarray]:
         return [self._draft(row, limit) for row, limit in zip(rows, most.tolist(), strict=True)]
@@ -39,24 +37,32 @@ class Adversary(Drafting):
                 rest[self.rng.integers(0, len(rest)) :] = self.rng.integers(0, VOCAB)
         return rest.astype(np.int32)
 
-    def verified(self, drafted, appended, seconds, tokens) -> None:
-        self.drafted += int(drafted.sum())
-        self.accepted += sum(len(tokens) - 1 for tokens in appended)
-
-    def finished(self, sequence) -> None: ...
-
-    def released(self, sequence) -> None: ...
-
-    def abandoned(self) -> None: ...
-
-    def weights_changed(self, policy_version) -> None: ...
+    def verified(self, done) -> None:
+        if done.drafted is not None:
+            self.drafted += int(done.drafted.sum())
+            self.accepted += sum(len(tokens) - 1 for tokens in done.appended)
 
 
 def answers_of(found: dict) -> dict:
     return {(request.token_ids.tobytes(), request.key): result.token_ids for request, result in found.values()}
 
 
-def suffix_drafting(**changes) -> SuffixDrafting:
+class NoProbes(SpeculationGate):
+    """Never runs a pass that is not expected to pay."""
+
+    def may_probe(self, gain, live, tokens) -> bool:
+        return False
+
+
+def clockless(cost: ForwardCost, kind: type[SpeculationGate] = SpeculationGate) -> SpeculationGate:
+    """A gate that goes by ``cost`` and by no clock, and prices a forward of the last sample as a whole."""
+    gate = kind(cost, cost, prices_whole=True)
+    gate.is_measured = False
+    return gate
+
+
+def suffix_drafting(budget: str = "straggler", follows_clock: bool = False) -> SuffixDrafting:
     """Cheap tokens, so that much is drafted."""
     drafter = DrafterParams(depth=8, early_depth=2, draft=DraftParams(min_probability=0.05, width=6))
-    return SuffixDrafting(Speculator(drafter, BudgetParams(**changes), ForwardCost(1.0, 1e-3, 0.0, 0.0)))
+    gate = clockless(ForwardCost(1.0, 1e-3, 0.0, 0.0))
+    return SuffixDrafting(Speculator(drafter, gate, budget), follows_clock)

@@ -17,7 +17,7 @@ def sample(
 ) -> list[Any]:
     """Responses to this data-parallel rank's share of sequences: (sequence, tokens, logprobs)."""
     from megatron_dta.model import build_model, current_mesh, initialize_parallel
-    from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+    from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
     from megatron_dta.sampling.engines.interface import GenerationRequest, generate, phase
     from megatron_dta.sampling.params import SamplingParams
     from mesh_worker import copy_shards
@@ -28,7 +28,7 @@ def sample(
     copy_shards(model, weights, model_config)
     own = shares[current_mesh().data_rank]
     params = SamplingParams(max_response_tokens=12, eos_id=2, seed=4)
-    engine, found = InProcessEngine(model, max_requests=5), []
+    engine, found = InProcessEngine(model, EngineSettings(max_requests=5)), []
     for iteration in range(2):
         with phase(engine, params, iteration):
             requests = [GenerationRequest(i, PROMPTS[i % len(PROMPTS)], 12, key=i) for i in own]

@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from megatron_dta.model.attention.paged_cache import PagedCache
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.in_process.drafting import Drafting
+from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, GenerationResult, generate
 from megatron_dta.sampling.params import SamplingParams
 from sampling_cases import EOS, random_prompts
@@ -113,13 +116,32 @@ def pool_gb(model: Any, block_size: int, pages: int) -> float:
     return (pages + 0.5) * size / 2**30
 
 
-def started(model: Any, params: SamplingParams = PARAMS, iteration: int = 4, **settings: Any) -> InProcessEngine:
+def started(
+    model: Any,
+    params: SamplingParams = PARAMS,
+    iteration: int = 4,
+    drafting: Drafting | None = None,
+    **settings: Any,
+) -> InProcessEngine:
     pages = settings.pop("pages", None)
     if pages is not None:
         settings["buffer_size_gb"] = pool_gb(model, settings["block_size"], pages)
-    engine = InProcessEngine(model, **settings)
+    engine = InProcessEngine(model, EngineSettings(**settings), drafting)
     engine.start(params, iteration)
     return engine
+
+
+def poison_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill pages that nobody has written with large numbers."""
+    grow = PagedCache.grow
+
+    def grow_poisoned(cache: PagedCache, num_pages: int) -> None:
+        first = cache.num_pages
+        grow(cache, num_pages)
+        for tensor in (*cache.keys.values(), *cache.values.values()):
+            tensor[first:] = 1e3 * torch.randn_like(tensor[first:])
+
+    monkeypatch.setattr(PagedCache, "grow", grow_poisoned)
 
 
 def assert_same(found: dict, expected: dict, tolerance: float) -> None:

@@ -36,7 +36,7 @@ def forest_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tenso
         copy_shards(model, weights, config)
         # Each replica calls in an order of its own.
         drive = replace(DRIVE, order=DRIVE.order + current_mesh().data_rank)
-        engine = started(model, **job.settings, drafting=suffix_drafting() if job.drafts else None)
+        engine = started(model, **job.settings, drafting=suffix_drafting(follows_clock=True) if job.drafts else None)
         forest = run_forest(engine, drive)
         engine.start(NEVER, 4)
         if job.drafts:

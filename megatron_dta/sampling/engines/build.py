@@ -1,24 +1,21 @@
-"""The engine that ``--rollout-engine`` names."""
+"""Builds rollout engines and their drafting from the flags."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import SamplingConfig, TrainConfig
 from megatron_dta.model import Model
-from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.engines.in_process.drafting import Drafting, SuffixDrafting
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.engines.interface import RolloutEngine
-from megatron_dta.sampling.engines.replay import ReplayEngine
 from megatron_dta.sampling.engines.servers.engine import HttpEngine
 from megatron_dta.sampling.engines.servers.http_client import HttpSettings
 from megatron_dta.sampling.engines.servers.sglang import SglangProtocol
 from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.engines.servers.vllm import VllmProtocol
-from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.gate import SpeculationGate
@@ -29,7 +26,7 @@ _PROTOCOLS = {"vllm": VllmProtocol, "sglang": SglangProtocol}
 
 
 def build_drafting(config: TrainConfig) -> SuffixDrafting | None:
-    """What ``--rollout-speculation`` names."""
+    """The drafting of ``--rollout-speculation``; None for "none"."""
     settings = config.speculation
     if settings.rollout_speculation == "none":
         return None
@@ -39,8 +36,7 @@ def build_drafting(config: TrainConfig) -> SuffixDrafting | None:
         max_tokens=settings.das_max_tokens,
         draft=DraftParams(width=settings.das_draft_tokens),
     )
-    budget = BudgetParams(settings.das_budget, seed=config.optimization.seed)
-    speculator = Speculator(drafter, budget, ForwardCost(), SpeculationGate(ForwardCost(), ForwardCost()))
+    speculator = Speculator(drafter, SpeculationGate(ForwardCost(), ForwardCost()), settings.das_budget)
     return SuffixDrafting(speculator, follows_clock=not config.optimization.deterministic_mode)
 
 
@@ -56,34 +52,33 @@ def build_engine(
 
     Args:
         attention_impl: see ``TreeConfig``.
-        report: gets a line when a GPU decodes without CUDA graphs.
+        report: called with a line if a GPU decodes without CUDA graphs.
 
     Raises:
-        InputError: CUDA graphs are asked for where they cannot be.
+        InputError: CUDA graphs are requested but not possible.
     """
     reason = why_not_captured(model, attention_impl) if config.rollout_cuda_graphs is not False else None
     if reason is not None and config.rollout_cuda_graphs:
         raise InputError(f"--rollout-cuda-graphs {reason}; leave it out")
     if reason is not None and report is not None and next(model.parameters()).is_cuda:
         report(f"decoding without CUDA graphs: it {reason}")
-    return InProcessEngine(
-        model,
+    settings = EngineSettings(
         config.inference_max_requests,
         config.inference_dynamic_batching_block_size,
         config.inference_dynamic_batching_buffer_size_gb,
         config.inference_dynamic_batching_max_tokens,
-        drafting,
         stop_degenerate,
         attention_impl,
         static_passes=config.rollout_cuda_graphs is not False and reason is None,
     )
+    return InProcessEngine(model, settings, drafting)
 
 
 def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEngine:
     """The engine on the servers of ``--rollout-server-url``.
 
     Args:
-        report: gets a line when a server is left out.
+        report: called with a line when a server is left out.
     """
     sampling = config.sampling
     settings = HttpSettings(
@@ -101,8 +96,3 @@ def server_engine(config: TrainConfig, report: Callable[[str], None]) -> HttpEng
         report=report,
         speculation=ServerSpeculation.of(config) if config.speculation.rollout_speculation == "das" else None,
     )
-
-
-def replay_engine(rollouts: Sequence[Rollout], needs_logprobs: bool) -> RolloutEngine:
-    """The engine that answers from stored rollouts."""
-    return ReplayEngine(rollouts, needs_logprobs)

@@ -1,18 +1,16 @@
-"""What every rollout engine does: continue sequences of token ids, many at a time, and say how likely each token was.
+"""Defines the interface of rollout engines, which continue sequences of token ids and return the tokens' logprobs.
 
-A request is one sequence and how far to continue it. Requests may be submitted at any time and come back in any order,
-each as soon as it is finished: an engine batches whatever is there, so a caller that grows a tree submits a node's
-children the moment the node comes back and never waits for a level.
+Requests may be submitted at any time. Each one is returned as soon as it is finished, in any order, so a caller that
+grows a tree can submit the children of a node when the node is returned.
 
-**What a sample depends on.** The tokens of a request are a function of its ``token_ids``, its ``key``, the weights and
-what the engine was started with, whatever else runs beside it: the uniform number that draws the token at absolute
-position p is keyed by (seed, domain, iteration, key, p). (Engines behind a server pass a seed on where it can promise
-less; they say so.)
+**Samples.** The tokens of a request are a function of its ``token_ids``, its ``key``, the weights and the arguments of
+``start``. They do not depend on other requests: the uniform number that draws the token at absolute position p is keyed
+by (seed, domain, iteration, key, p). Engines on servers only pass a seed on and guarantee less.
 
-**Logprobs are the trainer's**: of log-softmax(logits / temperature) over the full vocabulary, before any nucleus cuts
-it, so importance ratios are 1 at the sampler's weights; greedy decoding (temperature 0) gives those of temperature 1.
+**Logprobs** are those of the trainer: log-softmax(logits / temperature) over the full vocabulary, before a nucleus cuts
+it, so importance ratios are 1 at the sampler's weights. Greedy decoding (temperature 0) returns those of temperature 1.
 
-An engine is not thread-safe. Under a mesh every rank of a replica makes the same calls in the same order.
+An engine is not thread-safe. Under a mesh all ranks of a replica make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from megatron_dta.sampling.params import SamplingParams
 
 
 class FinishReason(Enum):
-    """Why a request came back."""
+    """Why a request has ended."""
 
     STOP = "stop"  # an end-of-sequence token was sampled; it is the last token
     LENGTH = "length"  # max_tokens were sampled, none of them an end of sequence
@@ -41,16 +39,16 @@ class GenerationRequest:
     """Continue one sequence by up to ``max_tokens`` tokens.
 
     Attributes:
-        request_id: the caller's choice, unique among requests that run or are held.
+        request_id: chosen by the caller, unique among running and held requests.
         token_ids: int32 [T], T >= 1, the whole context: prompt and response so far.
         max_tokens: at least 1.
-        key: in [0, 2^63), the sequence's identity for random numbers.
-        parent: a finished, still held request that this one continues or branches off: the two contexts (with the
-            parent's output) share a prefix, usually all of the parent's. Only a hint where to find K/V.
-        hold: keep K/V for children after it has finished, until ``release``. Also a hint: an engine short of memory
-            may compute it again.
-        prompt_length: tokens of the context that are the prompt, where segments or turns of an earlier request follow
-            it; None: all. Requests of one prompt are alike, and one that continues another is of the same response.
+        key: in [0, 2^63), identifies the sequence for random numbers.
+        parent: a finished, held request whose tokens share a prefix with this context, usually all of them. It is only
+            a hint where to find K/V.
+        hold: keep K/V for children after the request has finished, until ``release``. An engine that is short of
+            memory may compute it again.
+        prompt_length: tokens of the prompt if segments or turns of earlier requests follow it in the context; None: the
+            context is the prompt.
         sampled_before: tokens of the context that were sampled for this response.
     """
 
@@ -69,10 +67,9 @@ class GenerationResult:
     """A finished request.
 
     Attributes:
-        token_ids: int32 [R], 1 <= R <= max_tokens, as sampled, the end of sequence included.
+        token_ids: int32 [R], 1 <= R <= max_tokens, including the end of sequence.
         logprobs: float32 [R] (float64 for a float64 model), see the module's docstring.
-        policy_version: of the weights that sampled it.
-        routed_experts: int16 [R, layers with experts, experts per token] where the engine records them.
+        policy_version: version of the weights that sampled it.
     """
 
     request_id: int
@@ -80,11 +77,10 @@ class GenerationResult:
     logprobs: np.ndarray
     finish_reason: FinishReason
     policy_version: int
-    routed_experts: np.ndarray | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether an end of sequence came before the length cap."""
+        """Whether an end of sequence was sampled before the length cap."""
         return self.finish_reason is FinishReason.STOP
 
 
@@ -92,69 +88,73 @@ class RolloutEngine(ABC):
     """Samples continuations; see the module's docstring.
 
     Attributes:
-        needs_checkpoint: whether ``update_weights`` wants the new weights as a folder, because the engine does not run
-            on the trainer's own.
+        needs_checkpoint: whether ``update_weights`` needs the new weights in a folder, because the engine does not use
+            the trainer's.
     """
 
     needs_checkpoint: bool = False
 
     @abstractmethod
     def start(self, params: SamplingParams, iteration: int) -> None:
-        """Begin a phase: all requests until the next call are sampled so, in iteration number ``iteration``.
+        """Begin a phase: requests until the next call use ``params`` and iteration number ``iteration``.
 
-        Nothing may run any more (``ValueError``); what is held of the phase before is released.
+        Raises ``ValueError`` if requests are running. Held requests of the previous phase are released.
         """
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; returns at once, may be called any time after ``start``.
+        """Queue requests and return at once; may be called at any time after ``start``.
 
         Raises:
-            ValueError: a request that cannot be sampled (empty, too long, ids outside of the vocabulary, an id in use,
-                a parent that is not held or shares no prefix); none of ``requests`` is queued then.
+            ValueError: a request is invalid (empty, too long, ids outside the vocabulary, an id in use, a parent that
+                is not held or shares no prefix). Then none of ``requests`` is queued.
         """
 
     @abstractmethod
     def poll(self) -> list[GenerationResult]:
-        """Work or wait until at least one request is finished; those that have finished. Empty only if none runs."""
+        """Work or wait until at least one request has finished. Returns the finished ones; none if nothing runs."""
 
     @abstractmethod
     def release(self, request_ids: Sequence[int]) -> None:
-        """Give up the K/V of held requests; ``ValueError`` for an id that is not held. Their ids are free again."""
+        """Release the K/V and the ids of held requests; ``ValueError`` for an id that is not held."""
 
     @abstractmethod
     def statistics(self) -> dict[str, float]:
-        """Counts since the engine was made.
+        """Counts since the engine was created.
 
         All engines: ``decoded_tokens`` (sampled), ``prefilled_tokens`` (context tokens computed), ``reused_tokens``
-        (context tokens whose K/V were there), ``requests`` (finished), ``seconds`` (spent in ``poll``).
+        (context tokens with cached K/V), ``requests`` (finished), ``seconds`` (spent in ``poll``).
         """
 
     @abstractmethod
     def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
-        """The weights have changed: results carry ``policy_version`` from now on, and no old K/V is used.
+        """Use new weights: later results have ``policy_version``, and old K/V is discarded.
 
         Args:
-            checkpoint: folder with the new weights in Hugging Face form, where ``needs_checkpoint``.
+            checkpoint: folder with the new weights in Hugging Face form, if ``needs_checkpoint``.
 
         Raises:
             ValueError: requests are running, and the engine cannot change weights under them.
         """
 
     def interrupt(self) -> None:
-        """Let a ``poll`` that waits raise soon, and every later one; the only method another thread may call."""
+        """Make a waiting ``poll`` raise soon, and every later one; the only method that other threads may call."""
         return
 
-    def join(self) -> None:  # noqa: B027 (most engines have nobody to wait for)
-        """End a phase: return when the engines of all ranks that must run in step have come here."""
+    def join(self) -> None:  # noqa: B027 (most engines have nothing to wait for)
+        """End a phase: wait until the engines of all ranks that run synchronized passes have called this."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up all requests and memory. May be called twice."""
+        """Abort all requests and free all memory. May be called twice."""
+
+
+ENGINE_COUNTS = ("decoded_tokens", "prefilled_tokens", "reused_tokens", "requests", "seconds")
+"""The names that ``statistics`` of every engine has."""
 
 
 def generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-    """Submit all, wait for all; the results in the order of the requests. Nothing else may be running."""
+    """Submit requests and wait for them; returns the results in their order. Nothing else may be running."""
     engine.submit(requests)
     finished: dict[int, GenerationResult] = {}
     while len(finished) < len(requests):
@@ -172,18 +172,21 @@ def phase(engine: RolloutEngine, params: SamplingParams, iteration: int) -> Iter
     try:
         yield
     except FloatingPointError:
-        # Weights that have diverged have done so on all ranks, and each is to say so.
+        # Diverged weights are diverged on all ranks; each rank reports the error.
         engine.join()
         raise
     engine.join()
 
 
-def check_request(request: GenerationRequest, *in_use: Container[int], vocab_size: int | None = None) -> None:
-    """Refuse what no engine can run; ``ValueError`` names the request and the field.
+def check_request(
+    request: GenerationRequest, held: Container[int], *in_use: Container[int], vocab_size: int | None = None
+) -> None:
+    """Check a request; ``ValueError`` names the request and the field.
 
     Args:
-        in_use: ids that another request has.
-        vocab_size: token ids are below it; None if that is not known.
+        held: ids of held requests, among them the request's parent.
+        in_use: ids of running and new requests.
+        vocab_size: token ids must be below it; None: not checked.
     """
     where = f"request {request.request_id}"
     token_ids = request.token_ids
@@ -198,7 +201,9 @@ def check_request(request: GenerationRequest, *in_use: Container[int], vocab_siz
     prompt = token_ids.size if request.prompt_length is None else request.prompt_length
     if not (1 <= prompt <= token_ids.size and 0 <= request.sampled_before <= token_ids.size - prompt):
         raise ValueError(f"{where}: prompt_length and sampled_before do not fit its {token_ids.size} tokens")
-    if any(request.request_id in ids for ids in in_use):
+    if any(request.request_id in ids for ids in (held, *in_use)):
         raise ValueError(f"{where}: the id is in use")
     if int(token_ids.min()) < 0 or (vocab_size is not None and int(token_ids.max()) >= vocab_size):
         raise ValueError(f"{where}: token ids outside of the vocabulary of {vocab_size}")
+    if request.parent is not None and request.parent not in held:
+        raise ValueError(f"{where}: its parent {request.parent} is not held")

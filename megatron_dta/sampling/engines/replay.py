@@ -1,12 +1,12 @@
-"""``--rollout-engine replay``: requests are answered from stored rollouts, as if they were sampled now.
+"""Answers requests from stored rollouts (``--rollout-engine replay``), as if they were sampled now.
 
-A request gets the recorded continuation of its context: of all recorded rollouts that begin with the context and go on
-with a token that was sampled (one that ``loss_mask`` trains), the first request for it gets the first in the order of
-the files, the next one the second, and when there are no more it is an error. So prompts, rewards, advantages and
-training run as with a sampler, without one: to try a reward or a task, to compare settings on the same rollouts, or to
-reproduce a run. What was recorded does not depend on the temperature, nucleus or weights of this run.
+The candidates for a request are the recorded rollouts that begin with its context and continue with a sampled token
+(one that ``loss_mask`` trains). The first request for a context gets the first candidate in the order of the files, the
+next request the second one, and a request without candidates left is an error. Prompts, rewards, advantages and
+training run as with a sampler. This serves to try a reward or a task, to compare settings on the same rollouts, or to
+reproduce a run. The temperature, nucleus and weights of this run have no effect on the rollouts.
 
-An evaluation always begins with the first recorded rollout of each prompt.
+Every evaluation begins with the first recorded rollout of each prompt.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import RolloutError
 from megatron_dta.sampling.engines.interface import (
+    ENGINE_COUNTS,
     FinishReason,
     GenerationRequest,
     GenerationResult,
@@ -37,10 +38,10 @@ class ReplayEngine(RolloutEngine):
     """Answers from ``rollouts``.
 
     Args:
-        needs_logprobs: whether the recorded logprobs are used; without, they may be missing and are given as 0.
+        needs_logprobs: whether the logprobs are used; if not, they may be missing and are returned as 0.
 
     Raises:
-        InputError: there is none, or one has no logprobs though they are needed.
+        InputError: there are no rollouts, or one has no logprobs although they are needed.
     """
 
     def __init__(self, rollouts: Sequence[Rollout], needs_logprobs: bool = True) -> None:
@@ -63,9 +64,7 @@ class ReplayEngine(RolloutEngine):
         self._held: set[int] = set()
         self._hold: set[int] = set()
         self._policy_version = 0
-        self._counts = dict.fromkeys(
-            ("decoded_tokens", "prefilled_tokens", "reused_tokens", "requests", "seconds"), 0.0
-        )
+        self._counts = dict.fromkeys(ENGINE_COUNTS, 0.0)
 
     def start(self, params: SamplingParams, iteration: int) -> None:
         self._refuse_running()
@@ -76,11 +75,9 @@ class ReplayEngine(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if self._params is None:
             raise ValueError("the engine was not started")
-        in_use = self._held | {result.request_id for result in self._finished}
+        in_use = {result.request_id for result in self._finished}
         for request in requests:
-            check_request(request, in_use)
-            if request.parent is not None and request.parent not in self._held:
-                raise ValueError(f"request {request.request_id}: its parent {request.parent} is not held")
+            check_request(request, self._held, in_use)
             in_use.add(request.request_id)
         begin = time.perf_counter()
         for request in requests:
@@ -107,7 +104,7 @@ class ReplayEngine(RolloutEngine):
         return dict(self._counts)
 
     def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
-        """What is recorded stays; only what the results are labelled with where the records do not say it."""
+        """Set the version of results whose rollouts have none."""
         self._refuse_running()
         self._policy_version = policy_version
 
@@ -116,11 +113,11 @@ class ReplayEngine(RolloutEngine):
         self._held.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """How many continuations of each context were given: a resumed run goes on behind them."""
+        """The number of used continuations of each context; a resumed run continues after them."""
         return {"used": sorted(self._used.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was called."""
+        """Restore the state from ``state_dict``."""
         self._used = {name: int(count) for name, count in state["used"]}
 
     def _answer(self, request: GenerationRequest) -> GenerationResult:
@@ -129,7 +126,7 @@ class ReplayEngine(RolloutEngine):
         used = self._used_in_evaluation if self._params.domain is Domain.EVALUATION else self._used
         found = self._continuations(context)
         if not found:
-            raise RolloutError(f"--rollout-replay: no rollout goes on after the {_shown(context)}")
+            raise RolloutError(f"--rollout-replay: no recorded rollout continues the {_shown(context)}")
         if used.get(name, 0) >= len(found):
             raise RolloutError(
                 f"--rollout-replay: all {len(found)} recorded continuations of the {_shown(context)} are used; "
@@ -153,7 +150,7 @@ class ReplayEngine(RolloutEngine):
         )
 
     def _continuations(self, context: np.ndarray) -> list[int]:
-        """Rollouts that begin with ``context`` and then have a sampled token, in the order of the files."""
+        """Indices of the rollouts that continue ``context`` with a sampled token, in the order of the files."""
         content = context.tobytes()
         found = [index for prompt, some in self._by_prompt.items() if content.startswith(prompt) for index in some]
         return sorted(index for index in found if _goes_on(self._rollouts[index], context))

@@ -13,7 +13,6 @@ import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
-from megatron_dta.speculation.budgets import BudgetParams
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.replay import (
@@ -27,6 +26,7 @@ from megatron_dta.speculation.replay import (
 )
 from megatron_dta.speculation.speculator import Speculator
 from megatron_dta.speculation.suffix_forest import DraftParams
+from speculation_exact_cases import clockless
 
 TOOL = REPOSITORY / "tools" / "replay_das.py"
 
@@ -67,7 +67,7 @@ def test_replay_by_loops(budget: str) -> None:
     assert sum(map(len, history)) + len(now) == len(rollouts)
     cost = ForwardCost(8e-3, 1e-4, 3.0, 1e-6)
     drafter = DrafterParams(depth=12, early_depth=3, draft=DraftParams(width=7))
-    speculator = Speculator(drafter, BudgetParams(budget), cost)
+    speculator = Speculator(drafter, clockless(cost), budget)
     remember(speculator, history)
     steps: dict[int, int] = {}
     texts: dict[int, list[int]] = {}
@@ -101,9 +101,9 @@ def test_replay_by_loops(budget: str) -> None:
     slot_sample: dict[int, int] = {}
     open_ = speculator.open
 
-    def spying_open(problem, prompt, key):
-        slot = open_(problem, prompt, key)
-        slot_sample[slot] = key
+    def spying_open(problem, prompt):
+        slot = open_(problem, prompt)
+        slot_sample[slot] = len(slot_sample)
         return slot
 
     speculator.propose, speculator.record, speculator.open = spying_propose, spying_record, spying_open

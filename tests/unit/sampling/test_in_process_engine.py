@@ -13,9 +13,8 @@ import torch
 from conftest import seed_all
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.config import TreeConfig
-from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
-from rollout_forest import NEVER, PARAMS, SETTINGS, Drive, assert_same, run_forest, run_long, started
+from rollout_forest import NEVER, PARAMS, SETTINGS, Drive, assert_same, poison_pages, run_forest, run_long, started
 from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts, slow_sample
 
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
@@ -93,15 +92,7 @@ def test_what_is_in_free_pages_never_matters(monkeypatch: pytest.MonkeyPatch):
     model = make_model(5, torch.float64, **GROUPED)
     drive = Drive(seed=21, prompts=4)
     clean = run_forest(started(model, block_size=3), drive)
-    grow = PagedCache.grow
-
-    def grow_poisoned(cache: PagedCache, num_pages: int) -> None:
-        first = cache.num_pages
-        grow(cache, num_pages)
-        for tensor in (*cache.keys.values(), *cache.values.values()):
-            tensor[first:] = 1e3 * torch.randn_like(tensor[first:])
-
-    monkeypatch.setattr(PagedCache, "grow", grow_poisoned)
+    poison_pages(monkeypatch)
     assert_same(run_forest(started(model, block_size=3), drive), clean, 1e-12)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.sampling.engines.in_process import engine as in_process
-from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
 from megatron_dta.sampling.engines.in_process.pass_costs import measure_passes
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
@@ -34,7 +34,7 @@ def test_costs_are_those_of_the_passes(static: bool, monkeypatch: pytest.MonkeyP
     """On a clock that only the passes move: 5 ms and 40 microseconds a token, and 3 ms more with drafts."""
     seed_all(static)
     drafting = suffix_drafting()
-    engine = InProcessEngine(make_model(3, torch.float32), drafting=drafting, static_passes=static)
+    engine = InProcessEngine(make_model(3, torch.float32), EngineSettings(static_passes=static), drafting)
     clock = [0.0]
     monkeypatch.setattr(in_process, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     take = engine._take
@@ -83,7 +83,7 @@ def costs_of_a_run(rank: int, flags: str) -> tuple[bool, ForwardCost, ForwardCos
         trainer.run()
     finally:
         trainer.metrics.close()
-    gate = drafting.speculator.pass_gate
+    gate = drafting.speculator.gate
     return is_known, gate.plain_cost, gate.drafted_cost
 
 

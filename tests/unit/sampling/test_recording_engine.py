@@ -7,8 +7,8 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.sampling.engines.interface import FinishReason, GenerationRequest, generate
-from megatron_dta.sampling.engines.recording import RecordingEngine
 from megatron_dta.sampling.params import SamplingParams
+from recording_engine import RecordingEngine
 
 VOCAB, EOS, OTHER_EOS = 50, 7, 49
 
@@ -61,35 +61,3 @@ def test_a_wrong_prefix_gives_other_tokens():
         for other, key in ((changed, 5), (np.delete(prefix, i), 5), (prefix, 6)):
             same += engine.token_after(other, key) == token
     assert same < 900 * 3 / VOCAB
-
-
-def test_the_end_follows_its_probability_and_all_tokens_occur():
-    engine = started(end_probability=lambda position: 0.3 if position % 2 else 0.0)
-    ends = np.array([[engine.token_after([i] * n, 0) in (EOS, OTHER_EOS) for i in range(2000)] for n in (2, 3)])
-    assert ends[0].sum() == 0
-    assert abs(ends[1].mean() - 0.3) < 5 * np.sqrt(0.21 / 2000)
-    assert {engine.token_after([i, 1, 1], 0) for i in range(2000)} == set(range(VOCAB))
-
-
-def test_held_requests_and_refusals():
-    engine = started()
-    context = np.arange(5, dtype=np.int32)
-    (first,) = generate(engine, [GenerationRequest(0, context, 4, 1, hold=True)])
-    whole = np.concatenate([context, first.token_ids])
-    generate(engine, [GenerationRequest(1, whole, 2, 1, parent=0), GenerationRequest(2, whole[:6], 2, 2, parent=0)])
-    assert engine.statistics()["reused_tokens"] == len(whole) - 1 + 5
-    for request, words in (
-        (GenerationRequest(0, context, 1, 1), "in use"),
-        (GenerationRequest(3, context, 1, 1, parent=1), "not held"),
-        (GenerationRequest(3, context[1:], 1, 1, parent=0), "no prefix"),
-        (GenerationRequest(3, context[:0], 1, 1), "empty"),
-        (GenerationRequest(3, context + VOCAB, 1, 1), "vocabulary"),
-        (GenerationRequest(3, context, 0, 1), "max_tokens"),
-        (GenerationRequest(3, context, 1, 2**63), "key"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            engine.submit([GenerationRequest(9, context, 1, 1), request])
-    assert engine.poll() == []
-    engine.release([0])
-    with pytest.raises(ValueError, match="not held"):
-        engine.release([0])

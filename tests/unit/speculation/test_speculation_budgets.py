@@ -1,4 +1,4 @@
-"""Budgets, costs, calibration, length classes and the stop against brute force and by hand."""
+"""Budgets, length classes, and the stop of degenerate samples, against brute force and by hand."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.common.errors import InputError
-from megatron_dta.speculation.budgets import (
-    BudgetParams,
+from megatron_dta.speculation.budgets import drafted_tokens, fit_acceptance, optimal_budget
+from megatron_dta.speculation.degenerate import DegenerateDetector, degenerate_length
+from megatron_dta.speculation.drafter import DrafterParams
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.lengths import (
+    CANDIDATES,
     LengthClass,
     LengthHistory,
+    candidate_lengths,
     class_bounds,
-    drafted_tokens,
-    fit_acceptance,
-    gate,
-    optimal_budget,
+    completion_probability,
 )
-from megatron_dta.speculation.calibration import AcceptanceTable
-from megatron_dta.speculation.completion_probability import CANDIDATES, candidate_lengths, completion_probability
-from megatron_dta.speculation.degenerate import DegenerateDetector, degenerate_length
-from megatron_dta.speculation.drafter import Drafter, DrafterParams
-from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.speculator import Speculator
+from speculation_exact_cases import NoProbes, clockless
+
+CHEAP = ForwardCost(1.0, 1e-9, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -48,24 +47,6 @@ def test_optimal_budget_is_the_brute_force_minimum(seed: int) -> None:
     assert (tokens[lengths <= forwards] == 0).all()
 
 
-def test_optimal_budget_of_the_published_example() -> None:
-    """64 requests of 12 ms forwards and 20 us tokens: the paper's closed form, which has k in the wrong place, costs
-    more than the corrected one for every k below 1."""
-    rng = seed_all(0)
-    lengths, k, alpha = rng.lognormal(8, 0.8, 64), np.full(64, 0.8), np.full(64, 1.0)
-    forwards, tokens = optimal_budget(lengths, k, alpha, 12e-3, 20e-6)
-
-    def seconds(tokens: np.ndarray) -> float:
-        reached = (lengths - k * lengths * (1 - np.exp(-alpha * tokens / lengths))).max()
-        return 12e-3 * reached + 20e-6 * tokens.sum()
-
-    shares = np.maximum(0, 1 - np.linspace(lengths.max() * 0.01, lengths.max(), 2000)[:, None] / lengths)
-    paper = -(lengths / alpha) * np.log(1 - k * shares)
-    assert seconds(tokens) < min(seconds(p) for p in paper)
-    assert seconds(tokens) < 0.6 * seconds(np.zeros(64))
-    assert seconds(tokens) == pytest.approx(12e-3 * forwards + 20e-6 * tokens.sum(), rel=1e-6)
-
-
 @pytest.mark.parametrize("bad", [([0.0], [0.5], [1.0]), ([1.0], [1.5], [1.0]), ([1.0], [0.5], [0.0]), ([], [], [])])
 def test_optimal_budget_refuses(bad) -> None:
     with pytest.raises(ValueError, match="must be"):
@@ -81,60 +62,6 @@ def test_fit_of_acceptance_finds_what_made_the_data() -> None:
     assert k == pytest.approx(0.7, abs=0.03)
     assert alpha == pytest.approx(1.4, rel=0.08)
     assert fit_acceptance(lengths, np.zeros(300), np.zeros(300)) == (0.5, 1.0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("knee", [0.0, 37.0])
-def test_gate_by_loops(seed: int, knee: float) -> None:
-    rng = seed_all(seed)
-    n, width = 23, 6
-    cost = ForwardCost(8e-3, 3e-4, knee)
-    accept = np.minimum.accumulate(rng.choice([1.0, 0.9, 0.5, 0.3, 0.05], (n, width)), axis=1)
-    allowed, live = rng.integers(0, width + 1, n), n + 4
-    sharers = rng.uniform(1, 60, n)
-    lengths = gate(accept, allowed, cost, live, sharers)
-    free = sorted((-accept[i, j], i, j) for i in range(n) for j in range(allowed[i]))[: max(0, int(knee) - live)]
-    for i in range(n):
-        threshold = cost.per_token / (cost.per_token + cost.base / sharers[i])
-        paid = 0
-        while paid < allowed[i] and accept[i, paid] >= threshold:
-            paid += 1
-        assert lengths[i] == max(paid, sum(row == i for _, row, _ in free))
-    for live, theta in ((16, 0.06), (64, 0.19), (256, 0.49), (512, 0.66)):
-        row = np.linspace(0.99, 0.01, 99)[None]
-        linear = ForwardCost(8e-3, 3e-5)
-        assert row[0, gate(row, np.array([99]), linear, live)[0] - 1] == pytest.approx(theta, abs=0.02)
-
-
-def test_fit_of_a_forwards_cost() -> None:
-    rng = seed_all(3)
-    counts = np.repeat([1, 8, 32, 64, 128, 200, 256, 384, 512, 1024], 5)
-    for truth in (ForwardCost(7e-3, 2e-5, 0.0), ForwardCost(6e-3, 3e-5, 200.0), ForwardCost(5e-3, 0.0, 0.0)):
-        seconds = truth.seconds(counts) * rng.normal(1, 0.01, len(counts))
-        fitted = ForwardCost.fit(counts, seconds)
-        assert np.allclose(fitted.seconds(counts), truth.seconds(counts), rtol=0.02)
-    for tokens, seconds in (([1, 2], [1, 1]), ([1, 2, 3], [1, 0, 1]), ([1, 2, 3], [1, np.nan, 1])):
-        with pytest.raises(InputError):
-            ForwardCost.fit(np.array(tokens), np.array(seconds))
-
-
-def test_calibration_learns_the_truth() -> None:
-    """Tokens whose tree says 1.0 but that are right 70 times of 100, each given the one before."""
-    rng = seed_all(2)
-    table = AcceptanceTable()
-    matches, supports, ones = np.full(500, 5), np.ones(500, int), np.ones((500, 8))
-    for _ in range(20):
-        accepted = (rng.random((500, 8)) < 0.7).cumprod(axis=1).sum(axis=1)
-        table.update(matches, supports, ones, np.full(500, 8), accepted)
-    learned = table.probabilities(matches[:1], supports[:1], ones[:1])[0]
-    assert np.allclose(learned[:2], 0.7 ** np.arange(1, 3), atol=0.03)
-    assert (np.diff(learned) <= 0).all()
-    # Longer drafts are judged by all their positions, so none is believed more than what came in front of it.
-    other = table.probabilities(np.array([20]), np.array([9]), ones[:1])[0]
-    assert not np.allclose(other, learned)
-    restored = AcceptanceTable()
-    restored.load_state_dict(table.state_dict())
-    assert np.array_equal(restored.probabilities(matches, supports, ones), table.probabilities(matches, supports, ones))
 
 
 def test_length_classes() -> None:
@@ -255,6 +182,106 @@ def test_who_is_last() -> None:
     assert completion_probability(straggler, np.zeros(4), np.ones(4))[3] > 0.95
 
 
+def taught(budget: str, cost: ForwardCost) -> Speculator:
+    """Three problems whose samples are short, medium and long, all of them parts of one text. In the first of two steps
+    all begin as medium ones."""
+    speculator = Speculator(DrafterParams(depth=32), clockless(cost, NoProbes), budget)
+    text = np.arange(1000, 1400)
+    for step in range(2):
+        for problem, length in (("s", 20), ("m", 80), ("l", 320)):
+            for _ in range(4):
+                slot = speculator.open(problem, np.array([7]))
+                speculator.append(slot, text[:length])
+                speculator.finish(slot, length)
+        speculator.end_step(step)
+    return speculator
+
+
+def opened(speculator: Speculator, so_far: int) -> np.ndarray:
+    slots = np.array([speculator.open(problem, np.array([7])) for problem in "sml"])
+    begun = [np.arange(1000, 1000 + so_far, dtype=np.int32)] * 3
+    for i in range(so_far):
+        proposal = speculator.propose(slots, np.zeros(3, np.int64))
+        tokens = np.array([own[i] for own in begun], np.int32)
+        speculator.record(proposal, np.zeros(3, np.int64), tokens, np.arange(4), 1.0)
+    speculator._next_plan = 0  # those that follow from the length so far
+    return slots
+
+
+def test_classes_have_their_budgets() -> None:
+    speculator = taught("class", CHEAP)
+    firsts = [speculator.history.first_class(p) for p in "sml"]
+    assert firsts == [LengthClass.SHORT, LengthClass.MEDIUM, LengthClass.LONG]
+    slots = opened(speculator, 12)
+    proposal = speculator.propose(slots, np.full(3, 24))
+    # Of a match of 12 tokens as many as the tree has: none for a short one, six for a medium one.
+    assert proposal.lengths[:2].tolist() == [0, 6]
+    assert proposal.lengths[2] > 12
+    # Who is alone among the long ones shares a forward with nobody, the others with all three.
+    assert speculator._sharers(slots, 3).tolist() == [3.0, 3.0, 1.0]
+    for slot in slots.tolist():
+        speculator.finish(slot)
+    assert speculator.report.classes == [LengthClass.SHORT, LengthClass.MEDIUM, LengthClass.LONG]
+
+
+def test_who_is_likely_the_last_shares_its_forwards_with_few() -> None:
+    """A drafted token that pays for one sample in three, and for the long one long before that."""
+    speculator = taught("straggler", ForwardCost(1.0, 1.0, 0.0, 0.0))
+    slots = opened(speculator, 12)
+    proposal = speculator.propose(slots, np.full(3, 24))
+    sharers = speculator._sharers(slots, 3)
+    assert sharers[0] > 3 > 1.7 > sharers[2] >= 1
+    assert proposal.lengths[2] > proposal.lengths[0]
+
+
+@pytest.mark.parametrize("per_token", [1e-3, 0.05, 0.4, 3.0])
+def test_the_optimal_budget_is_spread_over_the_forwards(per_token: float) -> None:
+    cost = ForwardCost(1.0, per_token, 0.0, 0.0)
+    speculator = taught("optimal", cost)
+    slots = opened(speculator, 12)
+    speculator.propose(slots, np.full(3, 24))
+    expected = np.array([speculator.history.candidates(p).mean() for p in "sml"])
+    left = np.maximum(expected, 1.25 * 12 + 16) - 12
+    k, alpha = (np.full(3, value) for value in speculator._acceptance)
+    forwards, tokens = optimal_budget(left, k, alpha, cost.base, cost.per_token)
+    caps = np.clip(np.ceil(tokens / forwards), 0, 24).tolist()
+    assert speculator._samples["cap"][slots].tolist() == caps
+    # Dear tokens are for the longest alone, and not even for it.
+    assert caps == sorted(caps)
+    assert (caps[-1] > 0) == (per_token < 3)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_the_optimal_budget_follows_what_the_step_shows(accepts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step with drafts already; a step without any does not undo it."""
+    seen = []
+
+    def spy(lengths, k, alpha, c_base, c_tok):
+        seen.append(float(k[0]))
+        return optimal_budget(lengths, k, alpha, c_base, c_tok)
+
+    monkeypatch.setattr("megatron_dta.speculation.speculator.optimal_budget", spy)
+    speculator = taught("optimal", ForwardCost(1.0, 1e-3, 0.0, 0.0))
+    slots = opened(speculator, 12)
+    assert seen[0] == 0.5
+    text = np.arange(1000, 1400, dtype=np.int32)
+    at = np.full(3, 12)
+    for _ in range(40):
+        proposal = speculator.propose(slots, np.full(3, 4))
+        accepted = proposal.lengths if accepts else np.zeros(3, np.int64)
+        pieces = [text[a : a + n + 1] for a, n in zip(at.tolist(), accepted.tolist(), strict=True)]
+        at = at + [len(piece) for piece in pieces]
+        speculator.record(proposal, accepted, np.concatenate(pieces), np.cumsum([0, *map(len, pieces)]), 1.0)
+    assert seen[-1] > 0.6 if accepts else seen[-1] < 0.1
+    for slot in slots.tolist():
+        speculator.finish(slot)
+    speculator.end_step(2)
+    fitted = speculator._acceptance
+    assert fitted != (0.5, 1.0)
+    speculator.end_step(3)
+    assert speculator._acceptance == fitted
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_stop_by_scan_and_by_token(seed: int) -> None:
     rng = seed_all(seed)
@@ -272,77 +299,3 @@ def test_stop_by_scan_and_by_token(seed: int) -> None:
         assert found == end
         assert (end is None) == (kind == "sane")
         assert end is None or 700 < end < 700 + 400
-
-
-def rollout(rng: np.random.Generator, n: int) -> np.ndarray:
-    return rng.integers(0, 9, n).astype(np.int32)
-
-
-@pytest.mark.parametrize("max_tokens", [700, 260])
-def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
-    """Of six steps with one, two, three samples; the smaller budget holds fewer than those of the window."""
-    rng = seed_all(7)
-    drafter = Drafter(DrafterParams(depth=6, early_depth=2, window=3, max_tokens=max_tokens))
-    prompts = {name: rollout(rng, 5) for name in "abc"}
-    empty = drafter._forest.num_nodes
-    for step in range(6):
-        for name in "abc"[: 1 + step % 3]:
-            sample = drafter.open(name, prompts[name])
-            tokens = rollout(rng, 50)
-            drafter.extend(np.array([sample], np.uint32), tokens, np.array([0, 50]))
-            drafter.finish(sample, step)
-        drafter.end_step(step)
-        assert drafter.stored_tokens <= max_tokens
-        steps = [entry.step for entry in drafter._samples.values()]
-        if max_tokens == 700:
-            assert set(steps) == {each for each in (step - 2, step - 1, step) if each >= 0}
-        else:
-            # The oldest left first: what stays are the last ones, and one more would have been too many.
-            assert steps == sorted(each for each in range(step + 1) for _ in range(1 + each % 3))[-len(steps) :]
-            assert drafter.stored_tokens > 260 - 2 * 60 or len(steps) == sum(1 + each % 3 for each in range(step + 1))
-    running = drafter.open("a", prompts["a"])
-    restored = Drafter(drafter.params)
-    restored.load_state_dict(drafter.state_dict())
-    again = restored.open("a", prompts["a"])
-    most = np.array([5], np.int32)
-    one, two = drafter.draft(np.array([running]), most), restored.draft(np.array([again]), most)
-    assert all(np.array_equal(a, b) for a, b in zip(vars(one).values(), vars(two).values(), strict=True))
-    assert one.lengths[0] > 0
-    assert drafter.stored_tokens == restored.stored_tokens
-    drafter.discard(running)
-    drafter.end_step(99)
-    assert (drafter.num_samples, drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
-    state = restored.state_dict()
-    with pytest.raises(ValueError, match="damaged"):
-        restored.load_state_dict(state | {"lengths": state["lengths"][:-1]})
-
-
-def test_speculator_restored_and_repeated_proposes_alike() -> None:
-    """Two of them given the same calls, one saved and loaded between the steps."""
-    rng = seed_all(9)
-    params = DrafterParams(depth=8, early_depth=2), BudgetParams(exploration=0.1), ForwardCost(8e-3, 1e-4)
-    both = [Speculator(*params), Speculator(*params)]
-    prompts = [rollout(rng, 4) for _ in range(5)]
-    drafted = 0
-    for step in range(4):
-        slots = [np.array([s.open(str(i % 5), prompts[i % 5], i) for i in range(20)]) for s in both]
-        for _ in range(12):
-            proposals = [s.propose(own, np.full(20, 9)) for s, own in zip(both, slots, strict=True)]
-            assert np.array_equal(proposals[0].lengths, proposals[1].lengths)
-            taken = np.arange(proposals[0].tokens.shape[1]) < proposals[0].lengths[:, None]
-            assert np.array_equal(proposals[0].tokens[taken], proposals[1].tokens[taken])
-            drafted += proposals[0].lengths.sum()
-            accepted = rng.integers(0, proposals[0].lengths + 1)
-            offsets = np.concatenate([[0], np.cumsum(accepted + 1)])
-            tokens = rng.integers(0, 3, offsets[-1]).astype(np.int32)
-            for speculator, proposal in zip(both, proposals, strict=True):
-                speculator.record(proposal, accepted, tokens, offsets, 1.0)
-        for speculator, own in zip(both, slots, strict=True):
-            for slot in own.tolist():
-                speculator.finish(slot)
-            report = speculator.end_step(step)
-            assert sum(report.drafted) >= sum(report.accepted) >= 0
-        state = both[1].state_dict()
-        both[1] = Speculator(*params)
-        both[1].load_state_dict(state)
-    assert drafted > 100

@@ -1,4 +1,4 @@
-"""The gate for passes with drafts: what it lets through, and that losses stay within its overhead budget."""
+"""The gates for tokens and for passes, and the estimates that they use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,85 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.speculation.budgets import BudgetParams
+from megatron_dta.common.errors import InputError
+from megatron_dta.speculation.calibration import AcceptanceTable
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.gate import CREDIT, LOSS_SHARE, SpeculationGate
+from megatron_dta.speculation.gate import CREDIT, LOSS_SHARE, SpeculationGate, token_gate
 from megatron_dta.speculation.speculator import Speculator
 
 PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
+
+
 DRAFTED = ForwardCost(base=4e-3, per_token=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("knee", [0.0, 37.0])
+def test_gate_by_loops(seed: int, knee: float) -> None:
+    rng = seed_all(seed)
+    n, width = 23, 6
+    cost = ForwardCost(8e-3, 3e-4, knee)
+    accept = np.minimum.accumulate(rng.choice([1.0, 0.9, 0.5, 0.3, 0.05], (n, width)), axis=1)
+    allowed, live = rng.integers(0, width + 1, n), n + 4
+    sharers = rng.uniform(1, 60, n)
+    lengths = token_gate(accept, allowed, cost, live, sharers)
+    free = sorted((-accept[i, j], i, j) for i in range(n) for j in range(allowed[i]))[: max(0, int(knee) - live)]
+    for i in range(n):
+        threshold = cost.per_token / (cost.per_token + cost.base / sharers[i])
+        paid = 0
+        while paid < allowed[i] and accept[i, paid] >= threshold:
+            paid += 1
+        assert lengths[i] == max(paid, sum(row == i for _, row, _ in free))
+    for live, theta in ((16, 0.06), (64, 0.19), (256, 0.49), (512, 0.66)):
+        row = np.linspace(0.99, 0.01, 99)[None]
+        linear = ForwardCost(8e-3, 3e-5)
+        assert row[0, token_gate(row, np.array([99]), linear, live, np.array([live]))[0] - 1] == pytest.approx(
+            theta, abs=0.02
+        )
+
+
+def test_fit_of_a_forwards_cost() -> None:
+    rng = seed_all(3)
+    counts = np.repeat([1, 8, 32, 64, 128, 200, 256, 384, 512, 1024], 5)
+    for truth in (ForwardCost(7e-3, 2e-5, 0.0), ForwardCost(6e-3, 3e-5, 200.0), ForwardCost(5e-3, 0.0, 0.0)):
+        seconds = truth.seconds(counts) * rng.normal(1, 0.01, len(counts))
+        fitted = ForwardCost.fit(counts, seconds)
+        assert np.allclose(fitted.seconds(counts), truth.seconds(counts), rtol=0.02)
+    for tokens, seconds in (([1, 2], [1, 1]), ([1, 2, 3], [1, 0, 1]), ([1, 2, 3], [1, np.nan, 1])):
+        with pytest.raises(InputError):
+            ForwardCost.fit(np.array(tokens), np.array(seconds))
+
+
+def test_calibration_learns_the_truth() -> None:
+    """Tokens whose tree says 1.0 but that are right 70 times of 100, each given the one before."""
+    rng = seed_all(2)
+    table = AcceptanceTable()
+    matches, supports, ones = np.full(500, 5), np.ones(500, int), np.ones((500, 8))
+    for _ in range(20):
+        accepted = (rng.random((500, 8)) < 0.7).cumprod(axis=1).sum(axis=1)
+        table.update(matches, supports, ones, np.full(500, 8), accepted)
+    learned = table.probabilities(matches[:1], supports[:1], ones[:1])[0]
+    assert np.allclose(learned[:2], 0.7 ** np.arange(1, 3), atol=0.03)
+    assert (np.diff(learned) <= 0).all()
+    # Longer drafts are judged by all their positions, so none is believed more than what came in front of it.
+    other = table.probabilities(np.array([20]), np.array([9]), ones[:1])[0]
+    assert not np.allclose(other, learned)
+    restored = AcceptanceTable()
+    restored.load_state_dict(table.state_dict())
+    assert np.array_equal(restored.probabilities(matches, supports, ones), table.probabilities(matches, supports, ones))
+
+
+def test_estimates_follow_the_policy() -> None:
+    """What was nearly always right ten steps ago and is wrong now is soon known to be wrong."""
+    table = AcceptanceTable()
+    matches, supports, ones = np.full(500, 5), np.ones(500, int), np.ones((500, 4))
+    table.update(matches, supports, ones, np.full(500, 4), np.full(500, 4))
+    assert table.probabilities(matches[:1], supports[:1], ones[:1])[0, 0] > 0.95
+    for _ in range(10):
+        table.end_step()
+    table.update(matches[:20], supports[:20], ones[:20], np.full(20, 4), np.zeros(20, int))
+    assert table.probabilities(matches[:1], supports[:1], ones[:1])[0, 0] < 0.2
 
 
 def warm(gate: SpeculationGate, live: int = 40) -> SpeculationGate:
@@ -119,9 +190,9 @@ def test_text_that_cannot_be_drafted_is_left_alone(live: int):
     """Samples without any repetition in what matters: few passes have drafts, and few rounds ask for them."""
     rng = seed_all(live)
     gate = SpeculationGate(PLAIN, DRAFTED)
-    speculator = Speculator(DrafterParams(), BudgetParams(), DRAFTED, gate)
+    speculator = Speculator(DrafterParams(), gate)
     phrase = rng.integers(0, 50, 30).astype(np.int32)
-    slots = np.array([speculator.open("one", phrase, key) for key in range(live)])
+    slots = np.array([speculator.open("one", phrase) for _ in range(live)])
     most, asked, drafted, count = np.full(live, 20), 0, 0, 400
     plain = spent = 0.0
     for step in range(count):

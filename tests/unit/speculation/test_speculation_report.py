@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from conftest import seed_all
 from megatron_dta.plots import speculation as plots
 from megatron_dta.report.draft_charts import draft_charts
-from megatron_dta.speculation.plain_forwards import PlainForwards
-from megatron_dta.speculation.report import SpeculationReport, drafting_benefit
+from megatron_dta.speculation.report import PlainForwards, SpeculationReport, drafting_benefit
 from megatron_dta.training.monitor.metric_names import is_known
 
 CLASSES = ("short", "medium", "long")

@@ -1,13 +1,13 @@
-"""Decoding passes and their sampling over tensors at fixed addresses: on a GPU one CUDA graph each, captured once.
+"""Runs decoding passes and their sampling on tensors at fixed addresses, as CUDA graphs on a GPU.
 
-A pass of a small batch is a thousand short kernels, which a CPU launches more slowly than a GPU runs them. Here a pass
-with the draw of its tokens is captured for a few sizes (``bucket``), and what differs from pass to pass (tokens,
-positions, page tables, noise, the address of the cache) is read from memory. The weights are those of the trainer,
-which changes them in place; should one of them move, everything is captured again.
+A pass of a small batch consists of a thousand short kernels, which a CPU launches more slowly than a GPU runs them.
+Here a pass, including the draw of its tokens, is captured for a few sizes (``bucket``). What differs between passes
+(tokens, positions, page tables, noise, the address of the cache) is read from memory. The weights are those of the
+trainer, which updates them in place; if one of them moves, all graphs are captured again.
 
-A *burst* is several passes of the same rows: a pass takes its tokens from the one before on the device, all else is
-known beforehand, so the host waits once for all of them. It finds ends of sequences afterwards: what a row computed
-beyond its end is dropped, and was seen by nobody.
+A *burst* is several passes of the same rows. Each pass takes its tokens from the previous one on the device and
+everything else is known in advance, so the host waits once for all of them. It detects ends of sequences afterwards and
+drops the tokens that a row computed beyond its end.
 
 On a CPU the same passes run without a capture, for tests in Triton's interpreter.
 """
@@ -30,13 +30,13 @@ from megatron_dta.sampling.keyed_random import keyed_uniform
 from megatron_dta.sampling.params import SamplingParams
 
 MOST_TOKENS = 1024
-"""Passes of more tokens keep a GPU busy without a graph."""
+"""Larger passes keep a GPU busy without a graph."""
 
 _MOST_GRAPHS = 96
 
 
 def bucket(count: int) -> int:
-    """The size that is captured for ``count`` rows: powers of two and halves between, then steps of 64."""
+    """The captured size for ``count`` rows: powers of two and the values halfway between, then multiples of 64."""
     if count > 256:
         return -(-count // 64) * 64
     power = 1 << (count - 1).bit_length()
@@ -64,26 +64,26 @@ def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
 def noise_of(
     rows: Sequence[Request], drafts: Sequence[np.ndarray], params: SamplingParams, iteration: int, steps: int = 1
 ) -> np.ndarray:
-    """Uniform numbers for each row's next position and those behind its draft, row by row, in passes that follow each
-    other position by position: float64 [steps, n]."""
+    """Uniform numbers for each row's next position and those after its drafted tokens, row by row, for ``steps``
+    consecutive passes: float64 [steps, n]."""
     widths = np.array([len(draft) + 1 for draft in drafts])
     keys = np.repeat(np.array([sequence.generation.key for sequence in rows], dtype=np.int64), widths)
-    known = np.array([sequence.num_tokens for sequence in rows], dtype=np.int64)
-    positions = np.repeat(known - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
+    num_tokens = np.array([sequence.num_tokens for sequence in rows], dtype=np.int64)
+    positions = np.repeat(num_tokens - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
     positions = positions + np.arange(steps)[:, None]
     return keyed_uniform(params.seed, params.domain, iteration, keys, positions)
 
 
 @dataclass(frozen=True)
 class Burst:
-    """Passes of the same rows.
+    """One or several passes of the same rows.
 
     Attributes:
-        token_ids: int64 [n], of the first pass, row by row.
-        starts, counts: int64 [rows], positions that a row has, and tokens that a pass appends to it: 1 each if there
-            are several passes.
+        token_ids: int64 [n], the inputs of the first pass, row by row.
+        starts: int64 [rows], computed positions of each row.
+        counts: int64 [rows], tokens of each row in a pass; 1 if there are several passes.
         tables: page tables with room for all passes.
-        steps: int64 [rows], passes that a row takes part in, from the first on.
+        steps: int64 [rows], the number of passes, from the first one on, in which each row takes part.
         noise: float64 [passes, n], in [0, 1).
     """
 
@@ -99,12 +99,12 @@ class DecodeSteps:
     """Runs bursts of ``model``.
 
     Args:
-        shape: of the rank's heads.
-        page_size: of the cache.
-        max_rows: most rows of a pass.
+        shape: attention heads of this rank.
+        page_size: positions in a page of the cache.
+        max_rows: maximum number of rows in a pass.
 
     Attributes:
-        captures: passes captured so far; each takes the time of several eager passes.
+        captures: number of passes captured so far; a capture takes the time of several eager passes.
     """
 
     def __init__(self, model: TreeGPTModel, shape: HeadShape, page_size: int, max_rows: int) -> None:
@@ -123,26 +123,23 @@ class DecodeSteps:
         self.captures = 0
 
     def start(self) -> None:
-        """A phase of sampling begins: the weights are where they were, or all graphs are dropped."""
+        """Begin a phase of sampling; drops all graphs if a weight has moved."""
         weights = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
         if weights != self._weights:
             self._passes.clear()
             self._weights, self._pool = weights, None
 
-    def takes(self, plan: Pass, drafted: int) -> bool:
-        """Whether ``plan`` is run here: all rows decode, with so many drafted tokens in all."""
-        decodes = all(
-            count == 1 and row.num_tokens - row.num_computed_tokens == 1
-            for row, count in zip(plan.rows, plan.counts, strict=True)
-        )
-        return decodes and len(plan.rows) + drafted <= MOST_TOKENS
+    def takes(self, plan: Pass) -> bool:
+        """Whether ``plan`` is run here: all rows decode."""
+        return set(plan.counts) == {1} and len(plan.ready) == len(plan.rows) <= MOST_TOKENS
 
     def run(
         self, cache: PagedCache, burst: Burst, params: SamplingParams, meanwhile: Callable[[], None]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens drawn behind every token of every pass, and their logprobs: int64 and float64 [passes, n].
+        """Run a burst. Returns the tokens drawn after each token of each pass, int64 [passes, n], and their logprobs,
+        float64 [passes, n]; entries of rows that have left the burst are undefined.
 
-        Entries of rows that have left a burst mean nothing. ``meanwhile`` is called while the device runs.
+        meanwhile: called while the device runs.
         """
         if self._addresses_of is not cache.addresses:
             self._addresses.copy_(cache.addresses)
@@ -161,7 +158,7 @@ class DecodeSteps:
             drawn.append(replay().clone())
         drawn = torch.stack(drawn)
         meanwhile()
-        # The only place that waits for the device; a float64 holds every token id.
+        # The only place that waits for the device. A float64 represents every token id exactly.
         tokens_and_logprobs = drawn.cpu().numpy()[:, :, :n]
         return tokens_and_logprobs[:, 0].astype(np.int64), tokens_and_logprobs[:, 1]
 
@@ -170,13 +167,13 @@ class DecodeSteps:
 
     @staticmethod
     def _run_of(burst: Burst) -> int:
-        """Longest run that the settings are made for: of drafts the same ones for all lengths."""
+        """Tokens of a row for which the attention is configured; one value for drafts of all lengths."""
         return 1 if int(burst.counts.max()) == 1 else 16
 
     def _captured(self, burst: Burst, params: SamplingParams) -> tuple[StaticPass, Callable[[], Tensor]]:
         num_tokens = bucket(len(burst.token_ids))
         run = self._run_of(burst)
-        # There are never more tiles than tokens, and empty ones cost less than a capture for each number of them.
+        # There are at most as many tiles as tokens, and empty tiles cost less than captures for each number of tiles.
         key = (num_tokens, run, params.temperature, params.top_p)
         if key not in self._passes:
             while len(self._passes) >= _MOST_GRAPHS:
@@ -196,7 +193,7 @@ class DecodeSteps:
         return self._passes[key]
 
     def _pass(self, static: StaticPass, params: SamplingParams) -> Tensor:
-        """Tokens and logprobs, float64 [2, tokens]; the tokens are the next pass's inputs."""
+        """Tokens and logprobs, float64 [2, tokens]; the tokens also become the inputs of the next pass."""
         hidden = self._model(static.input_ids, static.context)
         tokens, logprobs = next_tokens(self._model, hidden, static.noise, params, kernels=True)
         static.input_ids[0].copy_(tokens)
@@ -205,13 +202,13 @@ class DecodeSteps:
     def _capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if self._tables.device.type != "cuda":
             return run
-        # Without any token yet, so this writes nothing; it compiles kernels and fills caches.
+        # There are no tokens yet, so this writes nothing; it compiles kernels and fills caches.
         run()
         torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Another thread's calls, such as a collective's watchdog, are no error.
+        # Calls of other threads, such as a watchdog of collectives, must not fail the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = run()
 

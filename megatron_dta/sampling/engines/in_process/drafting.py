@@ -20,7 +20,6 @@ Evaluations have separate trees. Tokens from passes without drafts are inserted 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,9 +33,7 @@ from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request, Sc
 from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.speculation.forward_cost import ForwardCost
-from megatron_dta.speculation.plain_forwards import Before
-from megatron_dta.speculation.proposal import Proposal
-from megatron_dta.speculation.speculator import Speculator
+from megatron_dta.speculation.speculator import Proposal, Speculator
 
 NO_DRAFT = np.zeros(0, np.int32)
 
@@ -47,22 +44,49 @@ _MEASURED = 512
 """Number of recent passes from which the cost of a pass is measured."""
 
 
-class Drafting(ABC):
+@dataclass(frozen=True)
+class Round:
+    """A pass with drafts, or a burst of passes without drafts, that has run.
+
+    Attributes:
+        rows: the requests that got tokens.
+        drafted: int64 [n], tokens of each row's draft; None for a burst, in which row i got one token in each of the
+            first ``len(appended[i])`` passes.
+        appended: the new tokens of each row, int32.
+        seconds: seconds of the round.
+        num_tokens: tokens in each pass.
+    """
+
+    rows: Sequence[Request]
+    drafted: np.ndarray | None
+    appended: Sequence[np.ndarray]
+    seconds: float
+    num_tokens: int
+
+    @property
+    def decoding_passes(self) -> list[tuple[int, bool]]:
+        """The passes as (tokens, has drafts), to measure what they cost; none if they also computed prompts."""
+        drafted = 0 if self.drafted is None else int(self.drafted.sum())
+        if self.num_tokens > len(self.rows) + drafted:
+            return []
+        passes = max(map(len, self.appended)) if self.drafted is None else 1
+        return [(self.num_tokens, self.drafted is not None)] * passes
+
+
+class Drafting:
     """Proposes drafts. All ranks of a replica must propose the same ones."""
 
-    def started(self, params: SamplingParams) -> None:  # noqa: B027 - most draft alike in every phase
+    def started(self, params: SamplingParams) -> None:
         """A phase begins: requests until ``ended`` use these parameters and the present weights."""
 
-    def ended(self) -> None:  # noqa: B027
+    def ended(self) -> None:
         """The phase has ended; all its requests are complete."""
 
-    @abstractmethod
     def submitted(self, request: Request) -> None:
         """A request was submitted."""
 
     def wants(self, live: int) -> bool:
-        """Whether to ask for drafts in this round, a pass or burst in which ``live`` rows get tokens. If not,
-        ``verified_burst`` follows without ``propose``."""
+        """Whether to ask for drafts in this round, a pass or burst in which ``live`` rows get tokens."""
         return True
 
     @property
@@ -70,58 +94,45 @@ class Drafting(ABC):
         """Whether a draft is likely to pay soon; if so, the engine keeps its bursts short."""
         return True
 
-    def catch_up(self) -> None:  # noqa: B027 - most defer nothing
-        """Do deferred work. The engine calls this while the device runs passes without drafts."""
-
-    def ran(self, seconds: float) -> None:  # noqa: B027 - most need no clock
-        """Record the wall seconds of the last round, including the host's part."""
-
-    @abstractmethod
     def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         """A draft (int32, may be empty) of at most ``most[i]`` tokens for each row of a pass."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
-        """A pass of ``tokens`` tokens ran ``drafted[i]`` tokens of row i's draft; ``appended[i]`` are new tokens."""
+    def catch_up(self) -> None:
+        """Do deferred work. The engine calls this while the device runs passes without drafts."""
 
-    def verified_burst(
-        self, rows: Sequence[Request], appended: Sequence[np.ndarray], seconds: float, tokens: int
-    ) -> None:
-        """A burst without drafts has run, ``tokens`` tokens a pass, with or without ``propose`` before it. Row i got
-        one token in each of the first ``len(appended[i])`` passes."""
-        passes = max(map(len, appended))
-        for i in range(passes):
-            alive = [row for row, own in zip(rows, appended, strict=True) if len(own) > i]
-            none = np.zeros(len(alive), np.int64)
-            if i:
-                self.propose(alive, none)
-            new = [own[i : i + 1] for own in appended if len(own) > i]
-            self.verified(none, new, seconds / passes, tokens)
+    def verified(self, done: Round) -> None:
+        """A round has run. Whether ``propose`` was called before it depends on ``wants``."""
 
-    @abstractmethod
+    def ran(self, seconds: float) -> None:
+        """Record the wall seconds of the last round, including the host's part."""
+
     def finished(self, request: Request) -> None:
         """A request is complete."""
 
-    @abstractmethod
     def released(self, request: Request) -> None:
         """A complete request that was held was released; it gets no new children."""
 
-    @abstractmethod
     def abandoned(self) -> None:
         """All incomplete requests were aborted."""
 
-    @abstractmethod
     def weights_changed(self, policy_version: int) -> None:
         """The weights have changed. No request is running."""
 
 
-def drafts_of(plan: Pass, drafting: Drafting | None, scheduler: Scheduler, most_tokens: int) -> list[np.ndarray]:
+class NoDrafting(Drafting):
+    """Never drafts."""
+
+    is_hopeful = False
+
+    def wants(self, live: int) -> bool:
+        return False
+
+
+def drafts_of(plan: Pass, drafting: Drafting, scheduler: Scheduler, most_tokens: int) -> list[np.ndarray]:
     """The drafts (int32) to verify in a pass, with pages reserved for them. A row that gets no token in this pass has
     no draft, and the pass has at most ``most_tokens`` tokens in total."""
-    drafts = [NO_DRAFT] * len(plan.rows)
-    if drafting is None:
-        return drafts
-    ready = [i for i, row in enumerate(plan.rows) if row.num_computed_tokens + plan.counts[i] == row.num_tokens]
+    drafts, ready = [NO_DRAFT] * len(plan.rows), plan.ready
     if not ready or not drafting.wants(len(ready)):
         return drafts
     rows = [plan.rows[i] for i in ready]
@@ -163,15 +174,14 @@ class _Path:
 class SuffixDrafting(Drafting):
     """Drafts from a ``Speculator``, whose cost model is fitted to the passes that ran.
 
-    follows_clock: if False, the costs of ``speculator`` are kept, so that repeated runs draft the same.
+    follows_clock: if False, the costs of ``speculator`` are kept, so that repeated runs make the same drafts.
     """
 
     def __init__(self, speculator: Speculator, follows_clock: bool = True) -> None:
         self._training, self.follows_clock = speculator, follows_clock
         self._speculator = speculator  # of the present phase
         self._policy_version: int | None = None
-        if speculator.pass_gate is not None:
-            speculator.pass_gate.is_measured = follows_clock
+        speculator.gate.is_measured = False  # until the ranks of the replica go by the same costs
         # Deferred calls, to be made in this order before any other use of the speculator.
         self._deferred: deque[Callable[[], None]] = deque()
         self._bursts = 0
@@ -202,8 +212,7 @@ class SuffixDrafting(Drafting):
 
     def catch_up(self) -> None:
         # Walking the trees evicts the host's caches, so do it only if needed.
-        gate = self._speculator.pass_gate
-        if gate is None or gate.drafts_next or self._bursts >= _MOST_BURSTS:
+        if self._speculator.gate.drafts_next or self._bursts >= _MOST_BURSTS:
             self._run_deferred()
 
     def _run_deferred(self) -> None:
@@ -237,7 +246,7 @@ class SuffixDrafting(Drafting):
 
     @property
     def is_hopeful(self) -> bool:
-        return self._speculator.pass_gate is None or self._speculator.pass_gate.is_hopeful
+        return self._speculator.is_hopeful
 
     def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         self._run_deferred()
@@ -248,32 +257,25 @@ class SuffixDrafting(Drafting):
             return [NO_DRAFT] * len(rows)
         return [row[:length] for row, length in zip(proposal.tokens, proposal.lengths.tolist(), strict=True)]
 
-    def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
+    def verified(self, done: Round) -> None:
         proposal, self._proposal = self._proposal, None
-        proposal.lengths[:] = drafted
-        counts = np.array([len(tokens) for tokens in appended], np.int64)
+        self._last = done.decoding_passes
+        if done.drafted is None:
+            self._bursts += 1
+            self._deferred.append(partial(self._record_burst, done, proposal is not None))
+            return
+        proposal.lengths[:] = done.drafted
+        counts = np.array([len(tokens) for tokens in done.appended], np.int64)
         # The last token of each row was sampled, not drafted, even if a longer draft contained it.
-        accepted = np.minimum(counts - 1, drafted)
+        accepted = np.minimum(counts - 1, done.drafted)
         offsets = np.concatenate([[0], np.cumsum(counts)])
         self._run_deferred()
-        self._speculator.record(proposal, accepted, np.concatenate(appended).astype(np.int32), offsets, seconds)
-        # Passes that also compute prompts are not measured.
-        is_pure = tokens == len(drafted) + int(drafted.sum())
-        self._last = [(tokens, tokens > len(drafted))] if is_pure else []
+        tokens = np.concatenate(done.appended).astype(np.int32)
+        self._speculator.record(proposal, accepted, tokens, offsets, done.seconds)
 
-    def verified_burst(
-        self, rows: Sequence[Request], appended: Sequence[np.ndarray], seconds: float, tokens: int
-    ) -> None:
-        proposal, self._proposal = self._proposal, None
-        self._bursts += 1
-        self._deferred.append(partial(self._record_burst, rows, appended, seconds, proposal is not None))
-        self._last = [(tokens, False)] * max(map(len, appended)) if tokens == len(rows) else []
-
-    def _record_burst(
-        self, rows: Sequence[Request], appended: Sequence[np.ndarray], seconds: float, was_asked: bool
-    ) -> None:
-        slots = np.array([self._slot(request) for request in rows], np.int64)
-        self._speculator.record_burst(slots, appended, seconds, was_asked)
+    def _record_burst(self, done: Round, was_asked: bool) -> None:
+        slots = np.array([self._slot(request) for request in done.rows], np.int64)
+        self._speculator.record_burst(slots, done.appended, done.seconds, was_asked)
 
     def ran(self, seconds: float) -> None:
         last, self._last = self._last, []
@@ -351,15 +353,12 @@ class SuffixDrafting(Drafting):
         if not self.follows_clock:
             return
         # The ranks of a replica must draft alike, so they use the first rank's measurements.
-        mesh, gate = current_mesh(), speculator.pass_gate
-        costs = mesh.gather_over_replica((self.measured_cost(), self.measured_cost(False), self.measured_cost(True)))[0]
-        if costs[0] is not None:
-            speculator.cost = costs[0]
-        if gate is not None:
-            gate.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
-            plain, drafted = (own or costs[0] for own in costs[1:])
-            if plain is not None and drafted is not None:
-                gate.calibrate(plain, drafted)
+        mesh, gate = current_mesh(), speculator.gate
+        costs = self.measured_cost(), self.measured_cost(False), self.measured_cost(True)
+        both, plain, drafted = mesh.gather_over_replica(costs)[0]
+        gate.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
+        if both is not None or (plain is not None and drafted is not None):
+            gate.calibrate(plain or both, drafted or both)
 
     def share(self) -> None:
         """Add what the other replicas have sampled since the last call. Collective over all ranks."""
@@ -386,7 +385,7 @@ class SuffixDrafting(Drafting):
         counts = [count for count in np.unique(tokens) if (tokens == count).sum() >= 3]
         try:
             medians = [np.median(seconds[tokens == count]) for count in counts]
-            return ForwardCost.fit(np.array(counts), np.array(medians), draft=self._speculator.cost.draft)
+            return ForwardCost.fit(np.array(counts), np.array(medians), draft=self._speculator.gate.drafted_cost.draft)
         except InputError:
             return None
 
@@ -394,7 +393,7 @@ class SuffixDrafting(Drafting):
         slot = self._slots.get(request)
         if slot is None:
             context, path = request.tokens[: request.context_length], self._paths[request]
-            before = Before(path.before, None if path.above is None else path.above.end)
-            slot = self._speculator.open(path.problem, context, request.generation.key, path.is_branch, before)
+            begin = None if path.above is None else path.above.end
+            slot = self._speculator.open(path.problem, context, path.is_branch, path.before, begin)
             self._slots[request], path.above = slot, None
         return slot

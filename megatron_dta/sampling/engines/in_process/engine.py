@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import paged_context
 from megatron_dta.sampling.engines.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.engines.in_process.cuda_graphs import MOST_TOKENS, Burst, DecodeSteps, noise_of
-from megatron_dta.sampling.engines.in_process.drafting import Drafting, drafts_of
+from megatron_dta.sampling.engines.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
 from megatron_dta.sampling.engines.in_process.expert_passes import DecodingPasses
 from megatron_dta.sampling.engines.in_process.next_token import next_tokens, sampling_mode
 from megatron_dta.sampling.engines.in_process.pages import PagePool
@@ -51,17 +52,19 @@ _PASSES_BETWEEN_DRAFTS, _MAX_SHORT_BURSTS = 4, 4
 _COUNTS = ("decoded_tokens", "requests", "forwards", "seconds", "peak_pages", "drafted_tokens", "accepted_drafts")
 _COUNTS += ("stopped_degenerate", "static_forwards", "captures")
 
+Sampled = tuple[np.ndarray, np.ndarray]
+"""What was drawn for one row in a pass or burst: tokens (int32) and their logprobs (float64)."""
 
-class InProcessEngine(RolloutEngine):
-    """Continuous batching over a paged K/V cache; see the module's docstring.
 
-    Args:
-        model: the model to sample from; it is not modified.
-        max_requests: maximum number of running requests; does not change the samples.
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of the engine. None of them changes the samples but ``stop_degenerate``.
+
+    Attributes:
+        max_requests: maximum number of running requests.
         block_size: positions in a page.
         buffer_size_gb: size of the cache in GiB on each rank. None: half of the free memory on a GPU, else no limit.
         max_tokens: maximum number of tokens in a forward pass; longer prompts are split over passes.
-        drafting: proposes drafts to verify; does not change the samples. It may be replaced while nothing runs.
         stop_degenerate: end requests that have degenerated into a loop or noise as if their length were reached.
         attention_impl: "triton" for the kernels that read pages in place, "reference" for PyTorch's attention, "auto"
             for the kernels wherever they are supported.
@@ -70,28 +73,34 @@ class InProcessEngine(RolloutEngine):
         burst: maximum number of passes that run before their tokens are read, with ``static_passes``.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        max_requests: int = 256,
-        block_size: int = 16,
-        buffer_size_gb: float | None = None,
-        max_tokens: int = 4096,
-        drafting: Drafting | None = None,
-        stop_degenerate: bool = False,
-        attention_impl: str = "auto",
-        static_passes: bool = False,
-        burst: int = 8,
-    ) -> None:
-        self.drafting, self._stop_degenerate, self._burst = drafting, stop_degenerate, burst
+    max_requests: int = 256
+    block_size: int = 16
+    buffer_size_gb: float | None = None
+    max_tokens: int = 4096
+    stop_degenerate: bool = False
+    attention_impl: str = "auto"
+    static_passes: bool = False
+    burst: int = 8
+
+
+class InProcessEngine(RolloutEngine):
+    """Continuous batching over a paged K/V cache; see the module's docstring.
+
+    Args:
+        model: the model to sample from; it is not modified.
+        drafting: proposes drafts to verify; does not change the samples. It may be replaced while nothing runs.
+    """
+
+    def __init__(self, model: Model, settings: EngineSettings | None = None, drafting: Drafting | None = None) -> None:
+        self.drafting: Drafting = drafting or NoDrafting()
+        self._settings = settings = settings or EngineSettings()
         self._model, self._passes = model, DecodingPasses(model)
-        self._shape, device = head_shape(model), next(model.parameters()).device
-        self._is_paged = choose_attention(attention_impl, self._shape.head_size, self._shape.dtype, device)
+        self._shape, self._device = head_shape(model), next(model.parameters()).device
+        head_size, dtype = self._shape.head_size, self._shape.dtype
+        self._is_paged = choose_attention(settings.attention_impl, head_size, dtype, self._device)
         self._steps: DecodeSteps | None = None
-        if static_passes and self._is_paged:
-            self._steps = DecodeSteps(model, self._shape, block_size, max_requests)
-        self._max_requests, self._block_size, self._max_tokens = max_requests, block_size, max_tokens
-        self._buffer_size_gb = buffer_size_gb
+        if settings.static_passes and self._is_paged:
+            self._steps = DecodeSteps(model, self._shape, settings.block_size, settings.max_requests)
         self._params: SamplingParams | None = None
         self._iteration = self._policy_version = self._arrivals = self._undrafted = 0
         self._running: dict[int, Request] = {}
@@ -99,7 +108,11 @@ class InProcessEngine(RolloutEngine):
         self._detectors: dict[Request, DegenerateDetector] = {}
         self._cache: PagedCache | None = None
         self._counts = dict.fromkeys(_COUNTS, 0.0)
-        self._scheduler = Scheduler(PagePool(block_size), max_requests, max_tokens)
+        self._scheduler = self._new_scheduler()
+
+    def _new_scheduler(self) -> Scheduler:
+        pool = PagePool(self._settings.block_size)
+        return Scheduler(pool, self._settings.max_requests, self._settings.max_tokens)
 
     @property
     def pages_in_use(self) -> int:
@@ -109,10 +122,10 @@ class InProcessEngine(RolloutEngine):
     def start(self, params: SamplingParams, iteration: int) -> None:
         self._refuse_while_running("start")
         self.release(list(self._held))
-        self._params, self._iteration = params, iteration
-        if self.drafting is not None:
-            self.drafting.started(params)
-        self._scheduler.pool.max_pages = max_pages(self._model, self._shape, self._block_size, self._buffer_size_gb)
+        self._params, self._iteration, self._undrafted = params, iteration, 0
+        self.drafting.started(params)
+        size, gigabytes = self._settings.block_size, self._settings.buffer_size_gb
+        self._scheduler.pool.max_pages = max_pages(self._model, self._shape, size, gigabytes)
         if self._steps is not None:
             self._steps.start()
 
@@ -123,7 +136,7 @@ class InProcessEngine(RolloutEngine):
         for request in requests:
             self._check(request, new)
             parent = None if request.parent is None else self._held[request.parent]
-            sequence = Request(request, self._arrivals + len(new), self._block_size, parent)
+            sequence = Request(request, self._arrivals + len(new), self._settings.block_size, parent)
             if parent is not None and sequence.common_with_parent == 0:
                 raise ValueError(f"request {request.request_id}: shares no prefix with its parent {request.parent}")
             new[request.request_id] = sequence
@@ -131,8 +144,7 @@ class InProcessEngine(RolloutEngine):
         self._running.update(new)
         for sequence in new.values():
             self._scheduler.submit(sequence)
-            if self.drafting is not None:
-                self.drafting.submitted(sequence)
+            self.drafting.submitted(sequence)
 
     def poll(self) -> list[GenerationResult]:
         began = time.perf_counter()
@@ -142,8 +154,7 @@ class InProcessEngine(RolloutEngine):
                 while not finished and not self._scheduler.is_idle:
                     round_began = time.perf_counter()
                     finished = self._run(self._scheduler.next_pass())
-                    if self.drafting is not None:
-                        self.drafting.ran(time.perf_counter() - round_began)
+                    self.drafting.ran(time.perf_counter() - round_began)
         except BaseException:
             self.close()
             raise
@@ -158,8 +169,7 @@ class InProcessEngine(RolloutEngine):
                 raise ValueError(f"request {request_id} is not held")
             sequence = self._held.pop(request_id)
             self._scheduler.release(sequence)
-            if self.drafting is not None:
-                self.drafting.released(sequence)
+            self.drafting.released(sequence)
         self._free_when_unused()
 
     def statistics(self) -> dict[str, float]:
@@ -177,38 +187,44 @@ class InProcessEngine(RolloutEngine):
             self._scheduler.release(sequence)
         self._free_when_unused()
         self._policy_version = policy_version
-        if self.drafting is not None:
-            self.drafting.weights_changed(policy_version)
+        self.drafting.weights_changed(policy_version)
 
     def join(self) -> None:
         with sampling_mode(self._model):
             self._passes.join()
-        if self.drafting is not None:
-            self.drafting.ended()
+        self.drafting.ended()
 
     def close(self) -> None:
         counts = self.statistics()
         for requests in (self._running, self._held, self._detectors):
             requests.clear()
         self._cache = None
-        self._scheduler = Scheduler(PagePool(self._block_size), self._max_requests, self._max_tokens)
+        self._scheduler = self._new_scheduler()
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
         self._counts["peak_pages"] = counts["peak_pages"]
         self._params = None
-        if self.drafting is not None:
-            self.drafting.abandoned()
+        self.drafting.abandoned()
 
     def _run(self, plan: Pass) -> list[Request]:
-        """Run one forward pass and take its tokens. Returns the requests that it finished."""
+        """Run a forward pass, or a burst of them, and take its tokens. Returns the requests that it finished."""
         began = time.perf_counter()
-        is_static = self._steps is not None and self._steps.takes(plan, 0)
-        most = min(self._max_tokens, MOST_TOKENS) if is_static else self._max_tokens
+        is_static = self._steps is not None and self._steps.takes(plan)
+        most = min(self._settings.max_tokens, MOST_TOKENS) if is_static else self._settings.max_tokens
         drafts = drafts_of(plan, self.drafting, self._scheduler, most)
-        if is_static:
-            return self._run_static(plan, drafts, began)
+        num_drafted = sum(map(len, drafts))
+        own_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
+        rows, sampled = (self._run_static if is_static else self._run_eager)(plan, drafts)
+        if not rows:
+            return []
+        return self._take(rows, sampled, own_drafts, began, sum(plan.counts) + num_drafted)
+
+    def _run_eager(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
+        """Run one pass of prompts and decoding rows. Returns the rows that get tokens, and what was drawn behind their
+        last tokens and each drafted one."""
         cache = self._cache_for(plan)
         starts = np.array([sequence.num_computed_tokens for sequence in plan.rows])
-        counts = np.array(plan.counts) + [len(draft) for draft in drafts]
+        widths = np.array([len(draft) for draft in drafts])
+        counts, ready = np.array(plan.counts) + widths, plan.ready
         tables = [sequence.table for sequence in plan.rows]
         if self._is_paged:
             context, order = paged_context(cache, starts, counts, tables, self._shape)
@@ -219,29 +235,27 @@ class InProcessEngine(RolloutEngine):
             pieces += [plan.rows[i].tokens[starts[i] : starts[i] + plan.counts[i]], drafts[i]]
         hidden = self._passes(self._to_device(np.concatenate(pieces).astype(np.int64)).unsqueeze(0), context)
         self._counts["forwards"] += 1
-        end = np.cumsum(counts[order])
-        place = dict(zip((plan.rows[i] for i in order), end.tolist(), strict=True))
-        draft_of = dict(zip(plan.rows, drafts, strict=True))
+        ends = np.empty(len(order), np.int64)
+        ends[order] = np.cumsum(counts[order])
         rows = self._scheduler.complete(plan)
         if not rows:
-            return []
-        own_drafts = [draft_of[sequence] for sequence in rows]
-        last = [np.arange(place[row] - len(draft_of[row]) - 1, place[row]) for row in rows]
-        noise = self._to_device(noise_of(rows, own_drafts, self._params, self._iteration)[0])
+            return [], []
+        last = [np.arange(ends[i] - widths[i] - 1, ends[i]) for i in ready]
+        noise = self._to_device(noise_of(rows, [drafts[i] for i in ready], self._params, self._iteration)[0])
         hidden = hidden[self._to_device(np.concatenate(last))]
         drawn = next_tokens(self._model, hidden, noise, self._params, self._is_paged)
         drawn = torch.stack([part.double() for part in drawn])
-        self._catch_up()
+        self.drafting.catch_up()
         # The only place that waits for the device. A float64 represents every token id exactly.
         tokens, logprobs = drawn.cpu().numpy()
-        sampled = _by_row(tokens.astype(np.int32), logprobs, [len(draft) + 1 for draft in own_drafts])
-        return self._take(rows, sampled, own_drafts, began, int(counts.sum()))
+        return rows, _by_row(tokens.astype(np.int32), logprobs, widths[ready] + 1)
 
-    def _run_static(self, plan: Pass, drafts: list[np.ndarray], began: float) -> list[Request]:
-        """Like ``_run`` if all rows decode: one pass with drafts, or a burst of passes without."""
+    def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
+        """Like ``_run_eager`` if all rows decode: one pass with drafts, or a burst of passes without. What was drawn in
+        a burst is one token in each of a row's first passes."""
         rows, is_drafted = plan.rows, any(map(len, drafts))
-        is_short = self.drafting is not None and self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
-        most = min(self._burst, _PASSES_BETWEEN_DRAFTS) if is_short else self._burst
+        is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
+        most = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
         steps = self._scheduler.max_burst_steps(rows, 1 if is_drafted else most)
         cache = self._cache_for(plan)
         pieces = []
@@ -251,59 +265,45 @@ class InProcessEngine(RolloutEngine):
         starts = np.array([row.num_computed_tokens for row in rows])
         noise = noise_of(rows, drafts, self._params, self._iteration, int(steps.max()))
         burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise)
-        tokens, logprobs = self._steps.run(cache, burst, self._params, self._catch_up)
+        tokens, logprobs = self._steps.run(cache, burst, self._params, self.drafting.catch_up)
         self._counts["forwards"] += len(noise)
         self._counts["static_forwards"] += len(noise)
         self._counts["captures"] = float(self._steps.captures)
         self._scheduler.complete(plan)
+        tokens = tokens.astype(np.int32)
         if is_drafted:
-            sampled = _by_row(tokens[0], logprobs[0], counts)
-            return self._take(rows, sampled, drafts, began, int(counts.sum()))
-        sampled = [(tokens[:n, i].astype(np.int32), logprobs[:n, i]) for i, n in enumerate(steps.tolist())]
-        return self._take(rows, sampled, None, began, len(rows))
-
-    def _catch_up(self) -> None:
-        """Do deferred host work while the device runs."""
-        if self.drafting is not None:
-            self.drafting.catch_up()
+            return rows, _by_row(tokens[0], logprobs[0], counts)
+        return rows, [(tokens[:n, i], logprobs[:n, i]) for i, n in enumerate(steps.tolist())]
 
     def _take(
         self,
         rows: list[Request],
-        sampled: list[tuple[np.ndarray, np.ndarray]],
+        sampled: list[Sampled],
         drafts: list[np.ndarray] | None,
         began: float,
         num_tokens: int,
     ) -> list[Request]:
-        """Append the accepted and the next sampled tokens to each of ``rows``. Returns the requests that ended.
-
-        sampled: each row's tokens and logprobs, one more than its draft. drafts: None for a burst, whose inputs were
-            all sampled. began: start time of the pass or burst. num_tokens: tokens of each pass.
-        """
-        finished, appended = [], []
-        inputs = [None] * len(rows) if drafts is None else drafts
+        """Append the accepted and the next sampled tokens to each of ``rows``, whose ``drafts`` are None if no row has
+        one, after passes of ``num_tokens`` tokens that began at ``began``. Returns the requests that ended."""
+        finished, appended, drafted = [], [], None
         self._undrafted = self._undrafted + 1 if drafts is None else 0
         if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
-        for sequence, (own, logprobs), draft in zip(rows, sampled, inputs, strict=True):
-            known = sequence.num_tokens
-            is_end = self._append(sequence, own, logprobs, draft)
-            appended.append(own[: sequence.num_tokens - known])
-            if draft is None or len(draft):
+        for i, (sequence, (own, logprobs)) in enumerate(zip(rows, sampled, strict=True)):
+            num_tokens_before = sequence.num_tokens
+            is_end = self._append(sequence, own, logprobs, None if drafts is None else drafts[i])
+            appended.append(own[: sequence.num_tokens - num_tokens_before])
+            if len(own) > 1:
                 self._scheduler.commit_draft(sequence, len(appended[-1]) - 1)
             if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
         self._counts["decoded_tokens"] += sum(map(len, appended))
-        if self.drafting is None:
-            return finished
-        seconds = time.perf_counter() - began
-        if drafts is None or not any(map(len, drafts)):
-            self.drafting.verified_burst(rows, appended, seconds, num_tokens)
-        else:
-            self._counts["drafted_tokens"] += sum(map(len, drafts))
+        if drafts is not None:
+            drafted = np.array([len(draft) for draft in drafts])
+            self._counts["drafted_tokens"] += int(drafted.sum())
             self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
-            self.drafting.verified(np.array([len(draft) for draft in drafts]), appended, seconds, num_tokens)
+        self.drafting.verified(Round(rows, drafted, appended, time.perf_counter() - began, num_tokens))
         for sequence in finished:
             self.drafting.finished(sequence)
         return finished
@@ -313,13 +313,14 @@ class InProcessEngine(RolloutEngine):
         the request has ended."""
         ends, room, values = self._params.eos_ids, len(sequence.tokens) - sequence.num_tokens, tokens.tolist()
         guesses = values if draft is None else draft.tolist()
-        if draft is None and not self._stop_degenerate and len(values) < room and ends.isdisjoint(values):
+        stops_degenerate = self._settings.stop_degenerate
+        if draft is None and not stops_degenerate and len(values) < room and ends.isdisjoint(values):
             sequence.extend(tokens, logprobs)
             return False
         taken, is_end = 0, False
         for token in values:
             taken += 1
-            is_end = token in ends or taken == room or (self._stop_degenerate and self._degenerates(sequence, token))
+            is_end = token in ends or taken == room or (stops_degenerate and self._degenerates(sequence, token))
             if is_end or (taken <= len(guesses) and token != guesses[taken - 1]):
                 break
         sequence.extend(tokens[:taken], logprobs[:taken])
@@ -338,7 +339,7 @@ class InProcessEngine(RolloutEngine):
         if request.hold:
             self._held[request.request_id] = sequence
         self._counts["requests"] += 1
-        dtype = np.float64 if next(self._model.parameters()).dtype == torch.float64 else np.float32
+        dtype = np.float64 if self._shape.dtype == torch.float64 else np.float32
         return GenerationResult(
             request.request_id,
             response,
@@ -348,7 +349,7 @@ class InProcessEngine(RolloutEngine):
         )
 
     def _check(self, request: GenerationRequest, new: dict[int, Request]) -> None:
-        check_request(request, self._running, self._held, new, vocab_size=self._model.true_vocab_size)
+        check_request(request, self._held, self._running, new, vocab_size=self._model.true_vocab_size)
         tokens, where = request.token_ids, f"request {request.request_id}"
         length = len(tokens) + request.max_tokens
         if length > self._model.max_sequence_length:
@@ -358,13 +359,11 @@ class InProcessEngine(RolloutEngine):
                 "--rollout-max-response-len"
             )
         most = self._scheduler.pool.max_pages
-        if most is not None and -(-length // self._block_size) > most:
+        if most is not None and -(-length // self._settings.block_size) > most:
             raise InputError(
-                f"--inference-dynamic-batching-buffer-size-gb: {most} pages of {self._block_size} positions "
+                f"--inference-dynamic-batching-buffer-size-gb: {most} pages of {self._settings.block_size} positions "
                 f"cannot hold one sequence of {length} tokens; raise it"
             )
-        if request.parent is not None and request.parent not in self._held:
-            raise ValueError(f"{where}: its parent {request.parent} is not held")
 
     def _refuse_while_running(self, call: str) -> None:
         if self._running:
@@ -383,17 +382,17 @@ class InProcessEngine(RolloutEngine):
 
     def _allocated(self, num_pages: int) -> PagedCache:
         if self._cache is None:
-            shape, device = self._shape, next(self._model.parameters()).device
+            shape, size = self._shape, self._settings.block_size
             layers = self._model.layer_numbers
-            self._cache = PagedCache(layers, self._block_size, shape.num_groups, shape.head_size, shape.dtype, device)
+            self._cache = PagedCache(layers, size, shape.num_groups, shape.head_size, shape.dtype, self._device)
         self._cache.grow(num_pages)
         return self._cache
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        device, tensor = next(self._model.parameters()).device, torch.from_numpy(array)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
 
-def _by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> list[Sampled]:
     """Splits both arrays into rows of ``counts[i]`` entries."""
     return [(tokens[b - n : b], logprobs[b - n : b]) for n, b in zip(counts, np.cumsum(counts).tolist(), strict=True)]

@@ -1,8 +1,8 @@
-"""Decoding passes of ranks that share experts: all of them run as many, the ranks that are done on no tokens.
+"""Synchronizes decoding passes among ranks that share experts.
 
-In every layer with experts each rank sends tokens to the others and computes theirs, so no rank may run a pass alone.
-Before a pass the ranks tell each other on the host who is still decoding; a rank that is done keeps running passes over
-no tokens until nobody is.
+In a layer with experts each rank sends tokens to the others and computes theirs, so no rank can run a pass alone.
+Before each pass the ranks exchange on the host whether they are still decoding. A rank that has finished runs passes
+over no tokens until all have finished.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from megatron_dta.model import AttentionContext, EmptyContext, Model, current_me
 
 
 class DecodingPasses:
-    """Runs ``model`` in step with the ranks that share experts with this one."""
+    """Runs the passes of ``model`` together with the ranks that share experts with this one."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._group = current_mesh().expert_group
 
     def __call__(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
-        """One pass, as the model's own call."""
-        self._anyone(True)
+        """Run one pass; arguments and result are those of the model."""
+        self._any_decodes(True)
         return self._model(input_ids, context)
 
     def join(self) -> None:
-        """Return when every one of the ranks has come here; runs passes over no tokens while some have not."""
+        """Run passes over no tokens until all ranks have called this."""
         none = torch.zeros(0, dtype=torch.int64, device=next(self._model.parameters()).device)
-        while self._anyone(False):
+        while self._any_decodes(False):
             self._model(none.unsqueeze(0), EmptyContext(position_ids=none))
 
-    def _anyone(self, decodes: bool) -> bool:
-        """Whether any of the ranks decodes."""
+    def _any_decodes(self, decodes: bool) -> bool:
+        """Whether any rank decodes."""
         if self._group is None:
             return False
         flag = torch.tensor([int(decodes)])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dta.sampling.engines.in_process.drafting import Drafting
+from megatron_dta.sampling.engines.in_process.drafting import Drafting, Round
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
 from megatron_dta.sampling.engines.in_process.scheduler import Request
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate, phase
@@ -24,33 +24,15 @@ _CONTEXT = 2
 _NO_END = -1
 
 
-class SilentDrafting(Drafting):
-    """A drafting that depends only on the rows of a pass."""
-
-    def submitted(self, sequence: Request) -> None: ...
-
-    def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None: ...
-
-    def finished(self, sequence: Request) -> None: ...
-
-    def released(self, sequence: Request) -> None: ...
-
-    def abandoned(self) -> None: ...
-
-    def weights_changed(self, policy_version: int) -> None: ...
-
-
-class _FixedDrafts(SilentDrafting):
+class _FixedDrafts(Drafting):
     """Drafts ``width`` arbitrary tokens per row; records passes as (tokens, seconds, has drafts)."""
+
+    is_hopeful = False
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.passes: list[tuple[int, float, bool]] = []
         self._last: list[tuple[int, bool]] = []
-
-    @property
-    def is_hopeful(self) -> bool:
-        return False
 
     def wants(self, live: int) -> bool:
         return self.width > 0
@@ -58,14 +40,8 @@ class _FixedDrafts(SilentDrafting):
     def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         return [np.zeros(max(0, min(self.width, limit)), np.int32) for limit in most.tolist()]
 
-    def verified(self, drafted: np.ndarray, appended: list[np.ndarray], seconds: float, tokens: int) -> None:
-        is_pure = tokens == len(drafted) + int(drafted.sum())
-        self._last = [(tokens, tokens > len(drafted))] if is_pure else []
-
-    def verified_burst(
-        self, rows: Sequence[Request], appended: Sequence[np.ndarray], seconds: float, tokens: int
-    ) -> None:
-        self._last = [(tokens, False)] * max(map(len, appended)) if tokens == len(rows) else []
+    def verified(self, done: Round) -> None:
+        self._last = done.decoding_passes
 
     def ran(self, seconds: float) -> None:
         last, self._last = self._last, []

@@ -24,8 +24,8 @@ The decisions depend only on the calls, so all ranks of a replica decide alike. 
 from __future__ import annotations
 
 import bisect
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -101,6 +101,12 @@ class Pass:
     counts: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
+    @cached_property
+    def ready(self) -> list[int]:
+        """Rows that get a token from the pass; ask for them once it is planned and before it has run."""
+        pairs = enumerate(zip(self.rows, self.counts, strict=True))
+        return [i for i, (row, count) in pairs if row.num_computed_tokens + count == row.num_tokens]
+
 
 @dataclass
 class _Prefix:
@@ -133,7 +139,7 @@ class Scheduler:
         names = ("prefilled_tokens", "reused_tokens", "recomputed_tokens", "preemptions", "evictions")
         self.counts = dict.fromkeys(names, 0)
         # Finished requests that hold pages, most recently used last.
-        self._held: OrderedDict[Request, None] = OrderedDict()
+        self._held: dict[Request, None] = {}
         # Running and held requests by context digest; running requests by the digest of each page they are computing.
         self._by_context: dict[bytes, list[Request]] = {}
         self._pending: dict[bytes, Request] = {}
@@ -149,8 +155,10 @@ class Scheduler:
         return len(self._held)
 
     def submit(self, request: Request) -> None:
-        """Add a new request to the queue."""
-        self._wait(request)
+        """Add a new or preempted request to the queue."""
+        if request.parent is not None:
+            request.parent.waiting_children += 1
+        bisect.insort(self.waiting, request, key=lambda waiting: waiting.arrival)
 
     def next_pass(self) -> Pass:
         """The next pass to run, with at least one row unless the scheduler is idle."""
@@ -190,13 +198,10 @@ class Scheduler:
     def reserve_pages(self, request: Request, end: int) -> int:
         """Reserve spare pages for the positions before ``end``. Returns the position up to which pages exist."""
         size = request.page_size
-        missing = -(-end // size) - request.num_pages
-        if missing <= 0:
-            return end
+        missing = max(0, -(-end // size) - request.num_pages)
         while missing > 0 and not self.pool.has_room(missing + len(self.running)):
             missing -= 1
-        if missing > 0:
-            request.add_pages(self.pool.take(missing))
+        request.add_pages(self.pool.take(missing))
         return min(end, request.num_pages * size)
 
     def max_burst_steps(self, requests: list[Request], most: int) -> np.ndarray:
@@ -207,8 +212,8 @@ class Scheduler:
             if wanted > 1 and request.num_computed_tokens + wanted <= request.num_pages * request.page_size:
                 steps[i] = wanted
             elif wanted > 1:
-                begin = request.num_computed_tokens
-                steps[i] = self.reserve_pages(request, begin + wanted) - begin
+                steps[i] = self.reserve_pages(request, request.num_computed_tokens + wanted)
+                steps[i] -= request.num_computed_tokens
         return steps
 
     def commit_draft(self, request: Request, accepted: int) -> None:
@@ -246,11 +251,6 @@ class Scheduler:
         for i in range(first, last):
             self._clear_pending(digests[i], request)
             self.pool.register(digests[i], int(request.table[i]))
-
-    def _wait(self, request: Request) -> None:
-        if request.parent is not None:
-            request.parent.waiting_children += 1
-        bisect.insort(self.waiting, request, key=lambda waiting: waiting.arrival)
 
     def _run_chunk(self, plan: Pass, request: Request, budget: int) -> int:
         count = min(request.num_tokens - request.num_computed_tokens, budget)
@@ -317,7 +317,7 @@ class Scheduler:
         if parent is not None:
             parent.waiting_children -= 1
             if parent in self._held:
-                self._held.move_to_end(parent)
+                self._held[parent] = self._held.pop(parent)
             if parent.released:
                 self.release(parent)
 
@@ -372,7 +372,7 @@ class Scheduler:
         self.counts["preemptions"] += 1
         self._stop(request)
         self._drop_pages(request)
-        self._wait(request)
+        self.submit(request)
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)

@@ -1,13 +1,11 @@
-"""A rollout engine behind inference servers: requests in, sampled tokens out, over HTTP, several servers at a time.
+"""Samples on inference servers over HTTP.
 
-All requests are open at once, up to a limit for each server, whose own scheduler batches them. A request that fails is
-sent again, here or to another server (``http_client``); it is whole or not there, so a server that dies costs time and
-no tokens are mixed. What fails for good makes ``poll`` raise: the step that wanted it does not take place.
+All requests are open at once, up to a limit for each server, whose scheduler batches them. A failed request is sent
+again to the same or another server (``http_client``). A reply is used as a whole or not at all, so a server that dies
+costs time but never mixes tokens. If a request fails for good, ``poll`` raises.
 
-Requests of one prompt, and a request and its ``parent``, go to the same server, which then has their prefix in its
-cache. ``hold`` and ``release`` have no meaning beyond that: the servers evict on their own.
-
-What is done about servers that draft is in ``server_drafts``.
+Requests of one prompt, and a request and its ``parent``, go to the same server, which has their prefix in its cache.
+``hold`` and ``release`` have no other effect, since servers evict on their own. Servers that draft: ``drafts.py``.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megatron_dta.sampling.engines.interface import (
+    ENGINE_COUNTS,
     FinishReason,
     GenerationRequest,
     GenerationResult,
@@ -53,25 +51,18 @@ from megatron_dta.sampling.params import SamplingParams
 _WAIT_S = 0.5
 
 
-@dataclass
-class _Held:
-    """A finished request whose children go to the same server."""
-
-    affinity: bytes
-
-
 class HttpEngine(RolloutEngine):
     """Samples on the servers at ``urls``.
 
     Args:
-        protocol: their kind.
-        exact_logprobs: refuse servers whose logprobs are not the trainer's (False where they are not used).
-        vocab_size: ids outside of it are refused; None checks nothing.
-        report: gets a line when a server is left out.
-        speculation: refuse servers that draft otherwise, and count what they accept; None: do neither.
+        protocol: the kind of the servers.
+        exact_logprobs: refuse servers whose logprobs are not the trainer's; False if they are not used.
+        vocab_size: ids outside of it are refused; None: not checked.
+        report: called with a line when a server is left out.
+        speculation: refuse servers with other draft settings and count accepted drafts; None: neither.
 
     Attributes:
-        drafts: what servers drafted for training; None without ``speculation``.
+        drafts: the servers' drafts for training; None without ``speculation``.
     """
 
     needs_checkpoint = True
@@ -90,31 +81,29 @@ class HttpEngine(RolloutEngine):
         self._client = HttpClient(urls, protocol.health_path, settings, report)
         self._client.still_current = self._has_label
         self.drafts = None if speculation is None else ServerDrafts(self._client, protocol, speculation, report)
-        # Another trainer's weights of the same number are other weights.
+        # Weights of the same version from another trainer have another label.
         self._run, self._label = uuid.uuid4().hex[:8], ""
         self._policy_version, self._interrupted = 0, False
         self._params: SamplingParams | None = None
         self._iteration = 0
         self._checked: dict[str, tuple[float, float]] = {}
         self._running: dict[int, Future[GenerationResult]] = {}
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, bytes] = {}  # affinities
         self._affinities: dict[int, tuple[bytes, bool]] = {}
         self._prompts: dict[int, set[bytes]] = {}
         self._finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._counts = dict.fromkeys(
-            ("decoded_tokens", "prefilled_tokens", "reused_tokens", "requests", "seconds", "weight_updates"), 0.0
-        )
+        self._counts = dict.fromkeys((*ENGINE_COUNTS, "weight_updates"), 0.0)
         self._update_seconds = 0.0
 
     def start(self, params: SamplingParams, iteration: int) -> None:
-        """See the interface; asks servers that have not been asked yet which logprobs they return."""
+        """See the interface; checks the logprobs of servers that have not been checked yet."""
         self._refuse_running()
         self._params, self._iteration = params, iteration
         self._held.clear()
         self._affinities.clear()
         self._prompts.clear()
         self._client.begin_phase()
-        # Nobody reads the logprobs of an evaluation.
+        # The logprobs of an evaluation are not used.
         if self._exact_logprobs and params.domain is not Domain.EVALUATION:
             self._client.start(self._check_logprobs(params)).result()
         if self._counted_drafts is not None:
@@ -122,19 +111,19 @@ class HttpEngine(RolloutEngine):
 
     @property
     def _counted_drafts(self) -> ServerDrafts | None:
-        """Those of the present phase, unless it is an evaluation."""
+        """``drafts``, or None in an evaluation."""
         return self.drafts if self._params.domain is not Domain.EVALUATION else None
 
     def join(self) -> None:
-        """See the interface; asks servers that count drafts for all requests together."""
+        """See the interface; reads the draft counters of the servers."""
         if self._counted_drafts is not None:
             self._client.start(self._counted_drafts.end()).result()
 
     def load_corpus(self, path: Path) -> None:
-        """Let all servers draft from the texts in ``path`` (JSON strings, one a line), and no longer from others.
+        """Let all servers draft from the texts in ``path`` (JSON strings, one per line) instead of earlier ones.
 
         Raises:
-            ValueError: the servers are not known to draft from corpora.
+            ValueError: the servers do not take corpora.
         """
         self._refuse_running()
         if self.drafts is None or not self._protocol.takes_corpora:
@@ -146,7 +135,7 @@ class HttpEngine(RolloutEngine):
             raise ValueError("the engine was not started")
         seen: set[int] = set()
         for request in requests:
-            self._check(request, seen)
+            check_request(request, self._held, self._running, seen, vocab_size=self._vocab_size)
             seen.add(request.request_id)
         for request in requests:
             affinity = self._affinity(request)
@@ -160,7 +149,7 @@ class HttpEngine(RolloutEngine):
         """See the interface.
 
         Raises:
-            ServerError: a request has failed for good; all others are given up.
+            ServerError: a request has failed for good; all others are cancelled.
         """
         begin = time.perf_counter()
         results: list[GenerationResult] = []
@@ -178,7 +167,7 @@ class HttpEngine(RolloutEngine):
                 raise ValueError(f"request {request_id} is not held")
 
     def statistics(self) -> dict[str, float]:
-        """Besides the interface's: failures, ``weight_updates`` and their seconds, and how many servers are left."""
+        """Adds failures, ``weight_updates`` and their seconds, and the number of servers left."""
         counts = self._client.counts
         return {
             **self._counts,
@@ -186,7 +175,7 @@ class HttpEngine(RolloutEngine):
             "retried_requests": float(counts.retried),
             "moved_requests": float(counts.moved),
             "servers_lost": float(counts.servers_lost),
-            "servers": float(sum(server.alive for server in self._client.servers)),
+            "servers": float(len(self._client.alive)),
         }
 
     def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
@@ -214,7 +203,7 @@ class HttpEngine(RolloutEngine):
         self._client.close()
 
     def _collect(self, wait: bool) -> list[GenerationResult]:
-        """What has finished; with ``wait`` some time is spent waiting for the first."""
+        """The finished requests; with ``wait``, wait a short time for the first one."""
         results: list[GenerationResult] = []
         while True:
             try:
@@ -231,7 +220,7 @@ class HttpEngine(RolloutEngine):
             result = future.result()
             affinity, hold = self._affinities.pop(request_id)
             if hold:
-                self._held[request_id] = _Held(affinity)
+                self._held[request_id] = affinity
             self._counts["requests"] += 1
             self._counts["decoded_tokens"] += len(result.token_ids)
             results.append(result)
@@ -239,7 +228,7 @@ class HttpEngine(RolloutEngine):
     async def _generate(
         self, request: GenerationRequest, affinity: bytes, params: SamplingParams, iteration: int, label: str
     ) -> GenerationResult:
-        """Sample until one of the trainer's own ends of sequence, or the cap."""
+        """Sample until one of the trainer's ends of sequence or the length cap."""
         tokens, logprobs = [np.asarray(request.token_ids, dtype=np.int32)], []
         left, stopped = request.max_tokens, False
         while left and not stopped:
@@ -265,7 +254,7 @@ class HttpEngine(RolloutEngine):
             ends = np.flatnonzero(np.isin(piece.token_ids, list(params.eos_ids)))
             stopped = ends.size > 0
             if stopped and int(ends[0]) + 1 < len(piece.token_ids):
-                raise ServerError(f"{label}: sampled past an end of sequence, though it was told where to stop")
+                raise ServerError(f"{label}: the server sampled past an end of sequence that it was given")
         return GenerationResult(
             request.request_id,
             np.concatenate(tokens[1:]),
@@ -286,8 +275,8 @@ class HttpEngine(RolloutEngine):
 
     async def _check_logprobs(self, params: SamplingParams) -> None:
         setting = (params.temperature, params.top_p)
-        for server in self._client.servers:
-            if not server.alive or self._checked.get(server.url) == setting:
+        for server in self._client.alive:
+            if self._checked.get(server.url) == setting:
                 continue
             try:
                 await self._protocol.check_logprobs(self._client, server, params)
@@ -303,7 +292,7 @@ class HttpEngine(RolloutEngine):
         for attempt in range(1, self._client.settings.attempts):
             if healthy:
                 break
-            # They may still be starting.
+            # Servers may still be starting.
             await self._client.pause(attempt)
             healthy = await self._client.find_healthy()
         failures = await asyncio.gather(*(self._update(server, folder) for server in healthy))
@@ -312,13 +301,13 @@ class HttpEngine(RolloutEngine):
             raise ServerError(f"no rollout server could take the new weights ({reasons})")
 
     async def _update(self, server: Server, folder: Path) -> bool:
-        """Whether it failed."""
+        """Update one server. Returns whether it failed."""
         try:
             await self._protocol.update_weights(self._client, server, folder, self._label)
         except ServerError as error:
             self._client.leave_out(server, str(error))
             server.problem = str(error)
-            # It may have been started with other settings when it comes back.
+            # When it returns it may have been restarted with other settings.
             self._checked.pop(server.url, None)
             if self.drafts is not None:
                 self.drafts.forget(server)
@@ -327,20 +316,15 @@ class HttpEngine(RolloutEngine):
         return False
 
     def _affinity(self, request: GenerationRequest) -> bytes:
-        """The name of the prompt that the request belongs to: its parent's, or the one its context begins with."""
+        """Identifies the prompt of the request: its parent's, or the known prompt with which its context begins."""
         if request.parent is not None:
-            return self._held[request.parent].affinity
+            return self._held[request.parent]
         context = np.asarray(request.token_ids, dtype=np.int32).tobytes()
         for length in (len(context), *(known for known in self._prompts if known < len(context))):
             if context[:length] in self._prompts.get(length, ()):
                 return context[:length]
         self._prompts.setdefault(len(context), set()).add(context)
         return context
-
-    def _check(self, request: GenerationRequest, seen: set[int]) -> None:
-        check_request(request, self._running, self._held, seen, vocab_size=self._vocab_size)
-        if request.parent is not None and request.parent not in self._held:
-            raise ValueError(f"request {request.request_id}: its parent {request.parent} is not held")
 
     def _refuse_running(self) -> None:
         if self._running:

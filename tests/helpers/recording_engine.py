@@ -1,9 +1,9 @@
-"""A rollout engine without a model, for tests of what drives engines: it writes down all it is asked.
+"""A rollout engine without a model that records all requests, for tests of the callers of engines.
 
-The token at each position is a function of (all tokens before it, the request's key, the position), so whoever builds
-a tree can check every recorded token against the prefix that the tree says it has: ``RecordingEngine.token_after``
-gives the token again, and a context that was spliced, shifted or cut elsewhere gives another. Results come back a few
-at a time in a shuffled order, each after a delay of its own, as from continuous batching.
+The token at each position is a function of all tokens before it, the request's key and the position. A test can
+therefore check every token of a tree against the prefix that the tree records for it: ``RecordingEngine.token_after``
+returns the token again, and a context that was spliced, shifted or cut elsewhere gives a different one. Results are
+returned a few at a time in a shuffled order, as from continuous batching.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dta.sampling.engines.interface import (
+    ENGINE_COUNTS,
     FinishReason,
     GenerationRequest,
     GenerationResult,
@@ -28,22 +29,22 @@ EndProbability = float | Callable[[int], float]
 
 
 class RecordingEngine(RolloutEngine):
-    """Deterministic tokens, recorded requests, finished in a random order.
+    """Samples deterministic tokens, records requests and finishes them in a random order.
 
     Attributes:
         requests: all requests in the order of their submission.
-        results: by request id, also of released requests (the last one, where an id was used again).
+        results: by request id, including released requests; the last one of an id that was used again.
         held: ids of finished requests that are held.
         calls: names and request ids of all calls, in order: ("submit", 3), ("finish", 3), ("release", 3), ...
 
     Args:
-        vocab_size: tokens are in [0, vocab_size); those that end a sequence come from ``start``'s params.
+        vocab_size: tokens are in [0, vocab_size); the tokens that end a sequence come from ``start``'s params.
         end_probability: probability that the token at a position ends the sequence, or a function of the absolute
             position that gives it.
-        seed: of the order in which results come back; it does not change the tokens.
-        most_at_once: at most so many results a poll.
-        tokens_per_poll: by how much a poll advances each running request; None finishes requests in a random order
-            whatever their length.
+        seed: determines the order of results, not the tokens.
+        most_at_once: maximum number of results of a poll.
+        tokens_per_poll: tokens by which a poll advances each running request; None: requests finish in a random order,
+            independent of their length.
     """
 
     def __init__(
@@ -65,9 +66,7 @@ class RecordingEngine(RolloutEngine):
         self._contexts: dict[int, np.ndarray] = {}
         self._params: SamplingParams | None = None
         self._iteration = self._policy_version = 0
-        self._counts = dict.fromkeys(
-            ("decoded_tokens", "prefilled_tokens", "reused_tokens", "requests", "seconds"), 0.0
-        )
+        self._counts = dict.fromkeys(ENGINE_COUNTS, 0.0)
 
     def start(self, params: SamplingParams, iteration: int) -> None:
         if self._running:
@@ -141,7 +140,7 @@ class RecordingEngine(RolloutEngine):
         return chosen
 
     def logprob_after(self, prefix: Sequence[int] | np.ndarray, key: int) -> float:
-        """The logprob this engine gives the token after ``prefix``: keyed likewise, in (-4, 0]."""
+        """The logprob of the token after ``prefix``, keyed in the same way, in (-4, 0]."""
         return -4 * self._numbers(np.asarray(prefix, dtype=np.int32), key)[2]
 
     def _numbers(self, prefix: np.ndarray, key: int) -> tuple[float, float, float]:
@@ -179,16 +178,12 @@ class RecordingEngine(RolloutEngine):
         return result
 
     def _check(self, request: GenerationRequest, seen: set[int]) -> None:
-        check_request(request, self._running, self.held, seen, vocab_size=self._vocab_size)
-        where = f"request {request.request_id}"
-        if request.parent is not None:
-            if request.parent not in self.held:
-                raise ValueError(f"{where}: its parent {request.parent} is not held")
-            if self._shared_prefix(request) == 0:
-                raise ValueError(f"{where}: shares no prefix with its parent {request.parent}")
+        check_request(request, self.held, self._running, seen, vocab_size=self._vocab_size)
+        if request.parent is not None and self._shared_prefix(request) == 0:
+            raise ValueError(f"request {request.request_id}: shares no prefix with its parent {request.parent}")
 
     def _shared_prefix(self, request: GenerationRequest) -> int:
-        """Length of the prefix that the context shares with its parent's tokens, 0 without a parent."""
+        """Length of the common prefix of the context and its parent's tokens; 0 without a parent."""
         if request.parent is None:
             return 0
         parent = self._contexts[request.parent]

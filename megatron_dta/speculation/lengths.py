@@ -1,0 +1,190 @@
+"""Predicts from recent lengths how long samples become and which one of a batch ends last.
+
+**Length classes.** Short, medium and long are terciles of recent lengths. Equal lengths belong to one class. The
+longest samples are always long, so all samples that reached the length cap are long, however many there are. A
+problem's first class is the most frequent one among its past samples, or medium if there are none. The class of a
+running sample is the most frequent one among past samples of the same first class that became at least as long.
+
+**The last sample.** A batch takes c_base x (forwards until the last sample ends) + c_tok x (tokens). An accepted draft
+always saves the cost of one token. It saves a forward only if its sample is the last to end. ``completion_probability``
+estimates how likely that is from each sample's possible lengths, its current length and its speed in tokens per
+forward. The inverse of the probability is the number of samples that share the sample's forwards.
+
+Example: one problem, three running samples whose past lengths are all alike, the same current length and speed. Each is
+the last one with probability 1/3, so three samples share a forward and an accepted token is worth c_base / 3 + c_tok.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+CANDIDATES = 12
+"""Number of equally likely lengths that represent a sample's length distribution."""
+_TIMES = 48
+"""Points in time at which the end times are compared."""
+_LINDY = 0.5
+"""Assumed remaining length of a sample that exceeds all its candidates, as a share of its current length."""
+
+
+class LengthClass(IntEnum):
+    SHORT = 0
+    MEDIUM = 1
+    LONG = 2
+
+
+class LengthHistory:
+    """Lengths of recent samples by problem, and the length classes derived from them.
+
+    The class bounds and counts change only in ``end_step``, so they do not depend on the order in which samples end.
+    """
+
+    def __init__(self, max_samples: int = 4096) -> None:
+        self.max_samples = max_samples
+        self._bounds: tuple[int, int] | None = None  # minimum lengths of medium and long samples
+        self._lengths = np.zeros(0, np.int64)
+        self._first = np.zeros(0, np.int64)  # the first class of each sample
+        self._problems: dict[str, list[int]] = {}
+        self._new: list[tuple[str, int, int]] = []
+        self._expected: dict[str, tuple[LengthClass, np.ndarray]] = {}  # cache, cleared when the history changes
+
+    def expected(self, problem: str) -> tuple[LengthClass, np.ndarray]:
+        """``first_class`` and ``candidates`` of a problem."""
+        if problem not in self._expected:
+            self._expected[problem] = self.first_class(problem), self.candidates(problem)
+        return self._expected[problem]
+
+    def first_class(self, problem: str) -> LengthClass:
+        """The most frequent class of the problem's past samples; the longer class wins a tie."""
+        lengths = self._problems.get(problem)
+        if self._bounds is None or not lengths:
+            return LengthClass.MEDIUM
+        counts = np.bincount(self._classes(np.array(lengths)), minlength=3)
+        return LengthClass(2 - int(counts[::-1].argmax()))
+
+    def candidates(self, problem: str) -> np.ndarray:
+        """Equally likely lengths of a sample of the problem; see ``candidate_lengths``."""
+        return candidate_lengths(np.array(self._problems.get(problem, []), np.float64), self._lengths)
+
+    def classes(self, first: np.ndarray, so_far: np.ndarray) -> np.ndarray:
+        """Classes of running samples by their first class and current length, int64 [n]."""
+        if self._bounds is None:
+            return first.astype(np.int64)
+        own = self._classes(so_far)
+        result = np.maximum(first, own)
+        for began in np.unique(first):
+            rows = np.flatnonzero(first == began)
+            alike = self._lengths[self._first == began]
+            if not len(alike):
+                continue
+            counts = np.stack([_longer(alike[self._classes(alike) == c], so_far[rows]) for c in range(3)])
+            predicted = 2 - counts[::-1].argmax(0)
+            result[rows] = np.where(counts.any(0), predicted, result[rows])
+        return np.maximum(result, own)
+
+    def add(self, problem: str, first: int, length: int) -> None:
+        self._new.append((problem, int(first), int(length)))
+
+    def end_step(self) -> None:
+        for problem, _, length in sorted(self._new):
+            self._problems.setdefault(problem, []).append(length)
+            del self._problems[problem][:-64]
+        new = np.array([(first, length) for _, first, length in sorted(self._new)], np.int64).reshape(-1, 2)
+        self._first = np.concatenate([self._first, new[:, 0]])[-self.max_samples :]
+        self._lengths = np.concatenate([self._lengths, new[:, 1]])[-self.max_samples :]
+        self._new.clear()
+        self._expected.clear()
+        if len(self._lengths) >= 6:
+            self._bounds = class_bounds(self._lengths)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        names = sorted(self._problems)
+        return {
+            "lengths": self._lengths.copy(),
+            "first": self._first.copy(),
+            "problems": np.array(names, dtype=np.str_),
+            "problem_counts": np.array([len(self._problems[name]) for name in names], np.int64),
+            "problem_lengths": np.array([n for name in names for n in self._problems[name]], np.int64),
+        }
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        self._lengths, self._first = np.array(state["lengths"], np.int64), np.array(state["first"], np.int64)
+        ends = np.cumsum(state["problem_counts"])
+        parts = np.split(np.asarray(state["problem_lengths"], np.int64), ends[:-1]) if len(ends) else []
+        self._problems = {str(n): part.tolist() for n, part in zip(state["problems"], parts, strict=True)}
+        self._new.clear()
+        self._bounds = None
+        self.end_step()
+
+    def _classes(self, lengths: np.ndarray) -> np.ndarray:
+        return np.searchsorted(np.array(self._bounds), lengths, side="right")
+
+
+def class_bounds(lengths: np.ndarray) -> tuple[int, int]:
+    """Minimum lengths of medium and of long samples, chosen so that each class has about a third of ``lengths``.
+
+    Equal lengths are not split. If they cross a bound, they go to the side that keeps the outer class closer to a
+    third. The longest samples are always long, since they decide when a rollout is done.
+    """
+    low, high = np.quantile(lengths, [1 / 3, 2 / 3])
+    medium = min(np.ceil(low), np.floor(low) + 1, key=lambda begin: abs(np.mean(lengths < begin) - 1 / 3))
+    above = [begin for begin in (np.ceil(high), np.floor(high) + 1) if begin <= lengths.max()]
+    long = min(above, key=lambda begin: abs(np.mean(lengths >= begin) - 1 / 3))
+    return int(min(medium, long)), int(long)
+
+
+def _longer(lengths: np.ndarray, than: np.ndarray) -> np.ndarray:
+    """Number of ``lengths`` that are at least each value of ``than``."""
+    return len(lengths) - np.searchsorted(np.sort(lengths), than, side="left")
+
+
+def candidate_lengths(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """float64 [CANDIDATES]: equally likely total lengths, ascending; all zero if there are no past samples.
+
+    Args:
+        own: lengths of the problem's past samples.
+        others: lengths of all recent samples.
+    """
+    if not len(others):
+        return np.zeros(CANDIDATES)
+    share = len(own) / (len(own) + 2.0)
+    count = round(share * CANDIDATES)
+    parts = []
+    if count:
+        # A few samples underestimate the spread of the next one.
+        spread = np.geomspace(0.8, 1.25, count) if count > 1 else np.ones(1)
+        parts.append(_quantiles(own, count) * spread)
+    parts.append(_quantiles(others, CANDIDATES - count))
+    return np.sort(np.concatenate(parts))
+
+
+def _quantiles(values: np.ndarray, count: int) -> np.ndarray:
+    """float64 [count]: midpoint quantiles of ``count`` equal parts, interpolated as in ``numpy.quantile``."""
+    at = (np.arange(count) + 0.5) / count * (len(values) - 1)
+    return np.interp(at, np.arange(len(values)), np.sort(values))
+
+
+def completion_probability(candidates: np.ndarray, so_far: np.ndarray, speed: np.ndarray) -> np.ndarray:
+    """float64 [n], summing to 1: the probability that each sample is the last one to end.
+
+    Args:
+        candidates: float64 [n, CANDIDATES] from ``candidate_lengths``.
+        so_far: [n], generated tokens.
+        speed: [n], expected tokens per forward of each sample; positive.
+    """
+    if len(so_far) == 1 or not candidates.any():
+        return np.full(len(so_far), 1 / len(so_far))
+    steps = (np.arange(CANDIDATES) + 1) / CANDIDATES
+    later = so_far[:, None] + 1 + _LINDY * (so_far[:, None] + 16.0) * steps
+    total = np.where(candidates > so_far[:, None], candidates, later)
+    ends = np.sort((total - so_far[:, None]) / speed[:, None], axis=1)
+    times = np.unique(np.quantile(ends, np.linspace(0.3, 1, _TIMES) ** 0.5))
+    # Share of each sample's candidates that have ended by each time: [n, times].
+    ended = (ends[:, :, None] <= times).mean(1)
+    with np.errstate(divide="ignore"):
+        logs = np.log(np.maximum(ended, 1e-3))
+    others = np.exp(logs.sum(0) - logs)
+    mass = np.diff(ended, axis=1, prepend=0.0)
+    weights = (mass * others).sum(1) + 1e-9
+    return weights / weights.sum()

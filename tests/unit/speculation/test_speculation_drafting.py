@@ -1,0 +1,385 @@
+"""The drafter, the speculator and their connection to the engine: windows, bursts, deferred work, shared clocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.config import ParallelConfig
+from megatron_dta.model import initialize_parallel
+from megatron_dta.sampling.engines.in_process.drafting import NO_DRAFT, Round, SuffixDrafting
+from megatron_dta.sampling.engines.in_process.scheduler import Request
+from megatron_dta.sampling.engines.interface import GenerationRequest
+from megatron_dta.speculation import drafter
+from megatron_dta.speculation.drafter import Drafter, DrafterParams
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.gate import SpeculationGate
+from megatron_dta.speculation.speculator import Speculator
+from megatron_dta.speculation.suffix_forest import PythonSuffixForest
+from mesh_worker import run_on_ranks
+from speculation_exact_cases import NoProbes, clockless
+
+DEAR = ForwardCost(base=1e-3, per_token=1.0)
+
+
+CHEAP = ForwardCost(1.0, 1e-9, 0.0, 0.0)
+
+
+def told(drafter: Drafter, problem: str, prompt: np.ndarray, tokens: np.ndarray) -> int:
+    sample = drafter.open(problem, prompt)
+    drafter.extend(np.array([sample], np.uint32), tokens.astype(np.int32), np.array([0, len(tokens)]))
+    return sample
+
+
+def test_another_problem_helps_in_the_tree_of_all() -> None:
+    rng = seed_all(3)
+    drafter = Drafter(DrafterParams(depth=12))
+    phrase, own = rng.permutation(1000)[:30], rng.permutation(1000)[:30] + 1000
+    drafter.finish(told(drafter, "one", np.array([5000]), phrase), 0)
+    drafter.finish(told(drafter, "two", np.array([5001]), own), 0)
+    new = told(drafter, "two", np.array([5002]), phrase[:10])
+    drafts = drafter.draft(np.array([new]), np.array([4]))
+    assert drafts.tokens[0, : drafts.lengths[0]].tolist() == phrase[10:14].tolist()
+    assert drafts.trees[0] == 1
+    # Of its own tree first.
+    again = told(drafter, "two", np.array([5003]), own[:10])
+    drafts = drafter.draft(np.array([again]), np.array([4]))
+    assert drafts.tokens[0, :4].tolist() == own[10:14].tolist()
+    assert drafts.trees[0] == 0
+
+
+@pytest.mark.parametrize("max_tokens", [700, 260])
+def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
+    """Of six steps with one, two, three samples; the smaller budget holds fewer than those of the window."""
+    rng = seed_all(7)
+    drafter = Drafter(DrafterParams(depth=6, early_depth=2, window=3, max_tokens=max_tokens))
+    prompts = {name: rng.integers(0, 9, 5).astype(np.int32) for name in "abc"}
+    empty = drafter._forest.num_nodes
+    for step in range(6):
+        for name in "abc"[: 1 + step % 3]:
+            sample = drafter.open(name, prompts[name])
+            tokens = rng.integers(0, 9, 50).astype(np.int32)
+            drafter.extend(np.array([sample], np.uint32), tokens, np.array([0, 50]))
+            drafter.finish(sample, step)
+        drafter.end_step(step)
+        assert drafter.stored_tokens <= max_tokens
+        steps = [entry.step for entry in drafter._samples.values()]
+        if max_tokens == 700:
+            assert set(steps) == {each for each in (step - 2, step - 1, step) if each >= 0}
+        else:
+            # The oldest left first: what stays are the last ones, and one more would have been too many.
+            assert steps == sorted(each for each in range(step + 1) for _ in range(1 + each % 3))[-len(steps) :]
+            assert drafter.stored_tokens > 260 - 2 * 60 or len(steps) == sum(1 + each % 3 for each in range(step + 1))
+    running = drafter.open("a", prompts["a"])
+    restored = Drafter(drafter.params)
+    restored.load_state_dict(drafter.state_dict())
+    again = restored.open("a", prompts["a"])
+    most = np.array([5], np.int32)
+    one, two = drafter.draft(np.array([running]), most), restored.draft(np.array([again]), most)
+    assert all(np.array_equal(a, b) for a, b in zip(vars(one).values(), vars(two).values(), strict=True))
+    assert one.lengths[0] > 0
+    assert drafter.stored_tokens == restored.stored_tokens
+    drafter.discard(running)
+    drafter.end_step(99)
+    assert (drafter.num_samples, drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
+    state = restored.state_dict()
+    with pytest.raises(ValueError, match="damaged"):
+        restored.load_state_dict(state | {"lengths": state["lengths"][:-1]})
+
+
+def test_a_restored_speculator_goes_on_with_the_step() -> None:
+    rng = seed_all(4)
+
+    def sample(speculator: Speculator) -> None:
+        slot = speculator.open("one", np.array([1, 2]))
+        speculator.append(slot, rng.integers(0, 9, 20))
+        speculator.finish(slot, 20)
+
+    first, second = (Speculator(DrafterParams(window=2), clockless(CHEAP)) for _ in range(2))
+    for step in range(5):
+        sample(first)
+        first.end_step(step)
+    second.load_state_dict(first.state_dict())
+    sample(second)
+    assert second.drafter.state_dict()["steps"].tolist() == [3, 4, 5]
+    second.end_step(5)
+    assert second.drafter.state_dict()["steps"].tolist() == [4, 5]
+
+
+def test_speculator_restored_and_repeated_proposes_alike() -> None:
+    """Two of them given the same calls, one saved and loaded between the steps."""
+    rng = seed_all(9)
+
+    def made() -> Speculator:
+        return Speculator(DrafterParams(depth=8, early_depth=2), clockless(ForwardCost(8e-3, 1e-4)))
+
+    both = [made(), made()]
+    prompts = [rng.integers(0, 9, 4).astype(np.int32) for _ in range(5)]
+    drafted = 0
+    for step in range(4):
+        slots = [np.array([s.open(str(i % 5), prompts[i % 5]) for i in range(20)]) for s in both]
+        for _ in range(12):
+            proposals = [s.propose(own, np.full(20, 9)) for s, own in zip(both, slots, strict=True)]
+            assert np.array_equal(proposals[0].lengths, proposals[1].lengths)
+            taken = np.arange(proposals[0].tokens.shape[1]) < proposals[0].lengths[:, None]
+            assert np.array_equal(proposals[0].tokens[taken], proposals[1].tokens[taken])
+            drafted += proposals[0].lengths.sum()
+            accepted = rng.integers(0, proposals[0].lengths + 1)
+            offsets = np.concatenate([[0], np.cumsum(accepted + 1)])
+            tokens = rng.integers(0, 3, offsets[-1]).astype(np.int32)
+            for speculator, proposal in zip(both, proposals, strict=True):
+                speculator.record(proposal, accepted, tokens, offsets, 1.0)
+        for speculator, own in zip(both, slots, strict=True):
+            for slot in own.tolist():
+                speculator.finish(slot)
+            report = speculator.end_step(step)
+            assert sum(report.drafted) >= sum(report.accepted) >= 0
+        state = both[1].state_dict()
+        both[1] = made()
+        both[1].load_state_dict(state)
+    assert drafted > 100
+
+
+class OneByOne(SuffixDrafting):
+    """The slow twin: every pass of a burst is proposed for and verified."""
+
+    def verified(self, done: Round) -> None:
+        passes = max(map(len, done.appended))
+        for i in range(passes):
+            live = [row for row, own in zip(done.rows, done.appended, strict=True) if len(own) > i]
+            none = np.zeros(len(live), np.int64)
+            if i:
+                self.propose(live, none)
+            new = [own[i : i + 1] for own in done.appended if len(own) > i]
+            super().verified(Round(live, none, new, done.seconds / passes, done.num_tokens))
+
+
+def running(rng: np.random.Generator, count: int, length: int) -> list[Request]:
+    prompts = rng.integers(0, 5, (count // 2 + 1, 6)).astype(np.int32)
+    return [Request(GenerationRequest(i, prompts[i // 2], length, key=i), i, 16, None) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_burst_is_its_passes(seed: int):
+    rng = seed_all(seed)
+    initialize_parallel(seed)
+    fast, slow = both = [
+        kind(Speculator(DrafterParams(depth=12), clockless(DEAR, NoProbes))) for kind in (SuffixDrafting, OneByOne)
+    ]
+    rows = running(rng, 9, 80)
+    for drafting in both:
+        for row in rows:
+            drafting.submitted(row)
+    ended: list[Request] = []
+    while rows:
+        most = np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
+        drafts = [drafting.propose(rows, most) for drafting in both]
+        assert not any(map(len, [*drafts[0], *drafts[1]]))
+        lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.num_tokens for row in rows])
+        appended = [rng.integers(0, 5, length).astype(np.int32) for length in lengths]
+        for row, tokens in zip(rows, appended, strict=True):
+            row.extend(tokens, np.zeros(len(tokens)))
+        for drafting in both:
+            drafting.verified(Round(rows, None, appended, 0.5, len(rows)))
+        ended += [row for row in rows if row.num_tokens == len(row.tokens)]
+        for drafting in both:
+            for row in rows:
+                if row.num_tokens == len(row.tokens):
+                    drafting.finished(row)
+        rows = [row for row in rows if row.num_tokens < len(row.tokens)]
+        one, other = (drafting.speculator._samples for drafting in both)
+        # Tokens, steps, drafts and pauses of the samples.
+        for name in ("generated", "steps", "drafted", "accepted", "pause"):
+            assert np.array_equal(one[name], other[name])
+    assert len(ended) == 9
+    states = [drafting.speculator.drafter.state_dict() for drafting in both]
+    assert states[0].keys() == states[1].keys()
+    assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
+    reports = [drafting.speculator.report for drafting in both]
+    for name in ("live", "tokens", "lengths", "steps", "drafted", "accepted", "classes"):
+        assert getattr(reports[0], name) == getattr(reports[1], name), name
+    assert reports[0].seconds == pytest.approx(reports[1].seconds)
+    assert np.allclose(fast._measured, slow._measured, rtol=1e-12, atol=0)
+
+
+def test_a_new_plan_is_not_forgotten_in_a_burst(monkeypatch: pytest.MonkeyPatch):
+    """Plans are made after as many passes, or with the first proposal behind the burst in which they fall."""
+    rng = seed_all(7)
+    drafting = SuffixDrafting(Speculator(DrafterParams(), clockless(DEAR, NoProbes)))
+    rows = running(rng, 3, 400)
+    for row in rows:
+        drafting.submitted(row)
+    plans: list[int] = []
+    passes = 0
+    plan = drafting.speculator._plan
+    monkeypatch.setattr(drafting.speculator, "_plan", lambda slots: (plans.append(passes), plan(slots)))
+    for length in rng.integers(1, 12, 40).tolist():
+        drafting.propose(rows, np.full(3, 50))
+        drafting.verified(Round(rows, None, [np.ones(length, np.int32)] * 3, 1.0, 3))
+        passes += length
+    # Sixteen passes at least, and less than a burst more.
+    assert plans[0] == 0
+    assert all(16 <= gap < 16 + 12 for gap in np.diff(plans).tolist())
+
+
+class AtOnce(SuffixDrafting):
+    """Puts nothing off."""
+
+    def verified(self, done: Round) -> None:
+        super().verified(done)
+        self._run_deferred()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_deferred_work_is_done_before_it_is_needed(native: bool, monkeypatch: pytest.MonkeyPatch):
+    """Compares with a twin that defers nothing, while samples begin, end, branch, are drafted for and aborted."""
+    if not native:
+        monkeypatch.setattr(drafter, "create_forest", PythonSuffixForest)
+    rng = seed_all(11)
+    initialize_parallel(11)
+    cost = ForwardCost(base=1e-3, per_token=1e-6)
+    params = DrafterParams(depth=10, window=2, max_tokens=3000)
+    made = [Speculator(params, SpeculationGate(cost, cost)) for _ in range(2)]
+    draftings = [SuffixDrafting(made[0]), AtOnce(made[1])]
+    rows: list[Request] = []
+    count = most_deferred = 0
+    for step in range(80):
+        while len(rows) < 6:
+            request = GenerationRequest(count, rng.integers(0, 4, 7).astype(np.int32), 40, count, hold=bool(count % 2))
+            rows.append(Request(request, count, 16, None))
+            count += 1
+            for drafting in draftings:
+                drafting.submitted(rows[-1])
+        asked = [drafting.wants(len(rows)) for drafting in draftings]
+        drafts = [[NO_DRAFT] * len(rows)] * 2
+        if any(asked) and rng.random() < 0.3:
+            limits = np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
+            drafts = [drafting.propose(rows, limits) for drafting in draftings]
+            assert all(np.array_equal(a, b) for a, b in zip(*drafts, strict=True))
+        lengths = np.minimum(rng.integers(1, 9, len(rows)), [len(row.tokens) - row.num_tokens for row in rows])
+        is_drafted = any(map(len, drafts[0]))
+        if is_drafted:
+            lengths = np.minimum(lengths, [len(draft) + 1 for draft in drafts[0]])
+        appended = [rng.integers(0, 4, length).astype(np.int32) for length in lengths]
+        for row, tokens in zip(rows, appended, strict=True):
+            row.extend(tokens, np.zeros(len(tokens)))
+        for drafting in draftings:
+            widths = np.array([len(draft) for draft in drafts[0]])
+            drafted = widths if is_drafted else None
+            drafting.verified(Round(list(rows), drafted, appended, 0.01, len(rows) + int(widths.sum())))
+            drafting.ran(0.01)
+        for row in [row for row in rows if row.num_tokens == len(row.tokens)]:
+            rows.remove(row)
+            for drafting in draftings:
+                drafting.finished(row)
+                if row.generation.hold:
+                    drafting.released(row)
+        most_deferred = max(most_deferred, len(draftings[0]._deferred))
+        if step % 3 == 2:
+            for drafting in draftings:
+                drafting.catch_up()
+        if step % 25 == 24:
+            rows.clear()
+            for drafting in draftings:
+                drafting.abandoned()
+                drafting.weights_changed(step // 25 + 1)
+    assert most_deferred > 4
+    states = [drafting.speculator.state_dict() for drafting in draftings]
+    assert states[0].keys() == states[1].keys()
+    assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
+    assert draftings[0]._measured == draftings[1]._measured
+
+
+def test_a_burst_before_any_draft_does_not_stand_in_the_trees_twice():
+    initialize_parallel(1)
+    drafting = SuffixDrafting(Speculator(DrafterParams(depth=8), clockless(DEAR)))
+    row = Request(GenerationRequest(0, np.arange(5, dtype=np.int32), 9, key=0), 0, 16, None)
+    drafting.submitted(row)
+    tokens = np.array([7, 8, 9], np.int32)
+    row.extend(tokens, np.zeros(3))
+    drafting.verified(Round([row], None, [tokens], 0.1, 1))
+    forest = drafting.speculator.drafter
+    text = int(drafting.speculator._samples["text"][drafting._slots[row]])
+    assert forest._forest.tokens(text).tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
+
+
+def test_what_fails_when_it_is_done_is_not_lost(monkeypatch: pytest.MonkeyPatch):
+    initialize_parallel(1)
+    drafting = SuffixDrafting(Speculator(DrafterParams(), clockless(DEAR)))
+    (row,) = running(seed_all(1), 1, 9)
+    drafting.submitted(row)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(drafting._speculator.drafter._forest, "extend", fail)
+    drafting.verified(Round([row], None, [np.array([1], np.int32)], 0.1, 1))
+    with pytest.raises(MemoryError, match="no memory"):
+        drafting.propose([row], np.array([3]))
+
+
+@pytest.mark.parametrize("follows_clock", [False, True])
+def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool):
+    """Two that are told the same but for the seconds, which say to one of them that drafts never pay."""
+    rng = seed_all(5)
+    initialize_parallel(5)
+    cost = ForwardCost(base=1e-3, per_token=1e-6)
+    made = [Speculator(DrafterParams(depth=10), SpeculationGate(cost, cost)) for _ in range(2)]
+    draftings = [SuffixDrafting(each, follows_clock) for each in made]
+    phrase, drafted = rng.integers(0, 50, 12).astype(np.int32), [[], []]
+    for version in range(3):
+        rows = [Request(GenerationRequest(i, phrase[:4], 60, i), i, 16, None) for i in range(4)]
+        for drafting in draftings:
+            drafting.weights_changed(version)
+            for row in rows:
+                drafting.submitted(row)
+        while rows[0].num_tokens < len(rows[0].tokens):
+            known, limits = rows[0].num_tokens, np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
+            new = np.array([phrase[known % 12]], np.int32)
+            for drafting, found, slow in zip(draftings, drafted, (1.0, 100.0), strict=True):
+                drafts = drafting.propose(rows, limits) if drafting.wants(4) else [NO_DRAFT] * 4
+                found.append([draft.tolist() for draft in drafts])
+                widths = np.array([len(draft) for draft in drafts])
+                seconds = (slow if widths.any() else 1.0) * 1e-3
+                told = widths if widths.any() else None
+                drafting.verified(Round(list(rows), told, [new] * 4, seconds, 4 + int(widths.sum())))
+                drafting.ran(seconds)
+            for row in rows:
+                row.extend(new, np.zeros(1))
+        for drafting in draftings:
+            for row in rows:
+                drafting.finished(row)
+    assert any(any(map(len, drafts)) for drafts in drafted[0])
+    assert (drafted[0] == drafted[1]) is not follows_clock
+
+
+def costs_on_rank(rank: int, parallel: ParallelConfig) -> tuple:
+    from megatron_dta.model import initialize_parallel
+
+    initialize_parallel(5, parallel)
+    gate = SpeculationGate(ForwardCost(), ForwardCost())
+    drafting = SuffixDrafting(Speculator(DrafterParams(), gate))
+    counts = [tokens for tokens in (1, 5, 9, 30) for _ in range(4)]
+    # Each rank's own clock.
+    drafting._measured = [
+        (n, (1 + rank) * (1e-3 + 1e-5 * n + 2e-3 * kind), bool(kind)) for n in counts for kind in (0, 1)
+    ]
+    drafting.weights_changed(1)
+    return gate.plain_cost, gate.drafted_cost, gate.is_measured
+
+
+@pytest.mark.parametrize("sizes", [dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2), {}])
+def test_ranks_of_a_replica_go_by_one_clock(sizes: dict[str, int], tmp_path: Path) -> None:
+    """Those of two replicas by their own."""
+    first, second = run_on_ranks(costs_on_rank, ParallelConfig(**sizes), 2, tmp_path / "ranks")
+    at = np.array([1, 40])
+    np.testing.assert_allclose(first[0].seconds(at), 1e-3 + 1e-5 * at, rtol=1e-3)
+    np.testing.assert_allclose(first[1].seconds(at), 3e-3 + 1e-5 * at, rtol=1e-3)
+    assert first[2] == second[2] == (not sizes)
+    if sizes:
+        assert first == second
+    else:
+        np.testing.assert_allclose(second[0].seconds(at), 2 * first[0].seconds(at), rtol=1e-3)

@@ -1,0 +1,285 @@
+"""Speculation gives the samples of plain decoding, and the drafter learns from whole responses of training alone."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from conftest import seed_all
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.rollouts import Rollout
+from megatron_dta.sampling.engines.in_process.drafting import SuffixDrafting
+from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.params import SamplingParams
+from megatron_dta.sampling.prompts.tokenizer import NullTokenizer
+from megatron_dta.sampling.treepo.environment import EnvironmentRunner
+from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
+from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.speculation.lengths import (
+    class_bounds,
+)
+from megatron_dta.training.setup import build_trainer
+from rollout_forest import NEVER, SETTINGS, Drive, assert_same, poison_pages, run_forest, run_long, started
+from rollout_runs import Runs
+from sampling_cases import EOS, SHAPES, VOCAB, make_model, random_prompts
+from speculation_exact_cases import Adversary, answers_of, suffix_drafting
+from speculation_training_cases import DATA_PARALLEL, TREES
+
+GROUPED = SHAPES["grouped queries, QK-norm, untied"]
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "random", "mixed", "suffix"])
+def test_a_forest_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks of held requests, ends of sequence inside drafts, length caps, pools that preempt, poisoned pages."""
+    seed_all(len(kind))
+    model = make_model(3, **GROUPED)
+    poison_pages(monkeypatch)
+    drive = Drive(seed=12)
+    reference = run_forest(started(model), drive)
+    all_settings = list(enumerate(SETTINGS.values()))
+    for number, settings in all_settings if kind == "mixed" else all_settings[::2]:
+        drafting = suffix_drafting() if kind == "suffix" else Adversary(kind, answers_of(reference), number)
+        engine = started(model, **settings, drafting=drafting)
+        found = run_forest(engine, replace(drive, order=number))
+        assert_same(found, reference, 1e-12)
+        statistics = engine.statistics()
+        assert engine.pages_in_use == 0
+        assert statistics["decoded_tokens"] == sum(len(result.token_ids) for _, result in found.values())
+        if kind == "wrong":
+            assert statistics["accepted_drafts"] == 0
+        if kind == "right" and settings.get("max_tokens", 100) > 50 and "pages" not in settings:
+            assert statistics["accepted_drafts"] > 0.5 * statistics["decoded_tokens"]
+        if kind != "suffix":
+            assert statistics["drafted_tokens"] == drafting.drafted > 0
+            assert statistics["accepted_drafts"] == drafting.accepted
+
+
+@pytest.mark.parametrize("kind", ["right", "random", "suffix"])
+def test_preempted_requests(kind: str) -> None:
+    model = make_model(14, **GROUPED)
+    reference = run_long(started(model, NEVER))
+    for settings in (dict(block_size=1, pages=65, max_tokens=8), dict(block_size=4, pages=30, max_requests=7)):
+        drafting = suffix_drafting() if kind == "suffix" else Adversary(kind, answers_of(reference))
+        engine = started(model, NEVER, **settings, drafting=drafting)
+        assert_same(run_long(engine), reference, 1e-12)
+        assert engine.statistics()["peak_pages"] <= settings["pages"]
+        assert engine.pages_in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "seed"), [(0.0, 1.0, 0), (0.6, 1.0, 1), (1.0, 1.0, 2), (1.0, 0.9, 3), (0.6, 0.9, 4)]
+)
+def test_five_thousand_sequences_in_float32(temperature: float, top_p: float, seed: int) -> None:
+    """Over the five cases: 5,600 sequences of repeated prompts over several steps, in the order of training."""
+    seed_all(seed)
+    model = make_model(20 + seed, torch.float32, num_layers=2)
+    params = SamplingParams(1, EOS, temperature, top_p, seed=5, other_eos_ids=(3,))
+    prompts = random_prompts(np.random.default_rng(seed), [1, 5, 9, 14] * 7)
+    drafting = suffix_drafting()
+    plain, engine = started(model, params), started(model, params, drafting=drafting)
+    steps, compared, texts = 5, 0, []
+    depth = drafting.speculator.drafter.params.depth
+    for step in range(steps):
+        requests = [
+            GenerationRequest(i * 8 + j, prompt, 14 + i % 9, i * 8 + j)
+            for i, prompt in enumerate(prompts)
+            for j in range(8)
+        ]
+        for each in (plain, engine):
+            each.start(params, step)
+            each.update_weights(step)
+        expected, found = generate(plain, requests), generate(engine, requests)
+        for one, other in zip(expected, found, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.finish_reason == other.finish_reason
+            assert np.allclose(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
+        compared += len(requests)
+        rows = zip(requests, found, strict=True)
+        texts += [[*request.token_ids[1 - depth :], *result.token_ids] for request, result in rows]
+    assert compared == 1120
+    statistics = engine.statistics()
+    assert statistics["accepted_drafts"] > 0.01 * statistics["decoded_tokens"]
+    assert statistics["drafted_tokens"] > statistics["accepted_drafts"]
+    assert statistics["forwards"] < plain.statistics()["forwards"]
+    assert drafting.speculator.drafter.num_samples == compared
+    # The trees have what was sampled, and nothing of a draft besides.
+    state = drafting.speculator.drafter.state_dict()
+    stored = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])[int(state["num_prompts"]) :]
+    assert sorted(text.tolist() for text in stored) == sorted(texts)
+
+
+def test_an_error_leaves_drafts_and_pages_empty() -> None:
+    model = make_model(7)
+    drafting = suffix_drafting()
+    engine = started(model, NEVER, drafting=drafting)
+    prompts = random_prompts(np.random.default_rng(1), [4] * 6)
+    requests = [GenerationRequest(i, prompt, 9, i) for i, prompt in enumerate(prompts)]
+    clean = generate(engine, requests)
+    drafter = drafting.speculator.drafter
+    before = drafter.num_samples, drafter.stored_tokens
+    engine.submit([replace(request, max_tokens=20) for request in requests])
+    with torch.no_grad():
+        weight = model.output_weight()
+        kept = weight.clone()
+        weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError):
+        engine.poll()
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert engine.pages_in_use == 0
+    # Of those given up nothing stays in the trees.
+    assert (drafter.num_samples, drafter.stored_tokens) == before
+    assert before[0] == len(requests)
+    engine.start(NEVER, 4)
+    again = generate(engine, requests)
+    assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in clean]
+
+
+def test_branches_of_a_tree_are_one_problem() -> None:
+    """Forks of forks, of two roots with the same context and one with another."""
+    drafting = suffix_drafting()
+    engine = started(make_model(3), NEVER, drafting=drafting)
+    contexts = [np.array([1, 2, 3], np.int32)] * 2 + [np.array([4, 5], np.int32)]
+    roots = [GenerationRequest(i, context, 6, i, hold=True) for i, context in enumerate(contexts)]
+    texts = [[*r.token_ids, *f.token_ids] for r, f in zip(roots, generate(engine, roots), strict=True)]
+    for generation in (10, 20):
+        forks = [
+            GenerationRequest(generation + i, np.array(text[: len(text) - i], np.int32), 5, i, parent=parent, hold=True)
+            for i, (parent, text) in enumerate(zip((0, 1, 2) if generation == 10 else (10, 11, 12), texts, strict=True))
+        ]
+        texts = [[*r.token_ids, *f.token_ids] for r, f in zip(forks, generate(engine, forks), strict=True)]
+    state = drafting.speculator.drafter.state_dict()
+    assert len(state["problems"]) == 2
+    of_samples = state["problem"][int(state["num_prompts"]) :]
+    assert sorted(np.bincount(of_samples).tolist()) == [3, 6]
+    # What a branch has from its parent is in the trees once: two prompts.
+    assert int(state["num_prompts"]) == 2
+
+
+def recorded_run(runs: Runs, flags: str) -> tuple[Any, list[list[Rollout]], str]:
+    """A run's trainer, the rollouts of its collections, and what it printed."""
+    trainer, output = runs.trainer(f"--rollout-speculation das {flags}", "in-process")
+    collect, collections = trainer.source.next_batch, []
+    trainer.source.next_batch = lambda number: collections.append(collect(number)) or collections[-1]
+    try:
+        trainer.run()
+    finally:
+        trainer.metrics.close()
+    return trainer, collections, output.getvalue()
+
+
+def known_lengths(drafting: SuffixDrafting) -> list[int]:
+    history = drafting.speculator.history
+    return sorted([*history._lengths.tolist(), *(length for _, _, length in history._new)])
+
+
+@pytest.mark.parametrize("method", ["", TREES], ids=["independent", "treepo"])
+def test_lengths_are_those_of_responses(method: str, tmp_path: Path) -> None:
+    """Of whole paths, once each, by their prompts; and what a collection would have taken without drafts."""
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, seed_all(4))
+        trainer, collections, printed = recorded_run(runs, f"--train-iters 3 {method}")
+        rollouts = [rollout for collection in collections for rollout in collection]
+        lengths = sorted(np.count_nonzero(rollout.loss_mask) for rollout in rollouts)
+        drafting = trainer.source._drafting
+        assert known_lengths(drafting) == lengths
+        assert max(lengths) > 3  # longer than a segment
+        prompts = {r.token_ids[: int(np.argmax(r.loss_mask))].tobytes() for r in rollouts}
+        assert len(drafting.speculator.drafter.state_dict()["problems"]) == len(prompts)
+        figures = drafting.speculator.current_report()
+        # One more where a prompt's first pass is for one of its samples alone.
+        longest = max(np.count_nonzero(r.loss_mask) for r in collections[-1])
+        assert longest <= figures.plain_forwards <= longest + 1
+        assert not drafting._paths
+        (sentence,) = [line for line in printed.splitlines() if line.startswith("DAS: ")]
+        assert re.fullmatch(r"DAS: drafts saved \d+ of \d+ forwards( \(about [\d.]+ s\))?, cost [\d.]+ s\.", sentence)
+
+
+class Answering:
+    """An environment of three turns."""
+
+    def reset(self, record) -> None:
+        self.turns = 0
+
+    def step(self, action: str) -> tuple[list[int], float, bool]:
+        self.turns += 1
+        return [1, 2, 3], 0.0, self.turns == 3
+
+
+def test_lengths_of_episodes() -> None:
+    """Of all turns, without what the environment said."""
+    drafting = suffix_drafting()
+    engine = InProcessEngine(make_model(3, max_position_embeddings=100), drafting=drafting)
+    runner = EnvironmentRunner(Answering, NullTokenizer(VOCAB, EOS))
+    sampler = TreeSampler(engine, TreeSettings(width=4, max_response_tokens=60, segment_tokens=5), None, runner, 4)
+    queries = [TreeQuery(i, np.array([5, 6 + i], np.int32)) for i in range(3)]
+    trees = sampler.sample(queries, SamplingParams(60, EOS, seed=2), 0)
+    lengths = [tree.sampled_length(leaf) for tree in trees for leaf in tree.leaves]
+    assert any(tree.response_length(leaf) > tree.sampled_length(leaf) for tree in trees for leaf in tree.leaves)
+    assert known_lengths(drafting) == sorted(lengths)
+    assert len(drafting.speculator.drafter.state_dict()["problems"]) == 3
+    engine.update_weights(1)
+    assert drafting.speculator.history._bounds == class_bounds(np.array(lengths))
+
+
+@pytest.mark.parametrize("method", ["", TREES], ids=["independent", "treepo"])
+def test_rounds_of_dynamic_sampling_are_no_collections(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every group is uniform, so each of four collections takes three rounds."""
+    schedule, given = [], TreeSettings.from_config
+
+    def from_config(treepo, sampling, collection, collections):
+        schedule.append((collection, collections))
+        return given(treepo, sampling, collection, collections)
+
+    monkeypatch.setattr(TreeSettings, "from_config", from_config)
+    with ExitStack() as stack:
+        runs = Runs(stack, tmp_path, seed_all(4))
+        (tmp_path / "reward.py").write_text("def reward(prompt, response, response_token_ids):\n    return 0.0\n")
+        dynamic = "--dynamic-sampling --dynamic-sampling-max-rounds 3 --das-window 2 --train-iters 4"
+        trainer, collections, _ = recorded_run(runs, f"{dynamic} {method}")
+        rows = trainer.source.statistics()
+        speculator = trainer.source._drafting.speculator
+        assert rows["sampling_rounds"] == 3
+        assert [{r.policy_version for r in collection} for collection in collections] == [{0}, {1}, {2}, {3}]
+        assert set(speculator.drafter.state_dict()["steps"].tolist()) == {1, 2, 3}
+        # Of the four calls between collections the first had nothing to forget.
+        assert speculator._step == 3
+        if method:
+            assert schedule == [(number, 4) for number in range(4) for _ in range(3)]
+        # Three rounds of three prompts, four responses each.
+        assert len(speculator.history._new) == 36
+
+
+def test_evaluations_leave_no_trace(tmp_path: Path) -> None:
+    """Trees, lengths, estimates and figures are those of training, however often the weights are judged."""
+    found = []
+    evaluated = "--eval-interval 1 --eval-iters 4 --n-samples-per-eval-prompt 3"
+    for flags in ("", evaluated, f"{evaluated} --eval-temperature 0"):
+        command = f"{DATA_PARALLEL} --deterministic-mode --train-iters 3 {flags}"
+        trainer = build_trainer(parse_arguments(command.split()), Console(quiet=True))
+        try:
+            trainer.run()
+        finally:
+            trainer.metrics.close()
+        report = trainer.source._drafting.speculator.current_report()
+        counts = report.live, report.tokens, report.lengths, report.drafted, report.accepted, report.plain_forwards
+        found.append(
+            (trainer.source._drafting.speculator.state_dict(), known_lengths(trainer.source._drafting), counts)
+        )
+    plain = found[0]
+    assert len(plain[1]) == 3 * 9
+    for other in found[1:]:
+        assert other[0].keys() == plain[0].keys()
+        assert all(np.array_equal(other[0][name], value) for name, value in plain[0].items())
+        assert other[1:] == plain[1:]
