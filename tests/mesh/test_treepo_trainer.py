@@ -13,10 +13,10 @@ from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import SampledSource
 from megatron_dta.rollouts.paths import decoded_tokens
-from megatron_dta.sampling.build import build_sampling_source
 from megatron_dta.sampling.engines.build import build_engine
-from megatron_dta.sampling.sources.over_sampling import DynamicSamplingSource
+from megatron_dta.sampling.sources.filters import OverSamplingSource
 from megatron_dta.sampling.task import build_task
+from megatron_dta.training.rollout_source import build_sampling_source
 from mesh_trainer_cases import train_on_rank
 from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing
@@ -121,7 +121,7 @@ def test_what_dynamic_sampling_keeps():
             return group("a", 1, 1) + group("b", 0, 1) + group("c", 0, 0) + group("d", 1, 0) + group("e", 0, 1)
 
     for groups, kept in ((1, "b"), (2, "bd"), (3, "bde"), (4, "abde"), (5, "abcde")):
-        source = DynamicSamplingSource(Fixed(), groups)
+        source = OverSamplingSource(Fixed(), groups)
         assert "".join(dict.fromkeys(rollout.group_id for rollout in source.next_batch(0))) == kept
         assert source.statistics() == {
             "rejected_groups": 2, "useful_groups": 3, "left_out_decoded_tokens": 2 * (5 - groups),

@@ -101,9 +101,7 @@ class SamplingEvaluation(Evaluation):
         if not self._prompts:
             raise ValueError("an evaluation needs at least one held-out prompt")
         self._samples = config.n_samples_per_eval_prompt
-        temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
-        params = sampling_params(task, config, seed)
-        self._params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
+        self._params = evaluation_params(task, config, seed)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """``reward`` and ``response_tokens`` (means over all responses), ``ended`` (fraction not cut at the length
@@ -135,6 +133,12 @@ def sampling_params(task: SamplingTask, config: SamplingConfig, seed: int) -> Sa
         top_p=config.rollout_top_p,
         seed=seed,
     )
+
+
+def evaluation_params(task: SamplingTask, config: SamplingConfig, seed: int) -> SamplingParams:
+    """The sampler's settings for an evaluation."""
+    temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
+    return replace(sampling_params(task, config, seed), temperature=temperature, domain=Domain.EVALUATION)
 
 
 def to_rollout(prompt: Prompt, result: GenerationResult, reward: float, group_id: str) -> Rollout:

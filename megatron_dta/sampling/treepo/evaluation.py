@@ -8,8 +8,7 @@ from dataclasses import replace
 from megatron_dta.config import TrainConfig
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.evaluation import Answers, evaluate_answers
-from megatron_dta.sampling.keyed_random import Domain
-from megatron_dta.sampling.sources.independent import sampling_params
+from megatron_dta.sampling.sources.independent import evaluation_params
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.sampler import TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
@@ -55,10 +54,7 @@ def _answers(
     answer_of: Callable[[str], str],
 ) -> list[Answers]:
     """Sample and score the answers to each held-out prompt."""
-    sampling = config.sampling
-    temperature = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
-    params = sampling_params(task, sampling, config.optimization.seed)
-    params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
+    params = evaluation_params(task, config.sampling, config.optimization.seed)
     prompts = task.eval_prompts[: config.logging.eval_iters]
     trees = sample_scored_trees(TreeSampler(engine, settings, stops), task, prompts, 0, params, 0)
     found = []

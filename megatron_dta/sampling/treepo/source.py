@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -20,12 +19,11 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, SampledSource
 from megatron_dta.sampling.engines.interface import RolloutEngine
 from megatron_dta.sampling.evaluation import pass_rates
-from megatron_dta.sampling.keyed_random import Domain
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
 from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
-from megatron_dta.sampling.sources.independent import sampling_params
+from megatron_dta.sampling.sources.independent import evaluation_params, sampling_params
 from megatron_dta.sampling.task import SamplingTask
 from megatron_dta.sampling.treepo.environment import EnvironmentRunner, load_environment
 from megatron_dta.sampling.treepo.records import tree_rollouts
@@ -97,10 +95,7 @@ class TreeEvaluation(Evaluation):
         self._prompts = task.eval_prompts[: config.logging.eval_iters]
         if not self._prompts:
             raise ValueError("an evaluation needs at least one held-out prompt")
-        sampling = config.sampling
-        temperature = sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
-        params = sampling_params(task, sampling, config.optimization.seed)
-        self._params = replace(params, temperature=temperature, domain=Domain.EVALUATION)
+        self._params = evaluation_params(task, config.sampling, config.optimization.seed)
         self._environments = environment_runner(task, config)
 
     def evaluate(self, step: int) -> dict[str, float]:

@@ -14,9 +14,7 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.rollouts.batch_source import RolloutError
-from megatron_dta.sampling.build import build_sampling_evaluation, build_sampling_source
 from megatron_dta.sampling.engines.build import build_engine
-from megatron_dta.sampling.engines.recording import RecordingEngine
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer, NullTokenizer
 from megatron_dta.sampling.rewards.registry import load_reward_function
@@ -27,6 +25,8 @@ from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.tool_environment import ToolEnvironment
 from megatron_dta.sampling.treepo.tree import EndReason
+from megatron_dta.training.rollout_source import build_sampling_evaluation, build_sampling_source
+from recording_engine import RecordingEngine
 
 VOCAB, EOS = 40, 0
 

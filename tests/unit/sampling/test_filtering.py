@@ -11,7 +11,7 @@ from megatron_dta.arguments import parse_arguments
 from megatron_dta.config import FilterConfig, TrainConfig
 from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import SampledSource
-from megatron_dta.sampling.sources.dapo_filter import FilteringSource, shape_reward
+from megatron_dta.sampling.sources.filters import FilteringSource, shape_reward
 from megatron_dta.training.data.rejection import select_rollouts
 from trainer_cases import MODEL
 

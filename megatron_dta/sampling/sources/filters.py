@@ -1,11 +1,14 @@
-"""Dynamic sampling and overlong reward shaping (DAPO, arXiv 2503.14476) around any source of sampled rollouts.
+"""Filters for sources of sampled rollouts: dynamic sampling, over-sampling and overlong reward shaping.
 
-**Dynamic sampling.** A group whose rewards are all equal has advantages of 0, so training it has no effect. Rollout
-batch k is therefore collected in rounds, each with its own prompts, until it has ``--rollout-batch-size`` groups whose
-rewards differ, or until ``--dynamic-sampling-max-rounds`` rounds are done. Round r of batch k takes prompt batch
-k x rounds + r, so a rollout batch still follows from its number alone and no state has to be saved. The prompts of
-unneeded rounds are skipped in this epoch. If fewer groups differ than a batch has optimizer steps, other groups fill it
-up. Schedules and windows count rollout batches, not rounds.
+**Dynamic sampling** (DAPO, arXiv 2503.14476). A group whose rewards are all equal has advantages of 0, so training it
+has no effect. Rollout batch k is therefore collected in rounds, each with its own prompts, until it has ``--rollout-
+batch-size`` groups whose rewards differ, or until ``--dynamic-sampling-max-rounds`` rounds are done. Round r of batch k
+takes prompt batch k x rounds + r, so a rollout batch still follows from its number alone and no state has to be saved.
+The prompts of unneeded rounds are skipped in this epoch. If fewer groups differ than a batch has optimizer steps, other
+groups fill it up. Schedules and windows count rollout batches, not rounds.
+
+**Over-sampling** (``--over-sampling-batch-size``, as in the TreePO paper) is dynamic sampling with a fixed number of
+prompts, all sampled at once. If too few groups differ, rejected groups fill the batch in order.
 
 **Overlong shaping.** With L = ``--rollout-max-response-len`` and B = ``--overlong-buffer-len``, a response of n tokens
 loses factor x (n - (L - B)) / B of its reward, clipped to [0, factor]. With L = 100, B = 20 and factor 1, a response of
@@ -79,6 +82,35 @@ class FilteringSource(WrappedSource):
         """``sampling_rounds``, ``uniform_groups`` (fraction of the groups sampled), ``left_out_decoded_tokens``,
         ``overlong_penalty`` (mean).
         """
+        return self._inner.statistics() | self._statistics
+
+
+class OverSamplingSource(SampledSource, WrappedSource):
+    """The first ``groups`` groups of each batch of ``inner`` whose rewards differ; see the module's docstring."""
+
+    _inner: SampledSource
+
+    def __init__(self, inner: SampledSource, groups: int) -> None:
+        super().__init__(inner)
+        self._groups = groups
+        self._statistics: dict[str, float] = {}
+
+    def sample(self, rollout_batch: int, prompt_batch: int) -> list[Rollout]:
+        """See ``SampledSource``."""
+        groups = groups_of(self._inner.sample(rollout_batch, prompt_batch))
+        useful = [i for i, group in enumerate(groups) if differs(group)]
+        rejected = [i for i, group in enumerate(groups) if not differs(group)]
+        kept = set((useful + rejected)[: self._groups])
+        left_out = [rollout for i, group in enumerate(groups) if i not in kept for rollout in group]
+        self._statistics = {
+            "rejected_groups": float(len(rejected)),
+            "useful_groups": float(len(useful)),
+            "left_out_decoded_tokens": float(decoded_tokens(left_out)),
+        }
+        return [rollout for i, group in enumerate(groups) if i in kept for rollout in group]
+
+    def statistics(self) -> dict[str, float]:
+        """Adds the number of groups with equal and with differing rewards, and the decoded tokens of omitted groups."""
         return self._inner.statistics() | self._statistics
 
 
