@@ -1,9 +1,9 @@
 """Estimates pass@k and maj@k from several answers to each problem, from independent rollouts or from trees.
 
-pass@k is the probability that one of k answers is right, estimated from n >= k answers of which c are right by
-1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374): the mean over all k of the n, unbiased where answers are
-independent. maj@k is the probability that the most frequent answer among k is right, ties broken evenly; over all k of
-the n it is estimated by keyed resampling without replacement (Wang et al., arXiv 2203.11171, take k = n).
+pass@k is the probability that one of k answers is right. With c right answers among n >= k, the estimate is
+1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374), which is unbiased for independent answers. maj@k is the
+probability that the most frequent of k answers is right, with ties broken evenly. It is estimated by keyed resampling
+of k of the n answers without replacement (Wang et al., arXiv 2203.11171, take k = n).
 
 Example: of n = 4 answers c = 1 is right; pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
 
@@ -27,9 +27,9 @@ class Answers:
     """The n answers to one problem.
 
     Attributes:
-        answers: what is voted on.
-        rewards: float [n]; an answer is right where its reward is above ``threshold`` of the functions below.
-        decoded_tokens: tokens that were sampled for them, those of shared nodes once.
+        answers: the answers that are compared in the vote.
+        rewards: float [n]; an answer is right if its reward is above the ``threshold`` of the functions below.
+        decoded_tokens: tokens that were sampled for them; shared nodes count once.
     """
 
     answers: Sequence[Hashable]
@@ -38,17 +38,17 @@ class Answers:
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
-    """The mean over all ``k`` of ``num_answers`` of whether one is right."""
+    """The probability that ``k`` of ``num_answers`` answers, drawn without replacement, contain a right one."""
     if not 1 <= k <= num_answers or not 0 <= num_right <= num_answers:
         raise ValueError(f"pass@{k} of {num_answers} answers, {num_right} of them right")
     return 1 - comb(num_answers - num_right, k) / comb(num_answers, k)
 
 
 def pass_rates(rewards: Sequence[Sequence[float]], samples: int, threshold: float = 0.5) -> dict[str, float]:
-    """``pass@k`` for k = 2, 4, 8 ... and ``samples``, means over the prompts that have so many rewards each.
+    """``pass@k`` for k = 2, 4, 8 ... and ``samples``, means over the prompts with at least k rewards.
 
     Args:
-        rewards: of the answers to each prompt; fewer than ``samples`` where some have failed.
+        rewards: rewards of the answers to each prompt; fewer than ``samples`` if some have failed.
     """
     ks = sorted({2**i for i in range(1, samples.bit_length())} | {samples}) if samples > 1 else []
     result = {}
@@ -60,7 +60,7 @@ def pass_rates(rewards: Sequence[Sequence[float]], samples: int, threshold: floa
 
 
 def majority_at_k(answers: Sequence[Hashable], is_right: Sequence[bool], k: int, draw: np.random.Generator) -> float:
-    """The mean over ``k`` of the answers of whether the most frequent one is right; exact for k = 1 and k = n."""
+    """The probability that the most frequent of ``k`` answers is right; exact for k = 1 and k = n."""
     count = len(answers)
     if not 1 <= k <= count:
         raise ValueError(f"maj@{k} of {count} answers")

@@ -1,16 +1,12 @@
-"""Random numbers that are a function of a key: (seed, domain, iteration, sequence, position) -> uniform in [0, 1).
+"""Computes random numbers as a function of a key: (seed, domain, iteration, sequence, position) -> uniform in [0, 1).
 
-A stateful generator hands out numbers in the order of the calls, so a sample would depend on what else is in the
-batch, on the order of the prompts and on how many sequences have finished. Here every number is computed from where it
-is used, so the same token is drawn alone, in a batch, after a restart, on another device and (later) in a speculative
-verification.
+The numbers of a stateful generator would depend on the order of the calls, and so on the other sequences of a batch.
+With keyed numbers the same token is drawn alone, in a batch, after a restart, on another device and when a draft is
+verified.
 
-The function is Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011). It
-is chosen over a chained SplitMix finaliser because for each seed it is a bijection of the 128-bit counter: two
-different (domain, iteration, sequence, position) can never share a 128-bit block, which for a chain of 64-bit hashes
-is a matter of luck; it passes BigCrush on structured counters like these; and it has published test vectors. Ten
-rounds of two 32 x 32 bit products need only int64 arithmetic with wrap-around, the one unsigned-safe integer type that
-torch has on every device, so the same lines run on numpy arrays and on torch tensors and give the same bits.
+The function is Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For
+each seed it is a bijection of the 128-bit counter, so different keys never share a block. It needs only int64
+arithmetic with wrap-around, so the same code gives the same bits on NumPy arrays and on torch tensors of any device.
 """
 
 from __future__ import annotations
@@ -29,18 +25,17 @@ _WEYL_0 = 0x9E3779B9
 _WEYL_1 = 0xBB67AE85
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
-# A sequence's key has 63 bits: its low word has a counter word of its own, and what is above lies over the domain (8 of
-# them at most) and over the position (a billion at most). Keys of one word leave those as they are.
+# The key of a sequence has 63 bits. Its low word is a counter word of its own; the other bits are stored above those of
+# the domain (at most 8 domains) and of the position (at most a billion).
 _POSITION_BITS = 30
 _DOMAIN_BITS = 3
 _KEY_BITS_BY_DOMAIN = 32 - _DOMAIN_BITS
-# 52 bits rather than the 53 of a double: then u * total < total for every positive double `total`, whatever the
-# rounding, which is what inverse-CDF sampling needs.
+# With 52 bits instead of 53, u * total < total for every positive double `total`, as inverse-CDF sampling requires.
 _UNIFORM_BITS = 52
 
 
 class Domain(IntEnum):
-    """What the numbers are for: two domains never share one, so an evaluation does not replay the training noise."""
+    """The purpose of the numbers. Domains never share numbers, so an evaluation does not reuse the training noise."""
 
     SAMPLING = 0
     EVALUATION = 1
@@ -53,7 +48,7 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[int, int])
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The products may pass 2^63 and wrap; their bits are still those of the unsigned product.
+        # The products may exceed 2^63 and wrap around; their bits are those of the unsigned products.
         product_0 = c0 * _MULTIPLIER_0
         product_1 = c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = (
@@ -71,9 +66,8 @@ def keyed_uniform(seed: int, domain: Domain, iteration: int, sequence: Array, po
     """Float64 uniforms in [0, 1), multiples of 2^-52, of the broadcast shape of ``sequence`` and ``position``.
 
     ``sequence`` and ``position`` are int64 arrays of one library (numpy or torch, any device), values in [0, 2^63) and
-    [0, 2^30); ``seed`` is in [0, 2^64) and ``iteration`` in [0, 2^32). Values outside raise ``ValueError`` (for torch
-    tensors on an accelerator only ``seed`` and ``iteration`` are checked: looking at the others would wait for the
-    device).
+    [0, 2^30); ``seed`` is in [0, 2^64) and ``iteration`` in [0, 2^32). Other values raise ``ValueError``. Tensors
+    on an accelerator are not checked, since that would wait for the device.
     """
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be in [0, 2^64), got {seed}")
@@ -91,7 +85,7 @@ def keyed_uniform(seed: int, domain: Domain, iteration: int, sequence: Array, po
         zero + iteration,
         zero + beside_domain + int(domain),
     )
-    # numpy warns of the wanted wrap-around for arrays without dimensions.
+    # NumPy warns of the intended wrap-around for arrays without dimensions.
     with np.errstate(over="ignore"):
         high, low, _, _ = philox4x32(counter, (seed & _WORD, seed >> 32))
     bits = (high << (_UNIFORM_BITS - 32)) | (low >> (64 - _UNIFORM_BITS))
@@ -101,7 +95,7 @@ def keyed_uniform(seed: int, domain: Domain, iteration: int, sequence: Array, po
 
 
 def keyed_permutation(seed: int, iteration: int, size: int, domain: Domain = Domain.SHUFFLE) -> np.ndarray:
-    """A uniformly random order of ``range(size)`` (int64 [size]): the items sorted by their keyed number."""
+    """A uniformly random order of ``range(size)``, int64 [size]: the items sorted by their keyed numbers."""
     items = np.arange(size, dtype=np.int64)
     return np.argsort(keyed_uniform(seed, domain, iteration, items, np.zeros(1, np.int64)), kind="stable")
 

@@ -27,7 +27,7 @@ from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
 
 OPERATORS = {"+": np.add, "-": np.subtract, "*": np.multiply}
 _COMMUTATIVE = "+*"
-# A million problems for each operator are listed in memory; larger operands would need a generator instead.
+# A million problems for each operator are listed in memory.
 _LARGEST_OPERAND = 999
 _MAX_TRAIN_PROBLEMS = 2**16
 
@@ -39,8 +39,8 @@ class ArithmeticTask:
     Attributes:
         max_operand: operands are 0 .. max_operand.
         operators: which of ``+``, ``-``, ``*`` occur.
-        seed: of the split (not of training, so that runs with different seeds are judged on the same problems).
-        held_out_problems: how many problems are held out (default: a fifth of all, at most 256).
+        seed: seed of the split; runs with different training seeds are evaluated on the same problems.
+        held_out_problems: number of held-out problems (default: a fifth of all, at most 256).
     """
 
     max_operand: int = 99

@@ -1,8 +1,8 @@
-"""Prompts that are messages, written in the chat template of their tokenizer (``--apply-chat-template``).
+"""Renders messages with the chat template of their tokenizer (``--apply-chat-template``).
 
-The template stands beside ``tokenizer.json`` (in tokenizer_config.json or chat_template.jinja); the package
-transformers renders it, and the text, which ends where the model's turn begins, is encoded like any other: its special
-tokens are recognised, and nothing is put in front.
+The template is in tokenizer_config.json or chat_template.jinja beside ``tokenizer.json``, and the package transformers
+renders it. The text ends where the model's turn begins and is encoded like any other text: special tokens are
+recognised, and no token is added in front.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_dta.common.errors import InputError, one_line
 
 
 class ChatTemplate:
-    """The template of the tokenizer in ``folder``, or of the folder that a ``tokenizer.json`` is in.
+    """The template of the tokenizer in ``folder``, or in the folder of a ``tokenizer.json``.
 
     Args:
-        settings: further variables of the template, such as enable_thinking.
+        settings: additional variables of the template, such as enable_thinking.
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any] | None = None) -> None:
@@ -48,10 +48,10 @@ class ChatTemplate:
 
         Args:
             tools: a list, or the JSON text of one.
-            generation_prompt: end where the model's turn begins, instead of behind the last message.
+            generation_prompt: end where the model's turn begins instead of after the last message.
 
         Raises:
-            InputError: it is neither, or the template refuses it.
+            InputError: the prompt is neither, or the template refuses it.
         """
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(messages, list) or not messages:
@@ -66,7 +66,7 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self._settings
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             raise InputError(f"the chat template refuses it: {_reason(error)}") from error
 
 
@@ -92,7 +92,7 @@ def _checked_tools(tools: Any) -> list[Any] | None:
             raise InputError("tools: is text that is not JSON") from None
     if tools is not None and not isinstance(tools, list):
         raise InputError(f"tools: must be a list, got {type(tools).__name__}")
-    # An empty list is what files have where a row has no tools.
+    # Files store an empty list for rows without tools.
     return tools or None
 
 

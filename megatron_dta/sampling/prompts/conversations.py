@@ -1,15 +1,15 @@
-"""Conversations as token ids, with a mask of what the assistant says: by rendering prefixes in the chat template.
+"""Encodes conversations as token ids with a mask of the assistant's turns, by rendering prefixes in the chat template.
 
-For each turn of the assistant two prefixes of the conversation are rendered: up to where the turn begins (which is what
-sampling would give the model), and with the turn. The first must be a prefix of the second, and the second one of the
-whole; what lies between is the turn. It is trained up to the end of sequence with which the model ends it; what the
-template writes behind that (mostly a line break) is context.
+For each turn of the assistant two prefixes of the conversation are rendered: up to the beginning of the turn, as for
+sampling, and including the turn. The first must be a prefix of the second, and the second of the whole conversation;
+the text between them is the turn. It is trained up to its end of sequence. What the template writes after that (mostly
+a line break) is context.
 
-A template may write a turn differently once others follow it: Qwen3's leaves out earlier thoughts. Then one sequence
-cannot hold what the model sees at each of its turns, and one sample for each turn (``turns``) is the exact form.
+A template may render a turn differently once others follow it; Qwen3's omits earlier thoughts. Then one sequence cannot
+contain what the model sees at each turn, and one sample per turn (``turns``) is the exact form.
 
-Token ids are those of the rendered text as a whole where its prefixes are prefixes of these ids, too. Where a token
-would reach over the beginning of a turn, the two sides are encoded apart, as they are when the turn is sampled.
+The whole text is encoded at once if the token ids of its prefixes are prefixes of the result. If a token would cross
+the beginning of a turn, the two sides are encoded separately, as in sampling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 
 
 class MaskedTokens(NamedTuple):
-    """Token ids [T] (int32), and which of them are trained (bool [T])."""
+    """Token ids (int32 [T]) and which of them are trained (bool [T])."""
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
@@ -37,7 +37,7 @@ class ConversationEncoder:
         self._tokenizer, self._template = tokenizer, template
 
     def whole(self, messages: list[Any], tools: Any = None, first: int = 0) -> MaskedTokens:
-        """One sample up to the end of the last turn, all turns from message ``first`` on trained."""
+        """One sample up to the end of the last turn; all turns from message ``first`` on are trained."""
         numbers = self._assistant_turns(messages, first)
         text = self._template.text(messages[: numbers[-1] + 1], tools, generation_prompt=False)
         done, ids, spans = "", np.zeros(0, np.int32), []
@@ -57,7 +57,7 @@ class ConversationEncoder:
         return _masked(ids[: spans[-1][1]], spans)
 
     def turns(self, messages: list[Any], tools: Any = None) -> list[MaskedTokens]:
-        """One sample for each turn: what the model sees before it, and the turn, which is trained."""
+        """One sample per turn: what the model sees before it, and the turn, which is trained."""
         samples = []
         for number in self._assistant_turns(messages, 0):
             before, after = self._rendered(messages, number, tools)
@@ -69,7 +69,7 @@ class ConversationEncoder:
         return samples
 
     def _assistant_turns(self, messages: list[Any], first: int) -> list[int]:
-        """Places of the assistant's messages from ``first`` on; the template checks the form of all messages."""
+        """Indices of the assistant's messages from ``first`` on; the template checks the form of all messages."""
         if not isinstance(messages, list) or not messages:
             raise InputError(f"must be a list of messages, got {type(messages).__name__}")
         self._template.text(messages, generation_prompt=False)
@@ -81,7 +81,7 @@ class ConversationEncoder:
         return found
 
     def _rendered(self, messages: list[Any], number: int, tools: Any) -> tuple[str, str]:
-        """The conversation up to where turn ``number`` begins, and with it."""
+        """The conversation up to the beginning of turn ``number``, and including the turn."""
         before = self._template.text(messages[:number], tools)
         after = self._template.text(messages[: number + 1], tools, generation_prompt=False)
         if not after.startswith(before) or after == before:
@@ -93,7 +93,7 @@ class ConversationEncoder:
         return before, after
 
     def _extended(self, ids: np.ndarray, done: str, text: str) -> np.ndarray:
-        """Token ids of ``text`` that begin with ``ids``, those of ``done``, a prefix of it."""
+        """Token ids of ``text`` that begin with ``ids``, the ids of its prefix ``done``."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -104,7 +104,7 @@ class ConversationEncoder:
         return np.concatenate([ids, self._tokenizer.encode(text[len(done) :])])
 
     def _end(self, ids: np.ndarray, begin: int, number: int) -> int:
-        """Behind the end of sequence of the turn that begins at ``begin``."""
+        """Position after the end of sequence of the turn that begins at ``begin``."""
         ends = np.flatnonzero(ids[begin:] == self._tokenizer.eos_id)
         if not ends.size:
             raise InputError(

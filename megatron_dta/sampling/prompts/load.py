@@ -1,18 +1,18 @@
-"""Prompts from JSONL and Parquet files, and the order in which training visits them.
+"""Reads prompts from JSONL and Parquet files, and shuffles them for training.
 
 A row has one prompt, usually the answer that the reward compares against, and an optional ``id``:
 
-    prompt, question   the prompt: text or, with a chat template, messages or the text of one; --input-key names another
+    prompt, question   the prompt: text or, with a chat template, messages; --input-key names another field
     prompt_token_ids   the prompt as token ids
     answer             what the reward compares against; --label-key names another field, which becomes ``answer``
-    reward_model       of verl's files: its ``ground_truth`` becomes ``answer`` where there is none
+    reward_model       in verl's files: its ``ground_truth`` becomes ``answer`` if there is none
     tools              with a chat template: its tools, a list or the JSON text of one
     id                 a name that is unique in the file (default: the row's number)
 
-The reward function gets all fields of the row. A field that is null counts as left out.
+The reward function gets all fields of the row. A null field counts as missing.
 
-The order is a keyed shuffle of each epoch, so which prompts a step sees is a function of the step number alone: a
-resumed run needs no reader state, and step k of any run with the same seed and file trains the same prompts.
+Each epoch is a keyed shuffle, so the prompts of a step are a function of the step number: a resumed run needs no reader
+state, and step k of any run with the same seed and file trains the same prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIELDS = ("prompt", "question", "prompt_token_ids")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task for the model: its tokens, and the record that the reward function gets."""
+    """One prompt: its tokens, and the record that the reward function gets."""
 
     prompt_id: str
     token_ids: np.ndarray  # int32 [T], T >= 1
@@ -47,11 +47,11 @@ class PromptReader:
     """Reads prompt files.
 
     Args:
-        max_prompt_tokens: longer prompts are refused, or left out with ``filter_overlong``; None: no limit.
-        input_key, label_key: fields of the prompt and of its answer, which may lie in other fields (``a.b``).
+        max_prompt_tokens: longer prompts are refused, or omitted with ``filter_overlong``; None: no limit.
+        input_key, label_key: fields of the prompt and of its answer, which may be nested (``a.b``).
 
     Attributes:
-        overlong: prompts that were left out so far.
+        overlong: number of prompts omitted so far.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PromptReader:
         self.overlong = 0
 
     def read(self, path: str | Path) -> list[Prompt]:
-        """All prompts of a file, in its order; ``InputError`` names file, row (from 1) and field of a bad one."""
+        """All prompts of a file in order; ``InputError`` names file, row (from 1) and field of an invalid one."""
         file = Path(path)
         if not file.is_file():
             raise InputError(f"{file}: no such prompt file")
@@ -97,7 +97,7 @@ class PromptReader:
         return prompts
 
     def _prompt(self, row: int, record: dict[str, Any]) -> Prompt | None:
-        """The prompt of a row; None where it is too long and to be left out."""
+        """The prompt of a row; None if it is too long and omitted."""
         name = self._field(record)
         value = value_at(record, name)
         if name == "prompt_token_ids":
@@ -120,7 +120,7 @@ class PromptReader:
         return Prompt(str(prompt_id), token_ids, MappingProxyType(self._with_answer(record)))
 
     def _field(self, record: dict[str, Any]) -> str:
-        """Name of the field that holds the prompt."""
+        """Name of the prompt's field."""
         if self._input_key is not None:
             if value_at(record, self._input_key) is None:
                 raise InputError(f"has no field '{self._input_key}', which --input-key names")
@@ -147,7 +147,7 @@ class PromptReader:
             raise InputError(f"{name}: is no valid text: {error}") from None
 
     def _with_answer(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The record with what the reward compares against in ``answer``."""
+        """The record with the expected answer in ``answer``."""
         if self._label_key is not None:
             answer = value_at(record, self._label_key)
             if answer is None:
@@ -170,7 +170,7 @@ def load_prompts(
 
 
 def prompts_at(prompts: Sequence[Prompt], first: int, count: int, seed: int) -> list[Prompt]:
-    """Prompts number ``first`` .. ``first + count - 1`` of an endless stream of keyed shuffles, one an epoch."""
+    """Prompts ``first`` .. ``first + count - 1`` of an endless stream of keyed shuffles, one per epoch."""
     order: list[Prompt] = []
     while len(order) < count:
         epoch, start = divmod(first + len(order), len(prompts))

@@ -1,15 +1,15 @@
-"""Text as stored rollouts: conversations and responses for supervised training, preferences for DPO.
+"""Reads text as stored rollouts: conversations and responses for supervised training, preferences for DPO.
 
-A file (JSONL or Parquet) has rows of one of these forms; further fields are passed over.
+The rows of a file (JSONL or Parquet) have one of these forms; other fields are ignored.
 
     messages                     a conversation; the turns of the assistant are trained (or another --input-key)
     prompt, response             the response is trained; also question and completion (--input-key, --label-key)
     prompt, chosen, rejected     for DPO: text, or messages that follow the prompt
-    chosen, rejected             for DPO: two conversations, their common beginning is the prompt
+    chosen, rejected             for DPO: two conversations, whose common prefix is the prompt
     tools                        with any of them: tools of the chat template
 
-With --apply-chat-template text is a message; without, prompt and response are encoded as they stand, one behind the
-other, and the end of sequence follows. A preference becomes two rollouts of one group, with rewards 1 and 0.
+With --apply-chat-template text is a message. Without it, prompt and response are encoded unchanged and concatenated,
+and the end of sequence is appended. A preference becomes two rollouts of one group, with rewards 1 and 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PROMPTS, _RESPONSES = ("prompt", "question"), ("response", "completion")
 
 
 def holds_text(path: str | Path, input_key: str | None = None) -> bool:
-    """Whether the rows of a file are text, and not rollouts as token ids."""
+    """Whether the rows of a file are text instead of token ids."""
     path = Path(path)
     if path.suffix not in (".jsonl", ".parquet"):
         return False
@@ -47,9 +47,9 @@ class TextReader:
     """Reads files of text.
 
     Args:
-        template: the chat template, where it is to be applied.
-        sample_granularity: one sample a conversation ("trajectory"), or one for each turn of the assistant ("turn").
-        max_length: longer samples are cut there; those left without a trained token are dropped, which is logged.
+        template: the chat template, if it is applied.
+        sample_granularity: one sample per conversation ("trajectory") or per turn of the assistant ("turn").
+        max_length: longer samples are cut; those without a remaining trained token are dropped, which is logged.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class TextReader:
         self._framing, self._max_length = sample_granularity, max_length
 
     def read(self, path: str | Path, pairs: bool) -> list[Rollout]:
-        """The rollouts of a file, all of it checked; ``InputError`` names file, row (from 1) and field of a bad row.
+        """The rollouts of a file; ``InputError`` names file, row (from 1) and field of an invalid row.
 
         Args:
-            pairs: rows must be preferences; else they must not.
+            pairs: whether the rows must be preferences; otherwise they must not be.
         """
         path, found, cut_away = Path(path), [], 0
         for row, record in read_rows(path):
@@ -114,7 +114,7 @@ class TextReader:
         ]
 
     def _samples(self, record: dict[str, Any], tools: Any) -> list[MaskedTokens]:
-        """What is trained of a row for supervised training."""
+        """The samples of a row for supervised training."""
         name = self._input_key or next((n for n in ("messages", *_PROMPTS) if record.get(n) is not None), "messages")
         value = value_at(record, name)
         if value is None:
@@ -172,7 +172,7 @@ class TextReader:
         ]
 
     def _plain(self, name: str, prompt: Any, answer: str | None, response: Any) -> MaskedTokens:
-        """Prompt and response as they stand, and the end of sequence."""
+        """Prompt, response and end of sequence, without a chat template."""
         for field, text in ((name, prompt), (answer, response)):
             if not isinstance(text, str):
                 fix = "; messages need --apply-chat-template" if isinstance(text, list) else ""
@@ -195,7 +195,7 @@ class TextReader:
 
 
 def _as_messages(value: Any, role: str) -> list[Any]:
-    """A list of messages; text is one of ``role``."""
+    """A list of messages; text becomes one message of ``role``."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
@@ -204,13 +204,13 @@ def _as_messages(value: Any, role: str) -> list[Any]:
 
 
 def _is_answered(value: Any) -> bool:
-    """Whether a prompt is a whole conversation, which ends with the assistant."""
+    """Whether a prompt is a whole conversation that ends with the assistant."""
     last = value[-1] if isinstance(value, list) and value else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many messages two conversations begin with alike."""
+    """Length of the common prefix of two conversations, in messages."""
     count = 0
     for a, b in zip(first, second, strict=False):
         if a != b:
@@ -220,7 +220,7 @@ def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _named(name: str, call: Any) -> Any:
-    """What ``call`` returns; its ``InputError`` begins with the field."""
+    """The result of ``call``; its ``InputError`` is prefixed with the field."""
     try:
         return call()
     except InputError as error:

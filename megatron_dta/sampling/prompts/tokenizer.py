@@ -1,16 +1,15 @@
-"""Text to token ids and back, for prompts and rewards. Training itself never needs text: tokens stay as they were
-sampled.
+"""Converts text to token ids and back, for prompts and rewards. Training uses the tokens as they were sampled.
 
-Tokenizers, chosen by ``--tokenizer-type`` (Megatron's names; ``CharacterTokenizer`` is this project's own) and read
-from ``--tokenizer-model``:
+``--tokenizer-type`` chooses the tokenizer (Megatron's names, and ``CharacterTokenizer``), read from
+``--tokenizer-model``:
 
-    CharacterTokenizer       one token a character of the arithmetic task; needs no file
-    HuggingFaceTokenizer     a ``tokenizer.json`` (or the directory that holds it), through the ``tokenizers`` library
+    CharacterTokenizer       one token per character of the arithmetic task; needs no file
+    HuggingFaceTokenizer     a ``tokenizer.json`` or its directory, through the ``tokenizers`` library
     SentencePieceTokenizer   a SentencePiece ``.model``
-    NullTokenizer            no text at all: prompts give ``prompt_token_ids``, "text" is the ids separated by blanks
+    NullTokenizer            no text: prompts have ``prompt_token_ids``, and "text" is the ids separated by blanks
 
-Text is encoded as it stands: no BOS is put in front and no chat template is applied. Write them into the prompt, give
-``prompt_token_ids``, or let ``--apply-chat-template`` write them.
+Text is encoded unchanged: no BOS is added and no chat template is applied. Write them into the prompt, give
+``prompt_token_ids``, or use ``--apply-chat-template``.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from megatron_dta.common.errors import InputError
 
 TOKENIZER_TYPES = ("CharacterTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
 ARITHMETIC_ALPHABET = "0123456789+-*= "
-# Origin of an end-of-sequence token that no file names.
+# Origin of an end-of-sequence token that is not named in a file.
 GUESSED = "guessed"
-# End-of-text tokens of the common model families, used where tokenizer_config.json does not say.
+# End-of-text tokens of common model families, used if tokenizer_config.json does not name one.
 _COMMON_EOS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -42,24 +41,24 @@ _COMMON_EOS = (
 
 
 class Tokenizer(Protocol):
-    """What the sampler, the prompts and the rewards need of a tokenizer."""
+    """The interface of tokenizers."""
 
     vocab_size: int  # ids are in [0, vocab_size)
     eos_id: int  # the token that ends a response
-    eos_origin: str  # what named it: a flag, a file, or a guess
+    eos_origin: str  # where it comes from: a flag, a file, or a guess
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of ``text``, int32 [T]; raises ``InputError`` where the text cannot be represented."""
+        """Token ids of ``text``, int32 [T]; raises ``InputError`` if the text cannot be represented."""
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Text of the ids; special tokens and ids beyond ``vocab_size`` (a model's padding) are left out."""
+        """Text of the ids without special tokens and ids beyond ``vocab_size`` (a model's padding)."""
 
     def special_text(self, token_id: int) -> str | None:
-        """The text of a special token, which ``decode`` leaves out; None for a token of ordinary text."""
+        """The text of a special token, which ``decode`` omits; None for a token of ordinary text."""
 
 
 class CharacterTokenizer:
-    """One token a character: ids 0 .. len(alphabet) - 1 in the alphabet's order, then the end-of-sequence token."""
+    """One token per character: ids 0 .. len(alphabet) - 1 in the order of the alphabet, then the end of sequence."""
 
     def __init__(self, alphabet: str = ARITHMETIC_ALPHABET) -> None:
         if len(set(alphabet)) != len(alphabet):
@@ -86,7 +85,7 @@ class CharacterTokenizer:
 
 
 class NullTokenizer:
-    """For prompts given as token ids: the text of ids is the ids themselves, separated by blanks (as Megatron's)."""
+    """For prompts given as token ids; text is the ids separated by blanks, as with Megatron's NullTokenizer."""
 
     def __init__(self, vocab_size: int, eos_id: int) -> None:
         self.vocab_size = vocab_size
@@ -108,7 +107,7 @@ class NullTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json``; end of sequence from ``eos_id``, else tokenizer_config.json, else a well-known token."""
+    """A ``tokenizer.json``; the end of sequence is ``eos_id``, that of tokenizer_config.json, or a well-known token."""
 
     def __init__(self, path: str | Path, eos_id: int | None = None) -> None:
         from tokenizers import Tokenizer as FastTokenizer
@@ -119,7 +118,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = FastTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"--tokenizer-model {file}: not a tokenizer.json: {_one_line(error)}") from None
-        # Added tokens may lie beyond the base vocabulary and leave holes: the ids' range counts, not their number.
+        # Added tokens may lie beyond the base vocabulary and leave holes, so the largest id counts.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token: found.content for token, found in added.items() if found.special}
@@ -156,7 +155,7 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; its own end-of-sequence piece unless ``eos_id`` is given."""
+    """A SentencePiece model; the end of sequence is ``eos_id`` or that of the model."""
 
     def __init__(self, path: str | Path, eos_id: int | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -193,10 +192,10 @@ def build_tokenizer(
     vocab_size: int | None = None,
     checkpoint: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer the flags ask for; ``InputError`` names the flag that is missing or wrong.
+    """The tokenizer of the flags; ``InputError`` names a missing or wrong flag.
 
-    ``vocab_size`` is the model's ``--vocab-size`` where it is known: the tokenizer's ids must fit in it, and
-    NullTokenizer, which has no vocabulary of its own, takes it over. ``checkpoint`` is what has the model's weights.
+    ``vocab_size`` is the model's ``--vocab-size`` if it is known: the tokenizer's ids must be below it, and
+    NullTokenizer, which has no vocabulary of its own, uses it. ``checkpoint`` is the source of the model's weights.
     """
     if tokenizer_type == "CharacterTokenizer":
         if tokenizer_model is not None:

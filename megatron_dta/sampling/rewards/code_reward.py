@@ -136,13 +136,13 @@ class CodeTests:
 
 def _run(job: bytes, limits: Mapping[str, Any], most_seconds: float) -> dict[str, Any]:
     # Unnamed files instead of pipes: no process waits for the other end, and no file can be reopened by name.
-    with _unnamed() as given, _unnamed() as told, _unnamed() as errors:
+    with _unnamed() as given, _unnamed() as written, _unnamed() as errors:
         given.write(job)
         given.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-X", "utf8", str(SANDBOX), json.dumps(limits)],
             stdin=given,
-            stdout=told,
+            stdout=written,
             stderr=errors,
             cwd="/",
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -154,8 +154,8 @@ def _run(job: bytes, limits: Mapping[str, Any], most_seconds: float) -> dict[str
             pass
         finally:
             _end(process)
-        told.seek(0)
-        lines = told.read().decode(errors="replace").splitlines()
+        written.seek(0)
+        lines = written.read().decode(errors="replace").splitlines()
         verdict = {"passed": False, "stopped": True}
         if lines and lines[-1].startswith("{"):
             verdict = json.loads(lines[-1])

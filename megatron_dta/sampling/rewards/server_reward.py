@@ -28,10 +28,10 @@ from megatron_dta.sampling.engines.servers.replies import (
     TransientFailureError,
     as_float,
     field_of,
+    format_error,
     message_in,
     parse_json,
     shown,
-    told,
 )
 
 MOST_REPLY_BYTES = 1 << 20
@@ -74,7 +74,7 @@ class RemoteReward:
             except TransientFailureError as error:
                 reason = str(error)
             except (OSError, http.client.HTTPException) as error:
-                reason = told(error)
+                reason = format_error(error)
         raise InputError(f"reward server {url.geturl()}: failed {self._attempts} times, the last time: {reason}")
 
     def _count(self, name: str) -> None:

@@ -15,12 +15,12 @@ from megatron_dta.objectives import count_trained, estimate_advantages, loss_wei
 from megatron_dta.objectives.estimators import ESTIMATORS
 from megatron_dta.rollouts import Rollout, cut_length, load_rollouts, write_rollouts
 from megatron_dta.rollouts.paths import decoded_tokens, tree_paths
-from megatron_dta.sampling.engines.recording import RecordingEngine
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.tree import FallbackWeight, SampledTree
+from recording_engine import RecordingEngine
 
 
 def leaf(branches: list[int], reward: float, **fields) -> Rollout:

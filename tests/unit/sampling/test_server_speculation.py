@@ -268,7 +268,7 @@ def test_each_server_has_the_newest_corpus_alone(setup: Setup, tmp_path: Path) -
         expected = [[texts], [texts]] if number < 2 else [[], [texts]]
         assert [list(server.corpora.values()) for server in setup.servers] == expected
     assert len(setup.lines) == 1
-    assert "goes on without the corpus" in setup.lines[0]
+    assert "continues without the corpus" in setup.lines[0]
     assert "out of memory" in setup.lines[0]
     assert not any(server.violations for server in setup.servers)
     with pytest.raises(ValueError, match="takes no corpora"):

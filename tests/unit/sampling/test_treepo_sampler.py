@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_dta.sampling.engines.recording import RecordingEngine
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.budget import branch_budget, certain_branches, divide_by_logprob, divide_evenly
 from megatron_dta.sampling.treepo.fallback import fallback_nodes
@@ -16,6 +15,7 @@ from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules, answer_rule, boxed_answer, most_repeated
 from megatron_dta.sampling.treepo.tree import EndReason, FallbackWeight, SampledTree
+from recording_engine import RecordingEngine
 
 EOS = 0
 ALLOCATIONS = ("even", "low-logprob", "high-logprob")

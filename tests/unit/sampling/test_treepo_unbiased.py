@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dta.sampling.engines.recording import RecordingEngine
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.tree import FallbackWeight
+from recording_engine import RecordingEngine
 
 EOS, CAP, QUERIES = 0, 9, 800
 # Probability of the next token (column) after a token (row); token 0 ends. From 1 one mostly ends soon, from 2 and 3

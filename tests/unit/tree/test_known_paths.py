@@ -12,7 +12,6 @@ from megatron_dta.engine import prepare_batch
 from megatron_dta.objectives import make_objective
 from megatron_dta.rollouts import cut_length
 from megatron_dta.rollouts.paths import tree_paths
-from megatron_dta.sampling.engines.recording import RecordingEngine
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
@@ -21,6 +20,7 @@ from megatron_dta.training.data.prepare import SamplePreparation
 from megatron_dta.training.data.step import known_paths
 from megatron_dta.tree import build_prefix_tree
 from megatron_dta.tree.known_paths import KnownPath, build_from_known_paths
+from recording_engine import RecordingEngine
 
 
 def random_rollouts(rng: np.random.Generator, vocab: int, count: int = 4, end: float | None = None):

@@ -1,4 +1,4 @@
-"""The command that starts a rollout server as the flags of a run need it."""
+"""Builds the command that starts a rollout server with the settings of a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 def server_command(
     config: TrainConfig, model: str | None, port: int, host: str | None, more: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Variables for the environment, and the words of the command.
+    """The environment variables and the words of the command.
 
     Args:
-        model: what the server loads at first; None: ``--load-hf``, or ``--hf-checkpoint``.
+        model: the model that the server loads first; None: that of ``--load-hf`` or ``--hf-checkpoint``.
         more: further options of the server.
 
     Raises:
-        InputError: no server's engine is asked for, or no model is known.
+        InputError: the engine has no servers, or no model is known.
     """
     sampling = config.sampling
     if sampling.rollout_engine not in SERVERS:

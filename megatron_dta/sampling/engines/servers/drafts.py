@@ -1,7 +1,7 @@
-"""What an engine does about servers that draft: ask whether they do as the flags say, count, hand on corpora.
+"""Handles servers that draft: checks their settings, counts their drafts, and gives them corpora.
 
-Drafts change no sample. So a server that cannot take a corpus or tell its counters goes on without; one whose settings
-contradict the flags is refused, before the first request.
+Drafts do not change samples. So a server that cannot take a corpus or report its counters is used without them. A
+server whose settings contradict the flags is refused before the first request.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_dta.sampling.engines.servers.speculation import DraftCounts, Serve
 
 
 class ServerDrafts:
-    """The drafts of all servers of one engine; the coroutines and ``add`` run on the client's loop.
+    """The drafts of all servers of one engine. The coroutines and ``add`` run on the client's loop.
 
     Attributes:
-        counts: what was given so far, and how much of it servers had guessed.
+        counts: tokens so far, and how many of them the servers had drafted and accepted.
 
     Args:
-        report: gets a line when a server goes on without a corpus.
+        report: called with a line if a server is used without a corpus.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ServerDrafts:
         self._corpus: str | None = None
 
     def forget(self, server: Server) -> None:
-        """It may come back with other settings."""
+        """Check the server again when it returns; its settings may have changed."""
         self._asked.discard(server.url)
 
     def add(self, piece: Piece) -> None:
@@ -47,12 +47,12 @@ class ServerDrafts:
         self.counts += DraftCounts(len(piece.token_ids), piece.drafted, piece.accepted)
 
     async def begin(self) -> None:
-        """Before a phase.
+        """Check new servers before a phase.
 
         Raises:
             SpeculationError: a server drafts otherwise than the flags say.
         """
-        for server in self._alive():
+        for server in self._client.alive:
             if server.url in self._asked:
                 continue
             try:
@@ -69,24 +69,24 @@ class ServerDrafts:
         self._before = await self._server_counts()
 
     async def end(self) -> None:
-        """After a phase: count what servers only tell for all requests together."""
+        """After a phase, count what servers report only for all requests together."""
         for url, now in (await self._server_counts()).items():
             gained = now - self._before.get(url, now)
-            if gained.drafted >= gained.accepted >= 0:  # else the server was started anew
+            if gained.drafted >= gained.accepted >= 0:  # otherwise the server was restarted
                 self.counts += gained
 
     async def load_corpus(self, path: Path, name: str) -> None:
-        """Let all servers draft from a corpus in the place of the one before."""
+        """Let all servers draft from a corpus instead of the previous one."""
         old, self._corpus = self._corpus, name
-        work = (self._protocol.load_corpus(self._client, server, path, name, old) for server in self._alive())
+        work = (self._protocol.load_corpus(self._client, server, path, name, old) for server in self._client.alive)
         for error in await asyncio.gather(*work, return_exceptions=True):
             if isinstance(error, ServerError):
-                self._report(f"a rollout server goes on without the corpus of past rollouts: {error}")
+                self._report(f"a rollout server continues without the corpus of past rollouts: {error}")
             elif error is not None:
                 raise error
 
     async def _server_counts(self) -> dict[str, DraftCounts]:
-        servers = self._alive()
+        servers = self._client.alive
         work = (self._protocol.draft_counts(self._client, server) for server in servers)
         found = await asyncio.gather(*work, return_exceptions=True)
         for counts in found:
@@ -94,6 +94,3 @@ class ServerDrafts:
                 raise counts
         pairs = zip(servers, found, strict=True)
         return {server.url: counts for server, counts in pairs if isinstance(counts, DraftCounts)}
-
-    def _alive(self) -> list[Server]:
-        return [server for server in self._client.servers if server.alive]

@@ -1,23 +1,21 @@
-"""HTTP to several equal inference servers: pooled connections, time-outs, retries, and no more to a server that died.
+"""HTTP client for several equal inference servers: pooled connections, timeouts, retries, and failover.
 
-The library is aiohttp, because many hundreds of long requests are open at once: 3,000 requests, 512 of them open, took
-1.2 s of CPU time with it and 27 s with httpx; the standard library has no asynchronous client, and threads (urllib3)
-need one for each open request. The event loop has a thread of its own, so callers need not be asynchronous.
+The library is aiohttp, because many hundreds of long requests are open at once. Its event loop runs in a thread, so
+callers need not be asynchronous.
 
-    what fails                                    what happens
-    connection, time-out, 408, 429, 5xx,          tried again after a growing, jittered pause; after the second failure
-    a reply cut short, too long or of the wrong   of a request on one server by another server
-    form
+    failure                                       reaction
+    connection, timeout, 408, 429, 5xx, a reply   retried after a growing, jittered pause; after the second failure of
+    that is cut, too long or of the wrong form    a request on one server, on another server
     ... and the server fails its health check     the server is left out; all its requests move at once
-    another status                                the request is wrong: told at once, not tried again
+    another status                                the request is wrong: raised at once, not retried
     a server has other weights than it should     left out (it was restarted, or another trainer uses it)
 
-There are no redirects, no cookies and no compressed replies: nothing is sent to an address that was not given, and what
-a reply takes in memory is what was asked for at most.
+There are no redirects, no cookies and no compressed replies: requests go only to the given addresses, and the memory of
+a reply is bounded.
 
-A server that was left out comes back when its weights are next updated, or, where no other is left, if it proves to
-have the current weights. Requests with the same ``affinity`` go to the same server while it lives, so that its prefix
-cache serves them; a new affinity goes to the server with the least to do.
+A server that was left out returns when its weights are next updated or, if no other server is left, when it proves to
+have the current weights. Requests with the same ``affinity`` go to the same server while it lives, so that they use its
+prefix cache; a new affinity goes to the server with the fewest open requests.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ from megatron_dta.sampling.engines.servers.replies import (
     MOST_ERROR_BYTES,
     MOST_REPLY_BYTES,
     TransientFailureError,
+    format_error,
     message_in,
     parse_json,
     read_at_most,
-    told,
 )
 
 API_KEY_VARIABLE = "ROLLOUT_SERVER_API_KEY"
@@ -52,20 +50,20 @@ Answer = TypeVar("Answer")
 
 
 class ServerError(RolloutError):
-    """The servers could not do what was asked; one line naming server, request and reason."""
+    """The servers could not do what was asked; the line names server, request and reason."""
 
 
 class TimedOutError(TransientFailureError):
-    """There was no reply within the time that one attempt has."""
+    """There was no reply within the timeout of one attempt."""
 
 
 class WrongWeightsError(Exception):
-    """A server answered with other weights than it was given last."""
+    """A server replied with other weights than those it was given last."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
-    """One server and what is known of it."""
+    """The state of one server."""
 
     url: str
     alive: bool = True
@@ -80,7 +78,7 @@ class Server:
 
 @dataclass
 class Counts:
-    """What went wrong so far."""
+    """Counts of failures."""
 
     retried: int = 0
     moved: int = 0
@@ -88,20 +86,20 @@ class Counts:
 
 
 class HttpClient:
-    """Talks to servers of one kind.
+    """Sends requests to servers of one kind.
 
     Attributes:
-        servers: all of them, in the order given.
+        servers: all servers, in the given order.
         counts: failures so far.
-        still_current: asked before a server that was left out gets requests again while its weights are not updated.
+        still_current: whether a server that was left out has the current weights and may get requests again.
 
     Args:
         urls: ``http://host:port``, each once.
-        health_path: answers 200 to GET where the server can work.
-        report: gets a line when a server is left out.
+        health_path: returns 200 to GET if the server can work.
+        report: called with a line when a server is left out.
 
     Raises:
-        InputError: a URL that is none, or the package aiohttp is missing.
+        InputError: a URL is invalid, or the package aiohttp is missing.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class HttpClient:
             server.slots = asyncio.Semaphore(self.settings.max_requests)
         self.counts = Counts()
         self.still_current: Callable[[Server], Awaitable[bool]] = _never
-        # Not the global generator: its state belongs to checkpoints.
+        # The state of the global generator belongs to checkpoints.
         self._random = random.Random()
         self._homes: dict[Hashable, Server] = {}
         self._reviving, self._is_lost = asyncio.Lock(), False
@@ -133,20 +131,20 @@ class HttpClient:
         self._thread.start()
         self._session = self.start(self._open_session()).result()
         self._closed = False
-        # What ends before it has closed its engine should not leave a page of warnings.
+        # Programs that end without closing their engine should not print warnings.
         atexit.register(self.close)
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
-        """Run a coroutine on the client's loop; from any thread."""
+        """Run a coroutine on the client's loop; may be called from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def begin_phase(self) -> None:
-        """Requests to come choose their servers anew, and wait anew for lost ones; call while none is open."""
+        """Forget the servers of affinities and wait again for lost servers; call while no request is open."""
         self._homes.clear()
         self._is_lost = False
 
     def close(self) -> None:
-        """Close all connections; what is open is cancelled. May be called twice."""
+        """Close all connections and cancel open requests. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -165,12 +163,12 @@ class HttpClient:
         label: str,
         most_bytes: int = MOST_REPLY_BYTES,
     ) -> Answer:
-        """POST to the affinity's server, or to another if that one fails; what ``read`` makes of the JSON reply.
+        """POST to the affinity's server, or to another one if that one fails. Returns ``read`` of the JSON reply.
 
         Args:
             read: raises ``TransientFailureError`` for a reply of the wrong form and ``WrongWeightsError``.
             label: names the request in errors.
-            most_bytes: a longer reply is of the wrong form.
+            most_bytes: maximum length of a reply.
 
         Raises:
             ServerError: no attempt succeeded.
@@ -194,13 +192,13 @@ class HttpClient:
             except ServerError as error:
                 raise ServerError(f"{label}: {error}") from error
             if not healthy:
-                self._leave_out(server, reason)
+                self.leave_out(server, reason)
             if attempt == self.settings.attempts:
                 break
             self.counts.retried += 1
             if healthy:
                 await self.pause(attempt)
-        left = f"; {len(self._alive())} of {len(self.servers)} servers are left" if len(self.servers) > 1 else ""
+        left = f"; {len(self.alive)} of {len(self.servers)} servers are left" if len(self.servers) > 1 else ""
         raise ServerError(f"{label}: failed {self.settings.attempts} times, the last time on {server}: {reason}{left}")
 
     async def ask(
@@ -212,13 +210,13 @@ class HttpClient:
         attempts: int | None = None,
         read: Callable[[Any], Any] = lambda reply: reply,
     ) -> Any:
-        """One request to one server, tried again there if need be; what ``read`` makes of the JSON of its reply (of the
-        text where it is no JSON). It raises ``TransientFailureError`` for a reply of the wrong form.
+        """Send one request to one server, with retries. Returns ``read`` of its reply as JSON, or as text if it is not
+        JSON; ``read`` raises ``TransientFailureError`` for a reply of the wrong form.
 
-        What has timed out is not tried again: it would hold up all servers for as long once more.
+        A timeout is not retried, since all servers would wait for it again.
 
         Raises:
-            ServerError: it failed, or was refused.
+            ServerError: the request failed or was refused.
         """
         attempts = attempts or self.settings.attempts
         for attempt in range(1, attempts + 1):
@@ -234,58 +232,62 @@ class HttpClient:
         raise ServerError(f"{server}: {method} {path} failed {attempts} times: {reason}")
 
     async def find_healthy(self) -> list[Server]:
-        """Check all servers, also those left out before; the healthy ones."""
+        """Check all servers, including those left out. Returns the healthy ones."""
         healthy = await asyncio.gather(*(self._is_healthy(server) for server in self.servers))
         for server, is_healthy in zip(self.servers, healthy, strict=True):
             if not is_healthy:
-                self._leave_out(server, server.problem or "fails its health check")
+                self.leave_out(server, server.problem or "fails its health check")
         return [server for server, is_healthy in zip(self.servers, healthy, strict=True) if is_healthy]
 
     def leave_out(self, server: Server, reason: str) -> None:
         """Send nothing more to a server; call on the client's loop."""
-        self._leave_out(server, reason)
+        if not server.alive:
+            return
+        server.alive, server.problem = False, reason
+        self.counts.servers_lost += 1
+        self._report(f"rollout server {server} is left out: {reason}")
 
     def take_back(self, server: Server) -> None:
-        """A server that was left out may have requests again."""
+        """Let a server that was left out have requests again."""
         server.alive, server.problem, self._is_lost = True, "", False
 
-    def _alive(self) -> list[Server]:
+    @property
+    def alive(self) -> list[Server]:
+        """The servers that are not left out."""
         return [server for server in self.servers if server.alive]
 
     async def _home(self, affinity: Hashable, failed_on: Mapping[str, int]) -> Server:
-        """The server for a request: its affinity's, unless that one is left out or failed it twice."""
-        candidates = self._alive() or await self._revived()
+        """The server for a request: that of its affinity, unless it is left out or failed the request twice."""
+        candidates = self.alive or await self._revived()
         home = self._homes.get(affinity)
         usable = [server for server in candidates if failed_on.get(server.url, 0) < 2] or candidates
         if home in usable:
             return home
         if home is not None:
             self.counts.moved += 1
-        chosen = min(usable, key=lambda server: (server.open_requests, self._number_of_homes(server)))
+        homes = list(self._homes.values())
+        chosen = min(usable, key=lambda server: (server.open_requests, homes.count(server)))
         if home is None or not home.alive:
             self._homes[affinity] = chosen
         return chosen
 
-    def _number_of_homes(self, server: Server) -> int:
-        return sum(home is server for home in self._homes.values())
-
     async def _revived(self) -> list[Server]:
-        """All servers are left out: those that are healthy again with the current weights, within the attempts."""
+        """The servers that are healthy again with the current weights, after all of them were left out."""
         async with self._reviving:
-            # Of the many requests that wait here the first one tries, for all.
+            # Many requests may wait here; the first one tries for all.
             for attempt in range(1, self.settings.attempts + 1):
-                if self._alive() or self._is_lost:
+                if self.alive or self._is_lost:
                     break
                 if attempt > 1:
                     await self.pause(attempt - 1)
                 for server in self.servers:
                     if not server.alive and await self._is_healthy(server) and await self._has_current_weights(server):
                         self.take_back(server)
-            self._is_lost = not self._alive()
+            self._is_lost = not self.alive
         if self._is_lost:
             problems = "; ".join(f"{server}: {server.problem}" for server in self.servers)
             raise ServerError(f"no rollout server is left ({problems})")
-        return self._alive()
+        return self.alive
 
     async def _has_current_weights(self, server: Server) -> bool:
         try:
@@ -293,13 +295,6 @@ class HttpClient:
         except ServerError as error:
             server.problem = str(error)
             return False
-
-    def _leave_out(self, server: Server, reason: str) -> None:
-        if not server.alive:
-            return
-        server.alive, server.problem = False, reason
-        self.counts.servers_lost += 1
-        self._report(f"rollout server {server} is left out: {reason}")
 
     async def _is_healthy(self, server: Server) -> bool:
         async with server.checking:
@@ -314,7 +309,7 @@ class HttpClient:
                         return True
                     server.problem = server.problem or f"GET {self._health_path} gives {reply.status}"
             except (self._aiohttp.ClientError, TimeoutError, OSError) as error:
-                server.problem = server.problem or f"GET {self._health_path}: {told(error)}"
+                server.problem = server.problem or f"GET {self._health_path}: {format_error(error)}"
             return False
 
     async def _send(
@@ -330,7 +325,7 @@ class HttpClient:
         request = f"{method} {path}"
         try:
             address = server.url + path
-            # The library has a time-out of its own, which does not cover all that it waits for.
+            # The library's own timeout does not cover everything that it waits for.
             async with (
                 asyncio.timeout(self.settings.timeout_s),
                 self._session.request(method, address, json=body, allow_redirects=False) as reply,
@@ -346,11 +341,11 @@ class HttpClient:
         except TransientFailureError as error:
             raise TransientFailureError(f"{request}: {error}") from error
         except TimeoutError as error:
-            if str(error):  # a connection that was not made
-                raise TransientFailureError(f"{request}: {told(error)}") from error
+            if str(error):  # the connection was not established
+                raise TransientFailureError(f"{request}: {format_error(error)}") from error
             raise TimedOutError(f"{request}: no reply within {self.settings.timeout_s:g} s") from error
         except (self._aiohttp.ClientError, OSError) as error:
-            raise TransientFailureError(f"{request}: {told(error)}") from error
+            raise TransientFailureError(f"{request}: {format_error(error)}") from error
         if status >= 500 or status in _TRANSIENT:
             raise TransientFailureError(f"{request} gives {status}: {message_in(content)}")
         if status != 200:
@@ -365,7 +360,7 @@ class HttpClient:
             raise TransientFailureError(f"{request}: the reply is not JSON: {message_in(content)}") from error
 
     async def pause(self, attempt: int) -> None:
-        """Wait before what follows attempt number ``attempt``."""
+        """Wait after attempt number ``attempt``."""
         longest = min(self.settings.backoff_s * 2 ** (attempt - 1), self.settings.backoff_limit_s)
         await asyncio.sleep(longest * (0.5 + 0.5 * self._random.random()))
 
@@ -375,10 +370,10 @@ class HttpClient:
             total=self.settings.timeout_s, sock_connect=self.settings.connect_timeout_s
         )
         return self._aiohttp.ClientSession(
-            # How many are open at once is the servers' ``slots``' business.
+            # The servers' slots limit the open connections.
             connector=self._aiohttp.TCPConnector(limit=0),
             timeout=timeout,
-            # A few bytes may decompress to any number of them.
+            # A few bytes may decompress to any number of bytes.
             auto_decompress=False,
             cookie_jar=self._aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),

@@ -1,4 +1,4 @@
-"""Which servers a client talks to, and how patient it is with them."""
+"""Settings of the HTTP client: timeouts, retries, and checked URLs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_dta.common.errors import InputError
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """How patient to be.
+    """Timeouts and limits of requests.
 
     Attributes:
-        timeout_s: for one generation request or one step of a weight update, from sending to the whole reply.
+        timeout_s: for one generation request or one step of a weight update, up to the end of the reply.
         connect_timeout_s: for opening a connection, and for a health check.
-        attempts: how often one request is sent at most, all servers together.
-        backoff_s, backoff_limit_s: first and longest pause between attempts; it doubles, and half of it is random.
-        max_requests: open requests for each server.
+        attempts: maximum number of times that a request is sent, over all servers.
+        backoff_s, backoff_limit_s: first and longest pause between attempts; pauses double, and half of each is random.
+        max_requests: maximum number of open requests per server.
     """
 
     timeout_s: float = 600.0
@@ -30,7 +30,7 @@ class HttpSettings:
 
 
 def checked_urls(urls: Sequence[str]) -> list[str]:
-    """``--rollout-server-url`` without slashes at the end; ``InputError`` for none, a wrong one, or one given twice."""
+    """The URLs of ``--rollout-server-url`` without trailing slashes; ``InputError`` for none or a bad one."""
     checked = [url.rstrip("/") for url in urls]
     if not checked:
         raise InputError("--rollout-server-url: give at least one")

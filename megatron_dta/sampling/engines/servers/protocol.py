@@ -1,14 +1,12 @@
-"""What differs between inference servers: the forms of requests and replies, and how weights are updated.
+"""Defines what differs between inference servers: the forms of requests and replies, and the update of weights.
 
-**End of sequence.** Only the tokens that the trainer names end a response. Servers also stop at those of the model's
-own configuration; a response that such a token has stopped is continued behind it by the engine, so that what is
-sampled is the same on every engine.
+**End of sequence.** Only the trainer's end tokens end a response. Servers also stop at those of the model's own
+configuration; the engine continues such a response, so that samples have the same distribution on every engine.
 
-**Random numbers.** Each request has a seed, made from everything a sample is keyed by and the position where the
-request starts. The engines in this process key the number of every position; a server draws its own sequence of
-numbers from the seed (vLLM) or ignores it unless told (SGLang), and its matrix products depend on the batch. So samples
-of servers do not repeat bit for bit. The starting position is part of the seed because a branch that continues its
-sequence under the same key must not see the same numbers again.
+**Random numbers.** Each request has a seed, made from the key of the sample and the position where the request starts.
+(A branch that continues its sequence under the same key must not see the same numbers again.) A server draws its own
+sequence of numbers from the seed (vLLM) or ignores it by default (SGLang), and its matrix products depend on the batch.
+So samples of servers do not repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -27,19 +25,24 @@ from megatron_dta.sampling.engines.servers.replies import TransientFailureError,
 from megatron_dta.sampling.engines.servers.speculation import DraftCounts, ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 
-# Servers round logprobs to float32 and compute some of them in bfloat16; vLLM has -9999 for those of no probability.
+# Servers round logprobs to float32 and compute some of them in bfloat16; vLLM reports probability 0 as -9999.
 _LARGEST_LOGPROB, _SMALLEST_LOGPROB = 1e-3, -1e5
-# What servers say of a token, in and out, and around all of them.
+NEUTRAL_SAMPLING = {
+    "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
+"""Values with which sampling parameters other than temperature and ``top_p`` have no effect."""
+
+# Maximum bytes of a reply per token, and for the rest of it.
 _TOKEN_BYTES, _OTHER_BYTES = 256, 1 << 20
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a reply must answer.
+    """The request to which a reply must belong.
 
     Attributes:
-        token_ids: int32 [C], the context that was to be continued.
-        max_tokens: most tokens to sample.
+        token_ids: int32 [C], the context to continue.
+        max_tokens: maximum number of tokens to sample.
         vocab_size: ids must be below it; None: below 2^31.
     """
 
@@ -49,21 +52,21 @@ class Asked:
 
     @property
     def most_reply_bytes(self) -> int:
-        """What a reply may have at most."""
+        """Maximum length of a reply."""
         return _OTHER_BYTES + _TOKEN_BYTES * (len(self.token_ids) + self.max_tokens)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one reply brings.
+    """The contents of one reply.
 
     Attributes:
         token_ids: int32 [R], R >= 1.
         logprobs: float32 [R].
         stopped: whether a token ended it, rather than the length cap.
-        cached_tokens: context tokens that the server had in its prefix cache, where it says so.
-        weight_versions: labels of the weights that sampled it, where the server says so.
-        drafted, accepted: tokens that it was guessed by, where the server says so.
+        cached_tokens: context tokens from the server's prefix cache, if reported.
+        weight_versions: labels of the weights that sampled it, if reported.
+        drafted, accepted: drafted and accepted tokens, if reported.
     """
 
     token_ids: np.ndarray
@@ -76,13 +79,13 @@ class Piece:
 
 
 class ServerProtocol(ABC):
-    """The forms of one kind of server.
+    """The interface of one kind of server.
 
     Attributes:
         name: as users know the server.
-        generate_path, health_path: where to POST requests, and what to GET to know that the server can work.
-        label_path: what to GET for the label of the weights, ``weight_version``.
-        takes_corpora: whether it drafts from corpora that it is given.
+        generate_path, health_path: paths for POST of requests and for GET of the health.
+        label_path: path for GET of the label of the weights, ``weight_version``.
+        takes_corpora: whether the server drafts from given corpora.
     """
 
     name: str
@@ -97,18 +100,18 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def read(self, reply: Any, asked: Asked) -> Piece:
-        """The reply to such a request; ``TransientFailureError`` if it has not the server's form."""
+        """Read the reply to such a request; ``TransientFailureError`` if it does not have the server's form."""
 
     @abstractmethod
     async def check_logprobs(self, client: HttpClient, server: Server, params: SamplingParams) -> None:
-        """Ask a server for what tells which logprobs it returns; ``LogprobsError`` if they are not the trainer's."""
+        """Find out which logprobs a server returns; ``LogprobsError`` if they are not the trainer's."""
 
     @abstractmethod
     async def update_weights(self, client: HttpClient, server: Server, folder: Path, label: str) -> None:
-        """Pause, load, forget the cache, label, continue; ``ServerError`` leaves the server in an unknown state."""
+        """Pause, load, clear the cache, set the label, continue; ``ServerError`` leaves the state unknown."""
 
     async def weights_label(self, client: HttpClient, server: Server) -> str | None:
-        """The label of the server's weights; None where it does not tell."""
+        """The label of the server's weights; None if it does not report one."""
         try:
             info = await client.ask(server, "GET", self.label_path)
         except ServerError:
@@ -120,15 +123,15 @@ class ServerProtocol(ABC):
     async def speculation_differs(
         self, client: HttpClient, server: Server, speculation: ServerSpeculation
     ) -> str | None:
-        """How a server's settings do not fit; None if they do. ``ServerError`` if it does not tell."""
+        """How a server's settings differ; None if they agree. ``ServerError`` if it does not report them."""
 
     async def draft_counts(self, client: HttpClient, server: Server) -> DraftCounts | None:
-        """What a server has drafted so far, where its replies do not say it."""
+        """Drafts of a server so far, if its replies do not report them."""
         del client, server
         return None
 
     async def load_corpus(self, client: HttpClient, server: Server, path: Path, name: str, old: str | None) -> None:
-        """Let it draft from a corpus, in the place of the one named ``old``; ``ServerError`` if it cannot."""
+        """Let a server draft from a corpus instead of the one named ``old``; ``ServerError`` if it cannot."""
         raise NotImplementedError(f"{self.name} takes no corpora")
 
 
@@ -147,11 +150,11 @@ def make_piece(
     cached_tokens: int | None = None,
     weight_versions: Any = None,
 ) -> Piece:
-    """A checked piece; ``TransientFailureError`` says what is wrong with the reply.
+    """Check the contents of a reply; ``TransientFailureError`` names the fault.
 
     Args:
-        names: of the fields of the token ids and of their logprobs.
-        weight_versions: labels of the weights; None where the server does not say.
+        names: the fields of the token ids and of their logprobs.
+        weight_versions: labels of the weights; None if not reported.
     """
     list_of(token_ids, int, names[0])
     list_of(logprobs, (int, float), names[1])
@@ -184,28 +187,28 @@ def make_piece(
         np.array(token_ids, dtype=np.int32),
         np.minimum(np.array(logprobs, dtype=np.float32), 0),
         finish_reason == "stop",
-        # A request that the server has begun anew counts them again.
+        # A request that the server restarted counts them again.
         max(0, min(cached_tokens or 0, len(asked.token_ids))),
         frozenset(shown(label) if isinstance(label, int) else label for label in labels),
     )
 
 
 def check_prompt_length(reply: Any, asked: Asked, *path: str | int) -> None:
-    """Refuse a reply that counts other tokens in its prompt than it was sent, where it counts them."""
-    told = field_of(reply, *path, kind=int, optional=True)
-    if told is not None and told != len(asked.token_ids):
+    """Refuse a reply whose number of prompt tokens, if reported, is not that of the request."""
+    found = field_of(reply, *path, kind=int, optional=True)
+    if found is not None and found != len(asked.token_ids):
         where = ".".join(str(part) for part in path)
         raise TransientFailureError(
-            f"the reply is to another prompt: its {where} are {shown(told)}, sent were {len(asked.token_ids)}"
+            f"the reply is to another prompt: its {where} are {shown(found)}, sent were {len(asked.token_ids)}"
         )
 
 
 class LogprobsError(ServerError):
-    """A server returns other logprobs than the trainer's: a matter of its settings, not of its health."""
+    """A server returns other logprobs than the trainer's, because of its settings."""
 
 
 class SpeculationError(ServerError):
-    """A server drafts otherwise than the flags say: a matter of its settings, not of its health."""
+    """A server's draft settings contradict the flags."""
 
 
 def refuse_logprobs(server: Server, params: SamplingParams, returned: str, fix: str) -> LogprobsError:

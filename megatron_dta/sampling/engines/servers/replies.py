@@ -1,7 +1,7 @@
-"""Replies of servers as what they are: bytes of any length and JSON of any form, checked before anything uses them.
+"""Reads replies of servers, which may be bytes of any length and JSON of any form, and checks them before use.
 
-A server may be broken, misconfigured or mean harm. Whatever it sends costs a bounded amount of memory, and ends as a
-checked value or as a ``TransientFailureError``, whose one line names the field.
+A server may be broken, misconfigured or malicious. A reply takes a bounded amount of memory and becomes a checked value
+or a ``TransientFailureError``, whose line names the field.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _KINDS: dict[Any, str] = {
 
 
 class TransientFailureError(Exception):
-    """One attempt failed in a way that another may not."""
+    """An attempt failed, and another one may succeed."""
 
 
 async def read_at_most(parts: AsyncIterator[bytes], most_bytes: int, cut: bool = False) -> bytes:
-    """The body that comes in ``parts``; one that is longer is an error, or is cut."""
+    """The body that arrives in ``parts``; a longer one is an error, or is cut."""
     content = bytearray()
     async for part in parts:
         content += part
@@ -44,7 +44,7 @@ async def read_at_most(parts: AsyncIterator[bytes], most_bytes: int, cut: bool =
 
 
 def parse_json(content: bytes) -> Any:
-    """The value; ``ValueError`` for what is no JSON, ``TransientFailureError`` for what only Python's reader takes."""
+    """The value; ``ValueError`` if it is not JSON, ``TransientFailureError`` for NaN, infinities and deep nesting."""
 
     def refuse(name: str) -> None:
         raise TransientFailureError(f"the reply has {name}, which is no number of JSON")
@@ -59,8 +59,8 @@ def field_of(reply: Any, *path: str | int, kind: Any = object, optional: bool = 
     """The value at a path of keys and indices of a reply.
 
     Args:
-        kind: one of ``_KINDS``; booleans are no numbers.
-        optional: None where a key is missing, or a value on the path is null.
+        kind: one of ``_KINDS``; booleans are not numbers.
+        optional: return None if a key is missing or a value on the path is null.
     """
     value = reply
     for depth, key in enumerate(path):
@@ -79,7 +79,7 @@ def field_of(reply: Any, *path: str | int, kind: Any = object, optional: bool = 
 
 
 def list_of(values: Any, kind: Any, name: str) -> list[Any]:
-    """A list whose items are all of a kind."""
+    """Check that ``values`` is a list of items of one kind, and return it."""
     if not isinstance(values, list):
         raise TransientFailureError(f"the reply's {name} must be a list, got {shown(values)}")
     for place, value in enumerate(values):
@@ -89,7 +89,7 @@ def list_of(values: Any, kind: Any, name: str) -> list[Any]:
 
 
 def as_float(value: float) -> float:
-    """A number of JSON as a float, where one beyond all floats is infinite."""
+    """A JSON number as a float; infinite beyond the range of floats."""
     try:
         return float(value)
     except OverflowError:
@@ -100,13 +100,13 @@ def shown(value: Any) -> str:
     """A value from a reply for a message: short, printable, on one line."""
     try:
         text = json.dumps(value)
-    except (RecursionError, ValueError):  # the latter for a number of very many digits
+    except (RecursionError, ValueError):  # ValueError: a number with too many digits
         text = f"{type(value).__name__} that is too large to show"
     return shortened(text)
 
 
 def message_in(content: bytes) -> str:
-    """What servers say in their different forms of error replies, on one line."""
+    """The message in an error reply of any form, on one line."""
     text = content.decode(errors="replace")
     try:
         found = json.loads(text)
@@ -119,14 +119,14 @@ def message_in(content: bytes) -> str:
     return shortened(text) or "(nothing)"
 
 
-def told(error: BaseException) -> str:
-    """What an error says, or what it is."""
+def format_error(error: BaseException) -> str:
+    """The message of an error, or its type."""
     return shortened(str(error)) or type(error).__name__
 
 
 def shortened(text: str) -> str:
-    """The beginning of a text on one line that can be printed."""
-    # What is cut before it is cleaned costs no more than what is shown.
+    """The beginning of a text on one printable line."""
+    # Cut first, so that a long text is not cleaned as a whole.
     line = one_line(text[: 4 * _MESSAGE_LENGTH])
     return line if len(line) <= _MESSAGE_LENGTH else line[:_MESSAGE_LENGTH] + "..."
 

@@ -1,19 +1,19 @@
 """SGLang's server: ``python -m sglang.launch_server``, with the forms of version 0.5.23.
 
-Tokens come from ``/generate`` with ``input_ids``, weights through ``/update_weights_from_disk``. (The endpoints that
-take tensors want pickled handles of GPU memory, or a process group with the server over NCCL; neither can be had
-everywhere, and a folder in memory such as ``/dev/shm`` is as fast on one machine.)
+Tokens come from ``/generate`` with ``input_ids``, weights through ``/update_weights_from_disk``. (The endpoints for
+tensors need pickled handles of GPU memory or an NCCL group with the server; a folder in memory such as ``/dev/shm`` is
+as fast on one machine.)
 
     python -m sglang.launch_server --model-path MODEL --port 30000
 
-Everything else is set there as usual; speculative decoding by the command that ``tools/rollout_server_command.py``
-prints (``server_speculation``). Then a reply says how much was drafted for it, ``/server_info`` how the server was told
-to draft, and ``/add_external_corpus`` takes a corpus: a file of JSON strings, one a line, that the server reads.
-Seeds of requests count with ``--enable-deterministic-inference`` only.
+Other settings are given there as usual; ``tools/rollout_server_command.py`` prints the command for speculative
+decoding. A reply then reports its drafts, ``/server_info`` the draft settings, and ``/add_external_corpus`` takes a
+corpus: a file of JSON strings, one per line, that the server reads. Seeds of requests have an effect only with
+``--enable-deterministic-inference``.
 
-**Logprobs** are those of softmax(logits / temperature) before the nucleus: the trainer's. Where the server's
-environment has SGLANG_RETURN_ORIGINAL_LOGPROB=1 they are those of temperature 1. Which of them a server returns shows
-in how far apart the logprobs of some tokens lie at temperatures 1 and 2: halving the logits halves the distances.
+**Logprobs** are those of softmax(logits / temperature) before the nucleus, as in the trainer. With
+SGLANG_RETURN_ORIGINAL_LOGPROB=1 in the server's environment they are those of temperature 1. To tell the two apart, the
+logprobs of some tokens are compared at temperatures 1 and 2: halving the logits halves their distances.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import (
+    NEUTRAL_SAMPLING,
     Asked,
     LogprobsError,
     Piece,
@@ -41,7 +42,7 @@ from megatron_dta.sampling.engines.servers.speculation import ServerSpeculation
 from megatron_dta.sampling.params import SamplingParams
 
 _PROBED_TOKENS = 8
-# In the newer and in the older versions.
+# Names in newer and in older versions.
 _DRAFTED = ("spec_num_proposed_drafts", "spec_draft_token_num")
 _ACCEPTED = ("spec_num_correct_drafts", "spec_accept_token_num")
 
@@ -51,7 +52,7 @@ class SglangProtocol(ServerProtocol):
 
     name = "SGLang"
     generate_path = "/generate"
-    # /health may answer without the model having run.
+    # /health may reply before the model has run.
     health_path = "/health_generate"
     label_path = "/model_info"
     takes_corpora = True
@@ -63,12 +64,8 @@ class SglangProtocol(ServerProtocol):
                 "max_new_tokens": max_tokens,
                 "temperature": params.temperature,
                 "top_p": params.top_p,
-                "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-                # ignore_eos would ignore these, too; the model's own are dealt with by the engine.
+                **NEUTRAL_SAMPLING,
+                # ignore_eos would ignore these too; the engine handles the model's own end tokens.
                 "stop_token_ids": sorted(params.eos_ids),
                 "skip_special_tokens": False,
                 "sampling_seed": seed,
@@ -120,7 +117,7 @@ class SglangProtocol(ServerProtocol):
             raise refuse_logprobs(server, params, "of temperature 1", "start it without SGLANG_RETURN_ORIGINAL_LOGPROB")
 
     async def _distance(self, client: HttpClient, server: Server, params: SamplingParams, temperature: float) -> float:
-        """Between the largest and the smallest logprob of a few tokens."""
+        """Difference of the largest and the smallest logprob of a few tokens."""
         body = self.body(np.array([params.eos_id]), 1, params, seed=0)
         body["sampling_params"] |= {"temperature": temperature, "top_p": 1.0}
         body["token_ids_logprob"] = list(range(_PROBED_TOKENS))
@@ -140,7 +137,7 @@ class SglangProtocol(ServerProtocol):
         await client.ask(server, "POST", "/pause_generation", {"mode": "retract"})
         body = {
             "model_path": str(folder),
-            # A server that was started with dummy weights would load such again.
+            # A server that was started with dummy weights would load dummy weights again.
             "load_format": "auto",
             "flush_cache": True,
             "abort_all_requests": False,
@@ -157,13 +154,13 @@ class SglangProtocol(ServerProtocol):
     ) -> str | None:
         info = await client.ask(server, "GET", "/server_info")
         if not isinstance(info, dict):
-            raise ServerError(f"{server}: GET /server_info says nothing of its settings")
+            raise ServerError(f"{server}: GET /server_info does not report its settings")
         return speculation.sglang_differs(info)
 
     async def load_corpus(self, client: HttpClient, server: Server, path: Path, name: str, old: str | None) -> None:
-        # The limit of tokens is one for all corpora together, so the old one goes first.
+        # The limit of tokens applies to all corpora together, so the old one is removed first.
         if old is not None:
-            with suppress(ServerError):  # a server that was started anew does not have it
+            with suppress(ServerError):  # a restarted server does not have it
                 await client.ask(server, "POST", "/remove_external_corpus", {"corpus_id": old})
         body = {"corpus_id": name, "file_path": str(path)}
         done = await client.ask(server, "POST", "/add_external_corpus", body)
@@ -172,6 +169,6 @@ class SglangProtocol(ServerProtocol):
 
 
 def _count(meta: dict[str, Any], names: tuple[str, ...]) -> int:
-    """A count that has had several names."""
+    """A count that has several names."""
     found = next((meta[name] for name in names if name in meta), 0)
     return found if isinstance(found, int) and 0 <= found < 2**53 else 0

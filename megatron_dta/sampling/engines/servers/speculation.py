@@ -1,4 +1,4 @@
-"""What the flags of DAS mean to servers that draft from suffixes themselves, and what was accepted there.
+"""Translates the flags of DAS into settings of servers that draft from suffixes, and counts what they accept.
 
     flag                  vLLM: --speculative-config           SGLang
     --das-draft-tokens    num_speculative_tokens               --speculative-num-draft-tokens, one more: the sampled one
@@ -10,19 +10,19 @@ Names and meanings are those of vLLM 0.14 to 0.33 (method ``suffix``: config/spe
 Decoding) and of SGLang 0.5.11 to 0.5.23 (algorithm ``NGRAM``: its server arguments, pull requests 21425 and 22199).
 Neither has a counterpart of ``--das-budget``.
 
-**vLLM** keeps the responses that it has given, the oldest leave first; new weights and a reset of its prefix cache
-leave them. So every server has its window of recent rollouts by itself, bounded by a number of requests. How far a
-match of m tokens allows to draft, and the least probability of a draft, are those of the drafter in this process. (From
-Model Runner V2 on, vLLM drafts on the GPU, always the full number of tokens: choose a smaller --das-draft-tokens there,
-and add what its page names. Before, it needs the package arctic-inference.)
+**vLLM** keeps its responses and evicts the oldest ones; they survive new weights and a reset of the prefix cache. So
+every server has its own window of recent rollouts, bounded by a number of requests. The length of a draft after a match
+of m tokens and the minimum probability of a draft are those of the drafter in this process. (With Model Runner V2, vLLM
+drafts on the GPU and always the full number of tokens: choose a smaller --das-draft-tokens there, and add the options
+that its page names. Before that version it needs the package arctic-inference.)
 
-**SGLang** keeps a trie of what it is decoding, and forgets it with its prefix cache: at every update of weights. Beside
-it there is room for corpora, loaded at the start or at run time, which it searches with suffix automata; some nodes of
-each draft are set aside for them, divided by the number of corpora, so there is one at a time here. ``PROB`` takes the
-most frequent continuation, as DAS does.
+**SGLang** keeps a trie of what it is decoding and clears it with its prefix cache at every update of weights. In
+addition it searches corpora, loaded at the start or at run time, with suffix automata. Some nodes of each draft are
+reserved for them and divided by their number, so only one corpus is loaded at a time. ``PROB`` takes the most frequent
+continuation, as DAS does.
 
-A step of a sequence gives the tokens that it has accepted and one more. So the tokens that were given, less those
-accepted, are the steps, on either kind of server.
+A step of a sequence yields the accepted tokens and one more. On both kinds of servers the number of steps is therefore
+the number of tokens minus the number of accepted ones.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.sampling.engines.servers.replies import shortened, shown
 from megatron_dta.speculation.suffix_forest import DraftParams
 
-# A server counts tokens of the corpus' text, which may be cut into a few more than were sampled.
+# A server tokenizes the corpus' text again, which may give a few more tokens than were sampled.
 _CORPUS_SLACK = 1.25
 
 
 @dataclass(frozen=True)
 class ServerSpeculation:
-    """The settings of servers that draft as ``--das-*`` says.
+    """The settings of servers that draft according to ``--das-*``.
 
     Attributes:
         draft_tokens, depth, max_tokens: the flags.
-        cached_requests: responses that one vLLM server keeps.
+        cached_requests: number of responses that one vLLM server keeps.
     """
 
     draft_tokens: int
@@ -55,10 +55,10 @@ class ServerSpeculation:
 
     @classmethod
     def of(cls, config: TrainConfig) -> ServerSpeculation:
-        """As the flags of a run say; the window's requests are divided by its servers."""
+        """The settings of a run; the requests of the window are divided among its servers."""
         sampling, das = config.sampling, config.speculation
         prompts = sampling.over_sampling_batch_size or sampling.rollout_batch_size
-        if config.filtering.dynamic_sampling:  # every round's responses are in the cache
+        if config.filtering.dynamic_sampling:  # the cache contains the responses of every round
             prompts *= config.filtering.dynamic_sampling_max_rounds
         servers = max(1, len(sampling.rollout_server_url or ()))
         window = -(-das.das_window * prompts * sampling.n_samples_per_prompt // servers)
@@ -67,7 +67,7 @@ class ServerSpeculation:
 
     @property
     def corpus_max_tokens(self) -> int:
-        """Tokens that an SGLang server must take at most."""
+        """Maximum number of corpus tokens of an SGLang server."""
         return int(self.max_tokens * _CORPUS_SLACK)
 
     def vllm(self) -> dict[str, Any]:
@@ -83,24 +83,24 @@ class ServerSpeculation:
         }
 
     def sglang(self) -> dict[str, Any]:
-        """SGLang's options, by the names that its ``/server_info`` has for them."""
+        """SGLang's options, by their names in ``/server_info``."""
         return {
             "speculative_algorithm": "NGRAM",
             "speculative_num_draft_tokens": self.draft_tokens + 1,
             "speculative_ngram_max_trie_depth": self.depth,
             "speculative_ngram_match_type": "PROB",
-            # At least one node is left to the trie where there are two.
+            # Leaves at least one of two nodes to the trie.
             "speculative_ngram_external_sam_budget": max(1, self.draft_tokens // 2),
             "speculative_ngram_external_corpus_max_tokens": self.corpus_max_tokens,
         }
 
     def vllm_differs(self, found: Mapping[str, Any] | None) -> str | None:
-        """How a server's ``speculative_config`` does not fit the flags; None if it does."""
+        """How a server's ``speculative_config`` differs from the flags; None if it agrees."""
         names = ("method", "num_speculative_tokens", "suffix_decoding_max_tree_depth")
         return _first_difference({name: self.vllm()[name] for name in names}, found or {})
 
     def sglang_differs(self, found: Mapping[str, Any]) -> str | None:
-        """How a server's ``/server_info`` does not fit the flags; None if it does."""
+        """How a server's ``/server_info`` differs from the flags; None if it agrees."""
         wanted = self.sglang()
         names = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_ngram_max_trie_depth")
         different = _first_difference({name: wanted[name] for name in names}, found)
@@ -119,7 +119,7 @@ class ServerSpeculation:
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Tokens that servers have given, and how many they had drafted and accepted for them."""
+    """Tokens from servers, and how many tokens they drafted and accepted for them."""
 
     given: int = 0
     drafted: int = 0
@@ -132,7 +132,7 @@ class DraftCounts:
         return DraftCounts(self.given - other.given, self.drafted - other.drafted, self.accepted - other.accepted)
 
     def metrics(self) -> dict[str, float]:
-        """For the training log, named as those of the engine in this process."""
+        """Metrics for the training log, named as those of the in-process engine."""
         steps = self.given - self.accepted
         return {
             "speculation_tokens_per_forward": self.given / steps if steps > 0 else 0.0,

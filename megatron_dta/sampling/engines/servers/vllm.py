@@ -1,20 +1,19 @@
 """vLLM's server: ``vllm serve``, with the forms of version 0.33.
 
-Tokens come from ``/v1/completions`` with a list of ids as the prompt; ``/inference/v1/generate`` would do as well but
-has to be switched on. Weights are loaded from a folder by the workers' own ``reload_weights``; vLLM's weight transfer
-endpoints move tensors between GPUs only. The endpoints for that exist in the server's development mode:
+Tokens come from ``/v1/completions`` with a list of ids as the prompt. The workers' ``reload_weights`` loads weights
+from a folder; vLLM's endpoints for weight transfer move tensors only between GPUs. The control endpoints exist in the
+server's development mode:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --port 8000
 
-Everything else is set there as usual, such as parallelism and memory, and speculative decoding: by the command that
-``tools/rollout_server_command.py`` prints (``server_speculation``), or with a drafter of its own weights, which keeps
-those it was started with. How much was drafted comes from the counters of ``/metrics``, and how the server was told to
-draft from ``/server_info?config_format=json`` of the development mode.
+Other settings, such as parallelism and memory, are given there as usual. ``tools/rollout_server_command.py`` prints the
+command for speculative decoding. A drafter with weights of its own keeps the weights it was started with. The counts of
+drafts come from ``/metrics``, the draft settings from ``/server_info?config_format=json`` of the development mode.
 
-**Logprobs.** By default (``--logprobs-mode raw_logprobs``) they are those of the logits before temperature and nucleus:
-the trainer's at temperature 1. With ``processed_logprobs`` they are those of what was drawn from, after temperature and
-nucleus: the trainer's at any temperature, without a nucleus. There is no mode for both at once. Which one is set shows
-when only one token is allowed: its processed logprob is 0.
+**Logprobs.** By default (``--logprobs-mode raw_logprobs``) they are computed before temperature and nucleus, as in the
+trainer at temperature 1. With ``processed_logprobs`` they are computed after temperature and nucleus, as in the trainer
+at any temperature without a nucleus. No mode covers both a temperature and a nucleus. To find out the mode, a request
+allows only one token, whose processed logprob is 0.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import numpy as np
 
 from megatron_dta.sampling.engines.servers.http_client import HttpClient, Server, ServerError
 from megatron_dta.sampling.engines.servers.protocol import (
+    NEUTRAL_SAMPLING,
     Asked,
     Piece,
     ServerProtocol,
@@ -61,12 +61,8 @@ class VllmProtocol(ServerProtocol):
             "max_tokens": max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            # What is left out here comes from the model's generation_config.json.
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            # Parameters that are left out come from the model's generation_config.json.
+            **NEUTRAL_SAMPLING,
             "seed": seed,
             "ignore_eos": True,
             "stop_token_ids": sorted(params.eos_ids),
@@ -108,7 +104,7 @@ class VllmProtocol(ServerProtocol):
             raise refuse_logprobs(server, params, f"of --logprobs-mode {mode}", fix)
 
     async def _logprobs_mode(self, client: HttpClient, server: Server, params: SamplingParams) -> str:
-        # Of two tokens at most one has a raw logprob of (nearly) 0, unlike any processed one.
+        # At most one of two tokens has a raw logprob of about 0; a processed one is always 0.
         for token in (params.eos_id, params.eos_id + 1 if params.eos_id == 0 else 0):
             asked = Asked(np.array([token]), 1)
             body = self.body(asked.token_ids, 1, params, seed=0) | {"allowed_token_ids": [token]}
@@ -126,7 +122,7 @@ class VllmProtocol(ServerProtocol):
         reset = await self._control(client, server, "/reset_prefix_cache")
         if isinstance(reset, dict) and reset.get("success") is False:
             raise ServerError(f"{server}: could not forget its prefix cache, which is of the weights before")
-        # Older versions have no labels, and neither have their replies.
+        # Older versions have no labels.
         with contextlib.suppress(_MissingError):
             await self._control(client, server, "/update_weight_version", {"new_version": label})
         await self._control(client, server, "/resume")
@@ -164,7 +160,7 @@ class VllmProtocol(ServerProtocol):
 
 
 def _counter(text: str) -> float:
-    """A number of Prometheus' text form; not finite where it is none."""
+    """A number in Prometheus' text format; NaN if it is invalid."""
     try:
         return float(text)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Calls between judge and program through a socket: each side holds references to objects of the other.
+"""Exchanges calls and values between judge and program; each side has references to objects of the other.
 
-A message is JSON behind its length. A request is ``{"do": operation, "with": values}``, its reply ``{"give": value}``
-or ``{"raise": ...}``; while one side waits it serves the requests of the other, such as calls of a function that the
-tests passed. Data is copied (``values.py``). The program's side is not to be trusted: the judge takes data and
-references from it and lets it call what the tests have passed, nothing else.
+A message is its length and JSON. A request is ``{"do": operation, "with": values}``, and its reply is
+``{"give": value}`` or ``{"raise": ...}``. While a side waits for a reply, it serves requests of the other side, such as
+calls of a function that the tests passed. Data is copied (``values.py``). The program is not trusted: the judge accepts
+data and references from it and lets it call only what the tests have passed.
 """
 
 import builtins
@@ -33,7 +33,7 @@ _OPERATIONS = {
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
 }  # fmt: skip
-# Through these, attributes lead to the frames and so to the names of the judge.
+# The attributes of these lead to frames, and so to the names of the judge.
 _CLOSED = (
     types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FrameType, types.CodeType,
     types.TracebackType, types.ModuleType,
@@ -41,15 +41,15 @@ _CLOSED = (
 
 
 class ProgramEnded(BaseException):  # tests that expect exceptions must not catch it
-    """The other side has ended, or sent what is no message."""
+    """The other side has ended or sent an invalid message."""
 
 
 class Peer:
-    """One end.
+    """One end of the connection.
 
     Args:
         channel: a connected stream socket.
-        trusts: whether the other side may do everything with what it has a reference to; the program's end trusts.
+        trusts: whether the other side may do anything with its references; true at the program's end.
 
     Attributes:
         is_broken: whether the other side has ended or broken the protocol.
@@ -124,7 +124,7 @@ class Peer:
     _extra = types.MappingProxyType({})
 
     def offer(self, **operations):
-        """Operations beside those on objects."""
+        """Offer operations in addition to those on objects."""
         self._extra = operations
 
     def _refer(self, value):
@@ -228,7 +228,7 @@ class Peer:
 
 
 class Printed(io.StringIO):
-    """Standard output of a program that is called by tests; it goes to them with each reply."""
+    """Standard output of a program that tests call; it is sent to them with each reply."""
 
     most = 1 << 20
 
@@ -238,7 +238,7 @@ class Printed(io.StringIO):
         return super().write(text)
 
     def take(self):
-        """What was printed since."""
+        """The text printed since the last call."""
         text = self.getvalue()
         self.seek(0)
         self.truncate()
@@ -246,9 +246,9 @@ class Printed(io.StringIO):
 
 
 def start_program(source, channel):
-    """Read the program from descriptor ``source``; a function that runs it as ``__main__``.
+    """Read the program from descriptor ``source``. Returns a function that runs it as ``__main__``.
 
-    With a ``channel`` it then serves the tests; without, it reads and prints.
+    With a ``channel`` the function serves the tests; without one the program reads and prints.
     """
     os.lseek(source, 0, os.SEEK_SET)  # an earlier run has read it
     with open(source, "rb") as file:

@@ -1,7 +1,7 @@
-"""The ways to run a program where it reaches little: namespaces, bubblewrap, or limits with Landlock.
+"""Isolates programs with namespaces, bubblewrap, or limits with Landlock.
 
-Each has ``enter``, called once by the runner, and ``launch``, called in a process of its own for every run. A launched
-process supervises the program, which ends with it. Its descriptors are numbered as below.
+Each way has ``enter``, called once by the runner, and ``launch``, called in a new process for every run. The launched
+process supervises the program, which ends with it. Its descriptors have the numbers below.
 """
 
 import json
@@ -16,7 +16,7 @@ import kernel
 STDIN, STDOUT, STDERR, SOURCE, READY, BRIDGE = range(6)
 MOST_FILES_BYTES = 64 << 20
 WATCH_SECONDS = 0.05
-# Folders that hold other programs' files and sockets; a program gets empty ones, or none.
+# Folders with other programs' files and sockets; a program gets empty ones or none.
 SCRATCH, HIDDEN = "/tmp", ("/run", "/var/tmp", "/dev/shm")
 OVER_A_LIMIT = 124
 
@@ -26,7 +26,7 @@ class StartProgram(BaseException):  # no error: it unwinds the stack of the proc
 
 
 class Namespaces:
-    """Own process, mount, network and IPC namespaces: all else is read-only, and nothing survives the first process."""
+    """Own process, mount, network and IPC namespaces: all else is read-only, and no process survives the first one."""
 
     name = "namespaces"
 
@@ -60,7 +60,7 @@ class Namespaces:
 
 
 class Bubblewrap:
-    """The same by bwrap, which may have rights that this process lacks (AppArmor, set-user-id)."""
+    """The same with bwrap, which may have rights that this process lacks (AppArmor, set-user-id)."""
 
     name = "bubblewrap"
 
@@ -81,12 +81,12 @@ class Bubblewrap:
         os.execv(command[0], [*command, json.dumps(limits | {"folder": folder, "inside": True})])
 
     def launch_inside(self, limits, folder):
-        """What bwrap starts."""
+        """Called in the process that bwrap starts."""
         supervise(limits, folder, lambda: [int(name) for name in os.listdir("/proc") if name.isdecimal()])
 
 
 class Limits:
-    """Limits alone, and Landlock where the kernel has it."""
+    """Limits only, and Landlock if the kernel has it."""
 
     name = "limits"
 
@@ -99,7 +99,7 @@ class Limits:
 
 
 def enter(limits):
-    """Enter the first way that works, of those that are asked for; the way and the folder to work in."""
+    """Enter the first of the requested ways that works. Returns the way and the working folder."""
     for way in (Bubblewrap(), Namespaces(), Limits()):
         if way.name not in limits["isolation"]:
             continue
@@ -112,7 +112,7 @@ def enter(limits):
 
 
 def counted_processes(way):
-    """Processes and threads that count against the program's limit on processes before it starts one."""
+    """Number of processes and threads that already count against the program's limit on processes."""
     release = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
     if way.name != "limits" and release >= (5, 14):
         return 8  # counted for each user namespace: the runner, the judge, the supervisor
@@ -125,7 +125,7 @@ def counted_processes(way):
 
 
 def supervise(limits, folder, processes, landlock=False):
-    """Start the program; end with it, or when it holds too many processes or too much memory."""
+    """Start the program. End with it, or when it has too many processes or too much memory."""
     program = os.fork()
     if program == 0:
         _become_program(limits, folder, landlock)
@@ -147,7 +147,7 @@ def supervise(limits, folder, processes, landlock=False):
 
 
 def end_descendants(spared=()):
-    """Kill and collect every descendant but those in ``spared``; the caller adopts orphans."""
+    """Kill and reap all descendants except those in ``spared``; the caller adopts orphans."""
     own = os.getpid()
     while True:
         direct = [pid for pid in kernel.children(own) if pid not in spared]
@@ -162,13 +162,13 @@ def end_descendants(spared=()):
 
 
 def _end_descendants(code):
-    if os.getpid() != 1:  # the kernel ends what the first process of a namespace leaves
+    if os.getpid() != 1:  # the kernel ends the other processes of a namespace with its first one
         end_descendants()
     return code
 
 
 def _become_program(limits, folder, landlock):
-    """Confine this process and return to its script, which runs the program."""
+    """Confine this process and unwind to its script, which runs the program."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -195,7 +195,7 @@ def _become_program(limits, folder, landlock):
 
 
 def _python_below(*folders):
-    """Where Python lies, if below one of ``folders``."""
+    """The folders of Python below one of ``folders``."""
     prefixes = dict.fromkeys(map(os.path.realpath, (sys.prefix, sys.base_prefix, sys.exec_prefix)))
     return [path for path in prefixes if any(path.startswith(folder + "/") for folder in folders)]
 
@@ -206,6 +206,6 @@ def close_from(first):
 
 
 def _exit_like(status):
-    """End as the process of ``status`` did; 128 and the signal's number for a signal."""
+    """Exit like the process of ``status``; 128 + the signal's number for a signal."""
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)

@@ -1,7 +1,8 @@
-"""The judge: holds the tests, has the runner start the program, and writes the verdict.
+"""The judge: has the tests, lets the runner start the program, and writes the verdict.
 
-Tests as code run here, with references to what the program defines (``bridge.py``). Tests as inputs and outputs are
-compared here. The verdict is JSON: ``isolation``, ``passed``, ``stopped``, and ``error`` if a program did not start.
+Tests that are code run here with references to what the program defines (``bridge.py``). Tests that are inputs and
+outputs are compared here. The verdict is JSON: ``isolation``, ``passed``, ``stopped``, and ``error`` if a program did
+not start.
 """
 
 import ast
@@ -66,7 +67,7 @@ class Judge:
         self.was_stopped = False
 
     def prints(self, given, expected):
-        """Whether the program ends well and prints ``expected``."""
+        """Whether the program exits with 0 and prints ``expected``."""
         out = _file("")
         self._start(_file(given), out)
         status = self._status()
@@ -85,7 +86,7 @@ class Judge:
         peer, passed = bridge.Peer(own, trusts=False), False
         try:
             passed = _run_tests(tests, peer)
-        except BaseException:  # whatever tests and programs raise, the program has not passed
+        except BaseException:  # any exception of tests or program means that the program has not passed
             passed = False
         # A lost connection means that the program has ended or is about to: its exit status says why.
         self._control.send(b"lost" if peer.is_broken else b"stop")
@@ -116,7 +117,7 @@ def _run_tests(tests, peer):
     names = {"__name__": "__main__", "__builtins__": builtins}
     for name, value in found.items():
         if name not in wanted:
-            raise ValueError("a name that nobody asked for")
+            raise ValueError("a name that was not requested")
         names[name] = value
         if isinstance(value, Remote) and remote_fields(value).kind == "class":
             peer.named_classes.add(remote_fields(value).number)
@@ -126,10 +127,10 @@ def _run_tests(tests, peer):
 
 
 def _wanted(tree):
-    """The names that the tests take from the program, and of which names they take which attributes only.
+    """The names that the tests take from the program, and the attributes of names that are only used for attributes.
 
-    A name of Python's own is the program's only where the tests use no other name of it: ``sum(10, 15)`` asks for the
-    program's ``sum``, ``abs(root(2) - 1.41)`` for Python's ``abs``.
+    A builtin name is the program's only if the tests use no other name of the program: ``sum(10, 15)`` uses the
+    program's ``sum``, ``abs(root(2) - 1.41)`` Python's ``abs``.
     """
     loaded, own, called, taken_of = set(), set(), set(), {}
     for node in ast.walk(tree):
@@ -155,7 +156,7 @@ def _wanted(tree):
 
 
 def _modules(taken_of, names):
-    """Modules that the program imports and the tests use: imported here, so that they are not the program's."""
+    """Modules that the program imports and the tests use, imported here instead of taken from the program."""
     found = {}
     for name, attributes in taken_of.items():
         value = names.get(name)
@@ -175,7 +176,7 @@ def _modules(taken_of, names):
 
 
 def _file(text):
-    """An unnamed file in memory that holds ``text``."""
+    """An unnamed file in memory with ``text``."""
     descriptor = os.memfd_create("text")
     data = memoryview(text.encode(errors="replace"))
     while data:
@@ -185,5 +186,5 @@ def _file(text):
 
 
 def _lines(text):
-    """Blanks at the ends of lines and of the text do not count."""
+    """The lines, without blanks at their ends and at the end of the text."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

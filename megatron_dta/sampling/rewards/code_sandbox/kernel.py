@@ -1,4 +1,4 @@
-"""The Linux system calls that confine processes: namespaces, mounts, capabilities, Landlock, death signals."""
+"""Wraps the Linux system calls that confine processes: namespaces, mounts, capabilities, Landlock, death signals."""
 
 import ctypes
 import os
@@ -37,7 +37,7 @@ def unshare(flags):
 
 
 def enter_user_namespace(flags):
-    """Enter a new user namespace, and others, as the same user: files stay ours, no other user can be taken on."""
+    """Enter a new user namespace and others as the same user, who owns the same files and cannot become another."""
     user, group = os.geteuid(), os.getegid()
     unshare(NEW_USER | flags)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -46,28 +46,28 @@ def enter_user_namespace(flags):
 
 
 def mount_tmpfs(path, size, mode="700"):
-    """An empty folder in memory over ``path``."""
+    """Mount an empty folder in memory at ``path``."""
     options = f"size={size},nr_inodes=4096,mode={mode}"
     _call("mount", b"tmpfs", os.fsencode(path), b"tmpfs", _MS_NO_SUID | _MS_NO_DEV, options.encode())
 
 
 def mount_proc():
-    """A /proc of the own process namespace; some containers forbid it, and other processes' memory stays closed."""
+    """Mount /proc of this process namespace. Some containers forbid it; other processes' memory is protected anyway."""
     _call("mount", b"proc", b"/proc", b"proc", _MS_NO_SUID | _MS_NO_DEV | _MS_NO_EXEC, None)
 
 
 def bind(descriptor, path):
-    """Make the open folder visible at ``path`` too."""
+    """Make the open folder visible at ``path``."""
     _call("mount", f"/proc/self/fd/{descriptor}".encode(), os.fsencode(path), None, _MS_BIND | _MS_REC, None)
 
 
 def keep_mounts_private():
-    """Mounts made from now on stay in this namespace."""
+    """Keep later mounts in this namespace."""
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
 
 
 def make_read_only(writable):
-    """All mounts read-only but those in ``writable``."""
+    """Make all mounts read-only except those in ``writable``."""
     try:
         attributes = struct.pack("=4Q", _ATTRIBUTE_READ_ONLY, 0, 0, 0)
         _call("syscall", _MOUNT_SETATTR, _AT_CURRENT, b"/", _AT_RECURSIVE, attributes, len(attributes))
@@ -90,11 +90,11 @@ def _remount_read_only(writable):
             os.statvfs(target)
             _call("mount", None, os.fsencode(target), None, _MS_REMOUNT | _MS_BIND | _MS_READ_ONLY | flags, None)
         except (FileNotFoundError, PermissionError):
-            continue  # hidden below another mount: out of reach
+            continue  # hidden by another mount, so out of reach
 
 
 def drop_privileges():
-    """Give up all capabilities for good; programs with the set-user-id bit give none back."""
+    """Drop all capabilities for good; programs with the set-user-id bit do not restore them."""
     _call("prctl", _SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     for capability in range(64):
         with suppress(OSError):
@@ -103,7 +103,7 @@ def drop_privileges():
 
 
 def set_dumpable(value):
-    """Whether other processes of the user may read this one's memory and descriptors."""
+    """Set whether other processes of the user may read the memory and descriptors of this one."""
     _call("prctl", _SET_DUMPABLE, int(value), 0, 0, 0)
 
 
@@ -120,14 +120,14 @@ def adopt_descendants():
 
 
 def landlock_version():
-    """0 where the kernel has no Landlock or does not use it."""
+    """Version of Landlock; 0 if the kernel does not have or use it."""
     return max(0, _libc.syscall(_LANDLOCK_CREATE, None, 0, 1))
 
 
 def restrict_with_landlock(folder):
-    """Write below ``folder`` and to /dev/null only; no TCP since version 4, no signals to others since version 6."""
+    """Allow writes only below ``folder`` and to /dev/null; no TCP from version 4 on, no signals to others from 6 on."""
     version = landlock_version()
-    # Writing, removing and making; moving between folders since version 2, truncating since 3.
+    # Writing, removing and creating files; moving between folders from version 2 on, truncating from 3 on.
     write = sum(1 << bit for bit in (1, 4, 5, 6, 7, 8, 9, 10, 11, 12) + ((13,) if version > 1 else ()))
     write |= (1 << 14) if version > 2 else 0
     attributes = struct.pack("=3Q", write, 0b11 if version > 3 else 0, 0b11 if version > 5 else 0)
@@ -161,7 +161,7 @@ def children(pid):
 
 
 def _scan_children(pid):
-    """The same for kernels without the list of children."""
+    """Like ``children``, for kernels without the list of children."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError, IndexError), open(f"/proc/{name}/stat") as file:
@@ -171,7 +171,7 @@ def _scan_children(pid):
 
 
 def descendants(pid):
-    """Children, and theirs."""
+    """All descendants of a process."""
     found, open_ = [], [pid]
     while open_:
         new = children(open_.pop())
@@ -181,7 +181,7 @@ def descendants(pid):
 
 
 def usage(pids):
-    """Processes and threads of ``pids``, and their resident memory in bytes."""
+    """Number of processes and threads of ``pids``, and their resident memory in bytes."""
     tasks = memory = 0
     for pid in pids:
         with suppress(OSError):

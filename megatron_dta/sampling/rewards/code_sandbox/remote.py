@@ -1,9 +1,8 @@
-"""A reference to an object of the other side, used as the object itself would be.
+"""References to objects of the other process, which behave like the objects themselves.
 
-Tests compare values. What the program makes may claim to equal anything, so its claims do not count against data that
-the tests hold: a reference equals no data and is not ordered before or after any. Arithmetic with data is
-done only for instances of classes that the tests name, and what comes of it is a reference again, never a number that
-the program computed from the expected one.
+Objects of a program may claim to equal anything. So a reference equals no data of the tests, and is not ordered before
+or after data. Arithmetic with data is possible only for instances of classes that the tests name, and its result must
+be a reference again: the program cannot compute a number from the expected one.
 """
 
 import builtins
@@ -11,16 +10,18 @@ import operator
 import types
 
 _FIELDS = types.SimpleNamespace
+_CONVERSIONS = {kind.__name__: kind for kind in (bool, int, float, complex, str)}
+_CONVERSIONS |= {"len": int, "index": int, "repr": str}
 
 
 class Remote:
-    """See on top.
+    """A reference; see the module's docstring.
 
     Args:
-        peer: that asks the other side.
-        number: the object's number there.
+        peer: sends requests to the other side.
+        number: the object's number on the other side.
         kind: object, class, module or coroutine.
-        name: its name, for messages.
+        name: the object's name, for messages.
         parent: the number of its class.
     """
 
@@ -35,12 +36,6 @@ class Remote:
 
     def __getattr__(self, name):
         return _ask(self, "getattr", name)
-
-    def __setattr__(self, name, value):
-        _ask(self, "setattr", name, value)
-
-    def __delattr__(self, name):
-        _ask(self, "delattr", name)
 
     def __eq__(self, other):
         if not isinstance(other, Remote) and not remote_fields(self).peer.trusts:
@@ -59,47 +54,8 @@ class Remote:
     def __iter__(self):
         return _Iterator(_ask(self, "iter"))
 
-    def __next__(self):
-        return _ask(self, "next")
-
     def __reversed__(self):
         return _Iterator(_ask(self, "reversed"))
-
-    def __bool__(self):
-        return _typed(self, "bool", bool)
-
-    def __len__(self):
-        return _typed(self, "len", int)
-
-    def __int__(self):
-        return _typed(self, "int", int)
-
-    def __index__(self):
-        return _typed(self, "index", int)
-
-    def __float__(self):
-        return _typed(self, "float", float)
-
-    def __complex__(self):
-        return _typed(self, "complex", complex)
-
-    def __str__(self):
-        return _typed(self, "str", str)
-
-    def __repr__(self):
-        return _typed(self, "repr", str)
-
-    def __getitem__(self, key):
-        return _ask(self, "getitem", key)
-
-    def __setitem__(self, key, value):
-        _ask(self, "setitem", key, value)
-
-    def __delitem__(self, key):
-        _ask(self, "delitem", key)
-
-    def __enter__(self):
-        return _ask(self, "enter")
 
     def __exit__(self, *error):
         _ask(self, "exit")
@@ -131,7 +87,7 @@ class _Iterator:
 
 
 def remote_fields(remote):
-    """What stands behind a reference; a function, because its attributes are those of the object."""
+    """The fields of a reference; a function, because the attributes of a reference are those of the object."""
     return object.__getattribute__(remote, "_Remote__fields")
 
 
@@ -149,13 +105,13 @@ def _typed(remote, operation, kind):
 
 
 def _computed(remote, operation, *values):
-    """Arithmetic; what is computed with data of the tests' must stay a reference."""
+    """Arithmetic; results of data of the tests must be references."""
     with_data = remote_fields(remote).is_derived or any(not isinstance(value, Remote) for value in values)
     return _derived(remote, _ask(remote, operation, *values)) if with_data else _ask(remote, operation, *values)
 
 
 def _derived(remote, result):
-    """``result`` of ``remote`` and data."""
+    """Check and mark the ``result`` of arithmetic with ``remote`` and data."""
     fields = remote_fields(remote)
     if fields.peer.trusts:
         return result
@@ -197,23 +153,41 @@ def _unary(name):
     return compute
 
 
+def _asked(name):
+    def ask(self, *values):
+        return _ask(self, name, *values)
+
+    return ask
+
+
+def _converted(name, kind):
+    def convert(self):
+        return _typed(self, name, kind)
+
+    return convert
+
+
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift"):
     _plain = _name.rstrip("_")
     setattr(Remote, f"__{_plain}__", _binary(_name))
     setattr(Remote, f"__r{_plain}__", _reflected(_name))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _ordered(_name))
+for _name in ("setattr", "delattr", "getitem", "setitem", "delitem", "next", "enter"):
+    setattr(Remote, f"__{_name}__", _asked(_name))
+for _name, _kind in _CONVERSIONS.items():
+    setattr(Remote, f"__{_name}__", _converted(_name, _kind))
 for _name in ("neg", "pos", "abs", "invert"):
     setattr(Remote, f"__{_name}__", _unary(_name))
 
 
 def reflected(value, name, other):
-    """``other`` OPERATOR ``value``, on the side that holds ``value``."""
+    """``other`` OPERATOR ``value``, on the side of ``value``."""
     return getattr(operator, name)(other, value)
 
 
 def exception_class(peer, number, name, base):
-    """A class that stands for the other side's exception class ``number``, so that ``except`` finds it."""
+    """A class that represents the other side's exception class ``number``, so that ``except`` catches it."""
     parent = getattr(builtins, str(base), Exception)
     if not (isinstance(parent, type) and issubclass(parent, BaseException)):
         parent = Exception

@@ -1,10 +1,10 @@
-"""Started as a script: the runner, which starts programs for the judge and ends everything that they leave.
+"""The runner, a script that starts programs for the judge and ends all processes that they leave.
 
     python -I run.py SETTINGS < JOB > VERDICT
 
-SETTINGS is JSON: the limits (``cpu_s``, ``wall_s``, ``memory``, ``file_bytes``, ``processes``), the
-ways of ``isolation`` to try, a ``folder`` for those that need one, and the ``parent``'s process id. JOB and VERDICT are
-read and written by the judge alone: the runner must stay free of both, because programs start as copies of it.
+SETTINGS is JSON: the limits (``cpu_s``, ``wall_s``, ``memory``, ``file_bytes``, ``processes``), the ways of
+``isolation`` to try, a ``folder`` for those that need one, and the ``parent``'s process id. Only the judge reads JOB
+and writes VERDICT. The runner must not have them, because programs start as copies of it.
 """
 
 import fcntl
@@ -33,10 +33,10 @@ class Runner:
     """Serves one judge.
 
     Args:
-        way: of isolation.
-        folder: that programs work in.
+        way: the way of isolation.
+        folder: the folder in which programs work.
         control: the socket to the judge.
-        judge: its process id, and the descriptor of its verdict; ``started`` is written there, too.
+        judge: the judge's process id, and the descriptor of its verdict, to which ``started`` is also written.
     """
 
     def __init__(self, way, folder, control, judge, limits):
@@ -49,7 +49,7 @@ class Runner:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def serve(self):
-        """Start what the judge asks for, until it ends or takes too long between two runs."""
+        """Start the programs that the judge requests, until it ends or takes too long between two runs."""
         control = self._control.fileno()
         end = time.monotonic() + self._limits["wall_s"] + START_SECONDS
         while self._wait([control], end):
@@ -64,7 +64,7 @@ class Runner:
             end = time.monotonic() + self._limits["wall_s"]
 
     def _run(self, descriptors):
-        """One run: its exit status, or the error that kept it from starting; whether it was stopped."""
+        """Run a program once: its exit status and whether it was stopped, or the error that prevented the start."""
         self._runs += 1
         folder = os.path.join(self._folder, f"program{self._runs}")
         os.mkdir(folder)
@@ -104,7 +104,7 @@ class Runner:
                 return os.waitstatus_to_exitcode(status)
             readable = self._wait([*interrupting, self._woken], end)
             if not readable or set(readable) & set(interrupting):
-                return None  # too long; or the judge has what it needs, or has ended
+                return None  # too long, or the judge is done or has ended
             os.read(self._woken, 1000)
 
     def _launch(self, folder, descriptors, report):
