@@ -20,6 +20,7 @@ from math import comb
 import numpy as np
 
 RESAMPLES = 1000
+RIGHT_ABOVE = 0.5
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Answers:
 
     Attributes:
         answers: the answers that are compared in the vote.
-        rewards: float [n]; an answer is right if its reward is above the ``threshold`` of the functions below.
+        rewards: float [n]; an answer is right if its reward is above ``RIGHT_ABOVE``.
         decoded_tokens: tokens that were sampled for them; shared nodes count once.
     """
 
@@ -44,7 +45,7 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
     return 1 - comb(num_answers - num_right, k) / comb(num_answers, k)
 
 
-def pass_rates(rewards: Sequence[Sequence[float]], samples: int, threshold: float = 0.5) -> dict[str, float]:
+def pass_rates(rewards: Sequence[Sequence[float]], samples: int) -> dict[str, float]:
     """``pass@k`` for k = 2, 4, 8 ... and ``samples``, means over the prompts with at least k rewards.
 
     Args:
@@ -53,7 +54,7 @@ def pass_rates(rewards: Sequence[Sequence[float]], samples: int, threshold: floa
     ks = sorted({2**i for i in range(1, samples.bit_length())} | {samples}) if samples > 1 else []
     result = {}
     for k in ks:
-        rates = [pass_at_k(len(own), sum(r > threshold for r in own), k) for own in rewards if len(own) >= k]
+        rates = [pass_at_k(len(own), sum(r > RIGHT_ABOVE for r in own), k) for own in rewards if len(own) >= k]
         if rates:
             result[f"pass@{k}"] = float(np.mean(rates))
     return result
@@ -83,9 +84,7 @@ def _majority(names: np.ndarray, right: np.ndarray, num_names: int) -> float:
     return float(np.mean(judged[winners] / votes[winners]))
 
 
-def evaluate_answers(
-    problems: Sequence[Answers], ks: Sequence[int], seed: int, threshold: float = 0.5
-) -> dict[str, float]:
+def evaluate_answers(problems: Sequence[Answers], ks: Sequence[int], seed: int) -> dict[str, float]:
     """``reward``, ``answers`` and ``decoded_tokens`` (means over problems), and ``pass@k`` and ``maj@k`` for each k.
 
     A k above the number of answers to some problem is left out.
@@ -96,7 +95,7 @@ def evaluate_answers(
         "answers": float(np.mean([len(problem.answers) for problem in problems])),
         "decoded_tokens": float(np.mean([problem.decoded_tokens for problem in problems])),
     }
-    right = [[reward > threshold for reward in problem.rewards] for problem in problems]
+    right = [[reward > RIGHT_ABOVE for reward in problem.rewards] for problem in problems]
     for k in ks:
         if k <= fewest:
             result[f"pass@{k}"] = float(np.mean([pass_at_k(len(each), sum(each), k) for each in right]))

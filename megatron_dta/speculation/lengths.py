@@ -20,6 +20,8 @@ from enum import IntEnum
 
 import numpy as np
 
+_MAX_SAMPLES, _MAX_SAMPLES_OF_PROBLEM = 4096, 64
+"""Number of recent lengths that are kept, in all and for each problem."""
 CANDIDATES = 12
 """Number of equally likely lengths that represent a sample's length distribution."""
 _TIMES = 48
@@ -40,8 +42,7 @@ class LengthHistory:
     The class bounds and counts change only in ``end_step``, so they do not depend on the order in which samples end.
     """
 
-    def __init__(self, max_samples: int = 4096) -> None:
-        self.max_samples = max_samples
+    def __init__(self) -> None:
         self._bounds: tuple[int, int] | None = None  # minimum lengths of medium and long samples
         self._lengths = np.zeros(0, np.int64)
         self._first = np.zeros(0, np.int64)  # the first class of each sample
@@ -89,10 +90,10 @@ class LengthHistory:
     def end_step(self) -> None:
         for problem, _, length in sorted(self._new):
             self._problems.setdefault(problem, []).append(length)
-            del self._problems[problem][:-64]
+            del self._problems[problem][:-_MAX_SAMPLES_OF_PROBLEM]
         new = np.array([(first, length) for _, first, length in sorted(self._new)], np.int64).reshape(-1, 2)
-        self._first = np.concatenate([self._first, new[:, 0]])[-self.max_samples :]
-        self._lengths = np.concatenate([self._lengths, new[:, 1]])[-self.max_samples :]
+        self._first = np.concatenate([self._first, new[:, 0]])[-_MAX_SAMPLES:]
+        self._lengths = np.concatenate([self._lengths, new[:, 1]])[-_MAX_SAMPLES:]
         self._new.clear()
         self._expected.clear()
         if len(self._lengths) >= 6:

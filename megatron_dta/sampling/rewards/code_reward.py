@@ -113,7 +113,7 @@ class CodeTests:
             "memory": settings.code_memory_mb << 20,
             "file_bytes": MOST_OUTPUT_BYTES,
             "processes": settings.code_processes,
-            "isolation": [isolation],
+            "isolation": isolation,
             "parent": os.getpid(),
         }
         if isolation == "bubblewrap":

@@ -98,17 +98,7 @@ class Limits:
         supervise(limits, folder, lambda: kernel.descendants(os.getpid()), landlock=kernel.landlock_version() > 0)
 
 
-def enter(limits):
-    """Enter the first of the requested ways that works. Returns the way and the working folder."""
-    for way in (Bubblewrap(), Namespaces(), Limits()):
-        if way.name not in limits["isolation"]:
-            continue
-        try:
-            return way, way.enter(limits.get("folder"))
-        except (OSError, AttributeError):
-            if way.name == limits["isolation"][-1]:
-                raise
-    raise OSError(f"no way of isolation works: {limits['isolation']}")
+WAYS = {way.name: way for way in (Namespaces, Bubblewrap, Limits)}
 
 
 def counted_processes(way):

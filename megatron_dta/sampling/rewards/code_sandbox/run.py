@@ -2,9 +2,9 @@
 
     python -I run.py SETTINGS < JOB > VERDICT
 
-SETTINGS is JSON: the limits (``cpu_s``, ``wall_s``, ``memory``, ``file_bytes``, ``processes``), the ways of
-``isolation`` to try, a ``folder`` for those that need one, and the ``parent``'s process id. Only the judge reads JOB
-and writes VERDICT. The runner must not have them, because programs start as copies of it.
+SETTINGS is JSON: the limits (``cpu_s``, ``wall_s``, ``memory``, ``file_bytes``, ``processes``), the way of
+``isolation``, a ``folder`` if it needs one, and the ``parent``'s process id. Only the judge reads JOB and writes
+VERDICT. The runner must not have them, because programs start as copies of it.
 """
 
 import fcntl
@@ -132,7 +132,8 @@ def main():
     if limits.pop("inside", False):
         isolation.Bubblewrap().launch_inside(limits, limits["folder"])
     kernel.adopt_descendants()
-    way, folder = isolation.enter(limits)
+    way = isolation.WAYS[limits["isolation"]]()
+    folder = way.enter(limits.get("folder"))
     limits["user_processes"] = limits["processes"] + isolation.counted_processes(way)
     kernel.set_dumpable(False)
     kernel.die_with_parent(signal.SIGTERM, limits["parent"])
