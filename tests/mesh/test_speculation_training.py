@@ -144,7 +144,7 @@ def test_flags_reach_the_drafter(tmp_path: Path) -> None:
         speculator = trainer.source._drafting.speculator
         params = speculator.drafter.params
         assert (params.window, params.max_tokens, params.depth, params.draft.width) == (2, 5000, 19, 11)
-        assert (speculator.budget.budget, speculator.budget.seed) == ("class", 77)
+        assert speculator.budget == "class"
         assert set(speculator.drafter.state_dict()["steps"].tolist()) == {1, 2, 3}
         trainer, _ = runs.run("--rollout-speculation das --das-max-tokens 100 --train-iters 4", "in-process")
         # Most were evicted before the last rollout batch, whose twelve samples came to them.
