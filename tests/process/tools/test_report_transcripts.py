@@ -266,5 +266,5 @@ def test_damaged_texts_are_one_line(tmp_path: Path, content: str) -> None:
     rollouts = agent_rollouts(tokenizer)[:2]
     folder = saved_run(tmp_path / "run", tokenizer, rollouts)
     (folder / "rollouts" / "step_0000001_texts.json").write_text(content)
-    with pytest.raises(InputError, match=r"step_0000001_texts.json: (must contain a list|entry 1 must hold)"):
+    with pytest.raises(InputError, match=r"step_0000001_texts.json: (must contain a list|entry 1 must contain)"):
         read_run(folder)
