@@ -1,13 +1,8 @@
-"""Runs cases on several processes over gloo and returns what every rank has found; the tests compare it.
-
-Processes are forked off a server that has imported everything once and runs no other thread, which is safe and takes a
-second instead of the ten of a fresh import each.
-"""
+"""Runs cases on several processes over gloo and returns what every rank has found; the tests compare it."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from forked import forkserver
 from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.planning.step.sample import TrainingSample
 
@@ -67,8 +63,7 @@ class RankResult:
 
 def run_on_ranks(function: Callable[[int, Any], Any], argument: Any, world_size: int, folder: Path) -> list[Any]:
     """``function(rank, argument)`` in ``world_size`` processes of one gloo group; the results in order of rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mesh_worker", "megatron_dta.engine", "megatron_dta.training.setup"])
+    context = forkserver()
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(argument, folder / "argument.pt")
     processes = [

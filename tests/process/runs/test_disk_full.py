@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from conftest import REPOSITORY
+from forked import run_python
 from megatron_dta.training.checkpoint.files import find_checkpoint
 
 COMMAND = (
@@ -19,24 +16,13 @@ COMMAND = (
 )
 
 
-def train(folder: Path, *flags: str, largest_file: int | None = None) -> subprocess.CompletedProcess:
-    """A run that may write no file beyond some bytes: the system refuses, as it does on a full disk."""
-
-    def limit() -> None:
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_dta.train", *COMMAND.split(), "--save", str(folder), *flags],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])},
-        preexec_fn=limit,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def train(folder: Path, *flags: str, largest_file: int | None = None) -> CompletedProcess:
+    """Run a command that may write no file beyond some bytes: the system refuses, as it does on a full disk."""
+    command = ["-m", "megatron_dta.train", *COMMAND.split(), "--save", folder, *flags]
+    return run_python(command, largest_file=largest_file)
 
 
-def ends_well(result: subprocess.CompletedProcess, message: str) -> None:
+def ends_well(result: CompletedProcess, message: str) -> None:
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert result.stderr.startswith("error: ")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 
 from conftest import REPOSITORY, seed_all
 from conversion_cases import save_huggingface
+from forked import run_python
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import write_rollouts
@@ -178,28 +177,19 @@ def test_what_is_wrong_is_told(tmp_path: Path, change: str, message: str) -> Non
 
 def test_the_command(tmp_path: Path) -> None:
     """Status 0 and a summary; status 2 and one line; under a launcher only the first process speaks."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "megatron_dta.train",
-        *MODEL.split(),
-        *SAMPLED.split(),
-        "--dry-run",
-    ]
+    command = ["-m", "megatron_dta.train", *MODEL.split(), *SAMPLED.split(), "--dry-run"]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
     }
-    good = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    good = run_python(command, env=environment, cwd=tmp_path)
     assert good.returncode == 0, good.stderr
     assert good.stdout.count("\n") >= 7
     bad = [*command, "--load", "nowhere"]
-    bad_run = subprocess.run(bad, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    bad_run = run_python(bad, env=environment, cwd=tmp_path)
     assert bad_run.returncode == 2
     assert "error: --load nowhere: holds no checkpoint\n" in bad_run.stderr
     assert "Traceback" not in bad_run.stderr
     second = environment | {"RANK": "1", "WORLD_SIZE": "2"}
-    assert subprocess.run(command, capture_output=True, text=True, env=second, cwd=tmp_path).stdout == ""
+    assert run_python(command, env=second, cwd=tmp_path).stdout == ""
     assert list(tmp_path.iterdir()) == []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked import run_python
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
@@ -80,8 +80,8 @@ def test_a_damaged_note_recognises_nothing(tmp_path: Path, note: str) -> None:
 
 
 def train(*flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "megatron_dta.train", *COMMAND.split(), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    command = ["-m", "megatron_dta.train", *COMMAND.split(), *flags]
+    return run_python(command)
 
 
 def test_commands_end_well_or_leave_nothing(tmp_path: Path) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from conftest import REPOSITORY
+from forked import run_python
 
 
 def run(mode: str) -> list[str]:
-    command = [sys.executable, "examples/grpo_on_trees.py", "--steps", "3", "--mode", mode]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    command = ["examples/grpo_on_trees.py", "--steps", "3", "--mode", mode]
+    done = run_python(command)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +15,8 @@ import pytest
 from aiohttp import web
 
 import hostile_replies
-from conftest import REPOSITORY, seed_all
+from conftest import seed_all
+from forked import run_python
 from hostile_edits import MEMBER
 from hostile_replies import Faults, RawReply
 from http_engine_cases import KINDS, PARAMS, QUICK, VOCABULARY, Setup
@@ -257,9 +256,9 @@ def test_a_run_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
         runs = Runs(stack, tmp_path, seed_all(5))
         (server,) = runs.add_servers("vllm", 1)
         answer_with(server, lambda reply: put(reply, ("choices", 0, "weight_versions"), "7"))
-        command = [sys.executable, "-m", "megatron_dta.train"]
+        command = ["-m", "megatron_dta.train"]
         flags = runs.command(f"--train-iters 2 --rollout-weights-dir {tmp_path / 'w'} --rollout-attempts 2").split()
-        done = subprocess.run([*command, *flags], cwd=REPOSITORY, capture_output=True, text=True)
+        done = run_python([*command, *flags])
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

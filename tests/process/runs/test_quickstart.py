@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conftest import REPOSITORY
+from forked import run_python
 from megatron_dta.rollouts import load_rollouts
 
 MODEL = [
@@ -26,9 +26,7 @@ TASK = [
 
 def python(*arguments: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False
-    )
+    return run_python(arguments, env=environment)
 
 
 def test_the_quickstarts_steps(tmp_path: Path):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from conftest import REPOSITORY
+from forked import run_python
 from megatron_dta.arguments import parse_arguments
 
 SCRIPT = REPOSITORY / "examples" / "quickstart_treepo.sh"
@@ -62,11 +61,7 @@ def write_run(folder: Path, tokens_per_step: float, rewards: list[float]) -> Non
 def test_the_report(tmp_path: Path, last: float, status: int):
     write_run(tmp_path / "grpo", 24.0, [0.1, 0.5, 0.9])
     write_run(tmp_path / "treepo", 16.0, [0.1, 0.3, 0.5, last])
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "examples/quickstart_treepo_report.py", str(tmp_path)],
-        capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False,
-    )  # fmt: skip
+    done = run_python(["examples/quickstart_treepo_report.py", str(tmp_path)])
     assert done.returncode == status, done.stderr
     assert (tmp_path / "reward_by_tokens.png").stat().st_size > 5000
     # Both curves end at 48 tokens; the row before is at 48 * 6 / 7.
@@ -74,9 +69,6 @@ def test_the_report(tmp_path: Path, last: float, status: int):
     assert "24.00 decoded" not in done.stdout
     assert "48 decoded tokens for 16 rollouts (3.00 each)" in done.stdout
     assert ("FAILED" in done.stdout) == bool(status)
-    empty = subprocess.run(
-        [sys.executable, "examples/quickstart_treepo_report.py", str(tmp_path / "nothing")],
-        capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False,
-    )  # fmt: skip
+    empty = run_python(["examples/quickstart_treepo_report.py", str(tmp_path / "nothing")])
     assert empty.returncode == 2
     assert "no metrics of a finished quickstart" in empty.stderr

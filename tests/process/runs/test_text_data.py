@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from chat_folder import CHATML, THINKING, make_chat_folder
-from conftest import REPOSITORY
+from forked import run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout
 from megatron_dta.sampling.prompts.chat_template import ChatTemplate
@@ -60,8 +58,8 @@ def trained_text(folder: Path, rollout: Rollout) -> str:
 
 def train(*arguments: object) -> list[dict[str, Any]]:
     """Run the training command; the records of its metrics and its output."""
-    command = [sys.executable, "-m", "megatron_dta.train", *MODEL.split(), *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    command = ["-m", "megatron_dta.train", *MODEL.split(), *map(str, arguments)]
+    done = run_python(command)
     assert done.returncode == 0, done.stderr[-2000:]
     folder = Path(arguments[arguments.index("--save") + 1])
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -70,8 +68,8 @@ def train(*arguments: object) -> list[dict[str, Any]]:
 
 
 def refused(*arguments: object) -> str:
-    command = [sys.executable, "-m", "megatron_dta.train", *MODEL.split(), *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    command = ["-m", "megatron_dta.train", *MODEL.split(), *map(str, arguments)]
+    done = run_python(command)
     assert done.returncode == 2, done.stdout + done.stderr
     return done.stderr
 

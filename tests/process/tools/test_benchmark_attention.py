@@ -12,6 +12,7 @@ import torch
 from conftest import REPOSITORY, rollout_file, seed_all
 from dta_kernels.tree_attention.config import default_config
 from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
+from forked import run_python
 from megatron_dta.tree import build_prefix_tree
 
 TOOLS = REPOSITORY / "benchmarks"
@@ -94,8 +95,8 @@ def test_a_real_file_gives_cases():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_refuses_without_a_gpu_in_one_line():
-    command = [sys.executable, str(TOOLS / "attention.py"), "any.npz", "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [str(TOOLS / "attention.py"), "any.npz", "--json"]
+    run = run_python(command)
     assert run.returncode == 2
     assert run.stderr.strip().splitlines() == [
         "error: benchmarks/attention.py measures a CUDA GPU, and there is none here"

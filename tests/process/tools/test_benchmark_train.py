@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.pipeline.timeline import read_timeline, timeline_utilisation
@@ -129,7 +130,7 @@ def test_several_files_on_one_model(tmp_path):
         ([*arguments, "--max-tokens", "1"], "--max-tokens 1: the first sequence of"),
         ([str(paths[0]), *arguments], "same name"),
     ):
-        done = subprocess.run([sys.executable, TOOL, *wrong], capture_output=True, text=True, timeout=120)
+        done = run_python([TOOL, *wrong])
         assert done.returncode == 2
         assert message in done.stderr.splitlines()[-1]
 
@@ -138,8 +139,8 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
     rollouts = make_rollouts(seed_all(3), 2, 2)
     rollouts[0].token_ids[-1] = 200_000
     write_rollouts(tmp_path / "rollouts.jsonl", rollouts)
-    command = [sys.executable, TOOL, str(tmp_path / "rollouts.jsonl"), "--num-layers", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [TOOL, str(tmp_path / "rollouts.jsonl"), "--num-layers", "1"]
+    done = run_python(command)
     assert done.returncode == 2
     assert "has token id 200000, but qwen3-1.7b has 151936" in done.stderr
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
+from forked import run_python
 from megatron_dta.common.errors import InputError
 
 TOOL = REPOSITORY / "tools" / "check_parity.py"
@@ -105,7 +105,7 @@ def test_status_is_1_above_the_tolerance(tool, monkeypatch, capsys):
 def test_bad_input_is_one_line(tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"token_ids": [1, 2, 3], "loss_mask": [0, 1')
-    result = subprocess.run([sys.executable, str(TOOL), str(broken)], capture_output=True, text=True, check=False)
+    result = run_python([str(TOOL), str(broken)])
     assert result.returncode == 2
     assert result.stderr.strip().splitlines()[-1].startswith(f"error: {broken}: row 1")
     assert "Traceback" not in result.stderr

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from conftest import REPOSITORY
+from forked import run_python
 from megatron_dta.sampling.evaluation import Answers, evaluate_answers, majority_at_k, pass_at_k, pass_rates
 
 
@@ -54,17 +51,13 @@ def test_means_over_problems():
 
 def test_the_tool(tmp_path):
     """On a checkpoint of an untrained model: three columns, the third at no more decoded tokens than the trees."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
     model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 16 --max-position-embeddings 32 "
     model += "--task arithmetic --arithmetic-max-operand 9 --rollout-max-response-len 6 "
     train = f"-m megatron_dta.train {model} --train-iters 1 --save {tmp_path}/run --rollout-batch-size 2"
-    run = [sys.executable, *train.split()]
-    subprocess.run(run, check=True, capture_output=True, cwd=REPOSITORY, env=environment)
+    assert run_python(train.split()).returncode == 0
     judge = f"tools/evaluate_sampling.py {model} --load {tmp_path}/run --treepo-segment-length 1 --k 1 4 8 64 "
     judge += f"--n-samples-per-eval-prompt 8 --eval-iters 5 --output {tmp_path}/out.json"
-    done = subprocess.run(
-        [sys.executable, *judge.split()], capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False
-    )
+    done = run_python(judge.split())
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out.json").read_text())
     assert list(results) == ["tree", "independent", "independent, equal tokens"]
@@ -78,10 +71,7 @@ def test_the_tool(tmp_path):
     assert "pass@64" not in tree
     for line in ("tree", "pass@4", "decoded_tokens"):
         assert line in done.stdout
-    bad = subprocess.run(
-        [sys.executable, *judge.replace("--k 1", "--k 0").split()],
-        capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False,
-    )  # fmt: skip
+    bad = run_python(judge.replace("--k 1", "--k 0").split())
     assert bad.returncode == 2
     assert bad.stderr.strip() == "error: --k 0: must be at least 1"
 

@@ -14,6 +14,7 @@ import torch
 
 from arguments_cases import MODEL, STORED
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ObjectiveConfig, OptimizationConfig, ParallelConfig, TreeConfig
@@ -34,8 +35,8 @@ STEP = str(REPOSITORY / "benchmarks" / "train.py")
 
 
 def run(tool: str, *arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, tool, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=REPOSITORY)
+    command = [tool, *map(str, arguments)]
+    return run_python(command)
 
 
 def error_of(done: subprocess.CompletedProcess) -> str:

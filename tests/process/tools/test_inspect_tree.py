@@ -12,6 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from conftest import REPOSITORY, rollout_file, seed_all
+from forked import run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.segments.cut import plan_segments
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
@@ -38,8 +39,8 @@ JSON_KEYS = {
 
 
 def inspect(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+    command = [str(TOOL), *map(str, arguments)]
+    return run_python(command)
 
 
 def inspect_json(*arguments: object) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
+from forked import run_python
 from megatron_dta.planning import CostModel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from partition_cases import cost, counts, turns_forest
@@ -23,8 +24,8 @@ GOOD = '{"token_ids": [1, 2], "loss_mask": [0, 1]}\n'
 
 
 def plan(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+    command = [str(TOOL), *map(str, arguments)]
+    return run_python(command)
 
 
 def plan_json(*arguments: object) -> dict:

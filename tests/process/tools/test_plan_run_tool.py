@@ -6,7 +6,6 @@ import importlib
 import json
 import shlex
 import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import REPOSITORY, rollout_file
+from forked import run_python
 from megatron_dta.arguments import parse_arguments, parse_settings
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig
@@ -47,8 +47,8 @@ HF_CONFIGS = {
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "tools/plan_run.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=REPOSITORY)
+    command = ["tools/plan_run.py", *map(str, arguments)]
+    return run_python(command)
 
 
 def planned(*arguments: object, status: int = 0) -> dict:

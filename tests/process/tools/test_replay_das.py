@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
+from forked import run_python
 from megatron_dta.rollouts import Rollout, load_rollouts, write_rollouts
 from megatron_dta.speculation.drafter import DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
@@ -32,9 +32,9 @@ TOOL = REPOSITORY / "tools" / "replay_das.py"
 
 
 def replay(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    command = [str(TOOL), *map(str, arguments)]
     env = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env=env)
+    return run_python(command, env=env)
 
 
 def replay_json(*arguments: object, **environment: str) -> dict:

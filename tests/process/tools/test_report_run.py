@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 from headless_browser import Page
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.pipeline.timeline import TimelineEvent, write_timeline
@@ -211,8 +210,8 @@ def test_a_real_run_has_every_section(tmp_path: Path) -> None:
         f"--timeline-dir {tmp_path}/elsewhere --eval-interval 2 --keep-best-checkpoint eval_reward "
         "--rollout-speculation das --tree-segment-tokens 16"
     )
-    command = [sys.executable, str(REPOSITORY / "tools" / "report_run.py"), f"{tmp_path}/run", "--prompts", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    command = [str(REPOSITORY / "tools" / "report_run.py"), f"{tmp_path}/run", "--prompts", "2"]
+    done = run_python(command)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     checker = _Balance()
@@ -238,8 +237,8 @@ def test_what_is_missing_is_told_with_its_flag(tmp_path: Path) -> None:
 
 
 def tool(*arguments: str) -> str:
-    command = [sys.executable, str(REPOSITORY / "tools" / "report_run.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    command = [str(REPOSITORY / "tools" / "report_run.py"), *arguments]
+    done = run_python(command)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     return done.stderr

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, rollout_file, seed_all
+from forked import run_python
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.partition.divide import trained_parts
@@ -25,8 +26,8 @@ P = "--pipeline-model-parallel-size"
 
 
 def run_tool(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+    command = [str(TOOL), *map(str, arguments)]
+    return run_python(command)
 
 
 def run_json(*arguments: object) -> dict:

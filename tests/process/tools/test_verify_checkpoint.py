@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.parity.one_step import Difference, OneStep, differences
 from megatron_dta.rollouts import Rollout, write_rollouts
@@ -197,9 +197,9 @@ def test_what_only_one_side_has_or_is_no_number_is_infinitely_far():
     ],
 )
 def test_bad_input_is_one_line(flags, message, checkpoints):
-    command = [sys.executable, str(REPOSITORY / "tools" / "verify_checkpoint.py")]
+    command = [str(REPOSITORY / "tools" / "verify_checkpoint.py")]
     arguments = flags.replace("HF", str(checkpoints["llama"][0])).split()
-    result = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    result = run_python([*command, *arguments])
     assert result.returncode == 2
     assert result.stderr.strip().splitlines()[-1].startswith(message)
     assert "Traceback" not in result.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +15,7 @@ from dta_kernels.experts import grouped_products
 from dta_kernels.experts.grouped_products import MatrixTable
 from dta_kernels.experts.reference import PlainRows
 from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
+from forked import run_python
 from grouped_rows import grouped_rows
 from tree_attention_cases import poisoned_memory
 from triton_device import interpreter
@@ -164,7 +163,7 @@ def test_weighted_swiglu(rows, width, weight_dtype):
     ],
 )
 def test_the_benchmark_refuses_in_one_line(flags, message):
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "grouped_products.py"), *flags]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [str(REPOSITORY / "benchmarks" / "grouped_products.py"), *flags]
+    run = run_python(command)
     assert run.returncode == 2
     assert run.stderr.strip().splitlines() == [f"error: {message}"]

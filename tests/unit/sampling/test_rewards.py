@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from forked import run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, SamplingConfig
 from megatron_dta.model import build_model, initialize_parallel
@@ -159,16 +158,8 @@ def test_bad_arithmetic_settings():
 
 def test_warmup_rollouts_are_right_answers(tmp_path: Path):
     output = tmp_path / "warmup.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_dta.sampling.prompts.arithmetic",
-        "--output",
-        str(output),
-        "--count",
-        "300",
-    ]
-    subprocess.run([*command, "--arithmetic-max-operand", "19", "--arithmetic-operators", "+-"], check=True)
+    command = ["-m", "megatron_dta.sampling.prompts.arithmetic", "--output", output, "--count", 300]
+    run_python([*command, "--arithmetic-max-operand", "19", "--arithmetic-operators", "+-"])
     task = ArithmeticTask(19, "+-")
     held_out = {prompt.prompt_id for prompt in task.held_out_prompts}
     rollouts = load_rollouts(output, vocab_size=task.tokenizer.vocab_size)
@@ -181,7 +172,7 @@ def test_warmup_rollouts_are_right_answers(tmp_path: Path):
         assert trained[-1] == task.tokenizer.eos_id
         # eval is safe here: the alphabet holds digits and operators only
         assert int(task.tokenizer.decode(trained)) == eval(question[:-1])
-    bad = subprocess.run([*command, "--arithmetic-max-operand", "0"], capture_output=True, text=True)
+    bad = run_python([*command, "--arithmetic-max-operand", "0"])
     assert bad.returncode == 2
     assert bad.stderr.startswith("error: --arithmetic-max-operand")
     assert bad.stderr.count("\n") == 1

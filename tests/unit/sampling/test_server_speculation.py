@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 from conftest import seed_all
+from forked import run_python
 from http_engine_cases import KINDS, PARAMS, Setup, check_result
 from megatron_dta.arguments import parse_arguments
 from megatron_dta.common.errors import InputError
@@ -104,8 +104,8 @@ def test_the_tool_becomes_the_server(tmp_path: Path) -> None:
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "run.args").write_text("--rollout-engine vllm  # shared with training\n--task arithmetic\n")
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = [sys.executable, str(TOOL), "--exec", f"@{tmp_path}/run.args", "--model", "m", "--", "--seed", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    command = [str(TOOL), "--exec", f"@{tmp_path}/run.args", "--model", "m", "--", "--seed", "4"]
+    done = run_python(command, env=environment)
     assert (done.returncode, done.stdout) == (0, "1 serve m --port 8000 --seed 4\n"), done.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from arguments_cases import STORED
 from conftest import REPOSITORY, seed_all
 from conversion_cases import save_huggingface, tensors_in
+from forked import run_python
 from lora_cases import is_adapter
 from lora_training_cases import hf_rollouts
 from megatron_dta.arguments import parse_arguments
@@ -140,8 +139,8 @@ def test_the_sampler_has_the_adapters(tmp_path: Path) -> None:
 
 def convert(run_folder: Path, template: Path, target: Path, *flags: str) -> Path:
     tool = REPOSITORY / "tools" / "convert_megatron_to_hf.py"
-    command = [sys.executable, "-W", "ignore", tool, "--load", run_folder, "--hf-checkpoint", template]
-    done = subprocess.run([*command, "--save-hf", target, *flags], capture_output=True, text=True, timeout=120)
+    command = [tool, "--load", run_folder, "--hf-checkpoint", template]
+    done = run_python([*command, "--save-hf", target, *flags])
     assert done.returncode == 0, done.stdout + done.stderr
     return target
 

@@ -1,0 +1,106 @@
+"""Runs Python programs in processes forked off a server that has imported the project: a start takes 0.1 s, not 5 s.
+
+The server runs no other thread, which makes forking safe. Programs see their own arguments, environment, folder and
+output as a fresh interpreter would; what a program does while it imports the project is not tested this way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import resource
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PRELOAD = ["mesh_worker", "megatron_dta.engine", "megatron_dta.training.setup", "megatron_dta.training.loop"]
+
+
+def forkserver() -> ForkServerContext:
+    """Return the context whose processes have imported the project."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def run_python(
+    arguments: Sequence[object],
+    cwd: str | Path = REPOSITORY,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 600.0,
+    largest_file: int | None = None,
+) -> CompletedProcess[str]:
+    """Run ``python ARGUMENTS`` with a script or ``-m MODULE``, and return its status and output.
+
+    Args:
+        env: the whole environment; by default that of this process. The import path follows its PYTHONPATH.
+        timeout: seconds.
+        largest_file: bytes beyond which no file may grow, as on a full disk.
+    """
+    command = [str(argument) for argument in arguments]
+    environment = dict(os.environ if env is None else env)
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+        process = forkserver().Process(target=_run, args=(command, str(cwd), environment, outputs, largest_file))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise TimeoutExpired(command, timeout)
+        stdout, stderr = (Path(path).read_text() if os.path.exists(path) else "" for path in outputs)
+    return CompletedProcess(command, process.exitcode, stdout, stderr)
+
+
+def _run(
+    command: list[str], cwd: str, environment: dict[str, str], outputs: list[str], largest_file: int | None
+) -> None:
+    for descriptor, path in enumerate(outputs, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    if largest_file is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    status = _status_of(command)
+    # What the interpreter does at its end; a forked process would leave it out.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _status_of(command: list[str]) -> int:
+    """Run the program and return the status with which its interpreter would end."""
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            sys.path.insert(0, os.getcwd())
+            # The server may have imported the module, of which runpy would warn.
+            sys.modules.pop(command[1], None)
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
