@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,53 +73,35 @@ class HfValues:
 
     def integer(self, key: str, minimum: int = 1) -> int:
         """A whole number of at least ``minimum``."""
-        value = self._required(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(f"{key} is {_shown(value)}; it must be a whole number of at least {minimum}")
-        return value
+        expected = f"a whole number of at least {minimum}"
+        return self._checked(key, lambda value: type(value) is int and value >= minimum, expected)
 
     def number(self, key: str, above: float = 0.0) -> float:
         """A finite number above ``above``."""
-        value = self._required(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
-            raise self.error(f"{key} is {_shown(value)}; it must be a number above {above:g}")
-        return float(value)
+        expected = f"a number above {above:g}"
+        return float(self._checked(key, lambda v: type(v) in (int, float) and above < v < math.inf, expected))
 
     def flag(self, key: str) -> bool:
         """True or false."""
-        value = self._required(key)
-        if not isinstance(value, bool):
-            raise self.error(f"{key} is {_shown(value)}; it must be true or false")
-        return value
+        return self._checked(key, lambda value: isinstance(value, bool), "true or false")
 
     def text(self, key: str) -> str:
         """A string."""
-        value = self._required(key)
-        if not isinstance(value, str):
-            raise self.error(f"{key} is {_shown(value)}; it must be a string")
-        return value
+        return self._checked(key, lambda value: isinstance(value, str), "a string")
 
     def integers(self, key: str) -> list[int]:
         """A list of whole numbers, 0 and above."""
-        value = self._required(key)
-        if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value):
-            raise self.error(f"{key} is {_shown(value)}; it must be a list of whole numbers")
-        return value
+        return self._checked(key, _list_of(lambda v: type(v) is int and v >= 0), "a list of whole numbers")
 
     def texts(self, key: str) -> list[str]:
         """A list of strings."""
-        value = self._required(key)
-        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            raise self.error(f"{key} is {_shown(value)}; it must be a list of strings")
-        return value
+        return self._checked(key, _list_of(lambda value: isinstance(value, str)), "a list of strings")
 
     def table(self, key: str) -> HfValues | None:
         """An object inside this one, None if absent."""
-        value = self.get(key)
-        if value is None:
+        if self.get(key) is None:
             return None
-        if not isinstance(value, dict):
-            raise self.error(f"{key} is {_shown(value)}; it must be an object")
+        value = self._checked(key, lambda value: isinstance(value, dict), "an object")
         return HfValues(value, f"{self._origin}: {key}")
 
     def given(self) -> set[str]:
@@ -135,11 +118,17 @@ class HfValues:
             return f"{key} {_shown(self._values[key])}"
         return f"no {key}" + (f", which means {_shown(self._defaults[key])}" if key in self._defaults else "")
 
-    def _required(self, key: str) -> Any:
+    def _checked(self, key: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
         value = self.get(key)
         if value is None:
             raise self.error(f"{key} is null" if key in self._values else f"{key} is missing")
+        if not is_valid(value):
+            raise self.error(f"{key} is {_shown(value)}; it must be {expected}")
         return value
+
+
+def _list_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_valid, value))
 
 
 def _shown(value: Any) -> str:
