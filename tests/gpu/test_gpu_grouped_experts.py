@@ -19,9 +19,8 @@ from dta_kernels.experts.grouped_products import GroupedRows, MatrixTable
 from dta_kernels.experts.reference import PlainRows
 from dta_kernels.experts.row_sums import sum_rows
 from dta_kernels.experts.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
-from gpu_main_grad_cases import no_waiting
 from grouped_rows import grouped_rows
-from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped
+from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, no_waiting
 from megatron_dta.config import ModelConfig, ObjectiveConfig
 from megatron_dta.engine import prepare_batch
 from megatron_dta.model import build_model, initialize_parallel

@@ -14,7 +14,6 @@ import torch
 from conftest import seed_all
 from dta_kernels.layers.weight_gradients import add_row_gradients, add_weight_gradient
 from dta_kernels.logprobs.linear import linear_logprobs
-from gpu_main_grad_cases import no_waiting
 from linear_logprobs_cases import chunks_of
 from main_grad_cases import (
     BY_AUTOGRAD,
@@ -22,6 +21,7 @@ from main_grad_cases import (
     MODELS,
     Wrapped,
     distance,
+    no_waiting,
     test_bfloat16_weights_lose_nothing_between_segments,  # noqa: F401  runs here too
 )
 from megatron_dta.engine import prepare_batch

@@ -8,9 +8,8 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.rollouts import write_rollouts
-from mesh_trainer_cases import OWN, SHAPE, SHARDED, train_on_rank
+from mesh_trainer_cases import EXPERTS, OWN, SHAPE, SHARDED, train_on_rank
 from mesh_worker import run_on_ranks
-from moe_trainer_cases import EXPERTS
 from resume_cases import rows_without_timing
 from trainer_cases import make_rollouts
 

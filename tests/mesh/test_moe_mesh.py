@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,8 @@ from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.schedule import OpKind
 from megatron_dta.planning.step.passes import PipelineShape, StepBudget
 from mesh_cases import FULL_RECOMPUTE, MeshSuite
-from mesh_worker import RankResult, run_on_ranks
+from mesh_worker import RankResult, copy_shards, run_on_ranks
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, QWEN3_MOE, moe_weights
-from moe_worker import sample
 from tree_engine_cases import branching_sequences, model_config, siblings
 
 EP = ParallelConfig(expert_model_parallel_size=2)
@@ -186,6 +186,33 @@ def test_initial_weights_do_not_depend_on_the_division(suite, results):
             assert torch.equal(joined_[key], whole[key]), key
 
 
+PROMPTS = [np.arange(length) % 7 for length in (3, 9, 1, 5)]
+
+
+def sample_on_rank(
+    rank: int, argument: tuple[ModelConfig, ParallelConfig, dict[str, torch.Tensor], list[list[int]]]
+) -> list[Any]:
+    """Responses to this data-parallel rank's share of sequences: (sequence, tokens, logprobs)."""
+    from megatron_dta.model import build_model, current_mesh, initialize_parallel
+    from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
+    from megatron_dta.sampling.engines.interface import GenerationRequest, generate, phase
+    from megatron_dta.sampling.params import SamplingParams
+
+    model_config, parallel, weights, shares = argument
+    device = initialize_parallel(3, parallel)
+    model = build_model(model_config, device, parallel)
+    copy_shards(model, weights, model_config)
+    own = shares[current_mesh().data_rank]
+    params = SamplingParams(max_response_tokens=12, eos_id=2, seed=4)
+    engine, found = InProcessEngine(model, EngineSettings(max_requests=5)), []
+    for iteration in range(2):
+        with phase(engine, params, iteration):
+            requests = [GenerationRequest(i, PROMPTS[i % len(PROMPTS)], 12, key=i) for i in own]
+            results = generate(engine, requests)
+        found += [(iteration, i, result.token_ids, result.logprobs) for i, result in zip(own, results, strict=True)]
+    return found
+
+
 @pytest.mark.parametrize(
     ("world_size", "parallel", "shares"),
     [
@@ -197,8 +224,8 @@ def test_initial_weights_do_not_depend_on_the_division(suite, results):
 )
 def test_ranks_that_share_experts_sample_synchronously(suite, tmp_path, world_size, parallel, shares):
     model, weights = suite.models["qwen3"], suite.weights["qwen3"]
-    (alone,) = run_on_ranks(sample, (model, ParallelConfig(), weights, [list(range(8))]), 1, tmp_path / "alone")
-    ranks = run_on_ranks(sample, (model, parallel, weights, shares), world_size, tmp_path / "ranks")
+    (alone,) = run_on_ranks(sample_on_rank, (model, ParallelConfig(), weights, [list(range(8))]), 1, tmp_path / "alone")
+    ranks = run_on_ranks(sample_on_rank, (model, parallel, weights, shares), world_size, tmp_path / "ranks")
     expected = {(iteration, sequence): rest for iteration, sequence, *rest in alone}
     assert len({len(tokens) for tokens, _ in expected.values()}) > 2
     found = {(iteration, sequence): rest for rank in ranks for iteration, sequence, *rest in rank}

@@ -8,6 +8,11 @@ from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.model import KVPool, SegmentContext, TreeGPTModel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
+from tree_engine_cases import model_config
+
+
+def fused(dtype: torch.dtype = torch.float32, **settings: object) -> ModelConfig:
+    return model_config(dtype, **settings, fused_layer_impl="triton")
 
 
 def segment_context(model: TreeGPTModel, tokens: int, device: torch.device) -> SegmentContext:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from conftest import seed_all
@@ -65,6 +68,16 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
         float((found[name].double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
         for name, wanted in expected.items()
     )
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """An operation that waits for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_bfloat16_weights_lose_nothing_between_segments():

@@ -42,6 +42,13 @@ SP = f"{TP} --sequence-parallel"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 900"
 
 
+EXPERTS = (
+    "--swiglu --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.01 "
+    "--moe-z-loss-coeff 0.001"
+)
+
+
 # What the ranks of a mesh sum differently, or count for themselves.
 OWN = {"unique_tokens", "token_reuse", "segments", "peak_in_flight_tokens", "recomputed_tokens"}
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from conftest import seed_all
 from dta_kernels.layers.partial_sums import add_partial_sums
 from dta_kernels.tree_attention.gather_keys import gather_keys
-from fused_autograd_layer_cases import fused
+from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.engine import TreeEngine, prepare_batch

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from conftest import seed_all
 from dta_kernels.layers import qkv_rope, rms_norm
-from fused_autograd_layer_cases import fused
+from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ObjectiveConfig, TreeConfig
