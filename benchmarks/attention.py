@@ -215,8 +215,7 @@ def _short(config: TreeAttentionConfig, stage: str) -> str:
 
     if stage != "query_gradients":
         return describe(stage)
-    stored = config.stored_scores_bytes >> 20
-    return f"{describe('query_gradients_from_scores')} stored {stored} MiB" if stored else describe("query_gradients")
+    return f"{describe('query_gradients')} stored {config.stored_scores_bytes >> 20} MiB"
 
 
 def measure_file(

@@ -20,15 +20,10 @@ _KEY_GRADIENTS = {
           (32, 128, 4, 3), (32, 64, 4, 3)],
     256: [(64, 64, 8, 1), (32, 64, 8, 2), (32, 64, 4, 1), (64, 64, 8, 2)],
 }  # fmt: skip
-_FROM_SCORES = {
+_QUERY_GRADIENTS = {
     64: [(4, 3), (4, 4), (4, 5), (8, 3)],
     128: [(4, 3), (4, 2), (4, 4), (8, 3)],
     256: [(4, 3), (4, 2), (8, 2)],
-}
-_AGAIN = {
-    64: [(128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2)],
-    128: [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 128, 8, 2)],
-    256: [(64, 64, 8, 1), (64, 32, 4, 1)],
 }
 
 
@@ -63,16 +58,11 @@ def key_gradient_candidates(
 def query_gradient_candidates(
     base: TreeAttentionConfig, padded_head_size: int, tma: bool
 ) -> Iterator[TreeAttentionConfig]:
-    """Those of the two ways to dQ, and the memory of the first."""
+    """Those of the kernel that computes dQ, and the memory for its input."""
     tile = base.key_gradients
-    for warps, stages in _FROM_SCORES[padded_head_size]:
+    for warps, stages in _QUERY_GRADIENTS[padded_head_size]:
         for descriptors in (False, True) if tma else (False,):
             settings = KernelConfig(tile.rows, tile.keys, warps, stages, tma=descriptors)
-            yield replace(base, query_gradients_from_scores=settings)
+            yield replace(base, query_gradients=settings)
     for mebibytes in (128, 256, 512, 2048):
         yield replace(base, stored_scores_bytes=mebibytes << 20)
-    # The Hopper kernel always stores them.
-    for settings in () if tile.hopper else _AGAIN[padded_head_size]:
-        for descriptors in (False, True) if tma else (False,):
-            again = KernelConfig(*settings, tma=descriptors)
-            yield replace(base, stored_scores_bytes=0, query_gradients=again)

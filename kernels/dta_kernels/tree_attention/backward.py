@@ -3,11 +3,9 @@
     prepare         delta = rowsum(dO O) and the log-sum-exp in base 2, in the order in which tiles read them
     key_gradients   A program owns one block of keys of one group, loops over the queries that see it and keeps dK and
                     dV in float32 registers. It needs no atomics, and the heads of a group are added in a fixed order.
-                    With STORE it also writes every tile of dS = d loss / d (scaled scores).
-    query_gradients_from_scores
-                    dQ = dS K from the stored tiles. This takes five matrix products in all, instead of seven if two
+                    It also writes every tile of dS = d loss / d (scaled scores).
+    query_gradients dQ = dS K from the stored tiles. This takes five matrix products in all, instead of seven if two
                     kernels compute the scores.
-    query_gradients A program owns one tile of queries and recomputes dS, which needs no memory for it.
 
 Legend: see ``common``; M is the number of keys, of which the first A are ancestors.
 """
@@ -57,7 +55,7 @@ def key_gradients_kernel(
     grad_out, q, k_MGD, v_MGD, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores,
     key_end, programs, blocks, tiles, num_queries, num_keys, num_ancestors, num_added, first_group, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (groups of this launch, blocks of keys).
@@ -88,17 +86,17 @@ def key_gradients_kernel(
         dk_acc, dv_acc = _collect(
             dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, run_begin,
             run_end, run_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K, TMA,
-            STORE, PRECISION, UPCAST, False, False,
+            PRECISION, UPCAST, False, False,
         )  # fmt: skip
         dk_acc, dv_acc = _collect(
             dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, list_begin,
             list_middle, list_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K,
-            TMA, STORE, PRECISION, UPCAST, True, False,
+            TMA, PRECISION, UPCAST, True, False,
         )  # fmt: skip
         dk_acc, dv_acc = _collect(
             dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, list_middle,
             list_end, list_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K,
-            TMA, STORE, PRECISION, UPCAST, True, True,
+            TMA, PRECISION, UPCAST, True, True,
         )  # fmt: skip
     dk_acc = dk_acc * scale
     channel = tl.arange(0, BLOCK_D)
@@ -126,7 +124,7 @@ def key_gradients_kernel(
 def _collect(
     dk, dv, k, v, key, end_of_key, grad_out, q_source, delta, lse_2, dscores, blocks, tiles, begin, end, first_tile,
     head, num_queries, num_ancestors, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
+    PACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from query tiles ``begin .. end`` (of the list if LISTED). Scores are [keys, rows]."""
@@ -178,17 +176,16 @@ def _collect(
         dprobability = product(v, do.T, None, PRECISION, UPCAST)
         dscore = (probability * (dprobability - delta_row[None, :])).to(q.dtype)
         dk = product(dscore, q, dk, PRECISION, UPCAST)
-        if STORE:
-            tile = tl.cast(tl.load(tiles + first_tile + index), tl.int64)
-            CHUNKS: tl.constexpr = H // G // PACK
-            target = dscores + tile * (tl.num_programs(0) * CHUNKS * BLOCK_K * BLOCK_M)
-            inner = tl.arange(0, BLOCK_K)[:, None] * BLOCK_M + row[None, :]
-            tl.store(target + inner, dscore)
+        tile = tl.cast(tl.load(tiles + first_tile + index), tl.int64)
+        CHUNKS: tl.constexpr = H // G // PACK
+        target = dscores + tile * (tl.num_programs(0) * CHUNKS * BLOCK_K * BLOCK_M)
+        inner = tl.arange(0, BLOCK_K)[:, None] * BLOCK_M + row[None, :]
+        tl.store(target + inner, dscore)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
-def query_gradients_from_scores_kernel(
+def query_gradients_kernel(
     dscores, k_MGD, dq_NHD, programs, blocks, num_queries, num_keys, first_chunk, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PACK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -220,69 +217,3 @@ def query_gradients_from_scores_kernel(
     stored = (query < num_queries)[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
     acc = acc * scale
     tl.store(dq_NHD + offsets, acc.to(dq_NHD.dtype.element_ty), mask=stored)
-
-
-@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_TABLES)
-def query_gradients_kernel(
-    grad_out_NHD, q_NHD, k_MGD, v_MGD, delta, lse_2, dq_NHD, key_end, programs, blocks, num_queries, num_keys,
-    num_ancestors, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Grid (H / PACK, blocks of queries)."""
-    BLOCK_M: tl.constexpr = BLOCK_Q * PACK
-    head = tl.program_id(0) * PACK
-    column = (head // (H // G)) * D
-    program = programs + tl.program_id(1) * 8
-    block = tl.load(program)
-    offsets, query = query_row_pointers(block, head, BLOCK_Q, PACK, H, D, BLOCK_D)
-    exists = query < num_queries
-    stored = exists[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-    q = tl.load(q_NHD + offsets, mask=stored, other=0.0)
-    do = tl.load(grad_out_NHD + offsets, mask=stored, other=0.0)
-    statistics = tl.program_id(0).to(tl.int64) * num_queries * PACK + block * BLOCK_M + tl.arange(0, BLOCK_M)
-    lse = tl.load(lse_2 + statistics, mask=exists, other=float("inf"))
-    delta_row = tl.load(delta + statistics, mask=exists, other=0.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    position = num_ancestors + query
-    acc = _collect_queries(
-        acc, q, do, lse, delta_row, position, k_MGD, v_MGD, key_end, blocks, tl.load(program + 1),
-        tl.load(program + 2), num_keys, column, scale, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, False, False,
-    )  # fmt: skip
-    middle = tl.load(program + 4)
-    acc = _collect_queries(
-        acc, q, do, lse, delta_row, position, k_MGD, v_MGD, key_end, blocks, tl.load(program + 3),
-        middle, num_keys, column, scale, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, True, False,
-    )  # fmt: skip
-    acc = _collect_queries(
-        acc, q, do, lse, delta_row, position, k_MGD, v_MGD, key_end, blocks, middle,
-        tl.load(program + 5), num_keys, column, scale, G, D, BLOCK_D, BLOCK_K, TMA, PRECISION, UPCAST, True, True,
-    )  # fmt: skip
-    acc = acc * scale
-    tl.store(dq_NHD + offsets, acc.to(dq_NHD.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _collect_queries(
-    acc, q, do, lse, delta_row, position, k_MGD, v_MGD, key_end, blocks, begin, end, num_keys, column, scale,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, LISTED: tl.constexpr, PARTIAL: tl.constexpr,
-):  # fmt: skip
-    """Add dS K over the key blocks ``begin .. end`` (of the list if LISTED)."""
-    scale_2 = scale * 1.4426950408889634
-    for index in tl.range(begin, end):
-        block = index
-        if LISTED:
-            block = tl.load(blocks + index)
-        first = block * BLOCK_K
-        k = load_rows(k_MGD, first, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, PARTIAL, TMA)
-        v = load_rows(v_MGD, first, num_keys, G * D, column, D, BLOCK_K, BLOCK_D, PARTIAL, TMA)
-        probability = tl.exp2(product(q, k.T, None, PRECISION, UPCAST) * scale_2 - lse[:, None])
-        if PARTIAL:
-            key, end_of_key = load_key_end(key_end, block, num_keys, BLOCK_K)
-            visible = (key[None, :] <= position[:, None]) & (position[:, None] < end_of_key[None, :])
-            probability = tl.where(visible, probability, 0.0)
-        dprobability = product(do, v.T, None, PRECISION, UPCAST)
-        dscore = (probability * (dprobability - delta_row[:, None])).to(q.dtype)
-        acc = product(dscore, k, acc, PRECISION, UPCAST)
-    return acc

@@ -52,16 +52,14 @@ class TreeAttentionConfig:
     """Settings of a forward and a backward pass.
 
     Attributes:
-        key_gradients: also sets the size of the stored dS tiles; the Gluon kernel always stores them.
-        query_gradients_from_scores: its tile sizes are those of ``key_gradients``.
-        query_gradients: used if dS is recomputed; its packing is that of ``key_gradients``.
+        key_gradients: also sets the size of the stored dS tiles.
+        query_gradients: its tile sizes are those of ``key_gradients``.
         stored_scores_bytes: most memory for dS tiles; a single row of blocks may exceed it. A segment that needs more
-            runs in several launches, each for some groups or some queries. 0 recomputes dS.
+            runs in several launches, each for some groups or some queries.
     """
 
     forward: KernelConfig
     key_gradients: KernelConfig
-    query_gradients_from_scores: KernelConfig
     query_gradients: KernelConfig
     stored_scores_bytes: int = 1 << 30
 
@@ -76,26 +74,22 @@ def padded_head_size(head_size: int) -> int:
     return max(16, 1 << (head_size - 1).bit_length())
 
 
-# By padded head size, for 16-bit inputs on Hopper: forward, key gradients, query gradients from stored scores, query
-# gradients.
+# By padded head size, for 16-bit inputs on Hopper: forward, key gradients, query gradients.
 _HOPPER = {
     64: (
         KernelConfig(128, 128, 8, 3, tma=True),
         KernelConfig(64, 128, 8, 3),
         KernelConfig(64, 128, 4, 4),
-        KernelConfig(128, 64, 8, 3),
     ),
     128: (
         KernelConfig(128, 128, 8, 3, tma=True),
         KernelConfig(64, 64, 4, 2, tma=True),
         KernelConfig(64, 64, 4, 4, tma=True),
-        KernelConfig(128, 64, 8, 3, tma=True),
     ),
     256: (
         KernelConfig(128, 64, 8, 2, tma=True),
         KernelConfig(64, 64, 8, 1),
         KernelConfig(64, 64, 4, 3),
-        KernelConfig(64, 64, 8, 1),
     ),
 }
 # The same with the kernels in Gluon, which is experimental: used only with the tested versions of Triton.
@@ -105,13 +99,11 @@ _GLUON = {
         KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
         KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
         KernelConfig(64, 128, 4, 2, tma=True),
-        KernelConfig(128, 64, 8, 3),
     ),
     128: (
         KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
         KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
         KernelConfig(64, 128, 4, 2, tma=True),
-        KernelConfig(128, 64, 8, 3, tma=True),
     ),
 }
 # 16-bit inputs on other GPUs: less shared memory, no tensor descriptors.
@@ -120,26 +112,23 @@ _OTHER = {
         KernelConfig(128, 64, 4, 3),
         KernelConfig(64, 64, 4, 2),
         KernelConfig(64, 64, 4, 2),
-        KernelConfig(64, 64, 4, 2),
     ),
     128: (
         KernelConfig(64, 64, 4, 2),
         KernelConfig(32, 64, 4, 2),
         KernelConfig(32, 64, 4, 2),
-        KernelConfig(64, 32, 4, 2),
     ),
     256: (
         KernelConfig(64, 32, 4, 1),
-        KernelConfig(32, 32, 4, 1),
         KernelConfig(32, 32, 4, 1),
         KernelConfig(32, 32, 4, 1),
     ),
 }
 # float32: products run outside the tensor cores, for exactness, with small tiles that fit the registers.
 _FLOAT32 = {
-    64: (KernelConfig(32, 32, 4, 1),) * 4,
-    128: (KernelConfig(32, 32, 4, 1),) * 4,
-    256: (KernelConfig(16, 16, 4, 1),) * 4,
+    64: (KernelConfig(32, 32, 4, 1),) * 3,
+    128: (KernelConfig(32, 32, 4, 1),) * 3,
+    256: (KernelConfig(16, 16, 4, 1),) * 3,
 }
 
 
@@ -183,5 +172,4 @@ def without_descriptors(config: TreeAttentionConfig) -> TreeAttentionConfig:
         config,
         forward=replace(config.forward, tma=False),
         query_gradients=replace(config.query_gradients, tma=False),
-        query_gradients_from_scores=replace(config.query_gradients_from_scores, tma=False),
     )

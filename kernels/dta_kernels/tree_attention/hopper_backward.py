@@ -6,7 +6,7 @@ dK and dV in registers; each group runs its products while the other computes ex
 memory and TMA, too: the addresses of ordinary stores, and statistics held longer than needed, would not fit into the
 registers beside the sums.
 
-The tables and the contract are those of ``key_gradients_kernel`` with STORE and TMA; head sizes 64 and 128, 16-bit
+The tables and the contract are those of ``key_gradients_kernel`` with TMA; head sizes 64 and 128, 16-bit
 inputs.
 """
 

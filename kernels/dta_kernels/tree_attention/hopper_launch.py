@@ -65,8 +65,8 @@ def key_gradients_on_hopper(
     """
     shape, settings = plan.shape, plan.config.key_gradients
     _check(plan, settings, rows=64)
-    if settings.keys != 128 or not settings.tma or not plan.stored_groups:
-        raise ValueError("the Hopper kernel for dK and dV takes 128 keys, tma, and stored scores")
+    if settings.keys != 128 or not settings.tma:
+        raise ValueError("the Hopper kernel for dK and dV takes 128 keys and tma")
     D = shape.head_size
     size = [plan.num_queries * shape.num_heads, D]
     k, v, delta, lse_2, dk, dv, grad_keys, grad_values, slots, dscores, key_end, programs, *table = arrays

@@ -22,7 +22,6 @@ from dta_kernels.launch import Launcher
 from dta_kernels.tree_attention.backward import (
     key_gradients_kernel,
     prepare_kernel,
-    query_gradients_from_scores_kernel,
     query_gradients_kernel,
 )
 from dta_kernels.tree_attention.config import KernelConfig, padded_head_size
@@ -162,18 +161,12 @@ def tree_attention_backward(
     launch = _BackwardLaunch(
         plan, shared, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, *tiles
     )
-    dscores = launch.delta
-    if plan.stored_groups:
-        dscores = shared.get("dscores", lambda: q_NHD.new_empty(plan.stored_elements))
-    num_groups = plan.stored_groups or shape.num_groups
+    dscores = shared.get("dscores", lambda: q_NHD.new_empty(plan.stored_elements))
     for part in plan.parts:
-        for first_group in range(0, shape.num_groups, num_groups):
-            groups = min(num_groups, shape.num_groups - first_group)
+        for first_group in range(0, shape.num_groups, plan.stored_groups):
+            groups = min(plan.stored_groups, shape.num_groups - first_group)
             launch.key_gradients(part, first_group, groups, dscores)
-            if plan.stored_groups:
-                launch.query_gradients_from_scores(part, first_group, groups, dscores)
-        if not plan.stored_groups:
-            launch.query_gradients(part, grad_out_NHD)
+            launch.query_gradients(part, first_group, groups, dscores)
     if len(plan.parts) == 1:
         return dq_NHD, dk, dv
     if into is None:
@@ -226,8 +219,8 @@ class _BackwardLaunch:
                 self.scale,
             )  # fmt: skip
             return
-        more = {"STORE": plan.stored_groups > 0, "ACCUMULATE": target.keys is not None}
-        launch = self._launcher("key gradients", key_gradients_kernel, settings, settings, **more)
+        accumulate = target.keys is not None
+        launch = self._launcher("key gradients", key_gradients_kernel, settings, settings, ACCUMULATE=accumulate)
         launch(
             (groups, part.columns.programs.shape[0]), self.grad_out_tiles, self.q_tiles, *arrays,
             plan.num_queries, plan.num_keys, plan.num_ancestors, self.num_added, first_group, self.scale,
@@ -238,24 +231,14 @@ class _BackwardLaunch:
     ) -> Launcher:
         return self.shared.get(name, lambda: _launcher(kernel, self.plan.shape, settings, self.pack, tile, **more))
 
-    def query_gradients_from_scores(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
-        plan, settings = self.plan, self.plan.config.query_gradients_from_scores
+    def query_gradients(self, part: BackwardPart, first_group: int, groups: int, dscores: Tensor) -> None:
+        plan, settings = self.plan, self.plan.config.query_gradients
         tile, chunks = plan.config.key_gradients, plan.shape.group_size // self.pack
-        launch = self._launcher("query gradients", query_gradients_from_scores_kernel, settings, tile)
+        launch = self._launcher("query gradients", query_gradients_kernel, settings, tile)
         launch(
             (groups * chunks, part.rows.programs.shape[0]), dscores,
             _keys(self.shared, "k of tiles", self.k, settings, tile.keys), self.dq, part.rows.programs,
             part.rows.blocks, plan.num_queries, plan.num_keys, first_group * chunks, self.scale,
-        )  # fmt: skip
-
-    def query_gradients(self, part: BackwardPart, grad_out_NHD: Tensor) -> None:
-        plan, settings = self.plan, self.plan.config.query_gradients
-        launch = self._launcher("query gradients", query_gradients_kernel, settings, settings)
-        launch(
-            (plan.shape.num_heads // self.pack, part.rows.programs.shape[0]), grad_out_NHD, self.q,
-            _keys(self.shared, "k again", self.k, settings), _keys(self.shared, "v again", self.v, settings),
-            self.delta, self.lse_2, self.dq, self.key_end, part.rows.programs, part.rows.blocks,
-            plan.num_queries, plan.num_keys, plan.num_ancestors, self.scale,
         )  # fmt: skip
 
 

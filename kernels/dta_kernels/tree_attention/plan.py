@@ -69,7 +69,7 @@ class TreeAttentionPlan:
         forward: tiles of queries in the forward pass.
         parts: the backward pass, usually in one part. If the dS tiles of as many groups as fill the GPU exceed the
             memory for them, it has several parts, each with some of the query tiles.
-        stored_groups: key/value heads whose dS tiles are stored at once; 0 if dS is recomputed.
+        stored_groups: key/value heads whose dS tiles are stored at once.
         stored_elements: elements of the dS buffer: the maximum over the segments that are planned together.
     """
 
@@ -181,9 +181,6 @@ def _host_plan(key_end: np.ndarray, num_queries: int, shape: AttentionShape, con
     forward = matrix(config.forward, config.forward.pack(group_size)).rows()
     pack = backward.pack(group_size)
     by_keys = matrix(backward, pack)
-    if not config.stored_scores_bytes:
-        again = matrix(config.query_gradients, pack).rows()
-        return _HostPlan(num_queries, len(key_end), [forward, by_keys.tables().columns, again], 0, 0)
     # Elements of a live block over all heads of a group.
     elements = group_size // pack * backward.rows * backward.keys
     most_tiles = config.stored_scores_bytes // (elements * shape.dtype.itemsize)

@@ -151,7 +151,7 @@ def tiny_config(
 ) -> TreeAttentionConfig:
     """Small tiles, so that small inputs have many blocks of every kind."""
     kernel = KernelConfig(rows, keys, 4, 1, tma, max_pack)
-    return TreeAttentionConfig(kernel, kernel, kernel, kernel, stored_scores_bytes)
+    return TreeAttentionConfig(kernel, kernel, kernel, stored_scores_bytes)
 
 
 def accumulators_for(case: Case, generator: np.random.Generator) -> KeyGradients:
@@ -225,7 +225,6 @@ def compiled_variants() -> int:
         tree_attention_forward.forward_kernel,
         tree_attention_backward.prepare_kernel,
         tree_attention_backward.key_gradients_kernel,
-        tree_attention_backward.query_gradients_from_scores_kernel,
         tree_attention_backward.query_gradients_kernel,
     )
     return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
