@@ -73,7 +73,7 @@ def kernel_calls(inputs: Inputs, config: TreeAttentionConfig | None) -> tuple[Ca
     from dta_kernels.tree_attention.launch import tree_attention_backward, tree_attention_forward
 
     case = inputs.case
-    (plan,) = plan_tree_attention([(case.key_end, case.num_queries)], inputs.shape, inputs.device, config)
+    plan = plan_tree_attention(case.key_end, case.num_queries, inputs.shape, inputs.device, config)
 
     def forward() -> Any:
         return tree_attention_forward(inputs.q, inputs.k, inputs.v, inputs.key_end, plan, inputs.scale)

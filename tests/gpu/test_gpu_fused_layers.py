@@ -183,7 +183,7 @@ def test_a_layer_keeps_what_the_formula_says(directly):
         context, ids = segment_context(model, tokens, device), torch.randint(0, 7, (1, tokens), device=device)
         shape = AttentionShape(config.num_attention_heads, config.num_query_groups, config.kv_channels, torch.bfloat16)
         ends = np.full(tokens, tokens, dtype=np.int32)
-        context.attention_plan = plan_tree_attention([(ends, tokens)], shape, device)[0]
+        context.attention_plan = plan_tree_attention(ends, tokens, shape, device)
         context.runs_hooks = not directly
         for _ in range(2):
             model(ids, context).sum().backward()

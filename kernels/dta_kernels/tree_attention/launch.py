@@ -32,7 +32,6 @@ from dta_kernels.tree_attention.plan import (
     BackwardPart,
     TreeAttentionPlan,
     local_key_end_on_device,
-    plan_from_indices,
     plan_tree_attention,
 )
 
@@ -42,7 +41,6 @@ __all__ = [
     "TreeAttentionPlan",
     "interpreted",
     "local_key_end_on_device",
-    "plan_from_indices",
     "plan_tree_attention",
     "tree_attention_backward",
     "tree_attention_forward",

@@ -54,7 +54,7 @@ class SegmentAttentionPlans:
             ends = key_ends(self._segments, self._paths, segment)
             if not ends[1]:
                 return None
-            self._made[segment] = plan_tree_attention([ends], self._shape, self._device)[0]
+            self._made[segment] = plan_tree_attention(*ends, self._shape, self._device)
         return self._made[segment]
 
 

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dta_kernels.tree_attention.blocks import local_key_end
 from dta_kernels.tree_attention.config import KernelConfig, TreeAttentionConfig
 from dta_kernels.tree_attention.launch import (
     AttentionShape,
     KeyGradients,
     TreeAttentionPlan,
-    plan_from_indices,
+    plan_tree_attention,
     tree_attention_backward,
     tree_attention_forward,
 )
@@ -34,6 +35,11 @@ class Segment:
     @property
     def num_ancestors(self) -> int:
         return len(self.key_index) - len(self.query_index)
+
+    def local_key_end(self) -> np.ndarray:
+        """``key_end`` in positions of the keys."""
+        ancestors, own = np.split(self.key_end, [self.num_ancestors])
+        return local_key_end(int(self.query_index[0]), len(self.query_index), ancestors, own)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(torch.from_numpy(a).to(device) for a in (self.query_index, self.key_index, self.key_end))
@@ -99,10 +105,9 @@ class Case:
         )
 
     def plan(self, config: TreeAttentionConfig | None) -> tuple[TreeAttentionPlan, Tensor]:
-        segment = self.segment
-        return plan_from_indices(
-            segment.query_index, segment.key_index, segment.key_end, self.shape, self.q.device, config
-        )
+        ends, device = self.segment.local_key_end(), self.q.device
+        plan = plan_tree_attention(ends, len(self.segment.query_index), self.shape, device, config)
+        return plan, torch.from_numpy(ends).to(device)
 
     def run(self, config: TreeAttentionConfig | None = None, into: KeyGradients | None = None) -> list[Tensor]:
         """``[out, lse, dq, dk, dv]`` of the kernels, from memory that was NaN before."""

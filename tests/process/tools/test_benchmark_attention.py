@@ -79,7 +79,7 @@ def test_every_candidate_can_be_planned_and_is_tried_once(head_size):
         assert len(set(candidates)) == len(candidates) > 5
         for config in candidates[::3]:
             shape = AttentionShape(8, 2, head_size, torch.bfloat16)
-            (plan,) = plan_tree_attention([(case.key_end, case.num_queries)], shape, cpu, config)
+            plan = plan_tree_attention(case.key_end, case.num_queries, shape, cpu, config)
             assert plan.stored_groups > 0
 
 

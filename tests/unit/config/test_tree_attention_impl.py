@@ -76,7 +76,7 @@ def test_plans_made_one_by_one_equal_the_segments_masks(seed):
         position = len(keys) - tokens + np.arange(tokens)[:, None]
         seen = (np.arange(len(keys)) <= position) & (position < ends)
         assert (seen == ((keys <= own) & (own < tree.subtree_end[keys]))).all()
-        found, expected = plans.of_segment(segment), plan_tree_attention([(ends, tokens)], shape, CPU)[0]
+        found, expected = plans.of_segment(segment), plan_tree_attention(ends, tokens, shape, CPU)
         assert (found.num_queries, found.num_keys, found.stored_elements) == (
             tokens,
             len(keys),

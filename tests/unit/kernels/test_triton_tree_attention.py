@@ -21,7 +21,6 @@ from dta_kernels.tree_attention.blocks import (
     RUN_END,
     TILE_BEGIN,
     block_matrix,
-    local_key_end,
 )
 from tree_attention_cases import (
     AttentionShape,
@@ -49,8 +48,7 @@ def test_tables_name_every_live_block_once_and_full_ones_are_full(seed):
     generator = seed_all(seed)
     segment = random_segment(generator, int(generator.integers(1, 150)), turn=float(generator.choice([0.02, 0.1, 0.4])))
     block_q, block_k = (int(generator.choice([1, 2, 4, 8, 16])) for _ in range(2))
-    num_queries, A = len(segment.query_index), segment.num_ancestors
-    key_end = local_key_end(int(segment.query_index[0]), num_queries, segment.key_end[:A], segment.key_end[A:])
+    num_queries, key_end = len(segment.query_index), segment.local_key_end()
     visible = visible_pairs(key_end, num_queries)
     matrix = block_matrix(key_end, num_queries, block_q, block_k)
     tables = matrix.tables()
@@ -90,8 +88,7 @@ def test_tables_name_every_live_block_once_and_full_ones_are_full(seed):
 def test_parts_of_the_rows_cover_every_live_block_once(seed):
     generator = seed_all(seed + 100)
     segment = random_segment(generator, int(generator.integers(20, 150)))
-    num_queries, A = len(segment.query_index), segment.num_ancestors
-    key_end = local_key_end(int(segment.query_index[0]), num_queries, segment.key_end[:A], segment.key_end[A:])
+    num_queries, key_end = len(segment.query_index), segment.local_key_end()
     matrix, most = block_matrix(key_end, num_queries, 2, 4), int(generator.integers(1, 60))
     parts = matrix.row_parts(most)
     assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
@@ -187,8 +184,3 @@ def test_inputs_that_do_not_fit_the_plan_are_refused():
         case.run(tiny_config())
     with pytest.raises(ValueError, match="no Triton tree attention for head size 64"):
         AttentionShape(2, 1, 64, torch.float64)
-    broken = segment_of(chain, 3, 10)
-    broken.key_index[:2] = broken.key_index[1::-1]
-    disordered = Case.random(broken, case.shape, DEVICE)
-    with pytest.raises(ValueError, match="stream order"):
-        disordered.run(tiny_config())
