@@ -43,7 +43,7 @@ from megatron_dta.config.checks.all import check_tensor_parallel, check_world_si
 from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.config.derived.device_queues import set_device_queues
-from megatron_dta.engine import StepResult, TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.engine import StepPart, StepResult, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import make_objective
 from megatron_dta.objectives.weights import count_trained
@@ -333,7 +333,7 @@ class Benchmark:
             own = partition_samples(self.samples, self.mesh.data_size, cost).sequences_of(self.mesh.data_rank).tolist()
         counts = count_trained([sample.num_trained for sample in self.samples])
         pipeline = self.engine.pipeline(tree.tree_segment_tokens)
-        return prepare_batch([self.samples[i] for i in own], tree, counts=counts, pipeline=pipeline)
+        return prepare_batch([self.samples[i] for i in own], tree, pipeline=pipeline, part=StepPart(counts))
 
 
 def compare_with_dense(rows: dict[str, dict[str, Any]]) -> None:

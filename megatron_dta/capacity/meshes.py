@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from megatron_dta.capacity.cluster import Cluster
 from megatron_dta.capacity.memory import RunMesh
@@ -56,18 +57,31 @@ def auto_layers(shape: DecoderShape, stages: int, chunks: int) -> tuple[int, ...
     return tuple(layers_per_stage(shape.num_layers, stages * chunks, each, cost.seconds_per_edge, stages))
 
 
-def make_mesh(
-    shape: DecoderShape,
-    num_gpus: int,
-    tensor: int = 1,
-    pipeline: int = 1,
-    chunks: int = 1,
-    experts: int = 1,
-    expert_tensor: int | None = None,
-    sequence_parallel: bool | None = None,
-    layers: tuple[int, ...] | None = None,
-) -> RunMesh:
+@dataclass(frozen=True)
+class MeshSizes:
+    """Sizes of a mesh, without the number of its replicas, which follows from the number of GPUs.
+
+    Attributes:
+        tensor, pipeline, chunks, experts: tensor parallelism, pipeline stages, model chunks per stage, expert
+            parallelism.
+        expert_tensor: tensor parallelism of the experts; None for ``tensor``.
+        sequence_parallel: None for True with tensor parallelism.
+        layers: layers of each virtual stage; None for ``stage_layers``.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    experts: int = 1
+    expert_tensor: int | None = None
+    sequence_parallel: bool | None = None
+    layers: tuple[int, ...] | None = None
+
+
+def make_mesh(shape: DecoderShape, num_gpus: int, sizes: MeshSizes | None = None) -> RunMesh:
     """Create the mesh of ``num_gpus`` processes. Raises InputError naming the flag if the sizes do not fit."""
+    sizes = sizes or MeshSizes()
+    tensor, pipeline, chunks, experts = sizes.tensor, sizes.pipeline, sizes.chunks, sizes.experts
     if num_gpus % (tensor * pipeline):
         raise InputError(
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} does not divide "
@@ -81,11 +95,13 @@ def make_mesh(
     for flag, value in divided.items():
         if value % tensor:
             raise InputError(f"--tensor-model-parallel-size {tensor} does not divide {flag} {value}")
-    layers = layers or stage_layers(shape, pipeline, chunks)
+    layers = sizes.layers or stage_layers(shape, pipeline, chunks)
     if layers is None:
         raise InputError(f"{shape.num_layers} layers are fewer than {pipeline} x {chunks} pipeline stages")
     data = num_gpus // (tensor * pipeline)
-    expert_tensor = (tensor if expert_tensor is None else expert_tensor) if shape.num_experts else 1
+    expert_tensor = 1
+    if shape.num_experts:
+        expert_tensor = tensor if sizes.expert_tensor is None else sizes.expert_tensor
     if experts > 1 and (not shape.num_experts or shape.num_experts % experts):
         raise InputError(f"--expert-model-parallel-size {experts} does not divide the experts of the model")
     if shape.num_experts:
@@ -95,49 +111,53 @@ def make_mesh(
                 f"--expert-model-parallel-size {experts} x --expert-tensor-parallel-size {expert_tensor} does not fit "
                 f"the {tensor * data} ranks of a stage, {tensor} of them a tensor group"
             )
-    sequence = tensor > 1 if sequence_parallel is None else sequence_parallel
+    sequence = tensor > 1 if sizes.sequence_parallel is None else sizes.sequence_parallel
     return RunMesh(tensor, pipeline, data, layers, chunks, experts, expert_tensor, sequence)
 
 
-def possible_choices(
-    shape: DecoderShape,
-    cluster: Cluster,
-    segment_tokens: Iterable[int] = (2048, 4096, 8192),
-    tensor: Iterable[int] | None = None,
-    pipeline: Iterable[int] | None = None,
-    chunks: Iterable[int] = (1, 2),
-    experts: Iterable[int] | None = None,
-    memory_tokens: int | None = None,
-    activation_tokens: int | None = None,
-    recompute: Iterable[str] = ("tree", "full"),
-) -> Iterator[Choice]:
-    """Yield all choices of these sizes that the model and the cluster allow; None means all powers of two.
+@dataclass(frozen=True)
+class SearchSpace:
+    """The choices to try. None means all powers of two.
 
-    Args:
+    Attributes:
+        memory_tokens, activation_tokens: see ``Choice``.
         recompute: "tree" keeps as many activations as fit, "full" lets Megatron recompute every layer.
     """
-    gpus = cluster.num_gpus
-    expert_sizes = (experts or _powers(gpus)) if shape.num_experts else (1,)
-    for t in tensor or _powers(min(cluster.gpus_per_node, gpus)):
-        for p in pipeline or _powers(min(gpus, MOST_STAGES)):
-            for v in chunks if p > 1 else (1,):
-                for e in expert_sizes:
-                    for mesh in _meshes(shape, gpus, t, p, v, e):
-                        for size in segment_tokens:
-                            for kind in recompute:
-                                is_full = kind == "full"
-                                yield Choice(mesh, size, memory_tokens, None if is_full else activation_tokens, is_full)
+
+    segment_tokens: Sequence[int] = (2048, 4096, 8192)
+    tensor: Sequence[int] | None = None
+    pipeline: Sequence[int] | None = None
+    chunks: Sequence[int] = (1, 2)
+    experts: Sequence[int] | None = None
+    memory_tokens: int | None = None
+    activation_tokens: int | None = None
+    recompute: Sequence[str] = ("tree", "full")
 
 
-def _meshes(shape: DecoderShape, gpus: int, t: int, p: int, v: int, e: int) -> Iterator[RunMesh]:
+def possible_choices(shape: DecoderShape, cluster: Cluster, space: SearchSpace | None = None) -> Iterator[Choice]:
+    """Yield all choices of these sizes that the model and the cluster allow."""
+    space = space or SearchSpace()
+    gpus, memory_tokens = cluster.num_gpus, space.memory_tokens
+    expert_sizes = (space.experts or _powers(gpus)) if shape.num_experts else (1,)
+    for t in space.tensor or _powers(min(cluster.gpus_per_node, gpus)):
+        for p in space.pipeline or _powers(min(gpus, MOST_STAGES)):
+            for v, e in product(space.chunks if p > 1 else (1,), expert_sizes):
+                meshes = _meshes(shape, gpus, MeshSizes(t, p, v, e))
+                for mesh, size, kind in product(meshes, space.segment_tokens, space.recompute):
+                    is_full = kind == "full"
+                    yield Choice(mesh, size, memory_tokens, None if is_full else space.activation_tokens, is_full)
+
+
+def _meshes(shape: DecoderShape, gpus: int, sizes: MeshSizes) -> Iterator[RunMesh]:
     """Yield the meshes of these sizes, with equal stages and with stages balanced by the cost model."""
+    p, v = sizes.pipeline, sizes.chunks
     if shape.num_layers < p * v:
         return
     divisions = {stage_layers(shape, p, v), auto_layers(shape, p, v)} if p > 1 else {(shape.num_layers,)}
-    for expert_tensor in sorted({1, t}) if shape.num_experts else (None,):
+    for expert_tensor in sorted({1, sizes.tensor}) if shape.num_experts else (None,):
         for layers in sorted(divisions):
             try:
-                yield make_mesh(shape, gpus, t, p, v, e, expert_tensor, layers=layers)
+                yield make_mesh(shape, gpus, replace(sizes, expert_tensor=expert_tensor, layers=layers))
             except InputError:
                 continue
 

@@ -39,7 +39,7 @@ from megatron_dta.capacity.work import ReplicaWork, StepWork
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import GIB, SegmentBytes, peak_bytes
+from megatron_dta.planning.costs.segment_bytes import GIB, ChunkTensors, SegmentBytes, peak_bytes
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.planner import DEFAULT_FACTOR, plan_pipeline
 from megatron_dta.planning.pipeline.schedule import (
@@ -76,7 +76,6 @@ class Prediction:
         imbalance: cost of the slowest replica over the mean.
         work: work of the slowest replica.
         recomputed: share of tokens whose forward runs twice.
-        simulated: whether the segments were planned and simulated (else estimated from counts).
     """
 
     choice: Choice
@@ -87,7 +86,11 @@ class Prediction:
     imbalance: float
     work: ReplicaWork
     recomputed: float
-    simulated: bool
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the segments were planned and simulated; otherwise they were estimated from counts."""
+        return self.work.planned is not None
 
     def misses(self, memory_gib: float) -> float:
         """GiB needed beyond the usable share of ``memory_gib``; negative if the choice fits."""
@@ -129,7 +132,7 @@ class Planner:
         kept = None if choice.full_recompute else choice.activation_tokens
         flight = InFlight(tokens, work.segment_tokens, work.in_flight_tokens, kept)
         flights = dict.fromkeys(_telling_stages(mesh), flight)
-        return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed, False)
+        return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed)
 
     def simulate(self, choice: Choice) -> Prediction:
         """Predict from the segments and the schedule that training would plan."""
@@ -168,7 +171,7 @@ class Planner:
         each = self._bytes(choice)
         flights = {stage: _in_flight(segments, schedule, stage, mesh, kept, each) for stage in range(mesh.pipeline)}
         bubble = computing * (wait - 1)
-        return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed, True)
+        return self._prediction(choice, work, flights, busiest, bubble, utilisation, recomputed)
 
     def _training_costs(self, choice: Choice) -> CostModel:
         return training_costs(self.shape, choice.mesh, self.measured, choice.segment_tokens)
@@ -201,7 +204,6 @@ class Planner:
         bubble: float,
         utilisation: float,
         recomputed: float,
-        simulated: bool,
     ) -> Prediction:
         mesh, states, each = choice.mesh, self._states(choice), self._bytes(choice)
         of_stages = {
@@ -215,9 +217,7 @@ class Planner:
             optimizer=optimizer_seconds(self.shape, mesh, self.cluster, states, busiest),
         )
         imbalance = self.step.partition(mesh.data).max_over_mean
-        return Prediction(
-            choice, of_stages[fullest], fullest, time, utilisation, imbalance, work, recomputed, simulated
-        )
+        return Prediction(choice, of_stages[fullest], fullest, time, utilisation, imbalance, work, recomputed)
 
     def fitted(self, choice: Choice) -> Prediction:
         """Estimate ``choice`` with the activations of as many tokens kept as fit into memory."""
@@ -310,16 +310,9 @@ def _in_flight(
     # Bytes that the last stage keeps once for all layers are counted with its last model chunk.
     is_last = (len(mesh.layers) - 1) % mesh.pipeline == stage
     of_stage = each if is_last else replace(each, kept_per_token=0.0)
-    has_input = [v > 0 for v in range(stage, len(mesh.layers), mesh.pipeline)]
-    peak = peak_bytes(
-        program.ops,
-        lengths,
-        paths,
-        kept[stage :: mesh.pipeline].tolist(),
-        program.num_slots,
-        own,
-        has_input=has_input,
-        each=of_stage,
-    )
+    of_chunks = kept[stage :: mesh.pipeline].tolist(), program.num_slots, own
+    virtual = range(stage, len(mesh.layers), mesh.pipeline)
+    chunks = [ChunkTensors(*of_chunk, v > 0) for *of_chunk, v in zip(*of_chunks, virtual, strict=True)]
+    peak = peak_bytes(program.ops, lengths, paths, chunks, of_stage)
     slots = sum(count * layers for count, layers in zip(program.num_slots, own, strict=True))
     return InFlight(slots / max(1, sum(own)), max(lengths, default=0), segments.peak_in_flight_tokens, peak_bytes=peak)

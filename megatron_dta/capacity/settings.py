@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from megatron_dta.capacity.memory import StateSettings
-from megatron_dta.capacity.meshes import Choice, make_mesh
+from megatron_dta.capacity.meshes import Choice, MeshSizes, make_mesh
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import read_json
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
@@ -88,13 +88,15 @@ def read_args_file(path: str, num_gpus: int) -> tuple[DecoderShape, list[Choice]
     mesh = make_mesh(
         shape,
         num_gpus,
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.num_virtual_stages_per_pipeline_rank,
-        parallel.expert_model_parallel_size,
-        parallel.expert_tensor_parallel_size,
-        parallel.sequence_parallel,
-        tuple(stage_layers(model, parallel)),
+        MeshSizes(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.num_virtual_stages_per_pipeline_rank,
+            parallel.expert_model_parallel_size,
+            parallel.expert_tensor_parallel_size,
+            parallel.sequence_parallel,
+            tuple(stage_layers(model, parallel)),
+        ),
     )
     states = StateSettings(
         weights="bf16" if model.bf16 else "fp32",

@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_dta.capacity.cluster import PRESETS, Cluster
 from megatron_dta.capacity.memory import DTYPE_BYTES, RunMesh, StateSettings
-from megatron_dta.capacity.meshes import Choice, make_mesh, possible_choices
+from megatron_dta.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
 from megatron_dta.capacity.report import as_json, print_misses, print_predictions
 from megatron_dta.capacity.search import Planner
 from megatron_dta.capacity.sequences import made_up_sequences
@@ -225,19 +225,21 @@ def choices(arguments: argparse.Namespace, shape: DecoderShape, cluster: Cluster
         possible_choices(
             shape,
             cluster,
-            arguments.tree_segment_tokens or (2048, 4096, 8192),
-            sizes[0],
-            sizes[1],
-            sizes[2] or (1, 2),
-            sizes[3],
-            arguments.tree_memory_tokens,
-            arguments.tree_activation_tokens,
-            arguments.recompute,
+            SearchSpace(
+                arguments.tree_segment_tokens or SearchSpace.segment_tokens,
+                sizes[0],
+                sizes[1],
+                sizes[2] or SearchSpace.chunks,
+                sizes[3],
+                arguments.tree_memory_tokens,
+                arguments.tree_activation_tokens,
+                arguments.recompute,
+            ),
         )
     )
     if not found:
         first = [each[0] if each else 1 for each in sizes]
-        make_mesh(shape, cluster.num_gpus, *first)  # Raises an error that names the flag.
+        make_mesh(shape, cluster.num_gpus, MeshSizes(*first))  # Raises an error that names the flag.
         raise InputError(f"no mesh of {cluster.num_gpus} GPUs has the sizes that were asked for")
     return found
 

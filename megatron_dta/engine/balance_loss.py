@@ -23,10 +23,12 @@ import itertools
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_dta.engine.device_plan import DevicePlan
-from megatron_dta.model import TokenRouting
+from megatron_dta.model import TokenRouting, accumulation_dtype
 from megatron_dta.planning.step.plan import StepPlan
 
 
@@ -35,8 +37,7 @@ class BalanceLoss:
 
     Args:
         layer_numbers: Megatron's numbers of the layers with experts.
-        coefficient: coefficient x E / (K Q) of the formula above.
-        group: the tensor group, if each of its ranks routes a part of the tokens; None if a rank routes all of them.
+        num_sequences: sequences of the step on all ranks, Q of the formula above.
     """
 
     def __init__(
@@ -44,13 +45,15 @@ class BalanceLoss:
         step: StepPlan,
         plan: DevicePlan,
         layer_numbers: list[int],
-        num_experts: int,
-        topk: int,
-        coefficient: float,
-        dtype: torch.dtype,
-        group: torch.distributed.ProcessGroup | None,
+        config: TransformerConfig,
+        num_sequences: int,
     ) -> None:
-        self.plan, self.layer_numbers, self.num_experts, self.group = plan, layer_numbers, num_experts, group
+        self.plan, self.layer_numbers = plan, layer_numbers
+        self.num_experts, topk = config.num_moe_experts, config.moe_router_topk
+        # With sequence parallelism, each rank of the tensor group routes a part of the tokens.
+        self.group = parallel_state.get_tensor_model_parallel_group() if config.sequence_parallel else None
+        coefficient = config.moe_aux_loss_coeff * self.num_experts / (topk * num_sequences)
+        dtype = accumulation_dtype(config.params_dtype)
         tree, device = step.segments.tree, plan.stream.device
         last = tree.node_start[np.asarray(tree.sequence_node) + 1] - 1
         order = np.argsort(last, kind="stable")
@@ -59,7 +62,8 @@ class BalanceLoss:
         lengths = np.asarray(tree.sequence_lengths, dtype=np.float64)[order]
         self.weights_Q = torch.from_numpy(coefficient / lengths**2).to(device, dtype)
         # NaN until a sequence has run to its end, so that a premature request for a gradient is noticed.
-        self.loads_QLE = torch.full((len(last), len(layer_numbers), num_experts), torch.nan, dtype=dtype, device=device)
+        size = len(last), len(layer_numbers), self.num_experts
+        self.loads_QLE = torch.full(size, torch.nan, dtype=dtype, device=device)
         self.experts_NLK = torch.zeros(tree.num_tokens, len(layer_numbers), topk, dtype=torch.int16, device=device)
         starts, ends = step.segments.segment_start, tree.subtree_end
         self.reach = [int(ends[a:b].max(initial=a)) for a, b in itertools.pairwise(starts.tolist())]

@@ -78,28 +78,40 @@ class TreeBatch:
         return _trained(arrays, self.loss_mask)
 
 
+@dataclass(frozen=True)
+class StepPart:
+    """The place of a rank's samples in the whole step.
+
+    Attributes:
+        counts: what the whole step trains; None if the samples are the whole step.
+        sequences: numbers of the samples in the whole step; None if they are the whole step.
+        preference_pairs: int [K, 2], paired samples by these numbers, for pairwise objectives.
+    """
+
+    counts: TrainedCounts | None = None
+    sequences: Sequence[int] | None = None
+    preference_pairs: np.ndarray | None = None
+
+
 def prepare_batch(
     samples: Sequence[TrainingSample],
     tree: TreeConfig,
     loss_aggregation: str = "token-mean",
-    counts: TrainedCounts | None = None,
     pipeline: PipelineShape | None = None,
     loss_length: float | None = None,
-    sequences: Sequence[int] | None = None,
-    preference_pairs: np.ndarray | None = None,
+    part: StepPart | None = None,
 ) -> TreeBatch:
     """Plan a step over ``samples``, and gather the fields of its loss.
 
     Args:
         tree: mode, segment size and budgets.
-        loss_aggregation: one of ``objectives.weights.AGGREGATIONS``, over the whole step; not used with
-            ``preference_pairs``, whose loss is the mean over the pairs.
-        counts: what the whole step trains, if ``samples`` (possibly empty) are only this rank's part of it.
+        loss_aggregation: one of ``objectives.weights.AGGREGATIONS``, over the whole step; not used with preference
+            pairs, whose loss is the mean over the pairs.
         pipeline: the ranks that share the model (``TreeEngine.pipeline``); None if one process holds all of it. Ranks
             that share experts exchange their plans, so all of them must call this function.
         loss_length: constant length of "sequence-sum".
-        sequences: numbers of the samples in the whole step, if they are only a part of it.
-        preference_pairs: int [K, 2], paired samples by their numbers in the whole step, for pairwise objectives.
+        part: what the whole step trains, if ``samples`` (possibly empty) are only this rank's part of it, or if its
+            objective is over pairs.
 
     Raises:
         ValueError: a sample has no trained token, or only some samples have a field.
@@ -116,8 +128,10 @@ def prepare_batch(
         if 0 < len(missing) < len(samples):
             raise ValueError(f"{name} is missing in sample {missing[0]}, though other samples have it")
         fields[name] = None if missing or not samples else _trained(arrays, masks)
+    part = part or StepPart()
+    counts, preference_pairs = part.counts, part.preference_pairs
     num_sequences = len(samples) if counts is None else counts.sequences
-    numbers = np.arange(len(samples)) if sequences is None else np.asarray(sequences, np.int64)
+    numbers = np.arange(len(samples)) if part.sequences is None else np.asarray(part.sequences, np.int64)
     owned = None
     if preference_pairs is not None:
         # The loss of a pair is divided among the logprobs of both sequences: every token gets the same factor.

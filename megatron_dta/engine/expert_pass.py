@@ -16,7 +16,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 
 from megatron_dta.engine.balance_loss import BalanceLoss
 from megatron_dta.engine.batch import TreeBatch
@@ -56,10 +55,7 @@ class ExpertPass:
             weights = token_weights(tree, self.config.moe_z_loss_coeff / num_sequences / lengths)
             self.z_weights_N = torch.from_numpy(weights).to(device, dtype)
         if self.config.moe_aux_loss_coeff:
-            experts, topk = self.config.num_moe_experts, self.config.moe_router_topk
-            factor = self.config.moe_aux_loss_coeff * experts / (topk * num_sequences)
-            group = parallel_state.get_tensor_model_parallel_group() if self.config.sequence_parallel else None
-            self.balance = BalanceLoss(batch.plan, plan, layers, experts, topk, factor, dtype, group)
+            self.balance = BalanceLoss(batch.plan, plan, layers, self.config, num_sequences)
 
     def routing(self, segment: int) -> TokenRouting | None:
         """Routing of a segment; the first forward and a recomputation share it."""

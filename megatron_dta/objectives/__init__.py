@@ -9,7 +9,7 @@ from megatron_dta.objectives.advantages import group_advantages
 from megatron_dta.objectives.dpo import preference_pairs
 from megatron_dta.objectives.estimators import estimate_advantages, sequence_weights
 from megatron_dta.objectives.fields import LossFields, Objective, PairTerms, TokenLosses
-from megatron_dta.objectives.policy import grpo_loss, policy_loss
+from megatron_dta.objectives.policy import policy_loss
 from megatron_dta.objectives.registry import make_objective, make_value_objective
 from megatron_dta.objectives.sft import sft_loss
 from megatron_dta.objectives.weights import TrainedCounts, count_trained, loss_weights, trajectory_shares
@@ -23,7 +23,6 @@ __all__ = [
     "count_trained",
     "estimate_advantages",
     "group_advantages",
-    "grpo_loss",
     "loss_weights",
     "make_objective",
     "make_value_objective",

@@ -12,6 +12,8 @@ KL(policy || reference) for k2, of KL(reference || policy) for k3, and 0 for k1,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,6 +26,15 @@ from megatron_dta.objectives.surrogates import Clip, SurrogateFunction, clipped
 KL_TYPES = ("k1", "k2", "k3")
 
 
+@dataclass(frozen=True)
+class Regularization:
+    """The terms of the loss beside the surrogate; fields are named as their flags."""
+
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k3"
+    entropy_coef: float = 0.0
+
+
 def policy_loss(
     logprobs: Tensor,
     entropy: Tensor,
@@ -32,9 +43,7 @@ def policy_loss(
     surrogate: SurrogateFunction = clipped,
     clip: Clip | None = None,
     correction: Correction | None = None,
-    kl_loss_coef: float = 0.0,
-    kl_loss_type: str = "k3",
-    entropy_coef: float = 0.0,
+    terms: Regularization | None = None,
 ) -> TokenLosses:
     """Loss per token, all tensors [..., T]; ``fields.advantages`` is required, ``ref_logprobs`` with a KL term,
     ``rollout_logprobs`` with a correction.
@@ -47,7 +56,7 @@ def policy_loss(
     """
     if fields.advantages is None:
         raise InputError("the objective needs advantages, or rewards to compute them from")
-    mask = fields.loss_mask
+    mask, terms = fields.loss_mask, terms or Regularization()
     present = masked(logprobs, mask)
     old = present.detach() if fields.old_logprobs is None else masked(fields.old_logprobs.to(present.dtype), mask)
     advantages = masked(fields.advantages.to(present.dtype), mask)
@@ -71,39 +80,15 @@ def policy_loss(
         # A surrogate may be infinite where its weight is 0.
         loss = torch.where(weights == 0, 0.0, loss * weights)
         metrics |= weight_metrics
-    if kl_loss_coef:
+    if terms.kl_loss_coef:
         if fields.ref_logprobs is None:
             raise InputError("--kl-loss-coef above 0 needs the logprobs of a reference model")
-        kl = reference_kl(present, masked(fields.ref_logprobs.to(present.dtype), mask), kl_loss_type)
-        loss = loss + kl_loss_coef * kl
+        kl = reference_kl(present, masked(fields.ref_logprobs.to(present.dtype), mask), terms.kl_loss_type)
+        loss = loss + terms.kl_loss_coef * kl
         metrics["ref_kl"] = masked(kl.detach(), mask)
-    if entropy_coef:
-        loss = loss - entropy_coef * masked(entropy, mask)
+    if terms.entropy_coef:
+        loss = loss - terms.entropy_coef * masked(entropy, mask)
     return TokenLosses(loss, metrics, maxima)
-
-
-def grpo_loss(
-    logprobs: Tensor,
-    entropy: Tensor,
-    fields: LossFields,
-    *,
-    eps_clip: float = 0.2,
-    eps_clip_high: float | None = None,
-    dual_clip: float | None = None,
-    kl_loss_coef: float = 0.0,
-    kl_loss_type: str = "k3",
-    entropy_coef: float = 0.0,
-) -> TokenLosses:
-    """``policy_loss`` with the clipped surrogate and bounds named as their flags."""
-    return policy_loss(
-        logprobs,
-        entropy,
-        fields,
-        clip=Clip(eps_clip, eps_clip_high, dual_clip),
-        kl_loss_coef=kl_loss_coef,
-        kl_loss_type=kl_loss_type,
-        entropy_coef=entropy_coef,
-    )
 
 
 def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_type: str) -> Tensor:

@@ -10,7 +10,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.objectives.corrections import CORRECTION_LEVELS, CORRECTION_MODES, Correction
 from megatron_dta.objectives.dpo import dpo_loss, pair_terms
 from megatron_dta.objectives.fields import Objective
-from megatron_dta.objectives.policy import KL_TYPES, policy_loss
+from megatron_dta.objectives.policy import KL_TYPES, Regularization, policy_loss
 from megatron_dta.objectives.sft import sft_loss
 from megatron_dta.objectives.surrogates import SURROGATES, Clip
 from megatron_dta.objectives.value import value_loss
@@ -50,9 +50,7 @@ def _make_policy(config: ObjectiveSettings) -> Objective:
         surrogate=SURROGATES[config.objective],
         clip=Clip(config.eps_clip, config.eps_clip_high, config.dual_clip),
         correction=correction,
-        kl_loss_coef=config.kl_loss_coef,
-        kl_loss_type=config.kl_loss_type,
-        entropy_coef=config.entropy_coef,
+        terms=Regularization(config.kl_loss_coef, config.kl_loss_type, config.entropy_coef),
     )
     needs_critic = config.objective == "ppo"
     return Objective(

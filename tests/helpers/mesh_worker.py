@@ -195,7 +195,7 @@ def _run_case(case: MeshCase) -> RankResult:
     from megatron.core import parallel_state
 
     from megatron_dta.config import ObjectiveConfig, OptimizationConfig
-    from megatron_dta.engine import TreeEngine, prepare_batch
+    from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
     from megatron_dta.model import build_model, current_mesh, initialize_parallel
     from megatron_dta.objectives import make_objective
     from megatron_dta.objectives.weights import count_trained
@@ -213,7 +213,8 @@ def _run_case(case: MeshCase) -> RankResult:
     engine = TreeEngine(optimizer.chunks, case.temperature, case.tree.logprob_chunk_tokens)
     own = [case.samples[i] for i in case.partition[mesh.data_rank]]
     counts = count_trained([sample.num_trained for sample in case.samples])
-    batch = prepare_batch(own, case.tree, case.aggregation, counts, engine.pipeline(case.tree.tree_segment_tokens))
+    pipeline = engine.pipeline(case.tree.tree_segment_tokens)
+    batch = prepare_batch(own, case.tree, case.aggregation, pipeline, part=StepPart(counts))
     result.logprobs = engine.compute_logprobs(batch)
     if case.parallel.overlap_grad_reduce:
         # In its first step Megatron only learns which gradients to expect; from the second on it overlaps.

@@ -12,7 +12,7 @@ import torch
 
 from conftest import seed_all
 from megatron_dta.config import ParallelConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.objectives import make_value_objective
 from megatron_dta.parity import random_training_samples
@@ -135,7 +135,8 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, Any]:
     optimizer = TrainingOptimizer(critic, OptimizationConfig(train_iters=1, lr=1e-3), parallel)
     engine, own = TreeEngine(optimizer.chunks, 1.0, 5), partition[mesh.data_rank]
     counts = count_trained([sample.num_trained for sample in samples])
-    batch = prepare_batch([samples[i] for i in own], tree_config("dta", 6), "token-mean", counts, engine.pipeline(6))
+    mine, part = [samples[i] for i in own], StepPart(counts)
+    batch = prepare_batch(mine, tree_config("dta", 6), pipeline=engine.pipeline(6), part=part)
     values = engine.compute_logprobs(batch)
     optimizer.zero_grad()
     result = engine.forward_backward(batch, make_value_objective(CLIP))

@@ -47,7 +47,7 @@ def _train(
     """Losses and gradient norms of steps, in the third of which one replica is idle, and the weights then."""
     from megatron.core import dist_checkpointing
 
-    from megatron_dta.engine import TreeEngine, prepare_batch
+    from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
     from megatron_dta.model import build_model, current_mesh, destroy_parallel, initialize_parallel
     from megatron_dta.objectives.weights import count_trained
     from megatron_dta.parity import random_training_samples
@@ -76,7 +76,7 @@ def _train(
         cut = len(samples) if step == 2 or mesh.data_size == 1 else 4
         own = samples[:cut] if mesh.data_rank == 0 else samples[cut:]
         optimizer.zero_grad()
-        batch = prepare_batch(own, tree_config("dta", 9), counts=counts, pipeline=engine.pipeline(9))
+        batch = prepare_batch(own, tree_config("dta", 9), pipeline=engine.pipeline(9), part=StepPart(counts))
         loss = float(engine.forward_backward(batch, GRPO).loss)
         record.append((loss, optimizer.step(loss).grad_norm))
     if save is not None:

@@ -29,8 +29,6 @@ class TreeAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: object = None,
         **_: object,
     ) -> None:
         super().__init__(config=config)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -212,14 +213,27 @@ class MemoryBudget:
         return self.gib + missing / (1 - UNDIVIDED) / GIB
 
 
+class ChunkTensors(NamedTuple):
+    """What a model chunk of a rank holds.
+
+    Attributes:
+        kept: for each segment, whether it keeps its activations.
+        num_slots: number of its K/V slots.
+        layers: number of its layers.
+        has_input: whether a stage precedes it.
+    """
+
+    kept: Sequence[bool]
+    num_slots: int
+    layers: float
+    has_input: bool
+
+
 def peak_bytes(
     ops: Sequence[tuple[OpKind, int, int]],
     lengths: Sequence[int],
     path_tokens: Sequence[int],
-    kept: Sequence[Sequence[bool]],
-    num_slots: Sequence[int],
-    layers: Sequence[float],
-    has_input: Sequence[bool],
+    chunks: Sequence[ChunkTensors],
     each: SegmentBytes,
 ) -> float:
     """Peak bytes of a rank's ops, including K/V slots and fixed bytes.
@@ -227,15 +241,15 @@ def peak_bytes(
     Args:
         ops: (kind, segment, model chunk) in order.
         lengths, path_tokens: for each segment, its number of tokens, and that of its root path including its own.
-        kept: for each model chunk of the rank, whether each segment keeps its activations.
-        num_slots, layers, has_input: for each model chunk, its K/V slots, its layers, and whether a stage precedes it.
+        chunks: the rank's model chunks.
     """
-    slots = each.fixed + sum(count * each.slot(own) for count, own in zip(num_slots, layers, strict=True))
+    slots = each.fixed + sum(chunk.num_slots * each.slot(chunk.layers) for chunk in chunks)
     live = peak = 0.0
-    for kind, segment, chunk in ops:
-        activations = each.kept(layers[chunk]) * lengths[segment]
-        keeps = kept[chunk][segment]
-        held = activations if keeps else has_input[chunk] * each.input_per_token * lengths[segment]
+    for kind, segment, index in ops:
+        chunk = chunks[index]
+        activations = each.kept(chunk.layers) * lengths[segment]
+        keeps = chunk.kept[segment]
+        held = activations if keeps else chunk.has_input * each.input_per_token * lengths[segment]
         work = each.work(lengths[segment], path_tokens[segment])
         if kind is OpKind.FORWARD:
             live += held

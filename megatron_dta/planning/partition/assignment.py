@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_dta.planning.partition.pair_cuts import PairCuts
 from megatron_dta.planning.partition.sequence_runs import SequenceRuns
 
 # A change must gain this share of the mean cost, which is above the rounding errors of the sums.
@@ -21,8 +20,6 @@ MOST_CANDIDATES = 256
 IDLEST = 8
 NEAREST = 3
 NEAR_RUNS = np.array([step for step in range(-NEAREST, NEAREST + 1) if step])
-# Runs of the slowest rank whose target ranks are tried as partners for a new division.
-PARTNERS = 4
 # Number of least loaded ranks that the slowest rank may swap with.
 SWAP_RANKS = 12
 
@@ -88,24 +85,17 @@ class Assignment:
         self.rank[runs] = ranks
         self._update()
 
-    def relieve(self, steps: int, good: float, cap: float = np.inf) -> int:
-        """Take work from the slowest rank by at most ``steps`` moves, swaps and new divisions.
+    def relieve(self, steps: int, good: float) -> int:
+        """Take work from the slowest rank by at most ``steps`` moves and swaps; return the number of changes.
 
-        Stops when no change helps, or when the slowest rank costs at most ``good`` times the mean. No change raises
-        the cost of all ranks above ``cap``. Returns the number of changes.
+        Stops when no change helps, or when the slowest rank costs at most ``good`` times the mean.
         """
         for step in range(steps):
             if self.cost.max() <= good * self.cost.mean():
                 return step
             slowest = int(self.cost.argmax())
-            members = self.members(slowest)
-            members = evenly_sampled(members, MOST_CANDIDATES)
-            room = cap - self.cost.sum() + self.gain
-            if not (
-                self._move_from(slowest, members, room)
-                or self._swap_from(slowest, members, room)
-                or self._redivide(slowest, room)
-            ):
+            members = evenly_sampled(self.members(slowest), MOST_CANDIDATES)
+            if not (self._move_from(slowest, members) or self._swap_from(slowest, members)):
                 return step
         return steps
 
@@ -119,7 +109,7 @@ class Assignment:
         near = np.clip(own[:, None] + NEAR_RUNS, 0, len(begin) - 1)
         return np.concatenate([np.broadcast_to(idlest, (len(run), IDLEST)), self.rank[begin[near]]], axis=1)
 
-    def _move_from(self, slowest: int, members: np.ndarray, room: float) -> bool:
+    def _move_from(self, slowest: int, members: np.ndarray) -> bool:
         """Make the best move of a run from the slowest rank, if any move helps."""
         if self.size[slowest] < 2:
             return False
@@ -130,7 +120,7 @@ class Assignment:
         worse = np.maximum(top - leaving, self.cost[target] + joining)
         # Duplicated work costs all ranks, so a move that shares more beats one that is merely more even.
         value = worse + np.maximum(joining - leaving, 0)
-        value[(worse >= top - self.gain) | (joining - leaving > room) | (target == slowest)] = np.inf
+        value[(worse >= top - self.gain) | (target == slowest)] = np.inf
         best = int(value.argmin())
         run, place = divmod(best, value.shape[1])
         if value[run, place] == np.inf:
@@ -138,7 +128,7 @@ class Assignment:
         self.put(members[run : run + 1], target[run, place])
         return True
 
-    def _swap_from(self, slowest: int, members: np.ndarray, room: float) -> bool:
+    def _swap_from(self, slowest: int, members: np.ndarray) -> bool:
         """Swap a run of the slowest rank with one of another rank, if that helps."""
         top = self.cost[slowest]
         idlest = np.argsort(self.cost, kind="stable")[:SWAP_RANKS]
@@ -156,44 +146,22 @@ class Assignment:
         worse = np.maximum(top - out + back, self.cost[rank][None, :] + joining - leaving)
         added = joining - leaving + back - out
         value = worse + np.maximum(added, 0)
-        value[(worse >= top - self.gain) | (added > room)] = np.inf
+        value[worse >= top - self.gain] = np.inf
         tried = min(SWAPS_TRIED, value.size)
         for pair in np.argsort(value, axis=None, kind="stable")[:tried] if value.size < 4096 else _least(value, tried):
             mine, other = divmod(int(pair), len(others))
             if value[mine, other] == np.inf:
                 break
-            if self.exchange(int(members[mine]), int(others[other]), top - self.gain, room):
+            if self._exchange(int(members[mine]), int(others[other]), top - self.gain):
                 return True
         return False
 
-    def _redivide(self, slowest: int, room: float) -> bool:
-        """Divide the runs of the slowest rank and another rank in a new way, if that helps."""
-        top = self.cost[slowest]
-        best, chosen = np.inf, None
-        members = self.members(slowest)
-        for rank in np.unique(self.targets(evenly_sampled(members, PARTNERS))).tolist():
-            if rank == slowest or self.size[slowest] + self.size[rank] < 2:
-                continue
-            cuts = PairCuts.of(self.runs, np.sort(np.append(members, self.members(rank))))
-            added = cuts.total - top - self.cost[rank]
-            value = cuts.slower + np.maximum(added, 0)
-            value[(cuts.slower >= top - self.gain) | (added > room)] = np.inf
-            choice = int(value.argmin())
-            if value.flat[choice] < best:
-                best, chosen = value.flat[choice], (rank, cuts, choice)
-        if chosen is None:
-            return False
-        rank, cuts, choice = chosen
-        self.put(cuts.members, np.where(cuts.inside(choice), slowest, rank))
-        return True
-
-    def exchange(self, mine: int, other: int, limit: float, room: float) -> bool:
-        """Swap two runs if each rank then costs at most ``limit``, and both together at most ``room`` more."""
+    def _exchange(self, mine: int, other: int, limit: float) -> bool:
+        """Swap two runs if each of their ranks then costs at most ``limit``."""
         a, b = int(self.rank[mine]), int(self.rank[other])
         after_a = np.sort(np.append(np.setdiff1d(self.members(a), [mine]), other))
         after_b = np.sort(np.append(np.setdiff1d(self.members(b), [other]), mine))
-        cost_a, cost_b = self.cost_of(after_a), self.cost_of(after_b)
-        if max(cost_a, cost_b) > limit or cost_a + cost_b - self.cost[a] - self.cost[b] > room:
+        if max(self.cost_of(after_a), self.cost_of(after_b)) > limit:
             return False
         self.put(np.array([mine, other]), np.array([b, a]))
         return True

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.partition.baselines import contiguous, first_stops_of_leaves
+from megatron_dta.planning.partition.baselines import first_stops_of_leaves
 from megatron_dta.planning.partition.search import assign, fill_idle
 from megatron_dta.planning.partition.sequence_costs import RankCounts, SequenceCosts
 from megatron_dta.planning.partition.sequence_runs import SequenceRuns
@@ -160,12 +160,8 @@ def partition_costs(costs: SequenceCosts, num_ranks: int, fill_idle_ranks: bool 
     atoms, atom_of_stop = SequenceRuns.atoms(costs)
     if not len(atoms):
         return Partition.of(costs, np.zeros(0, dtype=np.int64), num_ranks)
-    units, bound = np.arange(len(atoms)), None
-    if not costs.labelled:
-        units = first_stops_of_leaves(costs)
-        bound = np.empty(len(atoms), dtype=np.int64)
-        bound[costs.stop_of_sequence] = contiguous(costs.tree, num_ranks)
-    rank = assign(atoms, num_ranks, units, bound)
+    units = np.arange(len(atoms)) if costs.labelled else first_stops_of_leaves(costs)
+    rank = assign(atoms, num_ranks, units)
     if fill_idle_ranks:
         rank = fill_idle(atoms, rank, num_ranks)
     rank = rank[atom_of_stop[costs.stop_of_sequence]]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_dta.planning.costs.model import CostModel
-from megatron_dta.planning.costs.segment_bytes import MemoryBudget, peak_bytes
+from megatron_dta.planning.costs.segment_bytes import ChunkTensors, MemoryBudget, peak_bytes
 from megatron_dta.planning.pipeline.costs import PipelineCosts
 from megatron_dta.planning.pipeline.planner import plan_pipeline
 from megatron_dta.planning.pipeline.schedule import (
@@ -200,13 +200,10 @@ def stage_peak_bytes(segments: SegmentPlan, plan: PassPlan, shape: PipelineShape
         shape: the pipeline; it must have a memory budget, whose byte counts are used.
     """
     program = stage_program(segments, plan, stage)
-    return peak_bytes(
-        [(op.kind, op.segment, op.chunk) for op in program.ops],
-        segments.lengths.tolist(),
-        segments.in_flight_tokens.tolist(),
-        plan.kept[stage :: shape.num_stages].tolist(),
-        program.num_slots,
-        shape.layers[stage :: shape.num_stages],
-        [chunk > 0 or stage > 0 for chunk in range(shape.num_chunks)],
-        shape.memory.bytes,
-    )
+    kept, layers = plan.kept[stage :: shape.num_stages].tolist(), shape.layers[stage :: shape.num_stages]
+    chunks = [
+        ChunkTensors(kept[chunk], program.num_slots[chunk], layers[chunk], chunk > 0 or stage > 0)
+        for chunk in range(shape.num_chunks)
+    ]
+    lengths, paths = segments.lengths.tolist(), segments.in_flight_tokens.tolist()
+    return peak_bytes(program.ops, lengths, paths, chunks, shape.memory.bytes)

@@ -16,7 +16,7 @@ import torch
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ObjectiveConfig, TreeConfig
-from megatron_dta.engine import TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
 from megatron_dta.objectives.weights import count_trained
 from megatron_dta.planning import CostModel, cut_mini_batches
 from megatron_dta.planning.partition.divide import partition_samples
@@ -73,11 +73,9 @@ class StepSamples:
                 [self.samples[i] for i in self.own],
                 tree,
                 settings.loss_aggregation,
-                counts,
                 engine.pipeline(tree.tree_segment_tokens),
                 settings.loss_length,
-                self.own,
-                self.preference_pairs,
+                StepPart(counts, self.own, self.preference_pairs),
             )
             self.plan_seconds = time.perf_counter() - start
         return self.planned

@@ -10,7 +10,7 @@ import pytest
 from conftest import seed_all
 from megatron_dta.capacity.cluster import PRESETS, Cluster
 from megatron_dta.capacity.memory import InFlight, RunMesh, StateSettings, rank_parameters, stage_memory
-from megatron_dta.capacity.meshes import Choice, make_mesh, possible_choices
+from megatron_dta.capacity.meshes import Choice, MeshSizes, SearchSpace, make_mesh, possible_choices
 from megatron_dta.capacity.search import USABLE, Planner
 from megatron_dta.capacity.sequences import made_up_sequences
 from megatron_dta.capacity.step_time import calibrated, mesh_costs, send_seconds, stage_time, training_costs
@@ -122,7 +122,7 @@ def test_parameters_are_those_of_the_real_model(seed: int) -> None:
 
 @pytest.mark.parametrize("shape", [SMALL, EXPERTS], ids=["dense", "experts"])
 def test_ranks_together_hold_the_model(shape: DecoderShape) -> None:
-    mesh = make_mesh(shape, 16, tensor=2, pipeline=4, experts=2 if shape.num_experts else 1, expert_tensor=1)
+    mesh = make_mesh(shape, 16, MeshSizes(tensor=2, pipeline=4, experts=2 if shape.num_experts else 1, expert_tensor=1))
     whole = RankParameters(0)
     for stage in range(4):
         whole += rank_parameters(shape, mesh, stage)
@@ -152,7 +152,7 @@ def test_states_are_those_of_the_real_optimizer() -> None:
 
 
 def test_states_are_divided_offloaded_and_smaller() -> None:
-    mesh, nothing = make_mesh(SMALL, 8, tensor=2), InFlight(0, 0, 0)
+    mesh, nothing = make_mesh(SMALL, 8, MeshSizes(tensor=2)), InFlight(0, 0, 0)
 
     def optimizer(**more: object) -> float:
         return stage_memory(SMALL, mesh, StateSettings(**more), 0, nothing).optimizer
@@ -164,8 +164,8 @@ def test_states_are_divided_offloaded_and_smaller() -> None:
     assert optimizer(optimizer=False) == 0
     host = stage_memory(SMALL, mesh, StateSettings(offload_fraction=1.0), 0, nothing).host
     assert host == pytest.approx(whole / 4 * 16 / 12)
-    experts = stage_memory(EXPERTS, make_mesh(EXPERTS, 8, experts=4), StateSettings(), 0, nothing)
-    held = rank_parameters(EXPERTS, make_mesh(EXPERTS, 8, experts=4), 0)
+    experts = stage_memory(EXPERTS, make_mesh(EXPERTS, 8, MeshSizes(experts=4)), StateSettings(), 0, nothing)
+    held = rank_parameters(EXPERTS, make_mesh(EXPERTS, 8, MeshSizes(experts=4)), 0)
     assert experts.optimizer == pytest.approx(12 * (held.dense / 8 + held.experts / 2))
 
 
@@ -201,7 +201,7 @@ def step_of_training(plan: Planner, mesh: RunMesh, segment_tokens: int) -> StepP
 @pytest.mark.parametrize(("pipeline", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_a_plan_is_that_of_training_and_its_parts_add_up(pipeline: int, chunks: int) -> None:
     plan = planner()
-    mesh = make_mesh(SMALL, 8, pipeline=pipeline, chunks=chunks)
+    mesh = make_mesh(SMALL, 8, MeshSizes(pipeline=pipeline, chunks=chunks))
     found = plan.simulate(Choice(mesh, 256))
     assert sum(found.time.parts().values()) == found.time.total
     assert sum(found.memory.parts().values()) == found.memory.total
@@ -247,7 +247,7 @@ def test_recomputation_takes_time_and_less_memory() -> None:
 
 def test_the_search_finds_what_trying_all_would() -> None:
     plan = planner(4)
-    choices = list(possible_choices(SMALL, plan.cluster, (128, 512), recompute=("tree",)))
+    choices = list(possible_choices(SMALL, plan.cluster, SearchSpace((128, 512), recompute=("tree",))))
     best, misses = plan.search(choices, top=len(choices))
     assert not misses
     tried = {}
@@ -325,13 +325,13 @@ def test_impossible_numbers_are_refused(numbers: tuple[int, ...], message: str) 
 
 def test_meshes_and_clusters_that_cannot_be_are_refused() -> None:
     with pytest.raises(InputError, match="--tensor-model-parallel-size 3"):
-        make_mesh(SMALL, 9, tensor=3)
+        make_mesh(SMALL, 9, MeshSizes(tensor=3))
     with pytest.raises(InputError, match="does not divide --num-gpus 6"):
-        make_mesh(SMALL, 6, tensor=4)
+        make_mesh(SMALL, 6, MeshSizes(tensor=4))
     with pytest.raises(InputError, match="fewer than"):
-        make_mesh(SMALL, 64, pipeline=8, chunks=4)
+        make_mesh(SMALL, 64, MeshSizes(pipeline=8, chunks=4))
     with pytest.raises(InputError, match="--expert-model-parallel-size 2"):
-        make_mesh(SMALL, 8, experts=2)
+        make_mesh(SMALL, 8, MeshSizes(experts=2))
     with pytest.raises(InputError, match="--num-gpus 12 is not a multiple"):
         Cluster(12)
     with pytest.raises(InputError, match="offloaded states are float32"):
@@ -350,11 +350,13 @@ def test_short_segments_wait_for_their_launches() -> None:
     assert free.time.gemm == found.time.gemm
     # Each of a rank's experts is launched.
     few, many = (
-        stage_time(EXPERTS, make_mesh(EXPERTS, 8, experts=e), plan.cluster, found.work, 0).launches for e in (8, 2)
+        stage_time(EXPERTS, make_mesh(EXPERTS, 8, MeshSizes(experts=e)), plan.cluster, found.work, 0).launches
+        for e in (8, 2)
     )
     assert few < many
     together = replace(EXPERTS, moe_grouped_gemm=True)
-    grouped = [stage_time(together, make_mesh(EXPERTS, 8, experts=e), plan.cluster, found.work, 0) for e in (8, 2)]
+    meshes = [make_mesh(EXPERTS, 8, MeshSizes(experts=e)) for e in (8, 2)]
+    grouped = [stage_time(together, mesh, plan.cluster, found.work, 0) for mesh in meshes]
     assert grouped[0].launches == pytest.approx(grouped[1].launches, rel=0.2)
     assert grouped[1].launches < few
     with pytest.raises(InputError, match="--moe-grouped-gemm has no effect without --num-experts"):
@@ -364,7 +366,7 @@ def test_short_segments_wait_for_their_launches() -> None:
 def test_links_between_nodes_are_slower() -> None:
     cluster = Cluster(16)
     assert cluster.link(8) > cluster.link(16) == cluster.link(2, stride=8)
-    inside = stage_time(SMALL, make_mesh(SMALL, 16, tensor=4), cluster, small_work(), 0).tensor
+    inside = stage_time(SMALL, make_mesh(SMALL, 16, MeshSizes(tensor=4)), cluster, small_work(), 0).tensor
     assert inside > 0
     assert stage_time(SMALL, make_mesh(SMALL, 16), cluster, small_work(), 0).tensor == 0
 

@@ -16,7 +16,7 @@ import pytest
 from conftest import REPOSITORY, rollout_file
 from megatron_dta.capacity.cluster import Cluster
 from megatron_dta.capacity.memory import FIXED_BYTES, RunMesh, StateSettings
-from megatron_dta.capacity.meshes import Choice, make_mesh
+from megatron_dta.capacity.meshes import Choice, MeshSizes, make_mesh
 from megatron_dta.capacity.search import Planner
 from megatron_dta.capacity.step_time import mesh_costs
 from megatron_dta.capacity.work import StepWork
@@ -53,9 +53,11 @@ def test_prediction(settings: dict[str, Any], row: dict[str, Any]) -> None:
     mesh = make_mesh(
         shape,
         settings["processes"],
-        tensor=settings["tensor_model_parallel_size"],
-        pipeline=settings["pipeline_model_parallel_size"],
-        sequence_parallel=settings["sequence_parallel"],
+        MeshSizes(
+            tensor=settings["tensor_model_parallel_size"],
+            pipeline=settings["pipeline_model_parallel_size"],
+            sequence_parallel=settings["sequence_parallel"],
+        ),
     )
     grads = "bf16" if settings.get("bf16_gradients") else "fp32"
     states = StateSettings(optimizer=False, distributed_optimizer=False, main_grads=grads)

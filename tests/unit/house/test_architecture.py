@@ -17,6 +17,15 @@ PYTHON_FILES = sorted(
     for path in (REPOSITORY / folder).rglob("*.py")
 )
 
+MOST_PARAMETERS = 7
+# Functions that still have more, by file and name. ``option`` describes a setting; the others must become shorter.
+MANY_PARAMETERS = {
+    ("megatron_dta/config/options.py", "option"),
+    ("megatron_dta/model/attention/paged_context.py", "__init__"),
+    ("megatron_dta/sampling/engines/in_process/engine.py", "__init__"),
+    ("megatron_dta/training/data/prepare.py", "__init__"),
+}
+
 
 def run(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -47,6 +56,21 @@ def test_file_is_short_and_explained(path: Path):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno - node.lineno < 80, f"{node.name} has 80 lines or more"
+
+
+def test_functions_have_few_parameters():
+    """Kernels are exempt, because they take pointers, sizes and strides one by one."""
+    found = set()
+    for path in PYTHON_FILES:
+        name = str(path.relative_to(REPOSITORY))
+        if name.startswith(("kernels/", "tests/")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if sum(argument.arg not in ("self", "cls") for argument in arguments) > MOST_PARAMETERS:
+                    found.add((name, node.name))
+    assert found <= MANY_PARAMETERS
 
 
 def test_only_the_compatibility_module_patches_megatron_and_torch():

@@ -18,8 +18,8 @@ from megatron_dta.objectives import (
     count_trained,
     estimate_advantages,
     group_advantages,
-    grpo_loss,
     loss_weights,
+    policy_loss,
     trajectory_shares,
 )
 from megatron_dta.rollouts import Rollout, cut_turns
@@ -189,7 +189,7 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(mode: str, seed: int) -> Non
                     to[row, : lengths[q]] = values
             logprobs, advantages, old = stacked
             logprobs.requires_grad_()
-            losses = grpo_loss(logprobs, torch.zeros_like(logprobs), LossFields(mask, advantages, old))
+            losses = policy_loss(logprobs, torch.zeros_like(logprobs), LossFields(mask, advantages, old))
             weights = torch.from_numpy(loss_weights(trained[piece], mode, counts))[:, None]
             loss = (losses.loss * weights).sum()
             loss.backward()

@@ -11,7 +11,9 @@ import torch
 from conftest import seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ObjectiveConfig
-from megatron_dta.objectives import LossFields, TokenLosses, grpo_loss, make_objective, sft_loss
+from megatron_dta.objectives import LossFields, TokenLosses, make_objective, policy_loss, sft_loss
+from megatron_dta.objectives.policy import Regularization
+from megatron_dta.objectives.surrogates import Clip
 
 # Every option alone and all at once.
 GRPO_VARIANTS = [
@@ -66,6 +68,19 @@ def grpo_token(
     }[options.get("kl_loss_type", "k3")]
     bonus = options.get("entropy_coef", 0.0)
     return loss + coefficient * kl - bonus * entropy, slope + coefficient * kl_slope, -bonus, branch
+
+
+def grpo_loss(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    fields: LossFields,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    dual_clip: float | None = None,
+    **terms: object,
+) -> TokenLosses:
+    clip = Clip(eps_clip, eps_clip_high, dual_clip)
+    return policy_loss(logprobs, entropy, fields, clip=clip, terms=Regularization(**terms))
 
 
 def gradients(losses: TokenLosses, *inputs: torch.Tensor, weights: torch.Tensor | None = None) -> list[torch.Tensor]:

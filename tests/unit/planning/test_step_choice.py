@@ -13,7 +13,14 @@ from conftest import rollout_file, seed_all
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.named_shapes import SHAPES
-from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget, RankTensors, SegmentBytes, peak_bytes
+from megatron_dta.planning.costs.segment_bytes import (
+    GIB,
+    ChunkTensors,
+    MemoryBudget,
+    RankTensors,
+    SegmentBytes,
+    peak_bytes,
+)
 from megatron_dta.planning.costs.segment_counts import segment_counts
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments import recompute
@@ -151,9 +158,10 @@ def test_bytes_of_a_walk(seed: int) -> None:
     plan = random_segments(rng, int(rng.integers(1, 30)))
     kept = rng.random(plan.num_segments) < 0.5
     ops = [(kind, segment, 0) for kind, segment in depth_first_schedule(plan)]
-    arguments = (ops, plan.lengths, plan.in_flight_tokens, [kept], [plan.peak_in_flight_tokens], [LAYERS])
-    assert peak_bytes(*arguments, [False], EACH) == pytest.approx(slow_peak(plan, kept))
-    assert peak_bytes(*arguments, [True], EACH) >= slow_peak(plan, kept)
+    first, later = (ChunkTensors(kept, plan.peak_in_flight_tokens, LAYERS, has_input) for has_input in (False, True))
+    arguments = ops, plan.lengths, plan.in_flight_tokens
+    assert peak_bytes(*arguments, [first], EACH) == pytest.approx(slow_peak(plan, kept))
+    assert peak_bytes(*arguments, [later], EACH) >= slow_peak(plan, kept)
 
 
 @pytest.mark.parametrize("seed", range(40))
