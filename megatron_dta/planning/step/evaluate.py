@@ -101,8 +101,7 @@ def out_of_memory_error(
     in_flight = f"with {memory_tokens} tokens in flight" if memory_tokens else f"of sequences of {longest} tokens"
     where = f" on pipeline rank {rank}" if len(memory.constant) > 1 else ""
     return InputError(
-        f"--tree-memory-gib {memory.gib:g}: too little by {missing / GIB:.2f} GiB{where}; weights, gradients and "
-        f"optimizer states take {constant:.2f} GiB, and a step {in_flight} in segments of {segment_tokens} takes "
-        f"{needed - constant:.2f} GiB at least, so give {enough:.2f} or more, or divide the model over "
-        "more ranks"
+        f"--tree-memory-gib {memory.gib:g} is {missing / GIB:.2f} GiB too small{where}: weights, gradients and "
+        f"optimizer states take {constant:.2f} GiB, and a step {in_flight} in segments of {segment_tokens} needs at "
+        f"least {needed - constant:.2f} GiB; set it to {enough:.2f} or more, or divide the model over more ranks"
     )

@@ -100,8 +100,8 @@ def test_fitted_on_this_machine_and_used_for_a_step(tmp_path: Path) -> None:
     assert "was measured with dtype float32, but the model has bfloat16" in line
 
     line = error_of(run(STEP, *step, "--tree-memory-gib", 0.001))
-    assert "--tree-memory-gib 0.001: too little by" in line
-    enough = re.search(r"so give ([0-9.]+) or more", line)[1]
+    assert "--tree-memory-gib 0.001 is " in line
+    enough = re.search(r"set it to ([0-9.]+) or more", line)[1]
     done = run(STEP, *step, "--tree-memory-gib", enough)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -156,7 +156,7 @@ def test_gradients_do_not_depend_on_the_memory() -> None:
     constant = constant_bytes([model])
     tree = TreeConfig(tree_segment_tokens=64, tree_memory_gib=1e-6)
     engine.limit_memory(1e-6, constant)
-    with pytest.raises(InputError, match="too little by"):
+    with pytest.raises(InputError, match="GiB too small"):
         gradients(engine, tree)
     recomputed = []
     for extra in (1.2e6, 1.5e6, 8e6):
@@ -257,5 +257,5 @@ def test_training_within_a_memory_limit(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         make_trainer(f"{line} --cost-model {tmp_path}/none.json")
     trainer, _ = make_trainer(f"{line} --tree-memory-gib 0.001")
-    with pytest.raises(InputError, match="too little by"):
+    with pytest.raises(InputError, match="GiB too small"):
         trainer.run()

@@ -22,11 +22,11 @@ from megatron_dta.planning.pipeline.schedule import backward_order, peak_in_flig
 from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slow_times
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_forest(seed: int) -> None:
-    """Runs to its end, keeps all orders and the limit, is no faster than the bound; 20 forests each."""
+    """Runs to its end, keeps all orders and the limit, is no faster than the bound; 15 forests each."""
     rng = seed_all(seed)
-    for number in range(20):
+    for number in range(15):
         count, stages, chunks = int(rng.integers(0, 20)), int(rng.integers(1, 7)), int(rng.integers(1, 4))
         parents, lengths = random_tree(rng, count, SHAPES[number % len(SHAPES)]), rng.integers(1, 50, count)
         costs = random_costs(rng, stages * chunks, lengths)
@@ -76,7 +76,7 @@ def test_every_policy_on_many_forests(seed: int) -> None:
         assert max(peak_in_flight(schedule, lengths)) <= limit / chunks
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_simulation_against_its_slow_twin(seed: int) -> None:
     rng = seed_all(seed)
     for _ in range(4):
@@ -97,7 +97,7 @@ def test_simulation_against_its_slow_twin(seed: int) -> None:
         assert timeline.utilisation == pytest.approx(sum(busy) / (stages * makespan), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_against_all_schedules(seed: int) -> None:
     """On tiny pipelines nothing beats the plan by more than 2%, and the bound beats nothing."""
     rng = seed_all(seed)
@@ -117,7 +117,7 @@ def test_against_all_schedules(seed: int) -> None:
     assert makespan_bound(parents, lengths, costs, stages, 1, limit) <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_equal_costs_reach_the_closed_form(seed: int) -> None:
     """(N + P - 1)(f + b), and with C chunks of times f and b on each rank (C N + P - 1)(f + b) for full groups."""
     rng = seed_all(seed)
@@ -181,13 +181,13 @@ def test_costs_of_segments() -> None:
     np.testing.assert_allclose(costs.work, (forward + backward).sum(axis=1))
 
 
-def test_ten_thousand_segments_on_eight_stages() -> None:
+def test_three_thousand_segments_on_eight_stages() -> None:
     rng = seed_all(0)
-    parents, lengths = random_tree(rng, 10_000, "deep"), rng.integers(200, 2049, 10_000)
+    parents, lengths = random_tree(rng, 3000, "deep"), rng.integers(200, 2049, 3000)
     costs = PipelineCosts(np.tile(lengths / 2048, (8, 1)), np.tile(lengths / 1024, (8, 1)))
     begin = time.perf_counter()
     schedule = plan_pipeline(parents, lengths, costs, 8)
-    assert time.perf_counter() - begin < 60, "a few seconds on an idle machine; the rest is room for a busy one"
+    assert time.perf_counter() - begin < 40, "a second on an idle machine; the rest is room for a busy one"
     check_schedule(schedule, parents)
     assert simulate(schedule, parents, costs).utilisation > 0.97
 

@@ -37,11 +37,11 @@ def plan_of(parents: np.ndarray, lengths: np.ndarray) -> SegmentPlan:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_static_schedule_has_the_closed_form(shape: str, seed: int) -> None:
-    """Makespan (N + P - 1)(f + b) and min(N, D + P - 1 - s) segments in flight, on 200 forests each."""
+    """Makespan (N + P - 1)(f + b) and min(N, D + P - 1 - s) segments in flight, on 60 forests each."""
     rng = seed_all(seed)
-    for _ in range(200):
+    for _ in range(60):
         count, stages = int(rng.integers(1, 30)), int(rng.integers(1, 9))
         parents = random_tree(rng, count, shape)
         forward, backward = rng.integers(1, 9, 2).tolist()
@@ -71,7 +71,7 @@ def test_one_forward_less_comes_to_a_halt(seed: int) -> None:
             check_schedule(PipelineSchedule(stages, 1, ops), parents)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_one_stage_is_the_depth_first_schedule(seed: int) -> None:
     rng = seed_all(seed)
     lengths = rng.integers(1, 50, int(rng.integers(1, 40)))

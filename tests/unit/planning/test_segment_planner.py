@@ -83,10 +83,10 @@ def check_execution(plan: SegmentPlan, ancestors: list[set[int]], budget: int) -
     assert plan.depth == max(len(each) + 1 for each in ancestors)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_plans_of_random_forests(seed: int) -> None:
     rng = seed_all(seed)
-    for _ in range(25):
+    for _ in range(20):
         sequences = random_sequences(rng, int(rng.integers(1, 12)), int(rng.integers(1, 4)), int(rng.integers(1, 9)))
         tree = build_prefix_tree(sequences)
         segment_tokens = int(rng.integers(1, 10))
@@ -94,7 +94,7 @@ def test_plans_of_random_forests(seed: int) -> None:
             check_plan(plan_segments(tree, segment_tokens, budget), sequences, segment_tokens, budget)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_plans_of_forests_of_long_branches(seed: int) -> None:
     """Branches of many segments, where crossing a boundary, early ends and runs come into play; quick checks only."""
     rng = seed_all(seed)
@@ -155,7 +155,7 @@ def fewest_segments(parent: list[int], segment_tokens: int, budget: int) -> int:
 def test_planner_against_all_plans() -> None:
     """Against every sibling order and set of cuts: never better, nearly always as good, feasible when a plan is."""
     planned = best = exact = cases = 0
-    for seed in range(150):
+    for seed in range(60):
         rng = np.random.default_rng(seed)
         sequences = random_sequences(rng, int(rng.integers(1, 8)), 3, int(rng.integers(1, 6)))
         tree = build_prefix_tree(sequences)
@@ -173,13 +173,17 @@ def test_planner_against_all_plans() -> None:
                 assert segments >= fewest, f"seed {seed}: no plan has {segments} segments"
                 planned, best, exact, cases = planned + segments, best + fewest, exact + (segments == fewest), cases + 1
     print(f"{cases} cases, best plan found in {exact / cases:.1%}, segments over the best {planned / best - 1:.2%}")
-    assert cases > 1000
+    assert cases > 300
     assert exact / cases > 0.95
     assert planned / best < 1.01
 
 
-@pytest.mark.parametrize("name", ROLLOUTS)
-@pytest.mark.parametrize("sample_granularity", ["trajectory", "turn"])
+@pytest.mark.parametrize(
+    ("name", "sample_granularity"),
+    # The turns of a trajectory are its prefixes, so both have one forest, except where thoughts are left out of later
+    # turns.
+    [*((name, "trajectory") for name in ROLLOUTS), ("mint_math_thinkstrip_perturn", "turn")],
+)
 def test_goals_on_real_rollouts(name: str, sample_granularity: str) -> None:
     """Fill of at least 0.9 in 1.5 times the longest sequence or 8 segments; least budget kept too."""
     segment_tokens = 2048
@@ -276,13 +280,13 @@ def comb(teeth: int) -> PrefixTree:
 @pytest.mark.parametrize("segment_tokens", [1, 1000])
 @pytest.mark.parametrize("shape", ["chain", "leaves", "comb"])
 def test_very_deep_and_very_wide(shape: str, segment_tokens: int) -> None:
-    """100,000 tokens deep, 100,000 leaves wide, a branch at each of 33,000 depths: no recursion, no quadratic time."""
+    """30,000 tokens deep, 30,000 leaves wide, a branch at each of 10,000 depths: no recursion, no quadratic time."""
     if shape == "chain":
-        tree = build_prefix_tree([np.arange(100_000, dtype=np.int32)])
+        tree = build_prefix_tree([np.arange(30_000, dtype=np.int32)])
     elif shape == "leaves":
-        tree = build_prefix_tree([np.asarray([7, leaf], dtype=np.int32) for leaf in range(100_000)])
+        tree = build_prefix_tree([np.asarray([7, leaf], dtype=np.int32) for leaf in range(30_000)])
     else:
-        tree = comb(33_000)
+        tree = comb(10_000)
     longest = int(tree.sequence_lengths.max())
     for budget in (None, longest):
         plan = plan_segments(tree, segment_tokens, budget)

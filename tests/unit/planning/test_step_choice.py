@@ -240,9 +240,9 @@ def test_what_a_refusal_asks_for_suffices(seed: int, monkeypatch: pytest.MonkeyP
     # Bytes large enough that two digits of GiB tell budgets apart.
     each = SegmentBytes(*(GIB * value / 400 for value in (7.0, 5.0, 3.0, 2.0, 11.0, 1.5, 400.0)))
     shape = replace(shape_of(None), memory=MemoryBudget(3.0, (2 * GIB,), each))
-    with pytest.raises(InputError, match=r"--tree-memory-gib 3: too little by") as caught:
+    with pytest.raises(InputError, match=r"--tree-memory-gib 3 is .* GiB too small") as caught:
         plan_step(samples, "dta", pipeline=shape)
-    least = float(re.search(r"so give ([0-9.]+) or more", str(caught.value))[1])
+    least = float(re.search(r"set it to ([0-9.]+) or more", str(caught.value))[1])
     enough = replace(shape, memory=replace(shape.memory, gib=least))
     plan_step(samples, "dta", pipeline=enough)
     with pytest.raises(InputError):
@@ -267,7 +267,7 @@ def test_the_choice_against_all_sizes_and_budgets(seed: int) -> None:
             assert found.seconds <= 1.06 * best
             assert found.peak_bytes[0] <= available
         else:
-            with pytest.raises(InputError, match="too little by"):
+            with pytest.raises(InputError, match="GiB too small"):
                 choose_step(tree, masks, shape, StepBudget())
 
 
@@ -361,7 +361,7 @@ def test_packs_are_checked_too() -> None:
 def test_an_empty_step() -> None:
     step = plan_step([], "dta", pipeline=shape_of(2000.0))
     assert step.segments.num_segments == 0
-    with pytest.raises(InputError, match="too little by"):
+    with pytest.raises(InputError, match="GiB too small"):
         plan_step([], "dta", pipeline=shape_of(-5.0))
 
 
