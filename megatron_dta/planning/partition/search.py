@@ -47,14 +47,14 @@ def assign(atoms: SequenceRuns, num_ranks: int, units: np.ndarray) -> np.ndarray
     if num_ranks == 1 or len(atoms) < 2:
         return np.zeros(len(atoms), dtype=np.int64)
     share = _share(atoms, num_ranks)
-    if len(atoms) <= num_ranks:
-        return _contiguous(atoms, num_ranks)
-    first = units if len(units) > num_ranks else np.arange(len(atoms))
-    coarse = atoms.joined(first)
+    first, coarse = units, atoms.joined(units)
     if len(first) > max(MOST_PLACES, MOST_PER_RANK * num_ranks):
         first = first[coarse.cut(share / MOST_PER_RANK)]
         coarse = atoms.joined(first)
-    best = _search(coarse, num_ranks, share)
+    if len(coarse) <= num_ranks:
+        best = Assignment(coarse, _contiguous(coarse, num_ranks), num_ranks)
+    else:
+        best = _search(coarse, num_ranks, share)
     rank = _spread(best.rank, first, len(atoms))
     if len(coarse) < len(atoms) <= MOST_REFINED and best.cost.max() > GOOD * best.cost.mean():
         found = refine(atoms, rank, num_ranks, share)

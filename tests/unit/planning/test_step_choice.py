@@ -354,7 +354,7 @@ def test_packs_are_checked_too() -> None:
     samples = random_samples(rng, 20, 30)
     step = plan_step(samples, "packed", StepBudget(50), pipeline=shape_of(60_000.0))
     assert step.training.kept.all()
-    with pytest.raises(InputError, match="in segments of 50 takes"):
+    with pytest.raises(InputError, match="in segments of 50 needs"):
         plan_step(samples, "packed", StepBudget(50), pipeline=shape_of(900.0))
 
 
