@@ -55,6 +55,7 @@ DEEPSEEK_BALANCED = DEEPSEEK | BALANCE
 
 
 MODELS = {"qwen3": QWEN3_MOE, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen2": QWEN2_MOE, "gpt": GPT_MOE}
+BALANCED_MODELS = MODELS | {"qwen3-balanced": QWEN3_BALANCED, "deepseek-balanced": DEEPSEEK_BALANCED}
 
 
 CUTS = [("dense", 9, None), ("dense", 64, 0), ("packed", 45, None), ("packed", 45, 0), ("dta", 6, 12), ("dta", 9, 0)]
@@ -73,6 +74,6 @@ def moe_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
 def make_reference(name: str) -> tuple:
     """Model, weights, samples and the outcome of training each of them alone."""
     samples = random_training_samples(branching_sequences(seed_all(11)), seed=11)
-    model = model_config(**MODELS[name])
+    model = model_config(**BALANCED_MODELS[name])
     weights = moe_weights(model, seed=5)
     return model, weights, samples, run_stock(model, weights, samples, GRPO, TEMPERATURE)

@@ -9,21 +9,13 @@ import torch
 
 from megatron_dta.parity import compare_outcomes, run_huggingface, run_tree
 from megatron_dta.parity.huggingface import to_huggingface
-from moe_cases import (
-    CUTS,
-    DEEPSEEK_BALANCED,
-    MODELS,
-    QWEN3_BALANCED,
-    make_reference,
-)
+from moe_cases import BALANCED_MODELS, CUTS, make_reference
 from tree_engine_cases import GRPO, TEMPERATURE, check_siblings, siblings, tree_config
-
-MODELS |= {"qwen3-balanced": QWEN3_BALANCED, "deepseek-balanced": DEEPSEEK_BALANCED}
 
 
 @pytest.fixture(scope="module")
 def references() -> dict:
-    return {name: make_reference(name) for name in MODELS}
+    return {name: make_reference(name) for name in BALANCED_MODELS}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +23,7 @@ def references() -> dict:
     [(name, cut) for name in ("qwen3", "deepseek-balanced") for cut in CUTS]
     + [
         (name, cut)
-        for name in MODELS
+        for name in BALANCED_MODELS
         for cut in (CUTS[0], CUTS[3], CUTS[4])
         if name not in ("qwen3", "deepseek-balanced")
     ],
