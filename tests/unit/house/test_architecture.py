@@ -22,8 +22,6 @@ MOST_PARAMETERS = 7
 MANY_PARAMETERS = {
     ("megatron_dta/config/options.py", "option"),
     ("megatron_dta/model/attention/paged_context.py", "__init__"),
-    ("megatron_dta/sampling/engines/in_process/engine.py", "__init__"),
-    ("megatron_dta/training/data/prepare.py", "__init__"),
 }
 
 
