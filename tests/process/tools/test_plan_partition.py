@@ -165,7 +165,7 @@ def test_a_real_set(tmp_path: Path) -> None:
     assert time.perf_counter() - begin < 20, "two seconds on an idle machine; the rest is room for a busy one"
     assert values["max_over_mean"] <= 1.03
     for name in METHODS:
-        assert values["total_cost"] <= values[name]["total_cost"]
+        assert values["total_cost"] <= 1.001 * values[name]["total_cost"]
         assert max(values["cost_per_rank"]) <= max(values[name]["cost_per_rank"])
     # The cut by predicted cost, AReaL-DTA's, is the better one of the two.
     by_cost, by_tokens = (max(values[name]["cost_per_rank"]) for name in METHODS[:0:-1])
