@@ -144,14 +144,14 @@ class Speculator:
             self._plan(slots)
             self._next_plan = self._forwards + _REPLAN_FORWARDS
         self._forwards += 1
-        samples = self._samples[slots]
-        self._samples["pause"][slots] -= 1
-        caps = np.minimum(np.minimum(most, width), samples["cap"])
-        asked = np.flatnonzero((samples["pause"] <= 0) & self._can_pay(slots) & (caps > 0))
+        pause = self._samples["pause"][slots]
+        self._samples["pause"][slots] = pause - 1
+        caps = np.minimum(np.minimum(most, width), self._samples["cap"][slots])
+        asked = np.flatnonzero((pause <= 0) & self._can_pay(slots) & (caps > 0))
         tokens, lengths = np.zeros((live, width), np.int32), np.zeros(live, np.int64)
         drafts = Drafts.empty(0, width)
         if len(asked):
-            drafts = self.drafter.draft(samples["text"][asked], caps[asked])
+            drafts = self.drafter.draft(self._samples["text"][slots[asked]], caps[asked])
             tokens[asked] = drafts.tokens
             lengths[asked] = self._lengths(drafts, slots[asked], live)
             self._pause(slots[asked], lengths[asked] > 0, live)
@@ -330,12 +330,12 @@ class Speculator:
 
     def _sharers(self, slots: np.ndarray, live: int) -> np.ndarray:
         """Number of samples that share each sample's forwards, float64 [n]."""
-        samples = self._samples[slots]
-        sharers = np.full(len(samples), float(live))
+        sharers = np.full(len(slots), float(live))
         if self.budget == "straggler":
             with np.errstate(divide="ignore"):
-                sharers = np.minimum(1 / samples["last"], _MOST_SHARERS * live)
+                sharers = np.minimum(1 / self._samples["last"][slots], _MOST_SHARERS * live)
         elif self.budget == "class":
+            samples = self._samples[slots]
             classes = self.history.classes(samples["first_class"], _response_lengths(samples))
             is_long = classes == LengthClass.LONG
             # Assume the same share of long samples among the rows that were not asked.
