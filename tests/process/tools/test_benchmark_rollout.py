@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.rollouts import Rollout, write_rollouts
 from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InProcessEngine
@@ -29,9 +30,8 @@ from rollout_parts.drafting import doubts
 from rollout_parts.rounding import distance, run_noise
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "rollout.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*arguments: str) -> CompletedProcess:
+    return run_python(["benchmarks/rollout.py", *arguments])
 
 
 def write_repetitive(path: Path, generator: np.random.Generator, turns: int = 1) -> int:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 from megatron_dta.speculation import native
 from megatron_dta.speculation.suffix_forest import DraftParams, PythonSuffixForest, SuffixForest
 
@@ -280,11 +281,10 @@ def test_depth_out_of_range(depth: int) -> None:
 
 
 def test_the_benchmark_measures_both() -> None:
-    tool = [sys.executable, str(REPOSITORY / "benchmarks" / "drafter.py")]
-    flags = ["--live", "3", "--tokens", "12", "--rounds", "1", "--depth", "6"]
-    done = subprocess.run([*tool, *flags, "--json"], capture_output=True, text=True, check=True)
+    flags = "--live 3 --tokens 12 --rounds 1 --depth 6 --json"
+    done = run_python(["benchmarks/drafter.py", *flags.split()])
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert [row["code"] for row in rows] == ["c", "python"]
     assert all(row["insert_microseconds"] > 0 and row["draft_microseconds"] > 0 for row in rows if "error" not in row)
-    done = subprocess.run([*tool, "--live", "0"], capture_output=True, text=True, check=False)
+    done = run_python(["benchmarks/drafter.py", "--live", "0"])
     assert (done.returncode, done.stderr.strip()) == (2, "error: --live 0: must be at least 1")
