@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -158,11 +157,9 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
 
 
 def test_a_real_set(tmp_path: Path) -> None:
-    begin = time.perf_counter()
     values = plan_json(
         rollout_file("tau1_airline_gpt4o_4x50.npz"), "--data-parallel-size", 8, "--sample-granularity", "turn"
     )
-    assert time.perf_counter() - begin < 20, "two seconds on an idle machine; the rest is room for a busy one"
     assert values["max_over_mean"] <= 1.03
     for name in METHODS:
         assert values["total_cost"] <= 1.001 * values[name]["total_cost"]

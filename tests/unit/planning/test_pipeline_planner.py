@@ -185,9 +185,9 @@ def test_three_thousand_segments_on_eight_stages() -> None:
     rng = seed_all(0)
     parents, lengths = random_tree(rng, 3000, "deep"), rng.integers(200, 2049, 3000)
     costs = PipelineCosts(np.tile(lengths / 2048, (8, 1)), np.tile(lengths / 1024, (8, 1)))
-    begin = time.perf_counter()
+    begin = time.process_time()
     schedule = plan_pipeline(parents, lengths, costs, 8)
-    assert time.perf_counter() - begin < 40, "a second on an idle machine; the rest is room for a busy one"
+    assert time.process_time() - begin < 20, "a second of an idle processor"
     check_schedule(schedule, parents)
     assert simulate(schedule, parents, costs).utilisation > 0.97
 
