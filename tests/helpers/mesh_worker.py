@@ -171,7 +171,7 @@ def copy_shards(
     from megatron.core import parallel_state
 
     from megatron_dta.model import current_mesh
-    from megatron_dta.parity.shards import shard_weights
+    from weight_shards import shard_weights
 
     mesh = current_mesh()
     experts = {name: weight for name, weight in weights.items() if ".local_experts." in name}

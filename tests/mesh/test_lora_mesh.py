@@ -9,10 +9,10 @@ from conftest import seed_all
 from lora_cases import is_adapter, lora_config, lora_weights
 from megatron_dta.config import ParallelConfig
 from megatron_dta.parity import random_training_samples
-from megatron_dta.parity.shards import join_shards
 from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult
 from tree_engine_cases import QWEN2, QWEN3, branching_sequences, weights_of
+from weight_shards import join_shards
 
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 100}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

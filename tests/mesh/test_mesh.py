@@ -13,7 +13,6 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
 from megatron_dta.parity import compare_outcomes, random_training_samples, run_stock, run_tree
-from megatron_dta.parity.shards import join_shards, shard_weights
 from mesh_cases import CUTS, FULL_RECOMPUTE, MeshSuite, joined
 from mesh_worker import MeshCase, RankResult, count_collectives, run_on_ranks
 from tree_engine_cases import (
@@ -28,6 +27,7 @@ from tree_engine_cases import (
     tree_config,
     weights_of,
 )
+from weight_shards import join_shards, shard_weights
 
 GPT = {
     "disable_bias_linear": False,

@@ -14,7 +14,6 @@ from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.model import build_stock_model
 from megatron_dta.parity import random_training_samples
 from megatron_dta.parity.plain_router import PlainRouter
-from megatron_dta.parity.shards import join_shards
 from megatron_dta.planning.expert_parallel.synchronized_plan import RankPlan, synchronized_plan
 from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.schedule import OpKind
@@ -23,6 +22,7 @@ from mesh_cases import FULL_RECOMPUTE, MeshSuite
 from mesh_worker import RankResult, copy_shards, run_on_ranks
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_BALANCED, QWEN3_MOE, moe_weights
 from tree_engine_cases import branching_sequences, model_config, siblings
+from weight_shards import join_shards
 
 EP = ParallelConfig(expert_model_parallel_size=2)
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -13,10 +13,10 @@ from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig
 from megatron_dta.objectives import make_objective
 from megatron_dta.parity import compare_outcomes, run_stock
 from megatron_dta.parity.outcome import Outcome
-from megatron_dta.parity.shards import join_shards
 from megatron_dta.planning.step.sample import TrainingSample
 from mesh_worker import MeshCase, RankResult, run_cases, run_on_ranks
 from tree_engine_cases import TEMPERATURE, tree_config, weights_of
+from weight_shards import join_shards
 
 GRPO = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
