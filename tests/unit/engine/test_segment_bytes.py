@@ -111,8 +111,8 @@ class Scales:
 
 
 def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
-    trunk, found = generator.integers(0, VOCABULARY, 40), []
-    for length in (30, 35):
+    trunk, found = generator.integers(0, VOCABULARY, 24), []
+    for length in (16, 19):
         tokens = np.append(trunk, generator.integers(0, VOCABULARY, length)).astype(np.int32)
         mask = generator.random(len(tokens)) < 0.5
         mask[0], mask[-1] = False, True
@@ -134,7 +134,7 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypat
     engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16, tree_attention_impl="triton")
     each, layers = engine.counted_bytes(), SHAPE["num_layers"]
     assert each.fixed == FIXED_BYTES
-    tree = TreeConfig(tree_mode="dta", tree_segment_tokens=40, tree_activation_tokens=activation_tokens)
+    tree = TreeConfig(tree_mode="dta", tree_segment_tokens=24, tree_activation_tokens=activation_tokens)
     batch = prepare_batch(samples_of(seed_all(61)), tree)
     engine.forward_backward(batch, SFT)
     run, mode = StageRun(engine, batch, SFT), LiveBytes()
