@@ -161,7 +161,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 class StaticPass:
-    """Inputs of a pass of at most ``num_tokens`` tokens in at most ``num_tiles`` tiles, at fixed addresses.
+    """Inputs of a pass of at most ``num_tokens`` tokens in at most as many tiles, at fixed addresses.
 
     Attributes:
         input_ids: int64 [1, num_tokens].
@@ -171,10 +171,10 @@ class StaticPass:
     """
 
     def __init__(
-        self, num_tokens: int, num_tiles: int, run: int, shape: HeadShape, page_size: int, tables: Tensor,
-        addresses: Tensor, layer_rows: dict[int, int],
+        self, num_tokens: int, run: int, shape: HeadShape, page_size: int, tables: Tensor, addresses: Tensor,
+        layer_rows: dict[int, int],
     ) -> None:  # fmt: skip
-        self.num_tokens, self.num_tiles = num_tokens, num_tiles
+        self.num_tokens = num_tokens
         n, device = num_tokens, tables.device
         self.input_ids = torch.zeros(1, n, dtype=torch.int64, device=device)
         self.words = self.empty_words(1)[0]
@@ -189,7 +189,7 @@ class StaticPass:
     def empty_words(self, steps: int) -> np.ndarray:
         """``words`` of ``steps`` passes on the host, without any token: int64 [steps, words]."""
         n = self.num_tokens
-        words = np.zeros((steps, 3 * n + TILE_FIELDS * self.num_tiles), np.int64)
+        words = np.zeros((steps, (3 + TILE_FIELDS) * n), np.int64)
         words[:, n : 2 * n] = -1
         return words
 

@@ -106,6 +106,12 @@ def test_bad_reward_flags(user_file: Path, tmp_path: Path):
         assert "\n" not in str(caught.value)
 
 
+def test_missing_math_package_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install math-verify"):
+        load_reward_function("math_verify")
+
+
 def test_exact_match():
     for answer, response, expected in ((19, "19", 1), ("19", " 19 ", 1), (19, "190", 0), (-2, "-2", 1), (19, "", 0)):
         assert compute_reward(exact_match, "p", {"answer": answer}, response, []) == expected

@@ -180,7 +180,6 @@ class DecodeSteps:
                 del self._passes[next(iter(self._passes))]
             static = StaticPass(
                 num_tokens,
-                num_tokens,
                 run,
                 self._shape,
                 self._page_size,
