@@ -4,6 +4,7 @@ interpreter on a machine without a GPU.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -12,11 +13,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from roomy import call_with_room
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # Triton decides when it is imported whether kernels run in its interpreter, and this file is imported before all tests.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Everything is imported: the garbage collector need not look at it again, Triton's interpreter can be patched."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        import quick_interpreter
+
+        quick_interpreter.make_quick()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    call_with_room(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+    return True
 
 
 def rollout_file(name: str) -> Path:

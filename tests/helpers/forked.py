@@ -18,17 +18,28 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 
+from roomy import call_with_room
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-PRELOAD = ["mesh_worker", "megatron_dta.engine", "megatron_dta.training.setup", "megatron_dta.training.loop"]
+PRELOAD = ["preloaded"]
 
 
 def forkserver() -> ForkServerContext:
     """Return the context whose processes have imported the project."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    given = os.environ.get("PYTHONPATH")
+    # Python 3.11 does not tell the server where to find the modules, and says nothing where it does not find them.
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    ensure_running()
+    if given is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = given
     return context
 
 
@@ -74,7 +85,7 @@ def _run(
     if largest_file is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-    status = _status_of(command)
+    status = call_with_room(_status_of, command)
     # What the interpreter does at its end; a forked process would leave it out.
     threading._shutdown()
     atexit._run_exitfuncs()

@@ -16,6 +16,7 @@ import torch
 from forked import forkserver
 from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.planning.step.sample import TrainingSample
+from roomy import call_with_room
 
 # On a loaded machine ranks get slower; ranks that wait for each other for ever use no processor time.
 STALLED_S = 120
@@ -113,7 +114,7 @@ def _process(function: Callable[[int, Any], Any], rank: int, world_size: int, fo
         store = torch.distributed.FileStore(str(path / "store"), world_size)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         argument = torch.load(path / "argument.pt", weights_only=False)
-        torch.save(function(rank, argument), path / f"result_{rank}.tmp")
+        torch.save(call_with_room(function, rank, argument), path / f"result_{rank}.tmp")
         (path / f"result_{rank}.tmp").rename(path / f"result_{rank}.pt")
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

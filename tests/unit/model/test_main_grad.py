@@ -232,7 +232,6 @@ def test_memory_of_the_logprob_op(with_buffer):
             hidden, weight, edge_row, target, chunks, TEMPERATURE, True, buffer if with_buffer else None
         )
         torch.autograd.grad(outputs, (hidden, weight), [torch.ones_like(x) for x in outputs])
-    gc.unfreeze()
     chunk, of_rows, of_weight = 4 * (chunk_rows + 1) * vocabulary, 4 * rows * width, 4 * vocabulary * width
     assert memory.largest == (chunk if with_buffer else of_weight)
     assert chunk + of_rows <= memory.peak
