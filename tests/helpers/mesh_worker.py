@@ -124,23 +124,24 @@ def _process(function: Callable[[int, Any], Any], rank: int, world_size: int, fo
 
 
 def run_cases(rank: int, cases: dict[str, MeshCase]) -> dict[str, RankResult]:
-    """Every case in turn; the mesh is made anew where its sizes change."""
+    """Every case, those of one mesh together: it is made anew where its sizes change."""
     from megatron_dta.model import destroy_parallel
 
-    results, sizes = {}, None
+    by_sizes: dict[tuple, dict[str, MeshCase]] = {}
     for name, case in cases.items():
         parallel = case.parallel
-        wanted = (
+        sizes = (
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
             parallel.num_virtual_stages_per_pipeline_rank,
             parallel.expert_model_parallel_size,
             parallel.expert_tensor_size,
         )
-        if sizes not in (None, wanted):
-            destroy_parallel()
-        sizes = wanted
-        results[name] = _run_case(case)
+        by_sizes.setdefault(sizes, {})[name] = case
+    results = {}
+    for alike in by_sizes.values():
+        results |= {name: _run_case(case) for name, case in alike.items()}
+        destroy_parallel()
     return results
 
 

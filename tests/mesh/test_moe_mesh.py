@@ -86,7 +86,7 @@ def _combinations() -> list[tuple[str, ...]]:
 @pytest.fixture(scope="module")
 def suite() -> MeshSuite:
     sequences = {
-        "": branching_sequences(seed_all(SEED), count=8, longest=24),
+        "": branching_sequences(seed_all(SEED), count=6, longest=20),
         "unlike": branching_sequences(seed_all(SEED), count=12, longest=30),
     }
     samples = {name: random_training_samples(found, seed=SEED) for name, found in sequences.items()}

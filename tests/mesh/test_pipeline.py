@@ -6,20 +6,24 @@ import pytest
 
 from mesh_cases import MeshSuite
 from mesh_worker import RankResult
-from pipeline_shared import CUTS, MESHES, pipeline_suite
+from pipeline_shared import CUTS, pipeline_suite
 
-DENSE = [mesh for mesh in MESHES if "ep2" not in mesh]
-# (mesh, architecture, cut, forest): all cuts on the meshes whose schedules differ most, the others' on each mesh.
+# (mesh, architecture, cut, forest): all cuts on the meshes whose schedules differ most, pairs of the rest.
 COMBINATIONS = [
-    *((mesh, "tied", cut, "bushy") for mesh in ("pp2", "pp2-vpp2", "pp2-tp2-sp-vpp2") for cut in CUTS),
-    *((mesh, "tied", cut, "bushy") for mesh in DENSE if mesh not in ("pp2", "pp2-vpp2", "pp2-tp2-sp-vpp2")
-      for cut in ("dense", "dta-mixed", "one")),
-    *((mesh, name, "dta-mixed", "bushy") for mesh in DENSE for name in ("untied", "recompute")),
-    *(("pp2-ep2", "experts", cut, "bushy") for cut in CUTS),
-    *(("pp2-vpp2-ep2-idle", "experts", cut, "bushy") for cut in ("dta", "dta-recomputed", "one")),
-    *((mesh, "experts", "dta-mixed", "bushy") for mesh in ("pp2", "pp2-vpp2", "pp4", "pp2-dp2")),
-    *((mesh, "tied", "dta", forest) for mesh in ("pp2", "pp2-vpp2", "pp4", "pp2-dp2-idle-overlap")
-      for forest in ("deep", "wide")),
+    *((mesh, "tied", cut, "bushy") for mesh in ("pp2-vpp2", "pp2-tp2-sp-vpp2") for cut in CUTS),
+    *((mesh, "tied", "dta-mixed", "bushy") for mesh in ("pp2", "pp2-uneven", "pp2-embedding-alone", "pp4", "pp2-tp2")),
+    *((mesh, "tied", "dta", "bushy") for mesh in ("pp2-dp2", "pp2-dp2-idle-overlap")),
+    *((mesh, "tied", "one", "bushy") for mesh in ("pp2-uneven", "pp4", "pp2-dp2")),
+    *((mesh, "tied", "dense", "bushy") for mesh in ("pp2", "pp2-embedding-alone", "pp2-tp2", "pp2-dp2-idle-overlap")),
+    *((mesh, "untied", "dta-mixed", "bushy")
+      for mesh in ("pp2", "pp2-uneven", "pp2-embedding-alone", "pp2-tp2-sp-vpp2", "pp2-dp2")),
+    *((mesh, "recompute", "dta-mixed", "bushy")
+      for mesh in ("pp2-vpp2", "pp2-embedding-alone", "pp4", "pp2-tp2", "pp2-dp2-idle-overlap")),
+    *(("pp2-ep2", "experts", cut, "bushy") for cut in ("dense", "packed", "dta-mixed", "dta-recomputed")),
+    *(("pp2-vpp2-ep2-idle", "experts", cut, "bushy") for cut in ("dta", "one")),
+    *((mesh, "experts", "dta-mixed", "bushy") for mesh in ("pp2-vpp2", "pp4", "pp2-dp2")),
+    *((mesh, "tied", "dta", "deep") for mesh in ("pp2-vpp2", "pp2-dp2-idle-overlap")),
+    *((mesh, "tied", "dta", "wide") for mesh in ("pp2", "pp4")),
 ]  # fmt: skip
 
 
