@@ -12,11 +12,13 @@ import os
 import resource
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -43,6 +45,60 @@ def forkserver() -> ForkServerContext:
     return context
 
 
+class Program:
+    """A program that runs in a forked process."""
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        cwd: str | Path = REPOSITORY,
+        env: Mapping[str, str] | None = None,
+        largest_file: int | None = None,
+    ) -> None:
+        """Start ``python ARGUMENTS`` with a script or ``-m MODULE``.
+
+        Args:
+            env: the whole environment; by default that of this process. The import path follows its PYTHONPATH.
+            largest_file: bytes beyond which no file may grow, as on a full disk.
+        """
+        self.command = [str(argument) for argument in arguments]
+        environment = dict(os.environ if env is None else env)
+        self._folder = tempfile.TemporaryDirectory()
+        self._outputs = [os.path.join(self._folder.name, name) for name in ("stdout", "stderr")]
+        self._process = forkserver().Process(
+            target=_run, args=(self.command, str(cwd), environment, self._outputs, largest_file)
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    def stdout(self) -> str:
+        """What it has printed until now."""
+        return self._read(self._outputs[0])
+
+    def stderr(self) -> str:
+        return self._read(self._outputs[1])
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something holds; AssertionError if the program ends before."""
+        while not condition():
+            assert self._process.is_alive(), self.stdout() + self.stderr()
+            time.sleep(0.02)
+
+    def wait(self, timeout: float = 600.0) -> CompletedProcess[str]:
+        """Its status, negative for a signal, and output; it is killed if it runs on for ``timeout`` seconds."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+            raise TimeoutExpired(self.command, timeout)
+        with self._folder:
+            return CompletedProcess(self.command, self._process.exitcode, self.stdout(), self.stderr())
+
+    @staticmethod
+    def _read(path: str) -> str:
+        return Path(path).read_text() if os.path.exists(path) else ""
+
+
 def run_python(
     arguments: Sequence[object],
     cwd: str | Path = REPOSITORY,
@@ -50,26 +106,19 @@ def run_python(
     timeout: float = 600.0,
     largest_file: int | None = None,
 ) -> CompletedProcess[str]:
-    """Run ``python ARGUMENTS`` with a script or ``-m MODULE``, and return its status and output.
+    """Run a ``Program`` to its end, and return its status and output."""
+    return Program(arguments, cwd, env, largest_file).wait(timeout)
 
-    Args:
-        env: the whole environment; by default that of this process. The import path follows its PYTHONPATH.
-        timeout: seconds.
-        largest_file: bytes beyond which no file may grow, as on a full disk.
-    """
-    command = [str(argument) for argument in arguments]
-    environment = dict(os.environ if env is None else env)
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [os.path.join(folder, name) for name in ("stdout", "stderr")]
-        process = forkserver().Process(target=_run, args=(command, str(cwd), environment, outputs, largest_file))
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise TimeoutExpired(command, timeout)
-        stdout, stderr = (Path(path).read_text() if os.path.exists(path) else "" for path in outputs)
-    return CompletedProcess(command, process.exitcode, stdout, stderr)
+
+def run_ranks(arguments: Sequence[object], count: int) -> list[CompletedProcess[str]]:
+    """Run a program in as many processes, with the environment that torchrun gives to each."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    started = [Program(arguments, env=common | own | {"LOCAL_WORLD_SIZE": str(count)}) for own in numbers]
+    return [program.wait() for program in started]
 
 
 def _run(

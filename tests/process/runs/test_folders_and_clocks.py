@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 from rollout_runs import Runs, assert_same, metrics_of, weights_of
 
 FLAGS = (
@@ -70,8 +69,9 @@ def test_folders_that_cannot_be_written_are_told(tmp_path: Path) -> None:
     ):
         folder = tmp_path / name.replace(" ", "-")
         cases.append((name, f"{FLAGS} --save {folder} --save-interval 1 {flags}", str(folder / late)))
-    command = [sys.executable, "-c", WITHOUT_PRIVILEGES, json.dumps(cases)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    program = tmp_path / "without_privileges.py"
+    program.write_text(WITHOUT_PRIVILEGES)
+    done = run_python([program, json.dumps(cases)])
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     for name in list(told)[:4]:

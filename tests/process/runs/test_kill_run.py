@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 
 # What is remembered of the steps before, and written beside checkpoints.
 KEPT = [
@@ -22,13 +20,8 @@ KEPT = [
 
 def kill(folder: Path, *options: str) -> str:
     worker = REPOSITORY / "tests" / "stress" / "kill_run.py"
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
-    }
     seed = str(int(seed_all(20261120).integers(1 << 30)))
-    command = [sys.executable, str(worker), "--seed", seed, "--folder", str(folder), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_python([worker, "--seed", seed, "--folder", folder, *options])
     print(done.stdout, done.stderr[-2000:])
     assert done.returncode == 0
     return done.stdout

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 from conftest import REPOSITORY, seed_all
+from forked import run_python, run_ranks
 from megatron_dta.rollouts import Rollout, write_rollouts
 from resume_cases import final_tensors, prompts_and_reward, rows_without_timing
 
@@ -62,17 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
             scenarios[f"{name}-{kind}"] = {"argv": argv, "kills": kills[name] if kind == "killed" else []}
     (folder / "scenarios.json").write_text(json.dumps(list(scenarios.values())))
     worker = REPOSITORY / "tests" / "helpers" / "resume_worker.py"
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    done = subprocess.run(
-        [sys.executable, str(worker), str(folder / "scenarios.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python([worker, folder / "scenarios.json"])
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     statuses = json.loads(done.stdout.splitlines()[-1])
@@ -109,16 +97,10 @@ def test_sigterm_saves_and_ends_with_status_0(runs: tuple[Path, dict[str, list[i
     assert statuses["sampled-killed"][5] == 0
 
 
-def test_torchrun_gives_the_same_run(runs: tuple[Path, dict[str, list[int]]], tmp_path: Path) -> None:
+def test_a_process_of_a_launcher_gives_the_same_run(runs: tuple[Path, dict[str, list[int]]], tmp_path: Path) -> None:
     folder, _ = runs
     scenario = json.loads((folder / "scenarios.json").read_text())[0]["argv"]
     argv = [*scenario[: scenario.index("--save")], "--save", str(tmp_path)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
-    subprocess.run(
-        [*command, "megatron_dta.train", *argv],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=REPOSITORY,
-        check=True,
-        capture_output=True,
-    )
+    (done,) = run_ranks(["-m", "megatron_dta.train", *argv], 1)
+    assert done.returncode == 0, done.stderr
     assert rows_without_timing(tmp_path) == rows_without_timing(folder / "sampled-straight")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from conftest import REPOSITORY
+from forked import Program, run_python
 from megatron_dta.common.errors import InputError
 from megatron_dta.training.checkpoint import run_lock
 from megatron_dta.training.checkpoint.run_lock import LOCK, RunLock
@@ -156,21 +157,19 @@ TRAIN = (
 
 def test_two_trainers_on_one_folder(tmp_path: Path) -> None:
     """The second one ends before it writes anything, with one line."""
-    command = [sys.executable, "-m", "megatron_dta.train", *TRAIN.split(), "--save", str(tmp_path / "run")]
-    first = subprocess.Popen([*command, "--train-iters", "1000000"], env=ENVIRONMENT, stdout=subprocess.PIPE)
+    command = ["-m", "megatron_dta.train", *TRAIN.split(), "--save", tmp_path / "run"]
+    first = Program([*command, "--train-iters", 1000000])
     try:
-        deadline = time.monotonic() + 200
-        while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        first.wait_until((tmp_path / "run" / "metrics.jsonl").exists)
         (tmp_path / "run" / "iter_0000001.tmp").mkdir()
         before = sorted(path.name for path in (tmp_path / "run").iterdir())
-        second = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        second = run_python(command)
         assert second.returncode == 2
         assert second.stderr.startswith(f"error: --save {tmp_path}/run: another job (process {first.pid} on ")
         assert second.stderr.count("\n") == 1
         assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
     finally:
-        first.kill()
+        os.kill(first.pid, signal.SIGKILL)
         first.wait()
-    third = subprocess.run([*command, "--train-iters", "1"], env=ENVIRONMENT, capture_output=True, text=True)
+    third = run_python([*command, "--train-iters", 1])
     assert third.returncode == 0, third.stderr

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
 from megatron_dta.sampling.rewards.registry import compute_reward, load_reward_function
@@ -56,7 +57,7 @@ def test_a_forgotten_carry_is_worked_on_with() -> None:
 
 def test_files_of_the_task(tmp_path: Path) -> None:
     flags = "--base 3 --digits 6 --examples 2 --carelessness 0.5 --count 40 --prompts 50 --held-out 20 --seed 4"
-    done = run(sys.executable, "examples/scratchpad.py", "--output", str(tmp_path), *flags.split())
+    done = run_python(["examples/scratchpad.py", "--output", tmp_path, *flags.split()])
     assert done.returncode == 0, done.stderr
     rows = {
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
@@ -89,7 +90,7 @@ def test_files_of_the_task(tmp_path: Path) -> None:
     ("flags", "message"), [("--digits 5", "--digits 5"), ("--base 11", "--base 11"), ("--carelessness 2", "0 to 1")]
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, flags: str, message: str) -> None:
-    done = run(sys.executable, "examples/scratchpad.py", "--output", str(tmp_path), *flags.split())
+    done = run_python(["examples/scratchpad.py", "--output", tmp_path, *flags.split()])
     assert done.returncode == 2
     assert message in done.stderr
 
@@ -122,6 +123,6 @@ def test_compared_steps_are_common_and_leave_the_first_collection_out() -> None:
 
 
 def test_the_report_needs_a_run(tmp_path: Path) -> None:
-    done = run(sys.executable, "examples/scratchpad_report.py", str(tmp_path))
+    done = run_python(["examples/scratchpad_report.py", tmp_path])
     assert done.returncode == 2
     assert "no metrics of a finished run" in done.stderr

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from conftest import REPOSITORY
+from forked import Program
 from megatron_dta.training.monitor.stop_signals import STOP_SIGNALS, StopSignals
 from trainer_cases import MODEL, make_trainer, rows_of, run
 
@@ -68,25 +68,19 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scripts_learn_of_ctrl_c(tmp_path: Path, times: int) -> None:
     """Status 130, and no traceback; after one Ctrl-C with a checkpoint, after two without."""
     flags = f"{FLAGS} --train-iters 100000 --rollout-batch-size {2 if times == 1 else 4000} --save {tmp_path}"
-    program = [sys.executable, "-m", "megatron_dta.train", *MODEL.split(), *flags.split()]
-    process = subprocess.Popen(program, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    program = Program(["-m", "megatron_dta.train", *MODEL.split(), *flags.split()])
     settings = tmp_path / ("metrics.jsonl" if times == 1 else "settings.json")
-    end = time.monotonic() + 60
-    while time.monotonic() < end and not (settings.exists() and settings.stat().st_size):
-        time.sleep(0.05)
+    program.wait_until(lambda: settings.exists() and settings.stat().st_size > 0)
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    heard = ""
+    os.kill(program.pid, signal.SIGINT)
     if times == 2:
         # Python may hear of the first one late; it is the second once that has been said, and a second has gone by.
-        while "press it again" not in heard:
-            line = process.stderr.readline()
-            assert line, f"ended after one Ctrl-C: {heard}"
-            heard += line
+        program.wait_until(lambda: "press it again" in program.stderr())
         time.sleep(1.5)
-        process.send_signal(signal.SIGINT)
-    errors = heard + process.communicate(timeout=60)[1]
-    assert process.returncode == 130, errors
+        os.kill(program.pid, signal.SIGINT)
+    done = program.wait()
+    errors = done.stderr
+    assert done.returncode == 130, errors
     assert "Traceback" not in errors
     assert ("interrupted" in errors) == (times == 2)
     assert bool(list(tmp_path.glob("iter_*"))) == (times == 1)
@@ -106,20 +100,16 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path: Path, name
         f"--rollout-batch-size 1 --n-samples-per-prompt 2 --rollout-max-response-len 4 --train-iters 2 "
         f"--reward-function {tmp_path}/rewards.py:judge"
     )
-    program = [sys.executable, "-m", "megatron_dta.train", *MODEL.split(), *flags.split()]
-    process = subprocess.Popen(program, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    end = time.monotonic() + 120
-    while time.monotonic() < end and not (tmp_path / "called").exists():
-        time.sleep(0.05)
+    program = Program(["-m", "megatron_dta.train", *MODEL.split(), *flags.split()])
+    program.wait_until((tmp_path / "called").exists)
     time.sleep(1.2)
-    process.send_signal(signal.Signals[name])
-    first = process.stderr.readline() or process.stderr.readline()
-    while "at once" not in first and (line := process.stderr.readline()):
-        first += line
+    os.kill(program.pid, signal.Signals[name])
+    program.wait_until(lambda: "at once" in program.stderr())
+    first = program.stderr()
     time.sleep(1.2)
-    process.send_signal(signal.Signals[name])
-    errors = process.communicate(timeout=60)[1]
-    assert (process.returncode, errors) == (130, "interrupted\n"), first
+    os.kill(program.pid, signal.Signals[name])
+    done = program.wait()
+    assert (done.returncode, done.stderr.removeprefix(first)) == (130, "interrupted\n"), done.stderr
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])

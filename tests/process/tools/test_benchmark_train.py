@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY, seed_all
-from forked import run_python
+from forked import run_python, run_ranks
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.pipeline.timeline import read_timeline, timeline_utilisation
@@ -29,12 +28,13 @@ TOOL = str(ROOT / "benchmarks" / "train.py")
 
 
 def run(*arguments: str, processes: int = 1) -> dict:
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run([*launcher, TOOL, *arguments, "--json"], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    done = (
+        run_ranks([TOOL, *arguments, "--json"], processes)
+        if processes > 1
+        else [run_python([TOOL, *arguments, "--json"])]
+    )
+    assert not any(rank.returncode for rank in done), done
+    return json.loads(done[0].stdout.splitlines()[-1])
 
 
 def test_operations_are_those_of_every_product_written_out():

@@ -13,10 +13,10 @@ TOOLS = sorted(
     for path in (REPOSITORY / folder).glob("*.py")
     if "__main__" in path.read_text()
 )
-# Each tool in a process of its own, which has PyTorch already.
+# Each tool in a process of its own, which has PyTorch already, and what Megatron imports of it.
 IMPORT_ALL = """
 import os, runpy, sys
-import torch
+import torch._inductor.compile_fx, torch.distributed.tensor
 for path in sys.argv[1:]:
     child = os.fork()
     if not child:

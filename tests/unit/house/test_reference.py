@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 import megatron_dta
 from conftest import REPOSITORY, seed_all
+from forked import run_python
 from megatron_dta.arguments import build_parser
 from megatron_dta.rollouts import write_rollouts
 from megatron_dta.training.monitor.metric_names import METRICS, is_known
@@ -44,11 +44,11 @@ def test_the_page_is_up_to_date() -> None:
 def test_check_notices_a_change(tmp_path: Path) -> None:
     page = tmp_path / "reference.md"
     page.write_text(reference().replace("--lr", "--rl"))
-    command = [sys.executable, str(REPOSITORY / "docs" / "scripts" / "make_reference.py"), "--output", str(page)]
-    assert subprocess.run([*command, "--check"], cwd=REPOSITORY).returncode == 1
-    assert subprocess.run(command, cwd=REPOSITORY).returncode == 0
-    assert subprocess.run([*command, "--check"], cwd=REPOSITORY).returncode == 0
-    assert subprocess.run([*command[:-1], f"{tmp_path}/no/where", "--check"], cwd=REPOSITORY).returncode == 2
+    command = [REPOSITORY / "docs" / "scripts" / "make_reference.py", "--output", page]
+    assert run_python([*command, "--check"]).returncode == 1
+    assert run_python(command).returncode == 0
+    assert run_python([*command, "--check"]).returncode == 0
+    assert run_python([*command[:-1], f"{tmp_path}/no/where", "--check"]).returncode == 2
 
 
 def test_every_flag_is_there() -> None:
