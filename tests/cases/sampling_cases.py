@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,23 @@ def random_prompts(rng: np.random.Generator, lengths: Any) -> list[np.ndarray]:
 
 
 def slow_sample(
-    model: Any, context: np.ndarray, key: int, params: SamplingParams, iteration: int, max_tokens: int | None = None
+    model: Any,
+    context: np.ndarray,
+    key: int,
+    params: SamplingParams,
+    iteration: int,
+    max_tokens: int | None = None,
+    guess: Sequence[int] = (),
 ) -> tuple[list[int], list[float]]:
-    """Tokens and logprobs of one response."""
+    """Tokens and logprobs of one response; while it is as in ``guess``, one pass over both serves for all tokens."""
     tokens, logprobs = [int(token) for token in context], []
+    guessed = [*tokens, *(int(token) for token in guess)]
+    rows = full_logprobs(model, np.array(guessed), params.temperature or 1.0)
     while len(logprobs) < (params.max_response_tokens if max_tokens is None else max_tokens):
-        row = full_logprobs(model, np.array(tokens), params.temperature or 1.0)[-1]
+        if tokens == guessed[: len(tokens)]:
+            row = rows[len(tokens) - 1]
+        else:
+            row = full_logprobs(model, np.array(tokens), params.temperature or 1.0)[-1]
         probabilities = np.exp(row.astype(np.float64))
         if params.temperature == 0:
             token = int(np.argmax(row))

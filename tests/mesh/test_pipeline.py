@@ -18,12 +18,12 @@ COMBINATIONS = [
     *((mesh, "untied", "dta-mixed", "bushy")
       for mesh in ("pp2", "pp2-uneven", "pp2-embedding-alone", "pp2-tp2-sp-vpp2", "pp2-dp2")),
     *((mesh, "recompute", "dta-mixed", "bushy")
-      for mesh in ("pp2-vpp2", "pp2-embedding-alone", "pp4", "pp2-tp2", "pp2-dp2-idle-overlap")),
+      for mesh in ("pp2-vpp2", "pp2-embedding-alone", "pp4", "pp2-tp2", "pp2-tp2-sp-vpp2", "pp2-dp2-idle-overlap")),
     *(("pp2-ep2", "experts", cut, "bushy") for cut in ("dense", "packed", "dta-mixed", "dta-recomputed")),
     *(("pp2-vpp2-ep2-idle", "experts", cut, "bushy") for cut in ("dta", "one")),
     *((mesh, "experts", "dta-mixed", "bushy") for mesh in ("pp2-vpp2", "pp4", "pp2-dp2")),
-    *((mesh, "tied", "dta", "deep") for mesh in ("pp2-vpp2", "pp2-dp2-idle-overlap")),
-    *((mesh, "tied", "dta", "wide") for mesh in ("pp2", "pp4")),
+    *((mesh, "tied", "dta", "deep") for mesh in ("pp2-vpp2", "pp4", "pp2-dp2-idle-overlap")),
+    *((mesh, "tied", "dta", "wide") for mesh in ("pp2", "pp2-vpp2", "pp4")),
 ]  # fmt: skip
 
 
