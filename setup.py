@@ -17,8 +17,15 @@ setup(
     packages=[*find_packages(include=["megatron_dta", "megatron_dta.*"]), *find_packages("kernels")],
     package_dir={"dta_kernels": "kernels/dta_kernels"},
     # Compiled where it is used; without a compiler its twin in Python serves.
-    package_data={"megatron_dta": ["py.typed"], "megatron_dta.speculation": ["suffix_forest.c", "suffix_nodes.h"]},
-    entry_points={"console_scripts": ["megatron-dta = megatron_dta.cli:run"]},
+    package_data={
+        "megatron_dta": ["py.typed"],
+        "megatron_dta.speculation": ["suffix_forest.c", "suffix_nodes.h"],
+        "megatron_dta.integrations.verl": ["hydra/*/*.yaml"],
+    },
+    entry_points={
+        "console_scripts": ["megatron-dta = megatron_dta.cli:run"],
+        "verl.plugins": ["megatron_dta = megatron_dta.integrations.verl.plugin"],
+    },
     install_requires=[
         # 0.16.1 is the newest for Python 3.11; 0.17 and later need Python 3.12.
         "megatron-core>=0.16.1,<0.20",
@@ -43,6 +50,8 @@ setup(
         "servers": ["aiohttp"],
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
         "parity": ["transformers>=4.57,<6", "safetensors"],
+        # The training engine of verl; the other packages are imported by verl's workers without being declared.
+        "verl": ["verl>=0.9.1,<0.10", "uvicorn", "fastapi", "cachetools", "pyzmq", "msgspec", "aiohttp", "nvtx"],
         "test": [
             "transformers>=4.57,<6",
             "safetensors",

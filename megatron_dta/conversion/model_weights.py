@@ -85,6 +85,7 @@ class HfWeights:
         chunks: this rank's model chunks, one for each of its (virtual) pipeline stages.
         architecture: Hugging Face's name of the architecture, such as "LlamaForCausalLM".
         host_group: group of all ranks for objects on the host (gloo); None uses the default group.
+        without_head: leave out the output layer, which in a value model is not the checkpoint's.
 
     Raises:
         InputError: the model has a parameter that the architecture does not.
@@ -96,14 +97,17 @@ class HfWeights:
         architecture: str,
         shape: ModelShape,
         host_group: ProcessGroup | None = None,
+        without_head: bool = False,
     ) -> None:
         self._shape, self._host_group = shape, host_group
         self.parameters = parameters_of(architecture, shape)
+        self._exported = [each for each in self.parameters if not (without_head and each.name == _OUTPUT)]
         by_name = {parameter.name: parameter for parameter in self.parameters}
         self.held = [
             self._held(name, values, adapter, by_name)
             for chunk in chunks
             for name, values, adapter in _global_names(chunk)
+            if not (without_head and name == _OUTPUT)
         ]
 
     def load(self, folder: str | Path) -> None:
@@ -126,26 +130,35 @@ class HfWeights:
     def iterate_shards(self) -> Iterator[HfShard]:
         """Yield this rank's shards of Hugging Face tensors in the order of its layers, without communication."""
         for held in self.held:
-            if held.is_copy:
-                continue
-            shapes = held.parameter.tensors
-            column = () if held.part.columns is None else (held.part.columns[0],)
-            pieces: dict[str, list[tuple[int, Tensor]]] = {}
-            exported = held.exported()
-            for copy in held.parameter.copies(held.part):
-                rows = exported[copy.part_row : copy.part_row + copy.rows]
-                pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
-            for name, found in pieces.items():
-                # A rank's head groups are consecutive, so its rows of a tensor are consecutive, too.
-                values = found[0][1] if len(found) == 1 else torch.cat([rows for _, rows in found])
-                yield HfShard(name, shapes[name], (found[0][0], *column), values)
+            if not held.is_copy:
+                yield from _shards_of(held)
+
+    def iterate_places(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, HfShard | None]]:
+        """Yield name, shape and dtype of every tensor of the model in one order on all ranks, with this rank's shard.
+
+        The shard is None on ranks that hold no part of the tensor or only a copy of another rank's part. Every rank
+        must call this; the ranks exchange names only.
+        """
+        owners = self._owners()
+        dtypes = {name: dtype for (name, _), (_, dtype) in owners.items()}
+        rank = torch.distributed.get_rank()
+        own = {
+            held.parameter.name: held
+            for held in self.held
+            if not held.is_copy and owners[held.parameter.name, held.rank][0] == rank
+        }
+        for parameter in self._exported:
+            held = own.get(parameter.name)
+            shards = {shard.name: shard for shard in _shards_of(held)} if held is not None else {}
+            for name, shape in parameter.tensors.items():
+                yield name, shape, dtypes[parameter.name], shards.get(name)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor that ``iterate`` yields, in the same order. Every rank must call this."""
         dtypes = {name: dtype for (name, _), (_, dtype) in self._owners().items()}
         return {
             name: (shape, dtypes[parameter.name])
-            for parameter in self.parameters
+            for parameter in self._exported
             for name, shape in parameter.tensors.items()
         }
 
@@ -163,7 +176,7 @@ class HfWeights:
         for name, rank in owners:
             sizes[name] = max(sizes.get(name, 0), rank + 1)
         device = self.held[0].values.device if self.held else torch.device("cpu")
-        for parameter in self.parameters:
+        for parameter in self._exported:
             tensors: dict[str, Tensor] = {}
             for rank in range(sizes[parameter.name]):
                 source, dtype = owners[parameter.name, rank]
@@ -204,6 +217,20 @@ class HfWeights:
 
     def _part(self, parameter: Parameter, rank: int, size: int) -> Part:
         return parameter.part_of_rank(rank, size, self._shape.padded_vocab_size(size))
+
+
+def _shards_of(held: HeldPart) -> Iterator[HfShard]:
+    shapes = held.parameter.tensors
+    column = () if held.part.columns is None else (held.part.columns[0],)
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    exported = held.exported()
+    for copy in held.parameter.copies(held.part):
+        rows = exported[copy.part_row : copy.part_row + copy.rows]
+        pieces.setdefault(copy.tensor, []).append((copy.tensor_row, rows))
+    for name, found in pieces.items():
+        # A rank's head groups are consecutive, so its rows of a tensor are consecutive, too.
+        values = found[0][1] if len(found) == 1 else torch.cat([rows for _, rows in found])
+        yield HfShard(name, shapes[name], (found[0][0], *column), values)
 
 
 def _global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor, Adapter | None]]:

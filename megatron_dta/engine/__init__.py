@@ -2,6 +2,6 @@
 
 from megatron_dta.engine.batch import StepPart, TreeBatch, prepare_batch
 from megatron_dta.engine.executor import TreeEngine
-from megatron_dta.engine.step_result import StepResult
+from megatron_dta.engine.step_result import StepResult, TokenOutputs
 
-__all__ = ["StepPart", "StepResult", "TreeBatch", "TreeEngine", "prepare_batch"]
+__all__ = ["StepPart", "StepResult", "TokenOutputs", "TreeBatch", "TreeEngine", "prepare_batch"]

@@ -36,11 +36,12 @@ class SegmentEdges:
 @dataclass(frozen=True)
 class DeviceLossBatch:
     """Sequences whose losses are computed in one call: pairs [B, T] in sequence order; the pad index P fills the end of
-    a row.
+    a row. ``sequences`` int64 [B] is on the host.
     """
 
     pair_index: Tensor
     loss_mask: Tensor
+    sequences: np.ndarray
 
 
 class DevicePlan:
@@ -90,7 +91,8 @@ class DevicePlan:
             []
             if forward_only
             else [
-                DeviceLossBatch(index := upload(batch.pair_index), index < plan.num_pairs) for batch in segment_batches
+                DeviceLossBatch(index := upload(batch.pair_index), index < plan.num_pairs, batch.sequences)
+                for batch in segment_batches
             ]
             for segment_batches in plan.loss_batches
         ]

@@ -23,7 +23,7 @@ from megatron_dta.engine.op_clock import OpClock
 from megatron_dta.engine.preference_pairs import with_pair_terms
 from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_run import StageRun
-from megatron_dta.engine.step_result import StepResult
+from megatron_dta.engine.step_result import StepResult, TokenOutputs
 from megatron_dta.model import Mesh, Model, weights_quantized_once
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
@@ -131,6 +131,7 @@ class TreeEngine(RankModel):
         objective: Objective,
         forbid_synchronization: bool = False,
         record_timeline: bool = False,
+        return_outputs: bool = False,
     ) -> StepResult:
         """Add the gradient of the batch's loss to the parameters' gradients.
 
@@ -140,6 +141,7 @@ class TreeEngine(RankModel):
         Args:
             forbid_synchronization: on a GPU, raise an error if an op waits for the device (a check of this engine).
             record_timeline: measure when each op runs; must be the same on all ranks.
+            return_outputs: copy logprobs and entropies to the host; must be the same on all ranks.
         """
         pair_metrics: dict[str, float] = {}
         pair_function = getattr(objective, "pair_function", None)
@@ -153,6 +155,8 @@ class TreeEngine(RankModel):
         if pair_metrics:
             found = {name: result.loss.new_tensor(value) for name, value in pair_metrics.items()}
             result = replace(result, metrics=result.metrics | found)
+        if return_outputs:
+            result = replace(result, outputs=self._outputs(run, batch))
         if run.clock is None:
             return result
         stages = self.mesh.gather_over_replica((self.mesh.tensor_rank, run.clock.events()))
@@ -163,17 +167,24 @@ class TreeEngine(RankModel):
         """Share tensors that are derived from the weights among the passes of a step."""
         return weights_quantized_once(self.tree_models) if self.config.fp8 else nullcontext()
 
-    @torch.no_grad()
     def compute_logprobs(self, batch: TreeBatch) -> list[np.ndarray]:
         """Logprobs of the trained tokens under the current weights, one array [T] per sequence, 0 elsewhere."""
+        return self.compute_outputs(batch).logprobs
+
+    @torch.no_grad()
+    def compute_outputs(self, batch: TreeBatch) -> TokenOutputs:
+        """Logprobs and entropies of the trained tokens under the current weights."""
         self._check_agreement(batch, training=False)
         run = StageRun(self, batch, objective=None)
         with self._constant_weights():
             run.walk()
-        pairs = run.loss.pair_logprobs().cpu().numpy()
+        return self._outputs(run, batch)
+
+    def _outputs(self, run: StageRun, batch: TreeBatch) -> TokenOutputs:
+        pairs = torch.stack(run.loss.pair_outputs()).cpu().numpy()
         if self.mesh.pipeline_size > 1:
             pairs = self.mesh.from_last_stage(pairs)
-        return batch.per_sequence(pairs)
+        return TokenOutputs(*(batch.per_sequence(values) for values in pairs))
 
     def _check_agreement(self, batch: TreeBatch, training: bool) -> None:
         """Compare the plans of a pipeline's ranks; ranks with different plans would wait for each other forever."""

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron_dta.engine.batch import TreeBatch
 from megatron_dta.engine.device_plan import DeviceLossBatch, DevicePlan
-from megatron_dta.objectives import LossFields, TokenLosses
+from megatron_dta.objectives import LossFields, SequenceLoss, TokenLosses
 
-Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses]
+Objective = Callable[[Tensor, Tensor, LossFields], TokenLosses] | SequenceLoss
 
 
 class LossPass:
@@ -66,9 +66,10 @@ class LossPass:
         self.logprobs_E[edges] = logprobs.detach()
         self.entropy_R[rows] = entropy.detach()
 
-    def pair_logprobs(self) -> Tensor:
-        """Logprob of every pair [P], in sequence order."""
-        return self.logprobs_E[self.plan.pair_edge[:-1]]
+    def pair_outputs(self) -> tuple[Tensor, Tensor]:
+        """Logprob of every pair [P] and entropy of the distribution that it is from [P], in sequence order."""
+        edge_P = self.plan.pair_edge[:-1]
+        return self.logprobs_E[edge_P], self.entropy_R[self.plan.edge_row[edge_P]]
 
     def complete(self, segment: int) -> None:
         """Compute the loss of the sequences whose last row is in ``segment``, and store its gradient."""
@@ -78,33 +79,40 @@ class LossPass:
     def _loss(self, loss_batch: DeviceLossBatch) -> None:
         index_BT = loss_batch.pair_index
         edge_BT = self.plan.pair_edge[index_BT]
-        mask_BT = loss_batch.loss_mask
+        with torch.enable_grad():
+            logprobs_BT = self.logprobs_E[edge_BT].requires_grad_()
+            entropy_BT = self.entropy_R[self.plan.edge_row[edge_BT]].requires_grad_()
+            if isinstance(self.objective, SequenceLoss):
+                loss = self.objective(logprobs_BT, entropy_BT, loss_batch.sequences)
+            else:
+                loss = self._token_losses(logprobs_BT, entropy_BT, loss_batch)
+            grad_logprobs_BT, grad_entropy_BT = torch.autograd.grad(loss, (logprobs_BT, entropy_BT), allow_unused=True)
+        self.loss += loss.detach()
+        # Pad positions write behind the last pair; these values are never read.
+        rank_BT = self.plan.pair_rank[index_BT]
+        self.grad_logprobs_P[rank_BT] = torch.zeros_like(logprobs_BT) if grad_logprobs_BT is None else grad_logprobs_BT
+        if grad_entropy_BT is not None:
+            if self.grad_entropy_P is None:
+                self.grad_entropy_P = torch.full_like(self.grad_logprobs_P, torch.nan)
+            self.grad_entropy_P[rank_BT] = grad_entropy_BT
+
+    def _token_losses(self, logprobs_BT: Tensor, entropy_BT: Tensor, loss_batch: DeviceLossBatch) -> Tensor:
+        """The weighted sum of the objective's losses; adds its metrics."""
+        index_BT, mask_BT = loss_batch.pair_index, loss_batch.loss_mask
         if self.owned_P is not None:
             mask_BT = mask_BT & self.owned_P[index_BT]
         fields = LossFields(
             loss_mask=mask_BT,
             **{name: None if values is None else values[index_BT] for name, values in self.fields_P.items()},
         )
-        with torch.enable_grad():
-            logprobs_BT = self.logprobs_E[edge_BT].requires_grad_()
-            entropy_BT = self.entropy_R[self.plan.edge_row[edge_BT]].requires_grad_()
-            losses = self.objective(logprobs_BT, entropy_BT, fields)
-            loss = (losses.loss * self.weights_P[index_BT]).sum()
-            grad_logprobs_BT, grad_entropy_BT = torch.autograd.grad(loss, (logprobs_BT, entropy_BT), allow_unused=True)
-        self.loss += loss.detach()
+        losses = self.objective(logprobs_BT, entropy_BT, fields)
         for name, values in losses.metrics.items():
             total = torch.where(mask_BT, values, 0).sum()
             self.metric_sums[name] = self.metric_sums.get(name, 0) + total
         for name, values in losses.maxima.items():
             largest = torch.where(mask_BT, values, 0).max()
             self.maxima[name] = torch.maximum(self.maxima.get(name, largest), largest)
-        # Pad positions write behind the last pair; these values are never read.
-        rank_BT = self.plan.pair_rank[index_BT]
-        self.grad_logprobs_P[rank_BT] = grad_logprobs_BT
-        if grad_entropy_BT is not None:
-            if self.grad_entropy_P is None:
-                self.grad_entropy_P = torch.full_like(self.grad_logprobs_P, torch.nan)
-            self.grad_entropy_P[rank_BT] = grad_entropy_BT
+        return (losses.loss * self.weights_P[index_BT]).sum()
 
     def gradients(self, segment: int) -> tuple[Tensor, Tensor | None]:
         """Gradient of the step's loss by a segment's logprobs [E] and entropies [R]; None for entropies that the loss

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from megatron_dta.planning.pipeline.timeline import TimelineEvent
 from megatron_dta.planning.step.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model computed for the trained tokens of this rank's sequences: one array [T] each, 0 elsewhere.
+
+    Attributes:
+        logprobs: logprob of each token (a value model: the value of the state before it).
+        entropy: entropy of the distribution that the token was drawn from (a value model: 0).
+    """
+
+    logprobs: list[np.ndarray]
+    entropy: list[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,7 @@ class StepResult:
         timeline: the time of each op on each stage of this replica; empty unless it was requested.
         plan: with a timeline, the plan that was executed: that of the batch, with empty segments where other ranks
             share experts.
+        outputs: logprobs and entropies of the forward passes; None unless they were requested.
     """
 
     loss: Tensor
@@ -38,3 +53,4 @@ class StepResult:
     recomputed_tokens: int
     timeline: list[TimelineEvent] = field(default_factory=list)
     plan: StepPlan | None = None
+    outputs: TokenOutputs | None = None

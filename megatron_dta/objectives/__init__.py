@@ -8,7 +8,7 @@
 from megatron_dta.objectives.advantages import group_advantages
 from megatron_dta.objectives.dpo import preference_pairs
 from megatron_dta.objectives.estimators import estimate_advantages, sequence_weights
-from megatron_dta.objectives.fields import LossFields, Objective, PairTerms, TokenLosses
+from megatron_dta.objectives.fields import LossFields, Objective, PairTerms, SequenceLoss, TokenLosses
 from megatron_dta.objectives.policy import policy_loss
 from megatron_dta.objectives.registry import make_objective, make_value_objective
 from megatron_dta.objectives.sft import sft_loss
@@ -18,6 +18,7 @@ __all__ = [
     "LossFields",
     "Objective",
     "PairTerms",
+    "SequenceLoss",
     "TokenLosses",
     "TrainedCounts",
     "count_trained",

@@ -97,6 +97,26 @@ class Objective:
         return self.function(logprobs, entropy, fields)
 
 
+@dataclass(frozen=True)
+class SequenceLoss:
+    """A loss function of whole sequences that returns one number, for trainers that bring their own losses.
+
+    It is called with groups of sequences whose last tokens were computed together, and the step's loss is the sum of
+    its values. It must therefore be additive: its value for a group is a sum over the sequences, with denominators that
+    do not depend on the group.
+    """
+
+    function: Callable[[Tensor, Tensor, np.ndarray], Tensor]
+    """(logprobs [B, T], entropy [B, T], sequences int64 [B]) -> scalar.
+
+    Row b holds the trained tokens of sequence ``sequences[b]`` of the batch, in their order. Behind them the row is
+    padded with values that must not be used.
+    """
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, sequences: np.ndarray) -> Tensor:
+        return self.function(logprobs, entropy, sequences)
+
+
 def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
     """``values`` where the mask is True, else 0.
 

@@ -90,12 +90,13 @@ class TrainingOptimizer:
         """
         finalize_model_grads(self.chunks)
 
-    def step(self, loss: float, skip_above: float | None = None) -> StepOutcome:
+    def step(self, loss: float, skip_above: float | None = None, advance_schedule: bool = True) -> StepOutcome:
         """Reduce, check, clip and apply the gradients of all backward passes since ``zero_grad``.
 
         Args:
             loss: the loss of these passes; the step is skipped if it is not finite.
             skip_above: the step is skipped if the gradient norm is above this value.
+            advance_schedule: False leaves the learning rate to ``schedule.step``, which the caller then calls.
         """
         biases = [bias for chunk in self.chunks for name, bias in chunk.named_buffers() if name.endswith("expert_bias")]
         before = [bias.clone() for bias in biases]
@@ -108,12 +109,28 @@ class TrainingOptimizer:
             # Megatron's step prepares the gradients and computes the norm again, with the same result. Both are done
             # above because Megatron's step cannot be skipped on a NaN.
             self.optimizer.step()
-            self.schedule.step(1)
+            if advance_schedule:
+                self.schedule.step(1)
         else:
             # Megatron updates the expert biases while it reduces the gradients, so a skipped step restores them.
             for bias, value in zip(biases, before, strict=True):
                 bias.copy_(value)
         return StepOutcome(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Master weights and moments on the device of the weights; the weights themselves are not among them."""
+        own = {parameter.untyped_storage().data_ptr() for chunk in self.chunks for parameter in chunk.parameters()}
+        device = next(self.chunks[0].parameters()).device
+        found = []
+        for optimizer in self._optimizers():
+            adam = optimizer.optimizer
+            found += [parameter for group in adam.param_groups for parameter in group["params"]]
+            found += [value for state in adam.state.values() for value in state.values() if torch.is_tensor(value)]
+        return [each for each in found if each.device == device and each.untyped_storage().data_ptr() not in own]
+
+    def gradient_buffers(self) -> list[torch.Tensor]:
+        """The buffers into which backward passes accumulate."""
+        return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
     @property
     def learning_rate(self) -> float:

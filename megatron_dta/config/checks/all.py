@@ -38,6 +38,20 @@ def check_config(config: TrainConfig) -> None:
     raise_all([*source, *model, *_contradictions(config), *([] if source else _check_no_effect(config))])
 
 
+def check_engine(config: TrainConfig) -> None:
+    """Check the settings of model, tree, mesh and optimizer, for trainers that bring their own data and losses."""
+    raise_all(_check_bounds(config))
+    raise_all(
+        [
+            *_check_model(config),
+            *check_tree(config),
+            *_check_schedule(config),
+            *_check_parallel(config),
+            *caught(check_states, config.model, config.optimization, config.parallel),
+        ]
+    )
+
+
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     yield from _check_data(config)
     yield from check_objective(config)

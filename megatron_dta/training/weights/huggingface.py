@@ -34,18 +34,22 @@ from megatron_dta.training.checkpoint.writer import refuse_on_all
 _UNFINISHED = ".unfinished"
 
 
-def hf_weights(config: TrainConfig, model: torch.nn.Module) -> HfWeights:
-    """The weights of the run's model under Hugging Face's names."""
+def hf_weights(config: TrainConfig, model: torch.nn.Module, without_head: bool = False) -> HfWeights:
+    """The weights of the run's model under Hugging Face's names, see ``HfWeights``."""
     family = architecture(_hf_config(config))
     chunks = list(getattr(model, "model_chunks", [model]))
-    return HfWeights(chunks, family.architecture, ModelShape.of(config.model), current_mesh().host_group)
+    return HfWeights(chunks, family.architecture, ModelShape.of(config.model), current_mesh().host_group, without_head)
 
 
-def load_hf(config: TrainConfig, model: torch.nn.Module) -> None:
-    """Load the weights of ``--load-hf``; an input error on one rank is raised on all ranks."""
+def load_hf(config: TrainConfig, model: torch.nn.Module, without_head: bool = False) -> None:
+    """Load the weights of ``--load-hf``; an input error on one rank is raised on all ranks.
+
+    Args:
+        without_head: keep the initial values of the output layer (value models).
+    """
     error = None
     try:
-        hf_weights(config, model).load(config.checkpoint.load_hf)
+        hf_weights(config, model, without_head).load(config.checkpoint.load_hf)
     except InputError as caught:
         error = caught
     refuse_on_all(error)

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from megatron_dta.engine import TreeEngine
 from megatron_dta.model import without_adapters
+from megatron_dta.training.weights.offload import HostStorages
 
 
 class Reference:
@@ -27,10 +26,11 @@ class Reference:
 
     def __init__(self, engine: TreeEngine, offload: bool = False, is_base: bool = False) -> None:
         self.engine, self._is_base = engine, is_base
-        self._host: list[tuple[torch.nn.Parameter, torch.Tensor]] | None = None
+        self._storages: HostStorages | None = None
         if offload:
-            self._host = [(p, _host_copy(p)) for chunk in engine.tree_models for p in chunk.parameters()]
-            self._drop()
+            parameters = (parameter for chunk in engine.tree_models for parameter in chunk.parameters())
+            self._storages = HostStorages(parameters, constant=True)
+            self._storages.to_host()
 
     @contextmanager
     def on_device(self) -> Iterator[TreeEngine]:
@@ -39,22 +39,11 @@ class Reference:
             with without_adapters(self.engine.tree_models):
                 yield self.engine
             return
-        if self._host is None:
+        if self._storages is None:
             yield self.engine
             return
-        for parameter, weights in self._host:
-            parameter.data = weights.to(self.engine.device, non_blocking=True, copy=True)
+        self._storages.to_device()
         try:
             yield self.engine
         finally:
-            self._drop()
-
-    def _drop(self) -> None:
-        for parameter, weights in self._host or []:
-            parameter.data = weights.new_empty(0, device=self.engine.device)
-
-
-def _host_copy(parameter: torch.nn.Parameter) -> torch.Tensor:
-    copy = parameter.detach().to("cpu", copy=True)
-    # Copies from pinned memory to a GPU are asynchronous.
-    return copy.pin_memory() if parameter.device.type == "cuda" else copy
+            self._storages.to_host()

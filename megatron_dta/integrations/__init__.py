@@ -1,0 +1,1 @@
+"""Adapters that put the tree engine into other trainers."""

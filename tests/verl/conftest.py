@@ -1,0 +1,27 @@
+"""Tests of the integration with verl; they run where verl is installed (``bash tests/run.sh verl``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("verl") is None:
+    collect_ignore_glob = ["*"]
+else:
+    # Read by verl when it is imported, here and in the programs that the tests start.
+    os.environ["VERL_PLATFORM"] = "cpu"
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "cpu_platform"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 in Hugging Face's format with random weights and a tokenizer of bytes."""
+    from tiny_model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
