@@ -3,6 +3,10 @@
 #
 #   bash tests/run.sh [pytest arguments]
 #   bash tests/run.sh quick                  the unit tests that start no processes, under a minute
+#   bash tests/run.sh verl [arguments]       the tests of the verl integration
+#
+# Without arguments everything runs, the verl integration last. verl's requirements differ from those of the other tests,
+# so its tests have an environment of their own, beside the first: VENV-verl.
 #
 # VENV    the environment to use or make (default: .venv in the repository)
 # PYTHON  the interpreter to make it with (default: python3)
@@ -10,12 +14,28 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
-[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-bash examples/install.sh "$venv" test
 # Threads that spin while they wait slow each other down where cores are shared.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
+
+test_verl() {
+  local own=$venv-verl
+  [ -x "$own/bin/python" ] || "${PYTHON:-python3}" -m venv "$own"
+  bash examples/install.sh "$own" verl
+  "$own/bin/python" -m pip --disable-pip-version-check install --quiet pytest
+  "$own/bin/python" -m pytest -q tests/verl "$@"
+}
+
+if [ "${1:-}" = verl ]; then
+  shift
+  test_verl "$@"
+  exit
+fi
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+bash examples/install.sh "$venv" test
+everything=$#
 if [ "${1:-}" = quick ]; then
   shift
   set -- tests/unit/tree tests/unit/rollouts tests/unit/objectives tests/unit/planning "$@"
 fi
 "$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile "$@"
+if [ "$everything" = 0 ]; then test_verl; fi

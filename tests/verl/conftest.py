@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 from pathlib import Path
 
 import pytest
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
 
 if importlib.util.find_spec("verl") is None:
     collect_ignore_glob = ["*"]
@@ -15,6 +23,8 @@ else:
     os.environ["VERL_PLATFORM"] = "cpu"
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "cpu_platform"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # Tests of one rank run in the test process, which is a rank of verl's own.
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
 

@@ -11,7 +11,7 @@ from verl.utils.metric import Metric
 
 from batches import random_rows
 from reference import run_reference
-from worker import mini_batches, run_ranks
+from worker import mini_batches, run_case, run_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 ENTROPY_AND_KL = {"entropy_coeff": 0.01, "use_kl_loss": True}
@@ -29,13 +29,24 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_training_worker_equals_rows_one_by_one(name: str, model_folder: Path, tmp_path: Path):
-    num_ranks, data_size, changes = CASES[name]
+@pytest.fixture(scope="module")
+def results(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each case found: those of one rank in this process, the others in the same two processes."""
+    on_two = [name for name, (num_ranks, *_) in CASES.items() if num_ranks == 2]
+    found = run_ranks([_case(name, model_folder) for name in on_two], 2, tmp_path_factory.mktemp("ranks"))
+    return dict(zip(on_two, found, strict=True))
+
+
+def _case(name: str, model_folder: Path) -> dict[str, Any]:
     case = {"model": str(model_folder), "dtype": "float64", "form": "nested", "seed": 7, "rows": 12}
-    case |= {"mini_batch_size": 12, "engine": {}} | changes
-    case["engine"] = {"tree_segment_tokens": 7, **case["engine"]}
-    found = run_ranks(case, num_ranks, tmp_path)
+    case |= {"mini_batch_size": 12, "engine": {}} | CASES[name][2]
+    return case | {"engine": {"tree_segment_tokens": 7, **case["engine"]}}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_worker_equals_rows_one_by_one(name: str, model_folder: Path, results: dict[str, Any]):
+    data_size, case = CASES[name][1], _case(name, model_folder)
+    found = results[name] if name in results else run_case(case)
     expected = run_reference(case, data_size)
     tolerance = TOLERANCE[case["dtype"]]
     assert len(found["gradients"]) == len(expected)

@@ -1,9 +1,9 @@
-"""A rank of verl's ``TrainingWorker`` with this project's engine, started by torchrun; ``run_ranks`` starts the ranks.
+"""Ranks of verl's ``TrainingWorker`` with this project's engine; ``run_ranks`` starts them with torchrun.
 
-    torchrun --nproc-per-node N worker.py CASE OUTPUT
+    torchrun --nproc-per-node N worker.py CASES OUTPUT
 
-CASE is a JSON file with the fields that ``main`` reads. Rank 0 writes to OUTPUT the gradient of every mini-batch under
-Hugging Face's names, the metrics, and the rows' outputs from a pass without gradients.
+CASES is a JSON file with a list of cases, which the same processes run one after another, each on a mesh of its own.
+Rank 0 writes the results of ``run_case`` to OUTPUT.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
@@ -29,18 +30,18 @@ from megatron_dta.integrations.verl.config import (
     MegatronDtaCriticConfig,
     MegatronDtaEngineConfig,
 )
+from megatron_dta.model import destroy_parallel
 from megatron_dta.training.weights.huggingface import hf_weights
 
 
-def run_ranks(case: dict[str, Any], num_ranks: int, folder: Path) -> dict[str, Any]:
-    """Run ``case`` on several processes and return what rank 0 wrote."""
+def run_ranks(cases: list[dict[str, Any]], num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """Run the cases on several processes and return what rank 0 found, in the order of the cases."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "case.json").write_text(json.dumps(case))
+    (folder / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, __file__, str(folder / "case.json"), str(folder / "out.pt")],
-        env=environment,
+        [*command, __file__, str(folder / "cases.json"), str(folder / "out.pt")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -72,60 +73,111 @@ def mini_batches(case: dict[str, Any], data_size: int) -> list[list[list[int]]]:
     ]
 
 
-def main() -> None:
-    """Run the case that the command line names."""
-    case = json.loads(Path(sys.argv[1]).read_text())
-    dtype = getattr(torch, case["dtype"])
+def build_worker(case: dict[str, Any]) -> TrainingWorker:
+    """verl's worker with our engine and the weights of the case's model."""
     # A distributed optimizer would leave each rank a part of the reduced gradients.
     settings = {"use_distributed_optimizer": False, **case.get("engine", {})}
-    engine_config = MegatronDtaEngineConfig(dtype=case["dtype"], **settings)
+    optimizer = {"lr": 0.0, "weight_decay": 0.0, "clip_grad": 0.0, "total_training_steps": 10, **case.get("optim", {})}
     config = TrainingWorkerConfig(
         model_type="value_model" if case.get("value_head") else "language_model",
-        model_config=HFModelConfig(path=case["model"], override_config={"attn_implementation": "sdpa"}),
-        engine_config=engine_config,
-        optimizer_config=McoreOptimizerConfig(lr=0.0, weight_decay=0.0, clip_grad=0.0, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
+        model_config=HFModelConfig(
+            path=case["model"], override_config={"attn_implementation": "sdpa"}, **case.get("model_settings", {})
+        ),
+        engine_config=MegatronDtaEngineConfig(dtype=case["dtype"], **settings),
+        optimizer_config=McoreOptimizerConfig(**optimizer),
+        checkpoint_config=CheckpointConfig(**case.get("checkpoint", {})),
     )
     worker = TrainingWorker(config)
     worker.reset()
     worker.set_loss_fn(loss_of(case))
-    engine = worker.engine
     if case.get("value_head"):
-        _set_head(engine.model)
-    rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+        _set_head(worker.engine.model)
+    return worker
+
+
+def batch_of(case: dict[str, Any], rank: int, size: int, **common: Any) -> TensorDict:
+    """The rows of a data-parallel rank."""
     per_rank = case["rows"] // size
     own = random_rows(case["seed"], case["rows"])[rank * per_rank : (rank + 1) * per_rank]
-    make = BATCHES[case["form"]]
+    return BATCHES[case["form"]](own, getattr(torch, case["dtype"]), **common)
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Compute logprobs and train on one batch.
+
+    Returns:
+        ``gradients`` of every mini-batch under Hugging Face's names, and ``ranks``: for every data-parallel rank its
+        number, the outputs of its rows and its metrics.
+    """
+    worker = build_worker(case)
+    engine = worker.engine
+    rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     entropy = not case.get("value_head")
-    inferred = worker.infer_batch(make(own, dtype, compute_loss=False, calculate_entropy=entropy))
+    inferred = worker.infer_batch(batch_of(case, rank, size, compute_loss=False, calculate_entropy=entropy))
     gradients: list[dict[str, torch.Tensor]] = []
     reduce = engine.optimizer.reduce_gradients
 
     def recording_reduction() -> None:
         reduce()
-        gradients.append(_gradients(engine))
+        gradients.append(gradients_of(engine))
 
     engine.optimizer.reduce_gradients = recording_reduction
     common = {"global_batch_size": case["mini_batch_size"], "calculate_entropy": entropy}
     common |= {"mini_batch_size": case["mini_batch_size"], "epochs": case.get("epochs", 1)}
-    trained = worker.train_mini_batch(make(own, dtype, **common))
+    trained = worker.train_mini_batch(batch_of(case, rank, size, **common))
     outputs = None
     if inferred is not None:
-        outputs = {
-            name: [row.clone() for row in inferred[name].unbind()]
-            for name in list(inferred.keys())
-            if name != "metrics"
-        }
+        names = [name for name in list(inferred.keys()) if name != "metrics"]
+        outputs = {name: [row.clone() for row in inferred[name].unbind()] for name in names}
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     metrics = None if trained is None else tensordict_utils.get(trained, "metrics")
     torch.distributed.all_gather_object(gathered, (rank, outputs, metrics))
+    ranks = sorted((entry for entry in gathered if entry[1] is not None), key=lambda entry: entry[0])
+    return {"gradients": gradients, "ranks": ranks}
+
+
+def run_weights(case: dict[str, Any]) -> dict[str, Any]:
+    """Export the weights in all ways, changing one weight in between.
+
+    Returns:
+        ``whole``: the whole tensors of ``get_per_tensor_param``, and ``changed``: the same after the change;
+        ``shards`` and ``deltas``: for every rank what ``get_per_tensor_param_shard`` and, after the change,
+        ``get_per_tensor_param_delta_shard`` yield.
+    """
+    engine = build_worker(case).engine
+    whole = {name: values.clone() for name, values in engine.get_per_tensor_param()[0]}
+    engine.prime_delta_snapshots()
+    own = [
+        (name, values.clone(), spec.full_shape, spec.contributes, spec.place if spec.contributes else None)
+        for name, values, spec in engine.get_per_tensor_param_shard()[0]
+    ]
+    for chunk in engine.tree_engine.tree_models:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("linear_fc1.weight"):
+                parameter.data[1, 3] += 1
+    deltas = [entry[:-1] for entry in engine.get_per_tensor_param_delta_shard()[0]]
+    changed = {name: values.clone() for name, values in engine.get_per_tensor_param()[0]}
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, (own, deltas))
+    shards, found = zip(*ranks, strict=True)
+    return {"whole": whole, "shards": shards, "deltas": found, "changed": changed}
+
+
+KINDS = {"training": run_case, "weights": run_weights}
+
+
+def main() -> None:
+    """Run the cases that the command line names."""
+    results = []
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        results.append(KINDS[case.get("kind", "training")](case))
+        destroy_parallel()
     if torch.distributed.get_rank() == 0:
-        with_outputs = sorted((entry for entry in gathered if entry[1] is not None), key=lambda entry: entry[0])
-        torch.save({"gradients": gradients, "ranks": with_outputs}, sys.argv[2])
+        torch.save(results, sys.argv[2])
     torch.distributed.barrier()
 
 
-def _gradients(engine: Any) -> dict[str, torch.Tensor]:
+def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
     """The gradient under Hugging Face's names: the gradient buffers take the place of the weights for a moment."""
     parameters = [parameter for chunk in engine.tree_engine.tree_models for parameter in chunk.parameters()]
     weights = [parameter.data for parameter in parameters]

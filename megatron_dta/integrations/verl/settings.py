@@ -29,7 +29,6 @@ from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
 _SAME = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
-    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "use_distributed_optimizer",
@@ -62,6 +61,8 @@ def train_config(
     """
     if engine.dtype not in _DTYPES:
         raise _refused("engine.dtype", engine.dtype, f"choose from {', '.join(_DTYPES)}")
+    if engine.context_parallel_size > 1:
+        raise _refused("engine.context_parallel_size", engine.context_parallel_size, "use tensor parallelism")
     if engine.router_replay.mode != "disabled":
         raise _refused("engine.router_replay.mode", engine.router_replay.mode, "set it to disabled")
     named: dict[str, Any] = {name: getattr(engine, name) for name in _SAME if getattr(engine, name) is not None}
@@ -112,10 +113,11 @@ def _model_settings(model: HFModelConfig) -> dict[str, Any]:
 
 
 def _optimizer_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
-    steps = max(1, optimizer.total_training_steps)
-    warmup = optimizer.lr_warmup_steps
+    steps, warmup = optimizer.total_training_steps, optimizer.lr_warmup_steps
     if warmup is None or warmup < 0:
-        warmup = int(optimizer.lr_warmup_steps_ratio * steps)
+        warmup = int(optimizer.lr_warmup_steps_ratio * max(0, steps))
+    if steps <= 0:
+        steps = warmup + 1  # verl knows the number only in training
     named = {
         "lr": optimizer.lr,
         "weight_decay": optimizer.weight_decay,

@@ -1,0 +1,70 @@
+"""verl's own trainer for supervised training, started as users start it, with ``engine=megatron_dta``."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+
+_STEP = re.compile(r"step:(\d+) - .*train/loss:([-\d.e]+) - train/grad_norm:([-\d.e]+)")
+
+
+def _train(model_folder: Path, data: Path, num_ranks: int, *flags: str) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm of every step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command += ["-m", "verl.trainer.sft_trainer", "engine=megatron_dta", "engine.dtype=float32"]
+    command += [f"data.train_files={data}", "data.train_batch_size=8", "data.num_workers=0", "data.max_length=128"]
+    command += ["data.ignore_input_ids_mismatch=True", "data.micro_batch_size_per_gpu=4", f"model.path={model_folder}"]
+    command += ["+model.override_config.attn_implementation=sdpa", "optim.lr=1e-3", "trainer.logger=[console]"]
+    command += ["trainer.device=cpu", "trainer.project_name=x", "trainer.experiment_name=y", *flags]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return {int(step): (float(loss), float(norm)) for step, loss, norm in _STEP.findall(done.stdout + done.stderr)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions that share their beginning, as chat messages."""
+    rows = [
+        [
+            {"role": "user", "content": f"what is {i % 7} + {i % 5}"},
+            {"role": "assistant", "content": str(i % 7 + i % 5)},
+        ]
+        for i in range(64)
+    ]
+    path = tmp_path_factory.mktemp("data") / "train.parquet"
+    pandas.DataFrame({"messages": rows}).to_parquet(path)
+    return path
+
+
+def test_sft_trainer_on_two_replicas_resumes_exactly(model_folder: Path, data: Path, tmp_path: Path):
+    folder = f"trainer.default_local_dir={tmp_path}"
+    whole = _train(model_folder, data, 2, folder, "trainer.total_training_steps=4", "trainer.save_freq=2")
+    assert sorted(whole) == [1, 2, 3, 4]
+    assert whole[4][0] < whole[1][0]
+    resumed = _train(
+        model_folder,
+        data,
+        2,
+        folder,
+        "trainer.total_training_steps=4",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={tmp_path}/global_step_2",
+    )
+    assert resumed == {step: whole[step] for step in (3, 4)}
+
+
+def test_sft_trainer_with_tensor_parallelism(model_folder: Path, data: Path, tmp_path: Path):
+    flags = (f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=2", "trainer.resume_mode=disable")
+    one = _train(model_folder, data, 1, *flags)
+    two = _train(model_folder, data, 2, *flags, "engine.tensor_model_parallel_size=2")
+    assert sorted(one) == sorted(two) == [1, 2]
+    for step, found in one.items():
+        assert two[step] == pytest.approx(found, rel=1e-5)
