@@ -1,0 +1,99 @@
+"""A loss function of whole sequences (``SequenceLoss``) gives the gradients of the same loss written per token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import build_model
+from megatron_dta.objectives import LossFields, Objective, SequenceLoss, TokenLosses
+from objective_cases import TEMPERATURE, make_case
+from tree_engine_cases import tree_config
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("mode", "segment"), [("dta", 5), ("packed", 45), ("dense", 9)])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_sequence_loss_equals_token_losses(mode: str, segment: int, with_entropy: bool):
+    config, weights, samples = make_case(11)
+    batch = prepare_batch(samples, tree_config(mode, segment), "sequence-sum", loss_length=1.0)
+    # The weight of each sequence is 1 over their number.
+    count = len(samples)
+
+    def per_token(logprobs: Tensor, entropy: Tensor, fields: LossFields) -> TokenLosses:
+        mask = fields.loss_mask
+        loss = torch.where(mask, logprobs, 0.0) ** 2 * torch.where(mask, fields.advantages, 0.0)
+        return TokenLosses(loss - 0.3 * torch.where(mask, entropy, 0.0) if with_entropy else loss)
+
+    seen = []
+
+    def per_group(logprobs: Tensor, entropy: Tensor, sequences: np.ndarray) -> Tensor:
+        total = logprobs.new_zeros(())
+        seen.extend(sequences.tolist())
+        for row, number in enumerate(sequences):
+            sample = samples[number]
+            advantages = torch.from_numpy(sample.advantages[sample.loss_mask])
+            total = total + (logprobs[row, : sample.num_trained] ** 2 * advantages).sum()
+            if with_entropy:
+                total = total - 0.3 * entropy[row, : sample.num_trained].sum()
+        return total / count
+
+    results = []
+    for objective in (Objective("tokens", per_token), SequenceLoss(per_group)):
+        model = build_model(config, torch.device("cpu"))
+        model.load_state_dict(weights)
+        engine = TreeEngine(model, TEMPERATURE)
+        result = engine.forward_backward(batch, objective, return_outputs=True)
+        results.append((result, _gradients(model), engine.compute_outputs(batch)))
+    assert sorted(seen) == list(range(count))
+    (tokens, expected, outputs), (groups, found, _) = results
+    assert float(groups.loss) == pytest.approx(float(tokens.loss), rel=1e-12)
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-12, atol=1e-12), name
+    # The outputs of the training pass are those of a pass without gradients, 0 where nothing is trained.
+    for sample, own, other, entropy in zip(
+        samples, groups.outputs.logprobs, outputs.logprobs, groups.outputs.entropy, strict=True
+    ):
+        assert np.allclose(own, other, rtol=0, atol=1e-13)
+        assert not own[~sample.loss_mask].any()
+        assert (entropy[sample.loss_mask] > 0).all()
+
+
+def test_padding_of_a_group_is_never_used():
+    """The rows of a group are padded to one length; a loss of a row's own tokens is not changed by other rows."""
+    config, weights, samples = make_case(12)
+    batch = prepare_batch(samples, tree_config("packed", 60))
+    model = build_model(config, torch.device("cpu"))
+    model.load_state_dict(weights)
+
+    hooked = []
+
+    def poisoned(logprobs: Tensor, entropy: Tensor, sequences: np.ndarray) -> Tensor:
+        lengths = torch.tensor([samples[number].num_trained for number in sequences])
+        padding = torch.arange(logprobs.shape[1]) >= lengths[:, None]
+        # The engine must not read the gradient of the padding.
+        logprobs.register_hook(lambda gradient: torch.where(padding, torch.nan, gradient))
+        hooked.append(bool(padding.any()))
+        return logprobs[~padding].sum()
+
+    TreeEngine(model, TEMPERATURE).forward_backward(batch, SequenceLoss(poisoned))
+    assert any(hooked), "no row is shorter than its group"
+    found = _gradients(model)
+    assert all(torch.isfinite(gradient).all() for gradient in found.values())
+    plain = build_model(config, torch.device("cpu"))
+    plain.load_state_dict(weights)
+    ones = replace(batch, loss_weights=np.ones(batch.plan.num_pairs))
+    TreeEngine(plain, TEMPERATURE).forward_backward(
+        ones,
+        Objective("sum", lambda logprobs, entropy, fields: TokenLosses(torch.where(fields.loss_mask, logprobs, 0.0))),
+    )
+    for name, gradient in _gradients(plain).items():
+        assert torch.allclose(found[name], gradient, rtol=1e-12, atol=1e-12), name
