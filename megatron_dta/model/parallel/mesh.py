@@ -211,7 +211,8 @@ def _high_priority_groups(parallel: ParallelConfig) -> list[str] | None:
     With several stages, only this priority lets the communication of a tensor group start before the computation that
     it overlaps with (``config.device_queues``).
     """
-    is_nccl = torch.distributed.get_backend() == "nccl"
+    # Other trainers start groups of several backends, such as "cpu:gloo,cuda:nccl".
+    is_nccl = "nccl" in torch.distributed.get_backend()
     return ["tp"] if is_nccl and parallel.pipeline_model_parallel_size > 1 else None
 
 

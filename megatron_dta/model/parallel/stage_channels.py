@@ -58,8 +58,12 @@ def make_stage_channels(host_group: ProcessGroup | None, timeout: timedelta) -> 
     found: list[tuple[int, ...]] = [()] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, own, group=host_group)
     pipelines = [list(ranks) for ranks in sorted(set(found))]
+    # The default group of another trainer may have several backends.
+    backend = "nccl" if "nccl" in torch.distributed.get_backend() else None
     up, down = (
-        torch.distributed.new_subgroups_by_enumeration(pipelines, timeout=timeout, pg_options=_options(timeout))[0]
+        torch.distributed.new_subgroups_by_enumeration(
+            pipelines, timeout=timeout, backend=backend, pg_options=_options(timeout) if backend else None
+        )[0]
         for _ in ("up", "down")
     )
     _channels = StageChannels(up, down, own)
@@ -71,10 +75,8 @@ def forget_stage_channels() -> None:
     _channels = None
 
 
-def _options(timeout: timedelta) -> object | None:
-    """NCCL's settings; None for other backends."""
-    if torch.distributed.get_backend() != "nccl":
-        return None
+def _options(timeout: timedelta) -> object:
+    """NCCL's settings."""
     options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MESSAGE_CTAS
     options._timeout = timeout  # new_group warns if the two differ
