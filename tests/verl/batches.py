@@ -43,6 +43,9 @@ def nested_batch(rows: list[dict[str, np.ndarray]], dtype: torch.dtype, **common
         name: _nested([torch.from_numpy(row[name]) for row in rows], dtype if name not in _INTEGERS else torch.int64)
         for name in rows[0]
     }
+    # A teacher's logprobs cover the whole row, with one column for each of the teacher's choices.
+    teacher = [np.cos(np.arange(len(row["prompts"]) + len(row["responses"]))) - 4 for row in rows]
+    fields["teacher_logprobs"] = _nested([torch.from_numpy(values)[:, None] for values in teacher], dtype)
     whole = [np.concatenate([row["prompts"], row["responses"]]) for row in rows]
     fields["input_ids"] = _nested([torch.from_numpy(ids) for ids in whole], torch.int64)
     fields["position_ids"] = _nested([torch.arange(len(ids)) for ids in whole], torch.int64)

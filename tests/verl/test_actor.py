@@ -25,6 +25,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pipeline": (2, 1, {"engine": {"pipeline_model_parallel_size": 2}, "loss": {"entropy_coeff": 0.1}}),
     "comparing-rows": (2, 2, {"loss": {"loss_mode": "kl_cov", **ENTROPY_AND_KL}}),
     "width": (1, 1, {"loss": {"loss_agg_mode": "seq-mean-token-sum-norm"}}),
+    "distillation": (1, 1, {"distillation": {"loss_mode": "k3", "use_policy_gradient": False}}),
     "critic": (2, 2, {"value_head": True, "form": "padded"}),
 }
 

@@ -14,13 +14,15 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils
-from verl.workers.config import HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
+from verl.workers.config import DistillationLossConfig, HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, value_loss
 
@@ -57,6 +59,9 @@ def loss_of(case: dict[str, Any]) -> partial:
     settings = dict(case.get("loss", {}))
     config = MegatronDtaActorConfig(**_ROLE, **{name: value for name, value in settings.items() if name != "loss_mode"})
     object.__setattr__(config.policy_loss, "loss_mode", settings.get("loss_mode", "vanilla"))
+    if "distillation" in case:
+        distillation = SimpleNamespace(distillation_loss=DistillationLossConfig(**case["distillation"]))
+        return partial(distillation_ppo_loss, config=config, distillation_config=distillation)
     return partial(ppo_loss, config=config)
 
 

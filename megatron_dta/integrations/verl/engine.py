@@ -24,7 +24,7 @@ from megatron_dta.integrations.verl.checkpoints import VerlCheckpoints
 from megatron_dta.integrations.verl.config import BACKEND, MegatronDtaEngineConfig
 from megatron_dta.integrations.verl.plans import Planner
 from megatron_dta.integrations.verl.settings import train_config
-from megatron_dta.integrations.verl.step import Loss, MiniBatch, loss_scope
+from megatron_dta.integrations.verl.step import Loss, MiniBatch, describe, loss_scope
 from megatron_dta.integrations.verl.weights import shards
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel, without_adapters
 from megatron_dta.training.constant_memory import constant_bytes
@@ -92,7 +92,7 @@ class MegatronDtaEngine(BaseEngine):
         self._planner = Planner(self.tree_engine, tree)
         self._checkpoints = VerlCheckpoints(self)
         self._on_host: dict[str, HostStorages] = {}
-        self._loss = 0.0
+        self._loss, self._said = 0.0, False
         self.to("cpu", config.param_offload, config.optimizer_offload, config.param_offload)
 
     def _constant_bytes(self) -> float:
@@ -133,6 +133,10 @@ class MegatronDtaEngine(BaseEngine):
         loss: Loss = loss_function
         report, statistics = batch.train(loss, group, loss_scope(self.engine_config.loss_scope, loss))
         self._loss = sum(report["loss"])
+        if not self._said and current_mesh().rank == 0:
+            # verl's trainer for supervised training logs no metrics of engines.
+            print(f"megatron_dta: {describe(statistics)}", flush=True)
+        self._said = True
         for name, value in statistics.items():
             report["metrics"].setdefault(name, []).append(value)
         return report

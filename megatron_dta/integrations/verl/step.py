@@ -186,6 +186,15 @@ def _shifted(values: Sequence[np.ndarray], device: torch.device) -> Tensor:
     return torch.nested.as_nested_tensor([torch.from_numpy(row).to(device) for row in moved], layout=torch.jagged)
 
 
+def describe(statistics: dict[str, float]) -> str:
+    """What the trees of a mini-batch saved, in a sentence."""
+    return (
+        f"{statistics['tree/sequence_tokens']:,.0f} tokens of the first mini-batch in "
+        f"{statistics['tree/computed_tokens']:,.0f} computed tokens ({statistics['tree/token_reuse']:.2f}x reuse), "
+        f"{statistics['tree/flop_speedup']:.2f}x fewer operations"
+    )
+
+
 def loss_scope(chosen: str, loss: Loss) -> str:
     """The scope of ``loss``: ``chosen``, or for "auto" the one that verl's loss function needs."""
     if chosen != "auto":
