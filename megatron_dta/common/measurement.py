@@ -67,13 +67,13 @@ def _hardware(device: torch.device) -> str:
 
 
 def _versions() -> str:
-    import triton
-
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}"
-    try:
-        return f"{versions}, Transformer Engine {metadata.version('transformer-engine')}"
-    except metadata.PackageNotFoundError:
-        return versions
+    found = [f"Python {platform.python_version()}"]
+    for name in ("torch", "triton", "transformer-engine", "verl"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
 
 
 def _commit() -> str:
