@@ -53,7 +53,7 @@ echo "== 2. GRPO from the warmed-up weights: 800 steps of 64 problems x 8 sample
 
 echo "== 3. rollouts of the trained model as a prefix tree"
 "$python" tools/sample_rollouts.py "${model[@]}" "${task[@]}" --seed "$seed" \
-  --load "$out/grpo" --collection 800 --output "$out/rollouts.jsonl"
+  --load "$out/grpo" --rollout-batch-index 800 --output "$out/rollouts.jsonl"
 "$python" tools/inspect_tree.py "$out/rollouts.jsonl" "${tree[@]}" --plot "$out/tree.png"
 
 "$python" tools/report_run.py "$out/grpo" --output "$out/report.html"

@@ -2,10 +2,10 @@
 
     python tools/sample_rollouts.py --output rollouts.jsonl --load runs/first [the model's and the sampler's flags]
 
-The output is the rollout batch number ``--collection`` that training would sample from these weights, with the same
-prompts and random numbers. Sampling runs in this process and without drafts, also if an argument file (@FILE) sets
-servers or drafts; the samples are the same. The file has the sampler's logprobs and rewards, so it can be inspected, or
-trained on with ``--rollouts``.
+The output is the rollout batch that training would sample from these weights as number ``--rollout-batch-index``, with
+the same prompts and random numbers. Sampling runs in this process and without drafts, also if an argument file (@FILE)
+sets servers or drafts; the samples are the same. The file has the sampler's logprobs and rewards, so it can be
+inspected, or trained on with ``--rollouts``.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def main() -> None:
     parser = CommandLineParser(__doc__)
     parser.add_argument("--output", required=True, metavar="FILE", help="file to write, .jsonl or .parquet")
     parser.add_argument(
-        "--collection", type=int, default=0, metavar="N", help="number of the rollout batch (default: 0)"
+        "--rollout-batch-index", type=int, default=0, metavar="N", help="number of the rollout batch (default: 0)"
     )
     own, others = parser.parse_known_args()
     if Path(own.output).suffix not in (".jsonl", ".parquet"):
         raise InputError(f"--output {own.output}: must end in .jsonl or .parquet")
-    if not 0 <= own.collection < 2**32:
-        raise InputError(f"--collection {own.collection}: must be in [0, 2^32)")
+    if not 0 <= own.rollout_batch_index < 2**32:
+        raise InputError(f"--rollout-batch-index {own.rollout_batch_index}: must be in [0, 2^32)")
     if "--rollouts" in others:
         raise InputError("--rollouts names stored rollouts; to sample some give --task or --prompt-data")
     config, left_out = FLAGS.parse(others)
@@ -69,7 +69,7 @@ def main() -> None:
     load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
     stop, impl = config.speculation.rollout_stop_degenerate, config.tree.tree_attention_impl
     engine = build_engine(config.sampling, model, None, stop, impl)
-    rollouts = build_sampling_source(engine, task, config).next_batch(own.collection)
+    rollouts = build_sampling_source(engine, task, config).next_batch(own.rollout_batch_index)
     if current_mesh().rank == 0:
         write_rollouts(own.output, rollouts)
         mean = np.mean([rollout.reward for rollout in rollouts])

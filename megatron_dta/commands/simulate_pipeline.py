@@ -132,11 +132,11 @@ def figures(step: StepPlan, shape: PipelineShape, send_seconds: float) -> tuple[
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~step.training.kept)
     timeline = simulate(schedule, parents, costs, send_seconds)
     on_ranks = PipelineCosts(
-        *(each.reshape(shape.num_chunks, stages, -1).sum(axis=0) for each in (costs.forward, costs.backward))
+        *(each.reshape(shape.num_model_chunks, stages, -1).sum(axis=0) for each in (costs.forward, costs.backward))
     )
     static = tree_1f1b(parents, stages)
     limit = max(in_flight_limits(parents, lengths, stages, shape.max_in_flight_tokens))
-    bound = makespan_bound(parents, lengths, costs, stages, shape.num_chunks, limit)
+    bound = makespan_bound(parents, lengths, costs, stages, shape.num_model_chunks, limit)
     ideal, busy = ideal_utilisation(segments.num_segments, stages), np.asarray(timeline.busy)
     values = {
         "segments": segments.num_segments,
@@ -158,7 +158,7 @@ def figures(step: StepPlan, shape: PipelineShape, send_seconds: float) -> tuple[
         "in_flight_limit": limit,
         "layers_per_stage": list(shape.layers),
         "num_stages": stages,
-        "num_chunks": shape.num_chunks,
+        "num_model_chunks": shape.num_model_chunks,
         "digest": schedule.digest(),
     }
     return values, timeline

@@ -110,7 +110,7 @@ class TreeEngine(RankModel):
             group = RankGroup(ranks.index(self.mesh.data_rank), self.mesh.gather_over_experts, least)
         return PipelineShape(
             num_stages=self.mesh.pipeline_size,
-            num_chunks=len(self.chunks),
+            num_model_chunks=len(self.chunks),
             layers=self.tree_models[0].stage_layers,
             cost_model=self.cost_model(segment_tokens),
             max_in_flight_tokens=self.pipeline_in_flight_tokens,
@@ -196,11 +196,11 @@ class TreeEngine(RankModel):
         if self.mesh.pipeline_size == 1:
             return
         plan = batch.plan.training if training else batch.plan.forward_only
-        if plan.schedule.num_stages != self.mesh.pipeline_size or plan.schedule.num_chunks != len(self.chunks):
+        if plan.schedule.num_stages != self.mesh.pipeline_size or plan.schedule.num_model_chunks != len(self.chunks):
             raise ValueError(
-                f"the step is planned for {plan.schedule.num_stages} pipeline stages of {plan.schedule.num_chunks} "
-                f"model chunks, the model is on {self.mesh.pipeline_size} of {len(self.chunks)}; give prepare_batch "
-                "pipeline=engine.pipeline(...)"
+                f"the step is planned for {plan.schedule.num_stages} pipeline stages of "
+                f"{plan.schedule.num_model_chunks} model chunks, the model is on {self.mesh.pipeline_size} of "
+                f"{len(self.chunks)}; give prepare_batch pipeline=engine.pipeline(...)"
             )
         # The shape and dtype of a message of 8 tokens. A rank cannot detect in a message that its shape is wrong.
         message = (*self.tree_models[0].stage_shape(8), str(self.dtype))

@@ -66,12 +66,12 @@ def _ordered(kinds: set[str]) -> list[str]:
 def _draw(axes: Axes, events: Sequence[TimelineEvent], num_stages: int, origin: float) -> None:
     corners = np.empty((len(events), 4, 2))
     colors = np.empty((len(events), 3))
-    num_chunks = 1 + max((event.chunk for event in events), default=0)
+    num_model_chunks = 1 + max((event.chunk for event in events), default=0)
     for i, event in enumerate(events):
         left, right, top = event.start - origin, event.end - origin, event.stage - 0.42
         corners[i] = (left, top), (right, top), (right, top + 0.84), (left, top + 0.84)
         color = np.asarray(to_rgb(COLORS.get(event.kind, OTHER_COLOR)))
-        colors[i] = color + (1 - color) * 0.55 * event.chunk / max(1, num_chunks - 1)
+        colors[i] = color + (1 - color) * 0.55 * event.chunk / max(1, num_model_chunks - 1)
     per_stage = np.bincount([event.stage for event in events], minlength=1).max() if events else 0
     outlined = per_stage <= MAX_OUTLINED_OPS
     outline = {"edgecolors": "white", "linewidths": 0.4} if outlined else {"linewidths": 0, "antialiaseds": False}

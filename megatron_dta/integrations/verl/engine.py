@@ -16,9 +16,10 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.workers.config import HFModelConfig, OptimizerConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
-from verl.workers.engine.utils import _hf_entry_identity, hf_delta_export
+from verl.workers.engine.utils import _hf_entry_identity, enable_full_determinism, hf_delta_export
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.config import TrainConfig
 from megatron_dta.engine import TreeEngine
 from megatron_dta.integrations.verl.checkpoints import VerlCheckpoints
 from megatron_dta.integrations.verl.config import BACKEND, MegatronDtaEngineConfig
@@ -27,6 +28,7 @@ from megatron_dta.integrations.verl.settings import train_config
 from megatron_dta.integrations.verl.step import Loss, MiniBatch, describe, loss_scope
 from megatron_dta.integrations.verl.weights import shards
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel, without_adapters
+from megatron_dta.planning.costs.file import load_cost_file
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.weights.huggingface import hf_weights, load_hf
@@ -69,9 +71,11 @@ class MegatronDtaEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the model with the checkpoint's weights and, if it is trained, its optimizer."""
-        config, engine = self.engine_config, self.engine_config
-        self._config = train_config(self.model_config, engine, None if config.forward_only else self.optimizer_config)
-        settings = self._config
+        config = self.engine_config
+        optimizer_config = None if config.forward_only else self.optimizer_config
+        self._config = settings = train_config(self.model_config, config, optimizer_config)
+        if config.full_determinism:
+            enable_full_determinism(config.seed)
         self.model: Model = build_model(settings.model, self.device, settings.parallel, value_head=self.value_head)
         load_hf(settings, self.model, without_head=self.value_head)
         self.optimizer: TrainingOptimizer | None = None
@@ -79,13 +83,13 @@ class MegatronDtaEngine(BaseEngine):
             self.model.requires_grad_(False)
         else:
             self.optimizer = TrainingOptimizer(self.model, settings.optimization, settings.parallel)
-        tree, chunks = settings.tree, self.optimizer.chunks if self.optimizer is not None else self.model
+        tree = settings.tree
         self.tree_engine = TreeEngine(
-            chunks,
-            1.0,
-            tree.logprob_chunk_tokens,
-            settings.parallel.pipeline_in_flight_tokens,
-            tree.tree_attention_impl,
+            self.model if self.optimizer is None else self.optimizer.chunks,
+            logprob_chunk_tokens=tree.logprob_chunk_tokens,
+            pipeline_in_flight_tokens=settings.parallel.pipeline_in_flight_tokens,
+            tree_attention_impl=tree.tree_attention_impl,
+            costs=load_cost_file(tree.cost_model) if tree.cost_model is not None else None,
         )
         if tree.tree_memory_gib is not None:
             self.tree_engine.limit_memory(tree.tree_memory_gib, self._constant_bytes())
@@ -102,8 +106,8 @@ class MegatronDtaEngine(BaseEngine):
         return constant_bytes(self.optimizer.chunks, self._config.optimization, ranks)
 
     @property
-    def settings(self) -> Any:
-        """This project's settings of the engine (``TrainConfig``)."""
+    def settings(self) -> TrainConfig:
+        """This project's settings of the engine."""
         return self._config
 
     # Passes
@@ -281,13 +285,13 @@ class MegatronDtaEngine(BaseEngine):
 class _ModeContext(BaseEngineCtx):
     """verl's context of a phase; leaving a training phase clears the gradients."""
 
+    def __init__(self, engine: MegatronDtaEngine, mode: str, **kwargs: Any) -> None:
+        super().__init__(engine=engine, mode=mode, **kwargs)
+
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if self.mode == "train" and (self.zero_grad_on_exit or exc_type is not None):
             self.engine.optimizer_zero_grad()
         super().__exit__(exc_type, exc_val, exc_tb)
-
-    def __init__(self, engine: MegatronDtaEngine, mode: str, **kwargs: Any) -> None:
-        super().__init__(engine=engine, mode=mode, **kwargs)
 
 
 def _temperature(data: TensorDict) -> float:

@@ -177,7 +177,7 @@ def _at_nodes(counts: Sequence[int], segment_of: np.ndarray) -> np.ndarray:
 
 def _forward_pass(num_forwards: int, ranks: Sequence[RankPlan], shape: PipelineShape) -> PassPlan:
     """Forward pass over the i-th segments of all ranks, with empty segments on ranks that have fewer."""
-    schedule = forward_only_pipeline(num_forwards, shape.num_stages, shape.num_chunks)
+    schedule = forward_only_pipeline(num_forwards, shape.num_stages, shape.num_model_chunks)
     if shape.num_stages == 1:
         return PassPlan(schedule, [])
     tokens, pairs, edges = (

@@ -29,13 +29,13 @@ def makespan_bound(
     lengths: np.ndarray | Sequence[int],
     costs: PipelineCosts,
     num_stages: int,
-    num_chunks: int = 1,
+    num_model_chunks: int = 1,
     max_in_flight_tokens: float | None = None,
 ) -> float:
     """Compute the lower bound; the unit of time is that of ``costs``.
 
     Args:
-        segment_parent, lengths, costs, num_stages, num_chunks: see ``plan_pipeline``.
+        segment_parent, lengths, costs, num_stages, num_model_chunks: see ``plan_pipeline``.
         max_in_flight_tokens: limit on every stage, counted as in ``peak_in_flight``; None means no limit.
     """
     parents, tokens = np.asarray(segment_parent).tolist(), np.asarray(lengths, dtype=np.float64)
@@ -51,7 +51,7 @@ def makespan_bound(
     if max_in_flight_tokens:
         in_flight = _time_in_flight(parents, forward, backward) @ tokens
         for stage in range(num_stages):
-            bound = max(bound, in_flight[stage::num_stages].sum() / (num_chunks * max_in_flight_tokens))
+            bound = max(bound, in_flight[stage::num_stages].sum() / (num_model_chunks * max_in_flight_tokens))
     return float(bound)
 
 

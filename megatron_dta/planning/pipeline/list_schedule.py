@@ -39,10 +39,10 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The problem to schedule: V = num_stages * num_chunks virtual stages, N segments.
+    """The problem to schedule: V = num_stages * num_model_chunks virtual stages, N segments.
 
     Attributes:
-        num_stages, num_chunks: pipeline ranks, and model chunks of each.
+        num_stages, num_model_chunks: pipeline ranks, and model chunks of each.
         parents: parent of each segment, in preorder.
         backwards: order of the backwards, children before parents.
         lengths: tokens of each segment.
@@ -51,7 +51,7 @@ class Pipeline:
     """
 
     num_stages: int
-    num_chunks: int
+    num_model_chunks: int
     parents: list[int]
     backwards: list[int]
     lengths: list[int]
@@ -126,7 +126,7 @@ class Outcome:
             [PipelineOp(F if kind is B else B, number[segment], chunk) for kind, segment, chunk in reversed(own)]
             for own in schedule.ops
         ]
-        return PipelineSchedule(schedule.num_stages, schedule.num_chunks, ops)
+        return PipelineSchedule(schedule.num_stages, schedule.num_model_chunks, ops)
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -154,7 +154,11 @@ class _ListScheduler:
     """State of all ranks while the schedule is built."""
 
     def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
-        stages, virtual, count = pipeline.num_stages, pipeline.num_stages * pipeline.num_chunks, len(pipeline.parents)
+        stages, virtual, count = (
+            pipeline.num_stages,
+            pipeline.num_stages * pipeline.num_model_chunks,
+            len(pipeline.parents),
+        )
         self.pipeline, self.policy, self.urgency = pipeline, policy, policy.urgency
         self.path_tokens = longest_path_tokens(pipeline.parents, pipeline.lengths)
         # End of each forward and backward on each virtual stage, known once the op has begun.
@@ -173,7 +177,7 @@ class _ListScheduler:
             now, stage = heappop(events)
             if free[stage] <= now:
                 self._choose(stage, now)
-        schedule = PipelineSchedule(self.pipeline.num_stages, self.pipeline.num_chunks, self.ops)
+        schedule = PipelineSchedule(self.pipeline.num_stages, self.pipeline.num_model_chunks, self.ops)
         return Outcome(schedule, self.forward_end, self.backward_end, max(free, default=0.0))
 
     def _choose(self, stage: int, now: float) -> None:
@@ -238,7 +242,7 @@ class _ListScheduler:
         """Virtual stage of the next forward that has room, and the time at which it can begin."""
         pipeline = self.pipeline
         best, best_ready, best_rank = -1, NEVER, 0.0
-        for v in range((pipeline.num_chunks - 1) * pipeline.num_stages + stage, -1, -pipeline.num_stages):
+        for v in range((pipeline.num_model_chunks - 1) * pipeline.num_stages + stage, -1, -pipeline.num_stages):
             segment = self.forwards[v]
             if segment == len(pipeline.parents):
                 continue
@@ -252,7 +256,7 @@ class _ListScheduler:
     def _has_room(self, stage: int, v: int, length: int) -> bool:
         """Whether the segment fits into the rank's limit, with one longest root path reserved for each model chunk."""
         pipeline, alive = self.pipeline, self.alive
-        if pipeline.num_chunks == 1:
+        if pipeline.num_model_chunks == 1:
             return alive[v] + length <= pipeline.limits[stage]
         total = max(alive[v] + length, self.path_tokens)
         for other in range(stage, len(alive), pipeline.num_stages):

@@ -51,7 +51,7 @@ def plan_pipeline(
     lengths: np.ndarray | Sequence[int],
     costs: PipelineCosts,
     num_stages: int,
-    num_chunks: int = 1,
+    num_model_chunks: int = 1,
     max_in_flight_tokens: int | None = None,
 ) -> PipelineSchedule:
     """Return the fastest schedule found. Deterministic: the same input gives the same schedule on every rank.
@@ -59,8 +59,8 @@ def plan_pipeline(
     Args:
         segment_parent: int [N], the segment tree in preorder, -1 at roots.
         lengths: int [N], tokens of each segment.
-        costs: times on V = num_stages * num_chunks virtual stages.
-        num_stages, num_chunks: pipeline ranks, and model chunks (virtual stages) of each.
+        costs: times on V = num_stages * num_model_chunks virtual stages.
+        num_stages, num_model_chunks: pipeline ranks, and model chunks (virtual stages) of each.
         max_in_flight_tokens: limit on the tokens in flight on a stage, counted as in ``peak_in_flight``; None for the
             larger of 1.5 times the longest root path and the peak of the static schedule on that stage.
 
@@ -69,31 +69,31 @@ def plan_pipeline(
         ValueError: the shapes of the arrays do not match, or a size is below 1.
     """
     parents, tokens = np.asarray(segment_parent).tolist(), np.asarray(lengths).tolist()
-    if num_stages < 1 or num_chunks < 1:
-        raise ValueError(f"{num_stages} stages of {num_chunks} chunks: both must be at least 1")
-    if len(tokens) != len(parents) or np.shape(costs.forward) != (num_stages * num_chunks, len(parents)):
+    if num_stages < 1 or num_model_chunks < 1:
+        raise ValueError(f"{num_stages} stages of {num_model_chunks} chunks: both must be at least 1")
+    if len(tokens) != len(parents) or np.shape(costs.forward) != (num_stages * num_model_chunks, len(parents)):
         raise ValueError(
             f"{len(parents)} segments, {len(tokens)} lengths and costs of shape {np.shape(costs.forward)} do not fit "
-            f"{num_stages} stages of {num_chunks} chunks"
+            f"{num_stages} stages of {num_model_chunks} chunks"
         )
     limits, times = in_flight_limits(parents, tokens, num_stages, max_in_flight_tokens), op_times(costs)
     pipeline = Pipeline(
         num_stages,
-        num_chunks,
+        num_model_chunks,
         parents,
         backward_order(parents),
         tokens,
         times[OpKind.FORWARD],
         times[OpKind.BACKWARD],
-        [num_chunks * limit for limit in limits],
+        [num_model_chunks * limit for limit in limits],
     )
     if num_stages == 1:
         return list_schedule(pipeline, Policy()).schedule  # Depth first: never idle, fewest tokens in flight.
     static = tree_1f1b(parents, num_stages)
     fits = all(peak <= limit for peak, limit in zip(peak_in_flight(static, tokens), limits, strict=True))
-    bound = makespan_bound(parents, tokens, costs, num_stages, num_chunks, max(limits))
+    bound = makespan_bound(parents, tokens, costs, num_stages, num_model_chunks, max(limits))
     best: tuple[float, float] | None = None
-    for schedule in chain([static] if fits and num_chunks == 1 else [], _list_schedules(pipeline)):
+    for schedule in chain([static] if fits and num_model_chunks == 1 else [], _list_schedules(pipeline)):
         found = simulate(schedule, parents, costs).makespan, max(peak_in_flight(schedule, tokens))
         if best is None or found < best:
             best, result = found, schedule

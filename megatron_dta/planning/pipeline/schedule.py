@@ -44,18 +44,18 @@ class PipelineSchedule:
 
     Attributes:
         num_stages: pipeline ranks.
-        num_chunks: model chunks (virtual stages) of each rank.
+        num_model_chunks: model chunks (virtual stages) of each rank.
         ops: one list for each rank.
     """
 
     num_stages: int
-    num_chunks: int
+    num_model_chunks: int
     ops: list[list[PipelineOp]]
 
     @property
     def num_virtual_stages(self) -> int:
         """Number of virtual stages."""
-        return self.num_stages * self.num_chunks
+        return self.num_stages * self.num_model_chunks
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
         """Index of a model chunk of a stage along the model, from 0."""
@@ -63,12 +63,12 @@ class PipelineSchedule:
 
     def digest(self) -> str:
         """SHA-256 of the schedule in hexadecimal: equal digests mean equal op lists on all stages."""
-        lines = [f"{self.num_stages} {self.num_chunks}"]
+        lines = [f"{self.num_stages} {self.num_model_chunks}"]
         lines.extend(" ".join(f"{kind.value}{segment}.{chunk}" for kind, segment, chunk in ops) for ops in self.ops)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def forward_only_pipeline(num_segments: int, num_stages: int, num_chunks: int = 1) -> PipelineSchedule:
+def forward_only_pipeline(num_segments: int, num_stages: int, num_model_chunks: int = 1) -> PipelineSchedule:
     """Schedule every forward once, for logprobs without gradients.
 
     With several model chunks, a rank runs a group of ``num_stages`` segments through one chunk before the next chunk,
@@ -77,10 +77,10 @@ def forward_only_pipeline(num_segments: int, num_stages: int, num_chunks: int = 
     ops = [
         PipelineOp(F, segment, chunk)
         for first in range(0, num_segments, num_stages)
-        for chunk in range(num_chunks)
+        for chunk in range(num_model_chunks)
         for segment in range(first, min(first + num_stages, num_segments))
     ]
-    return PipelineSchedule(num_stages, num_chunks, [list(ops) for _ in range(num_stages)])
+    return PipelineSchedule(num_stages, num_model_chunks, [list(ops) for _ in range(num_stages)])
 
 
 def next_op_is_backward(schedule: PipelineSchedule, num_segments: int) -> np.ndarray:
@@ -152,7 +152,7 @@ def peak_in_flight(schedule: PipelineSchedule, lengths: np.ndarray | Sequence[in
                 peak = max(peak, alive)
             else:
                 alive -= tokens[segment]
-        peaks.append(peak if schedule.num_chunks == 1 else peak / schedule.num_chunks)
+        peaks.append(peak if schedule.num_model_chunks == 1 else peak / schedule.num_model_chunks)
     return peaks
 
 
@@ -172,7 +172,7 @@ def check_schedule(schedule: PipelineSchedule, segment_parent: np.ndarray | Sequ
 
 
 def _name(op: PipelineOp, stage: int, schedule: PipelineSchedule) -> str:
-    chunk = f", chunk {op.chunk}" if schedule.num_chunks > 1 else ""
+    chunk = f", chunk {op.chunk}" if schedule.num_model_chunks > 1 else ""
     return f"{op.kind.value} of segment {op.segment} on stage {stage}{chunk}"
 
 
@@ -180,14 +180,14 @@ def _check_complete(schedule: PipelineSchedule, num_segments: int, kinds: set[Op
     for stage, ops in enumerate(schedule.ops):
         seen: set[PipelineOp] = set()
         for op in ops:
-            if not (0 <= op.segment < num_segments and 0 <= op.chunk < schedule.num_chunks):
+            if not (0 <= op.segment < num_segments and 0 <= op.chunk < schedule.num_model_chunks):
                 raise ValueError(f"{_name(op, stage, schedule)}: there is no such segment or chunk")
             if op in seen:
                 raise ValueError(f"{_name(op, stage, schedule)} is there twice")
             seen.add(op)
-        if len(seen) == num_segments * schedule.num_chunks * len(kinds):
+        if len(seen) == num_segments * schedule.num_model_chunks * len(kinds):
             continue
-        for chunk in range(schedule.num_chunks):
+        for chunk in range(schedule.num_model_chunks):
             for segment in range(num_segments):
                 for kind in (kind for kind in OpKind if kind in kinds):
                     op = PipelineOp(kind, segment, chunk)
@@ -199,7 +199,7 @@ def _check_orders(schedule: PipelineSchedule, num_segments: int) -> None:
     """Check that forwards are in preorder, and the backwards of all virtual stages in the same order."""
     first: dict[OpKind, list[int]] = {F: list(range(num_segments))}
     for stage, ops in enumerate(schedule.ops):
-        for chunk in range(schedule.num_chunks):
+        for chunk in range(schedule.num_model_chunks):
             for kind in OpKind:
                 order = [op.segment for op in ops if op.chunk == chunk and op.kind is kind]
                 expected = first.setdefault(kind, order)

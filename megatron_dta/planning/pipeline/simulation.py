@@ -83,7 +83,7 @@ def simulate(
     Args:
         schedule: the op lists. ``check_schedule`` explains why an invalid one cannot run.
         segment_parent: int [N], the segment tree in preorder, -1 at roots.
-        costs: times for V = num_stages * num_chunks virtual stages.
+        costs: times for V = num_stages * num_model_chunks virtual stages.
         send_seconds: time between the end of an op and the start of one that needs its message on another rank.
 
     Raises:

@@ -67,7 +67,7 @@ class PipelineShape:
     """The pipeline that a step is planned for.
 
     Attributes:
-        num_stages, num_chunks: number of pipeline ranks, and of virtual stages (model chunks) on each.
+        num_stages, num_model_chunks: number of pipeline ranks, and of virtual stages (model chunks) on each.
         layers: number of layers of each virtual stage.
         cost_model: cost model of the whole model.
         max_in_flight_tokens: most tokens that a stage holds; None for the planner's default.
@@ -78,7 +78,7 @@ class PipelineShape:
     """
 
     num_stages: int = 1
-    num_chunks: int = 1
+    num_model_chunks: int = 1
     layers: tuple[int, ...] = (1,)
     cost_model: CostModel = field(default_factory=CostModel)
     max_in_flight_tokens: int | None = None
@@ -137,7 +137,7 @@ def plan_passes(
     """
     counts = segments.lengths, attention_pairs(segments), np.asarray(segment_edges)
     training = plan_training_pass(segments, counts, kept, shape)
-    forward_only = forward_only_pipeline(segments.num_segments, shape.num_stages, shape.num_chunks)
+    forward_only = forward_only_pipeline(segments.num_segments, shape.num_stages, shape.num_model_chunks)
     if shape.num_stages == 1:
         return training, PassPlan(forward_only, [])
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers)
@@ -169,7 +169,7 @@ def plan_training_pass(
     parents, expected = tree.segment_parent, kept_on_stages(kept, tree.segment_parent, len(shape.layers))
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~expected)
     schedule = plan_pipeline(
-        parents, tree.lengths, costs, shape.num_stages, shape.num_chunks, shape.max_in_flight_tokens
+        parents, tree.lengths, costs, shape.num_stages, shape.num_model_chunks, shape.max_in_flight_tokens
     )
     found = kept | next_op_is_backward(schedule, tree.num_segments)
     costs = PipelineCosts.of_segments(shape.cost_model, *counts, shape.layers, ~found)
@@ -188,7 +188,7 @@ def stage_program(segments: SegmentPlan, plan: PassPlan, stage: int) -> StagePro
     ops = plan.schedule.ops[stage]
     slots = [
         allocate_slots(segments, [Op(op.kind, op.segment) for op in ops if op.chunk == chunk])
-        for chunk in range(plan.schedule.num_chunks)
+        for chunk in range(plan.schedule.num_model_chunks)
     ]
     return StageProgram(ops, [start for start, _ in slots], [number for _, number in slots], plan.messages)
 
@@ -203,7 +203,7 @@ def stage_peak_bytes(segments: SegmentPlan, plan: PassPlan, shape: PipelineShape
     kept, layers = plan.kept[stage :: shape.num_stages].tolist(), shape.layers[stage :: shape.num_stages]
     chunks = [
         ChunkTensors(kept[chunk], program.num_slots[chunk], layers[chunk], chunk > 0 or stage > 0)
-        for chunk in range(shape.num_chunks)
+        for chunk in range(shape.num_model_chunks)
     ]
     lengths, paths = segments.lengths.tolist(), segments.in_flight_tokens.tolist()
     return peak_bytes(program.ops, lengths, paths, chunks, shape.memory.bytes)

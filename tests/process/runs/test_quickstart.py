@@ -65,7 +65,7 @@ def test_the_quickstarts_steps(tmp_path: Path):
     output = tmp_path / "rollouts.parquet"
     done = python(
         *["tools/sample_rollouts.py", *MODEL, *TASK, "--load", str(tmp_path / "grpo")],
-        *["--collection", "2", "--output", str(output)],
+        *["--rollout-batch-index", "2", "--output", str(output)],
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -87,7 +87,10 @@ def test_the_quickstarts_steps(tmp_path: Path):
     [
         (["--load", "nowhere", "--output", "x.jsonl", *TASK], "--load nowhere: holds no checkpoint"),
         (["--output", "x.jsonl", *TASK], "--load is missing"),
-        (["--load", "nowhere", "--output", "x.jsonl", "--collection", "-1", *TASK], "--collection -1"),
+        (
+            ["--load", "nowhere", "--output", "x.jsonl", "--rollout-batch-index", "-1", *TASK],
+            "--rollout-batch-index -1",
+        ),
         (["--load", "nowhere", "--output", "x.txt", *TASK], "--output x.txt: must end in .jsonl or .parquet"),
         (
             ["--load", "x", "--output", "x.jsonl", "--rollouts", "y.jsonl", "--global-batch-size", "1"],

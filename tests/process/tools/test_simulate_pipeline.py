@@ -91,7 +91,7 @@ def test_options_are_used(rollouts: Path, tmp_path: Path) -> None:
     again = run_json(rollouts, P, 2, "--tree-activation-tokens", 0, "--tree-segment-tokens", 50)
     slow = run_json(rollouts, P, 2, "--send-seconds", 0.01, "--tree-segment-tokens", 50)
     dense = run_json(rollouts, P, 2, "--tree-mode", "dense", "--tree-segment-tokens", 50)
-    assert (chunks["num_chunks"], len(chunks["layers_per_stage"])) == (2, 4)
+    assert (chunks["num_model_chunks"], len(chunks["layers_per_stage"])) == (2, 4)
     assert chunks["makespan"] < plain["makespan"]
     assert sum(again["busy_per_stage"]) > 1.2 * sum(plain["busy_per_stage"])
     assert slow["makespan"] > plain["makespan"]

@@ -116,10 +116,10 @@ def test_slots_of_a_pipelined_stage() -> None:
                 run[:] = segment if kind is F else -1
 
 
-def two_stages(first: str, second: str, num_chunks: int = 1) -> PipelineSchedule:
+def two_stages(first: str, second: str, num_model_chunks: int = 1) -> PipelineSchedule:
     """A schedule from text: "F0 F1 B1" for each of two stages."""
     ops = [[PipelineOp(OpKind(name[0]), int(name[1:])) for name in text.split()] for text in (first, second)]
-    return PipelineSchedule(2, num_chunks, ops)
+    return PipelineSchedule(2, num_model_chunks, ops)
 
 
 def test_tokens_in_flight_by_hand() -> None:
