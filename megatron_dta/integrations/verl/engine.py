@@ -21,9 +21,9 @@ from verl.workers.engine.utils import _hf_entry_identity, enable_full_determinis
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
 from megatron_dta.engine import TreeEngine
+from megatron_dta.integrations.plans import Planner
 from megatron_dta.integrations.verl.checkpoints import VerlCheckpoints
 from megatron_dta.integrations.verl.config import BACKEND, MegatronDtaEngineConfig
-from megatron_dta.integrations.verl.plans import Planner
 from megatron_dta.integrations.verl.settings import train_config
 from megatron_dta.integrations.verl.step import Loss, MiniBatch, describe, loss_scope
 from megatron_dta.integrations.verl.weights import shards

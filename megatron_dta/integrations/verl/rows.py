@@ -13,7 +13,6 @@ training, which covers the whole row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,25 +21,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.integrations.rows import Row
 from megatron_dta.model import Mesh
-
-
-@dataclass(frozen=True)
-class Row:
-    """A sequence and its trained tokens.
-
-    Attributes:
-        token_ids: int64 [T].
-        loss_mask: bool [T], False at position 0, which nothing predicts.
-    """
-
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-
-    @property
-    def order(self) -> tuple[bytes, bytes]:
-        """A key that orders rows by content, so that the order of a mini-batch has no effect on its plan."""
-        return self.token_ids.astype(">i8").tobytes(), self.loss_mask.tobytes()
 
 
 def read_rows(data: TensorDict) -> list[Row]:

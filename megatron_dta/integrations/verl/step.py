@@ -24,8 +24,9 @@ from torch.distributed import ProcessGroup
 from verl.utils.py_functional import append_to_dict
 
 from megatron_dta.engine import TokenOutputs, TreeEngine
-from megatron_dta.integrations.verl.plans import Planner, RowPlan
-from megatron_dta.integrations.verl.rows import Row, RowTable, gather_tables, read_rows
+from megatron_dta.integrations.plans import Planner, RowPlan
+from megatron_dta.integrations.rows import Placement, Row, shifted
+from megatron_dta.integrations.verl.rows import RowTable, gather_tables, read_rows
 from megatron_dta.objectives import SequenceLoss
 
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -91,8 +92,11 @@ class MiniBatch:
 
         def function(logprobs_BT: Tensor, entropy_BT: Tensor, sequences: np.ndarray) -> Tensor:
             numbers = [self.plan.computed[sequence] for sequence in sequences]
-            place = _Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
-            outputs = {name: place.nested(values) for name, values in self._named(logprobs_BT, entropy_BT)}
+            place = Placement([self.plan.rows[number] for number in numbers], logprobs_BT)
+            outputs = {
+                name: torch.nested.nested_tensor_from_jagged(place.join(values), place.offsets)
+                for name, values in self._named(logprobs_BT, entropy_BT)
+            }
             value, _ = loss(model_output=outputs, data=table.select(numbers, self._engine.device), dp_group=None)
             # verl's losses are multiplied by the number of replicas because its engines average their gradients.
             return value / self._dp_size
@@ -159,31 +163,9 @@ class MiniBatch:
         return report
 
 
-class _Placement:
-    """Where the trained tokens of a group's rows lie in a rectangle [B, T] and in verl's jagged outputs [N]."""
-
-    def __init__(self, rows: Sequence[Row], like_BT: Tensor) -> None:
-        width, device = like_BT.shape[1], like_BT.device
-        lengths = [len(row.token_ids) for row in rows]
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        trained = [np.flatnonzero(row.loss_mask) for row in rows]
-        cells = [b * width + np.arange(len(found)) for b, found in enumerate(trained)]
-        places = [start + found - 1 for start, found in zip(starts, trained, strict=False)]
-        self._size = int(starts[-1])
-        self._cells, self._places, self._offsets = (
-            torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device, non_blocking=True)
-            for parts in (cells, places, [starts])
-        )
-
-    def nested(self, values_BT: Tensor) -> Tensor:
-        """The values as a jagged tensor, 0 where a token is not trained."""
-        flat = values_BT.new_zeros(self._size).index_copy(0, self._places, values_BT.reshape(-1)[self._cells])
-        return torch.nested.nested_tensor_from_jagged(flat, self._offsets)
-
-
 def _shifted(values: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    moved = [np.append(row[1:], 0.0).astype(row.dtype) for row in values]
-    return torch.nested.as_nested_tensor([torch.from_numpy(row).to(device) for row in moved], layout=torch.jagged)
+    moved = [torch.from_numpy(shifted(row)).to(device) for row in values]
+    return torch.nested.as_nested_tensor(moved, layout=torch.jagged)
 
 
 def describe(statistics: dict[str, float]) -> str:

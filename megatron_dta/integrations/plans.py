@@ -12,12 +12,12 @@ import torch
 
 from megatron_dta.config import TreeConfig
 from megatron_dta.engine import StepPart, TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.integrations.verl.rows import Row
+from megatron_dta.integrations.rows import Row
 from megatron_dta.objectives import count_trained
 from megatron_dta.planning.partition.divide import partition_samples
 from megatron_dta.planning.step.sample import TrainingSample
 
-# verl computes old logprobs of a batch and then trains on it: the plan of one serves the other.
+# Trainers compute old logprobs of a batch and then train on it: the plan of one serves the other.
 KEPT_PLANS = 4
 
 
@@ -96,5 +96,5 @@ class Planner:
             pipeline=engine.pipeline(self._tree.tree_segment_tokens),
             part=StepPart(counts, own),
         )
-        # verl's loss function weights the tokens itself.
+        # The trainer's loss function weights the tokens itself.
         return own, replace(batch, loss_weights=np.ones(batch.plan.num_pairs))
