@@ -1,0 +1,197 @@
+"""Trains with slime on prefix trees: takes the arguments of slime's ``train.py`` and runs it with ``TreeActor``.
+
+slime keeps its rollouts, rewards, advantages, losses and servers. See docs/integrations/slime_and_areal.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from slime.backends.megatron_utils import loss as slime_loss
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.observability import logging_utils
+from slime.ray.train_actor import TrainRayActor
+from slime.utils.data import process_rollout_data
+from torch import Tensor
+
+from megatron_dta.arguments import settings_from
+from megatron_dta.common.errors import InputError
+from megatron_dta.config import TrainConfig
+from megatron_dta.config.checks.all import check_engine
+from megatron_dta.config.train import settings_of
+from megatron_dta.engine import TreeEngine
+from megatron_dta.integrations.plans import Planner, RowPlan
+from megatron_dta.integrations.rows import Row
+from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
+from megatron_dta.objectives import SequenceLoss
+from megatron_dta.training.checkpoint.files import find_checkpoint
+from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
+from megatron_dta.training.checkpoint.writer import on_rank0
+from megatron_dta.training.constant_memory import constant_bytes
+from megatron_dta.training.optimizer import TrainingOptimizer
+from megatron_dta.training.weights.huggingface import load_hf, write_hf
+
+# Settings of slime that must have these values.
+REQUIRED = {"offload_train": False, "use_critic": False, "use_opd": False, "keep_old_actor": False}
+REQUIRED |= {"use_routing_replay": False, "rollout_top_p": 1.0, "context_parallel_size": 1}
+REQUIRED |= {"update_weight_mode": "full", "update_weight_transport": "disk"}
+LOSSES = {"policy_loss": slime_loss.policy_loss_function, "sft_loss": slime_loss.sft_loss_function}
+# What slime's losses read of a sample.
+FIELDS = ("tokens", "total_lengths", "response_lengths", "loss_masks", "rollout_mask_sums", "log_probs")
+FIELDS += ("ref_log_probs", "rollout_log_probs", "advantages", "returns")
+
+
+class TreeActor(TrainRayActor):
+    """See slime's ``TrainRayActor``."""
+
+    def init(self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+        """Build the model with the weights of ``--hf-checkpoint``; returns the number of the next rollout."""
+        for name, value in REQUIRED.items():
+            if getattr(args, name) != value:
+                raise InputError(f"{name}={getattr(args, name)} is not supported by TreeActor; use {value}")
+        super().init(args, role, with_ref, with_opd_teacher)
+        # slime's losses call this function for the outputs of the logits. They get logprobs in the place of logits.
+        slime_loss.get_log_probs_and_entropy = lambda outputs, **unused: (None, outputs)
+        self.config = train_config(args)
+        self.device = initialize_parallel(args.seed, self.config.parallel)
+        self.model, self.reference = self._load(args.hf_checkpoint), None
+        self.optimizer = TrainingOptimizer(self.model, self.config.optimization, self.config.parallel)
+        tree, self.mesh = self.config.tree, current_mesh()
+        settings = (args.rollout_temperature, tree.logprob_chunk_tokens, None, tree.tree_attention_impl)
+        self.engine = TreeEngine(self.optimizer.chunks, *settings)
+        if with_ref:
+            self.reference = TreeEngine(self._load(args.ref_load).requires_grad_(False), *settings)
+        if tree.tree_memory_gib is not None:
+            ranks = self.mesh.data_size if self.config.parallel.use_distributed_optimizer else 1
+            own = constant_bytes(self.optimizer.chunks, self.config.optimization, ranks)
+            own += constant_bytes(self.reference.chunks) if with_ref else 0
+            self.engine.limit_memory(tree.tree_memory_gib, own)
+        self.planner = Planner(self.engine, tree)
+        self.train_parallel_config = self._get_parallel_config()
+        self.weight_version, self.step = getattr(args, "update_weight_start_version", 0), 0
+        if self.mesh.rank == 0:
+            logging_utils.init_tracking(args, primary=False, role=role)
+        saved = find_checkpoint(args.save) if args.save and Path(args.save).is_dir() else None
+        return 0 if saved is None else load_checkpoint(saved, self.config, self.model, self.optimizer)[0]
+
+    def _load(self, folder: str) -> Model:
+        model = build_model(self.config.model, self.device, self.config.parallel)
+        self.config.checkpoint.load_hf = folder
+        load_hf(self.config, model)
+        return model
+
+    def _get_parallel_config(self) -> dict[str, int]:
+        size = current_mesh().data_size
+        return {"dp_size": size, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+
+    def train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> None:
+        """Take the optimizer steps of a rollout."""
+        args, mesh = self.args, self.mesh
+        data = process_rollout_data(args, rollout_data_ref, mesh.data_rank, mesh.data_size)
+        for name in FIELDS:
+            if name in data:
+                data[name] = [x.to(self.device) if isinstance(x, Tensor) else x for x in data[name]]
+        ends = np.cumsum(data["num_microbatches"])
+        parts = [data["micro_batch_indices"][a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        steps = [[number for part in of_step for number in part] for of_step in parts]
+        plans = [self.planner.plan([row_of(data, number) for number in numbers]) for numbers in steps]
+        if not args.use_rollout_logprobs or args.get_mismatch_metrics:
+            data["log_probs"] = self._logprobs(self.engine, steps, plans, data)
+        if self.reference is not None:
+            data["ref_log_probs"] = self._logprobs(self.reference, steps, plans, data)
+        if args.compute_advantages_and_returns:
+            slime_loss.compute_advantages_and_returns(args, data)
+        for numbers, plan, size in zip(steps, plans, data["global_batch_sizes"], strict=True):
+            self._train_step(data, numbers, plan, size)
+
+    def _logprobs(self, engine: TreeEngine, steps: list, plans: list[RowPlan], data: dict[str, Any]) -> list[Tensor]:
+        """Logprobs of every response token."""
+        found: dict[int, Tensor] = {}
+        for numbers, plan in zip(steps, plans, strict=True):
+            values = plan.to_owners(engine.compute_logprobs(plan.batch), engine)
+            for number, row in zip(numbers, values, strict=True):
+                found[number] = torch.from_numpy(row[len(row) - data["response_lengths"][number] :]).to(self.device)
+        return [found[number] for number in range(len(data["tokens"]))]
+
+    def _train_step(self, data: dict[str, Any], numbers: list[int], plan: RowPlan, num_rollouts: int) -> None:
+        args, mesh = self.args, self.mesh
+        own = [{name: data[name][number] for name in FIELDS if name in data} for number in numbers]
+        own = [{name: x.cpu() if isinstance(x, Tensor) else x for name, x in fields.items()} for fields in own]
+        table = [fields for part in mesh.gather_over_data(own) for fields in part]
+        tokens = sum(max(1, int(fields["loss_masks"].sum())) for fields in table)
+        denominator = tokens if args.calculate_per_token_loss else num_rollouts
+        metrics: dict[str, float] = {}
+
+        def function(logprobs_BT: Tensor, entropy_BT: Tensor, sequences: np.ndarray) -> Tensor:
+            chosen = [table[plan.computed[sequence]] for sequence in sequences]
+            batch = {name: [fields[name] for fields in chosen] for name in chosen[0]}
+            for name, values in batch.items():
+                batch[name] = [x.to(self.device) if isinstance(x, Tensor) else x for x in values]
+            lengths = batch["response_lengths"]
+            outputs = {"log_probs": logprobs_BT, "entropy": entropy_BT}
+            outputs = {name: [x[:n] for x, n in zip(xs, lengths, strict=True)] for name, xs in outputs.items()}
+            batch["unconcat_tokens"] = batch["tokens"]
+            masks, sums = batch["loss_masks"], batch["rollout_mask_sums"]
+            mean = get_sum_of_sample_mean(batch["total_lengths"], lengths, masks, sums, args.calculate_per_token_loss)
+            value, log = LOSSES[args.loss_type](args, batch, outputs, mean)
+            for name, found in log.items():
+                metrics[name] = metrics.get(name, 0.0) + float(found) / denominator
+            return value / denominator
+
+        self.optimizer.zero_grad()
+        result = self.engine.forward_backward(plan.batch, SequenceLoss(function))
+        outcome = self.optimizer.step(float(result.loss))
+        everywhere = mesh.gather_from_all(metrics if mesh.tensor_rank == 0 else {})
+        names = sorted({name for found in everywhere for name in found})
+        log = {f"train/{name}": sum(found.get(name, 0.0) for found in everywhere) for name in names}
+        log |= {"train/grad_norm": outcome.grad_norm, "train/step": self.step}
+        log["train/token_reuse"] = result.sequence_tokens / max(1, result.computed_tokens)
+        self.step += 1
+        if mesh.rank == 0:
+            logging_utils.log(args, log, step_key="train/step")
+
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Write a checkpoint of this project into ``--save``."""
+        save_checkpoint(self.args.save, self.config, self.model, self.optimizer, rollout_id + 1, {})
+        if self.args.save_hf is not None:
+            write_hf(self.config, self.model, Path(self.args.save_hf.format(rollout_id=rollout_id)), "--save-hf")
+
+    def update_weights(self) -> None:
+        """Write the weights where ``RayTrainGroup`` lets the servers read them."""
+        self.weight_version += 1
+        folder = Path(self.args.update_weight_disk_dir) / f"weight_v{self.weight_version:06d}"
+        on_rank0(folder, lambda: shutil.rmtree(folder, ignore_errors=True))
+        write_hf(self.config, self.model, folder, "--update-weight-disk-dir")
+
+
+def train_config(args: Any) -> TrainConfig:
+    """This project's settings: the fields that ``args`` has too, such as ``lr`` and ``tensor_model_parallel_size``."""
+    named = {"load_hf": args.hf_checkpoint, "hf_checkpoint": args.hf_checkpoint, "bf16": args.bf16}
+    for topic, setting, _ in settings_of(settings_from(named)):
+        if topic in ("optimization", "parallel", "tree") and getattr(args, setting.name, None) is not None:
+            named[setting.name] = getattr(args, setting.name)
+    named["train_iters"] = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
+    named["train_iters"] = max(1, named["train_iters"] // args.global_batch_size)
+    config = settings_from(named)
+    check_engine(config)
+    return config
+
+
+def row_of(data: dict[str, Any], number: int) -> Row:
+    """A sample whose whole response is computed; slime's losses mask it themselves."""
+    token_ids = data["tokens"][number].cpu().numpy().astype(np.int64)
+    return Row(token_ids, np.arange(len(token_ids)) >= max(1, len(token_ids) - data["response_lengths"][number]))
+
+
+if __name__ == "__main__":
+    from slime.utils.arguments import parse_args
+
+    import train  # slime's train.py
+
+    train.create_training_models = partial(train.create_training_models, actor_cls=TreeActor)
+    train.train(parse_args())
