@@ -39,7 +39,12 @@ from megatron_dta.training.weights.huggingface import load_hf, write_hf
 # Settings of slime that must have these values.
 REQUIRED = {"offload_train": False, "use_critic": False, "use_opd": False, "keep_old_actor": False}
 REQUIRED |= {"use_routing_replay": False, "rollout_top_p": 1.0, "context_parallel_size": 1}
-REQUIRED |= {"update_weight_mode": "full", "update_weight_transport": "disk"}
+REQUIRED |= {"pipeline_model_parallel_layout": None}
+REQUIRED |= {"update_weight_mode": "full", "update_weight_transport": "disk", "use_fault_tolerance": False}
+REQUIRED |= {"rollout_data_postprocess_path": None, "ref_update_interval": None, "fp16": False}
+REQUIRED |= {"debug_rollout_only": False, "debug_train_only": False}
+# Megatron replaces these names by dtypes.
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "fp8"}
 LOSSES = {"policy_loss": slime_loss.policy_loss_function, "sft_loss": slime_loss.sft_loss_function}
 # What slime's losses read of a sample.
 FIELDS = ("tokens", "total_lengths", "response_lengths", "loss_masks", "rollout_mask_sums", "log_probs")
@@ -54,6 +59,8 @@ class TreeActor(TrainRayActor):
         for name, value in REQUIRED.items():
             if getattr(args, name) != value:
                 raise InputError(f"{name}={getattr(args, name)} is not supported by TreeActor; use {value}")
+        if args.loss_type not in LOSSES:
+            raise InputError(f"loss_type={args.loss_type} is not supported by TreeActor; use {', '.join(LOSSES)}")
         super().init(args, role, with_ref, with_opd_teacher)
         # slime's losses call this function for the outputs of the logits. They get logprobs in the place of logits.
         slime_loss.get_log_probs_and_entropy = lambda outputs, **unused: (None, outputs)
@@ -93,6 +100,8 @@ class TreeActor(TrainRayActor):
         """Take the optimizer steps of a rollout."""
         args, mesh = self.args, self.mesh
         data = process_rollout_data(args, rollout_data_ref, mesh.data_rank, mesh.data_size)
+        if "multimodal_train_inputs" in data:
+            raise InputError("multimodal_train_inputs: images are not supported by TreeActor")
         for name in FIELDS:
             if name in data:
                 data[name] = [x.to(self.device) if isinstance(x, Tensor) else x for x in data[name]]
@@ -172,9 +181,13 @@ class TreeActor(TrainRayActor):
 def train_config(args: Any) -> TrainConfig:
     """This project's settings: the fields that ``args`` has too, such as ``lr`` and ``tensor_model_parallel_size``."""
     named = {"load_hf": args.hf_checkpoint, "hf_checkpoint": args.hf_checkpoint, "bf16": args.bf16}
-    for topic, setting, _ in settings_of(settings_from(named)):
-        if topic in ("optimization", "parallel", "tree") and getattr(args, setting.name, None) is not None:
-            named[setting.name] = getattr(args, setting.name)
+    for topic, setting, default in settings_of(settings_from(named)):
+        value = getattr(args, setting.name, None)
+        value = DTYPES.get(value, value) if isinstance(value, torch.dtype) else value
+        # Megatron fills in sizes of experts for every model.
+        is_meant = args.num_experts is not None or "expert" not in setting.name
+        if topic in ("optimization", "parallel", "tree") and value not in (None, default) and is_meant:
+            named[setting.name] = value
     named["train_iters"] = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
     named["train_iters"] = max(1, named["train_iters"] // args.global_batch_size)
     config = settings_from(named)

@@ -124,7 +124,8 @@ def make_actor(folder: Path, config: Any = None, **settings: Any) -> Any:
 
     kind = type("Actor", (TreePPOActor,), {"settings": SETTINGS | settings})
     actor = kind(config)
-    actor.create_process_group()
+    sizes = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+    actor.create_process_group(SimpleNamespace(**{f"{size}_parallel_size": 1 for size in sizes}))
     actor.initialize(None, SimpleNamespace(total_train_steps=10))
     return actor
 

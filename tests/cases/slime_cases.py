@@ -28,13 +28,16 @@ def arguments(folder: Path, **changes: Any) -> SimpleNamespace:
     off = "offload_train use_critic use_opd keep_old_actor use_routing_replay calculate_per_token_loss use_tis use_opsm"
     off += " get_mismatch_metrics use_rollout_logprobs use_unbiased_kl normalize_advantages bf16 use_kl_loss"
     off += " use_distributed_optimizer recompute_loss_function use_wandb use_tensorboard"
-    none = "custom_advantage_function_path eps_clip_c save save_hf expert_tensor_parallel_size"
+    off += " use_fault_tolerance fp16 debug_rollout_only debug_train_only"
+    none = "custom_advantage_function_path eps_clip_c save save_hf num_experts"
+    none += " rollout_data_postprocess_path ref_update_interval pipeline_model_parallel_layout"
     settings = dict.fromkeys(off.split(" "), False) | dict.fromkeys(none.split(" "))
     settings |= {"lr": 0.0, "weight_decay": 0.0, "clip_grad": 0.0, "seed": 1, "rollout_top_p": 1.0}
     settings |= {"rollout_temperature": TEMPERATURE, "loss_type": "policy_loss", "advantage_estimator": "grpo"}
     settings |= {"eps_clip": 0.2, "eps_clip_high": 0.28, "entropy_coef": 0.05, "kl_coef": 0.0, "kl_loss_coef": 0.1}
     settings |= {"kl_loss_type": "low_var_kl", "num_rollout": 1, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
     settings |= {"global_batch_size": 4, "tree_segment_tokens": 7, "compute_advantages_and_returns": True}
+    settings |= {"main_grads_dtype": torch.float32, "exp_avg_dtype": torch.float32, "expert_tensor_parallel_size": 1}
     settings |= {"update_weight_mode": "full", "update_weight_transport": "disk", "context_parallel_size": 1}
     return SimpleNamespace(**settings | {"hf_checkpoint": str(folder), "ref_load": str(folder)} | changes)
 

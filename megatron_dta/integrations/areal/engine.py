@@ -67,16 +67,17 @@ class TreePPOActor(TrainEngine):
 
     def create_process_group(self, parallel_strategy: Any = None) -> None:
         """Make the mesh of AReaL's ``ParallelStrategy``."""
-        sizes = {}
+        self._sizes = {}
         if parallel_strategy is not None:
-            sizes = {
+            self._sizes = {
                 "tensor_model_parallel_size": parallel_strategy.tensor_parallel_size,
                 "pipeline_model_parallel_size": parallel_strategy.pipeline_parallel_size,
                 "context_parallel_size": parallel_strategy.context_parallel_size,
                 "expert_model_parallel_size": parallel_strategy.expert_parallel_size,
-                "expert_tensor_parallel_size": parallel_strategy.expert_tensor_parallel_size,
             }
-        self._sizes = sizes | {name: self.settings[name] for name in sizes if name in self.settings}
+            # AReaL gives every model a size for experts.
+            if parallel_strategy.expert_parallel_size > 1:
+                self._sizes["expert_tensor_parallel_size"] = parallel_strategy.expert_tensor_parallel_size
         self.device = initialize_parallel(self.settings.get("seed", 1234), ParallelConfig(**self._sizes))
         self._cpu_group = dist.new_group(backend="gloo")
 

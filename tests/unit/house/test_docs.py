@@ -27,7 +27,7 @@ from megatron_dta.training.monitor.metric_names import METRICS
 sys.path.insert(0, str(REPOSITORY / "docs" / "scripts"))
 import draw_concepts
 
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
 OWN = (
     "concepts.md",
     "data.md",

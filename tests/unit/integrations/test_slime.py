@@ -73,5 +73,6 @@ def test_weights_and_checkpoints(folder: Path, tmp_path: Path) -> None:
 
 def test_what_is_not_supported_is_refused(folder: Path) -> None:
     actor = object.__new__(load_example().TreeActor)
-    with pytest.raises(InputError, match="update_weight_transport=nccl"):
-        actor.init(arguments(folder, update_weight_transport="nccl"), "actor")
+    for name, value in (("update_weight_transport", "nccl"), ("use_critic", True), ("loss_type", "custom_loss")):
+        with pytest.raises(InputError, match=f"{name}={value}"):
+            actor.init(arguments(folder, **{name: value}), "actor")
