@@ -19,14 +19,13 @@ from megatron_dta.arguments import settings_from
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import ParallelConfig, TrainConfig
 from megatron_dta.config.checks.all import check_engine
-from megatron_dta.engine import TreeEngine
 from megatron_dta.integrations.areal.batch import Loss, LossWeight, RowBatch
+from megatron_dta.integrations.build import build_tree_engine
 from megatron_dta.integrations.plans import Planner
 from megatron_dta.model import build_model, initialize_parallel
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, load_weights, save_checkpoint, save_weights
 from megatron_dta.training.checkpoint.writer import on_rank0
-from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.weights.huggingface import hf_weights, load_hf, write_hf
 
@@ -84,7 +83,6 @@ class TreePPOActor(TrainEngine):
     def initialize(self, addr: str | None, ft_spec: Any, *args: Any, **kwargs: Any) -> None:
         """Build the model with the weights of ``config.path`` and, if it is trained, its optimizer."""
         self._config = config = self._train_config(ft_spec)
-        tree = config.tree
         self.model = build_model(config.model, self.device, config.parallel)
         load_hf(config, self.model)
         self.optimizer: TrainingOptimizer | None = None
@@ -92,19 +90,8 @@ class TreePPOActor(TrainEngine):
             self.model.requires_grad_(False)
         else:
             self.optimizer = TrainingOptimizer(self.model, config.optimization, config.parallel)
-        chunks = self.model if self.optimizer is None else self.optimizer.chunks
-        self.engine = TreeEngine(
-            chunks,
-            self.config.temperature,
-            tree.logprob_chunk_tokens,
-            config.parallel.pipeline_in_flight_tokens,
-            tree.tree_attention_impl,
-        )
-        if tree.tree_memory_gib is not None:
-            ranks = self.data_parallel_world_size if config.parallel.use_distributed_optimizer else 1
-            own = (self.model.model_chunks,) if self.optimizer is None else (chunks, config.optimization, ranks)
-            self.engine.limit_memory(tree.tree_memory_gib, constant_bytes(*own))
-        self._planner = Planner(self.engine, tree)
+        self.engine = build_tree_engine(config, self.model, self.optimizer, self.config.temperature)
+        self._planner = Planner(self.engine, config.tree)
         self._is_ready = True
 
     def _train_config(self, ft_spec: Any) -> TrainConfig:

@@ -20,7 +20,7 @@ from verl.workers.engine.utils import _hf_entry_identity, enable_full_determinis
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
-from megatron_dta.engine import TreeEngine
+from megatron_dta.integrations.build import build_tree_engine
 from megatron_dta.integrations.plans import Planner
 from megatron_dta.integrations.verl.checkpoints import VerlCheckpoints
 from megatron_dta.integrations.verl.config import BACKEND, MegatronDtaEngineConfig
@@ -28,8 +28,6 @@ from megatron_dta.integrations.verl.settings import train_config
 from megatron_dta.integrations.verl.step import Loss, MiniBatch, describe, loss_scope
 from megatron_dta.integrations.verl.weights import shards
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel, without_adapters
-from megatron_dta.planning.costs.file import load_cost_file
-from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.weights.huggingface import hf_weights, load_hf
 from megatron_dta.training.weights.offload import HostStorages
@@ -83,27 +81,12 @@ class MegatronDtaEngine(BaseEngine):
             self.model.requires_grad_(False)
         else:
             self.optimizer = TrainingOptimizer(self.model, settings.optimization, settings.parallel)
-        tree = settings.tree
-        self.tree_engine = TreeEngine(
-            self.model if self.optimizer is None else self.optimizer.chunks,
-            logprob_chunk_tokens=tree.logprob_chunk_tokens,
-            pipeline_in_flight_tokens=settings.parallel.pipeline_in_flight_tokens,
-            tree_attention_impl=tree.tree_attention_impl,
-            costs=load_cost_file(tree.cost_model) if tree.cost_model is not None else None,
-        )
-        if tree.tree_memory_gib is not None:
-            self.tree_engine.limit_memory(tree.tree_memory_gib, self._constant_bytes())
-        self._planner = Planner(self.tree_engine, tree)
+        self.tree_engine = build_tree_engine(settings, self.model, self.optimizer)
+        self._planner = Planner(self.tree_engine, settings.tree)
         self._checkpoints = VerlCheckpoints(self)
         self._on_host: dict[str, HostStorages] = {}
         self._loss, self._said = 0.0, False
         self.to("cpu", config.param_offload, config.optimizer_offload, config.param_offload)
-
-    def _constant_bytes(self) -> float:
-        if self.optimizer is None:
-            return constant_bytes(self.model.model_chunks)
-        ranks = current_mesh().data_size if self._config.parallel.use_distributed_optimizer else 1
-        return constant_bytes(self.optimizer.chunks, self._config.optimization, ranks)
 
     @property
     def settings(self) -> TrainConfig:
