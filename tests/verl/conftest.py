@@ -21,7 +21,7 @@ if importlib.util.find_spec("verl") is None:
 else:
     # Read by verl when it is imported, here and in the programs that the tests start.
     os.environ["VERL_PLATFORM"] = "cpu"
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = "cpu_platform"
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "cpu_platform,cpu_rollout"
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Tests of one rank run in the test process, which is a rank of verl's own.
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}

@@ -89,11 +89,13 @@ class CpuPlatform(PlatformBase):
     def profiler_stop(self) -> None:
         pass
 
+    # verl's check of a pool counts GPUs and NPUs only, so Ray must be told that there are GPUs.
+
     def ray_resource_name(self) -> str:
-        return "CPU"
+        return "GPU"
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_cpus": num_gpus}
+        return {"num_gpus": num_gpus}
 
     def ray_noset_envvars(self) -> list[str]:
         return []
