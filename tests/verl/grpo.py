@@ -15,6 +15,13 @@ import pandas
 NUM_PROMPTS, SAMPLES, STEPS = 4, 4, 3
 PROMPTS_PER_STEP = 2
 TIMEOUT = 600  # seconds
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # On a busy machine Ray starts slowly; workers that wait for work make it slower.
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -83,7 +90,7 @@ def run_trainer(model: Path, folder: Path, num_ranks: int, changes: dict[str, An
     log.unlink(missing_ok=True)
     chosen = settings(model, folder, num_ranks) | changes
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"hydra.run.dir={folder / 'hydra'}"]
-    environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | _ENVIRONMENT | {"VERL_FILE_LOGGER_PATH": str(log)}
     environment.pop("RAY_ADDRESS", None)
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(

@@ -61,7 +61,13 @@ class MegatronDtaEngine(BaseEngine):
         self.mode: str | None = None
         # verl asks for the rank's place in the mesh before it initializes the model.
         self._config = train_config(model_config, engine_config, None)
-        self.device = initialize_parallel(engine_config.seed, self._config.parallel)
+        try:
+            self.device = initialize_parallel(engine_config.seed, self._config.parallel)
+        except ValueError as error:
+            # Actor, reference and critic share the processes.
+            raise InputError(
+                f"megatron_dta.*_parallel_size: actor, reference and critic need the same sizes: {error}"
+            ) from error
         if self.device.type == "cpu" and (engine_config.param_offload or engine_config.optimizer_offload):
             raise InputError("engine.param_offload and engine.optimizer_offload need a GPU; set them to False")
 
