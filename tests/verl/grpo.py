@@ -5,22 +5,29 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pandas
 
 NUM_PROMPTS, SAMPLES, STEPS = 4, 4, 3
 PROMPTS_PER_STEP = 2
 TIMEOUT = 600  # seconds
+RAY_ATTEMPTS = 6
+_RAY = "ray_kwargs.ray_init"
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # On a busy machine Ray starts slowly; workers that wait for work make it slower.
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_prestart_worker_first_driver": "0",
     "RAY_DEDUP_LOGS": "0",
+    "PYTHONUNBUFFERED": "1",
+    # Processes start slowly on a busy machine.
+    "RAY_raylet_start_wait_time_s": "45",
+    "RAY_agent_register_timeout_ms": "300000",
 }
 
 
@@ -45,7 +52,7 @@ def write_prompts(path: Path) -> None:
 
 def settings(model: Path, folder: Path, num_ranks: int) -> dict[str, Any]:
     """The overrides on verl's command line, by name."""
-    actor, rollout, ray = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "ray_kwargs.ray_init"
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
         "model_engine": "megatron_dta",
         "algorithm.adv_estimator": "grpo",
@@ -75,10 +82,6 @@ def settings(model: Path, folder: Path, num_ranks: int) -> dict[str, Any]:
         "trainer.val_before_train": False,
         "trainer.total_training_steps": STEPS,
         "trainer.default_local_dir": folder / "checkpoints",
-        f"{ray}.num_cpus": 4 + 4 * num_ranks,
-        f"+{ray}.num_gpus": num_ranks,
-        f"+{ray}.include_dashboard": False,
-        f"+{ray}.object_store_memory": 200_000_000,
     }
 
 
@@ -89,24 +92,56 @@ def run_trainer(model: Path, folder: Path, num_ranks: int, changes: dict[str, An
     log = folder / "metrics.jsonl"
     log.unlink(missing_ok=True)
     chosen = settings(model, folder, num_ranks) | changes
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"hydra.run.dir={folder / 'hydra'}"]
     environment = os.environ | _ENVIRONMENT | {"VERL_FILE_LOGGER_PATH": str(log)}
-    environment.pop("RAY_ADDRESS", None)
-    with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(
-            [*command, *(f"{name}={value}" for name, value in chosen.items())],
-            cwd=folder,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
+    with (folder / "output.txt").open("w") as output, _ray(num_ranks, environment, output) as address:
+        chosen[f"+{_RAY}.address"] = address
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", f"hydra.run.dir={folder / 'hydra'}"]
+        command += [f"{name}={value}" for name, value in chosen.items()]
+        with _process(command, environment, output, folder) as process:
             code = process.wait(TIMEOUT)
-        finally:
-            # Ray's processes end with the one that started them.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     assert code == 0, (folder / "output.txt").read_text()[-12000:]
     return [json.loads(line)["data"] for line in log.read_text().splitlines()]
+
+
+@contextmanager
+def _ray(num_ranks: int, environment: dict[str, str], output: IO[str]) -> Iterator[str]:
+    """A Ray cluster of this machine; yields its address.
+
+    Ray gives up if one of its helpers is not ready within 15 seconds, which no setting changes and a busy machine does
+    not always reach (https://github.com/ray-project/ray/issues/65983). Therefore it is started here, in several
+    attempts, and not by ``ray.init``.
+    """
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    options = ["--node-ip-address=127.0.0.1", "--include-dashboard=false", "--object-store-memory=200000000"]
+    options += [f"--num-cpus={4 + 4 * num_ranks}", f"--num-gpus={num_ranks}", "--disable-usage-stats"]
+    for _ in range(RAY_ATTEMPTS):
+        with closing(socket.socket()) as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with _process([*ray, "start", "--head", "--block", f"--port={port}", *options], environment, output) as process:
+            while process.poll() is None:
+                if "Ray runtime started" in Path(output.name).read_text():
+                    yield f"127.0.0.1:{port}"
+                    return
+                time.sleep(0.5)
+    raise AssertionError(f"Ray did not start in {RAY_ATTEMPTS} attempts: {Path(output.name).read_text()[-4000:]}")
+
+
+@contextmanager
+def _process(
+    command: list[str], environment: dict[str, str], output: IO[str], folder: Path | None = None
+) -> Iterator[subprocess.Popen]:
+    """A program that ends with the context, with the processes that it started."""
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
