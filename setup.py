@@ -51,7 +51,17 @@ setup(
         # The Hugging Face reference of tools/check_parity.py and the test-suite.
         "parity": ["transformers>=4.57,<6", "safetensors"],
         # The training engine of verl; the other packages are imported by verl's workers without being declared.
-        "verl": ["verl>=0.9.1,<0.10", "uvicorn", "fastapi", "cachetools", "pyzmq", "msgspec", "aiohttp", "nvtx"],
+        "verl": [
+            "verl>=0.9.1,<0.10",
+            "TransferQueue>=0.1.10",
+            "uvicorn",
+            "fastapi",
+            "cachetools",
+            "pyzmq",
+            "msgspec",
+            "aiohttp",
+            "nvtx",
+        ],
         "test": [
             "transformers>=4.57,<6",
             "safetensors",

@@ -24,6 +24,7 @@ _RAY = "ray_kwargs.ray_init"
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_AUTH_MODE": "disabled",
     "PYTHONUNBUFFERED": "1",
     # Processes start slowly on a busy machine.
     "RAY_raylet_start_wait_time_s": "45",
@@ -92,7 +93,8 @@ def run_trainer(model: Path, folder: Path, num_ranks: int, changes: dict[str, An
     log = folder / "metrics.jsonl"
     log.unlink(missing_ok=True)
     chosen = settings(model, folder, num_ranks) | changes
-    environment = os.environ | _ENVIRONMENT | {"VERL_FILE_LOGGER_PATH": str(log)}
+    environment = os.environ | _ENVIRONMENT
+    environment["VERL_FILE_LOGGER_PATH"] = str(log)
     with (folder / "output.txt").open("w") as output, _ray(num_ranks, environment, output) as address:
         chosen[f"+{_RAY}.address"] = address
         command = [sys.executable, "-m", "verl.trainer.main_ppo", f"hydra.run.dir={folder / 'hydra'}"]
