@@ -74,7 +74,7 @@ class TransformersReplica(RolloutReplica):
         )
         self.servers, self._server_handle, self._server_address = [server], server, name
         if record:
-            await server.record.remote(str(recorded(Path(record), self.replica_rank, 0).parent), self.replica_rank)
+            await server.record.remote(record, self.replica_rank)
 
 
 @ray.remote

@@ -24,6 +24,7 @@ _RAY = "ray_kwargs.ray_init"
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_DEDUP_LOGS": "0",
+    # Only ray.init makes the token that Ray would ask for.
     "RAY_AUTH_MODE": "disabled",
     "PYTHONUNBUFFERED": "1",
     # Processes start slowly on a busy machine.
