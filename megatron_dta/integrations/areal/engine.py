@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import time
 from concurrent.futures import Future
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -193,7 +193,7 @@ class TreePPOActor(TrainEngine):
         self._write_hf(Path(meta.path), meta.type)
         if dist.get_rank() == 0:
             key = names.update_weights_from_disk(self.config.experiment_name, self.config.trial_name, self.version)
-            name_resolve.add(key, str(time.time()), keepalive_ttl=120)
+            name_resolve.add(key, str(datetime.now().timestamp()), keepalive_ttl=120)
             read.result()
             self.rollout_engine.continue_generation()
         dist.barrier(group=self._cpu_group)

@@ -11,7 +11,8 @@ TOOLS = sorted(
     path
     for folder in ("tools", "benchmarks")
     for path in (REPOSITORY / folder).glob("*.py")
-    if "__main__" in path.read_text()
+    # verl is in an environment of its own.
+    if "__main__" in (text := path.read_text()) and "from verl" not in text
 )
 # Each tool in a process of its own, which has PyTorch already, and what Megatron imports of it.
 IMPORT_ALL = """
