@@ -23,7 +23,12 @@ def _train(model_folder: Path, data: Path, num_ranks: int, *flags: str) -> dict[
     command += ["+model.override_config.attn_implementation=sdpa", "optim.lr=1e-3", "trainer.logger=[console]"]
     command += ["trainer.device=cpu", "trainer.project_name=x", "trainer.experiment_name=y", *flags]
     done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+        command,
+        cwd=data.parent,  # Hydra writes its files into the working directory.
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return {int(step): (float(loss), float(norm)) for step, loss, norm in _STEP.findall(done.stdout + done.stderr)}
