@@ -34,7 +34,7 @@ quieten_libraries()  # before Megatron is imported, which tells what is not inst
 
 from megatron.core.distributed import finalize_model_grads
 
-from common.profile import profile_step
+from common.profile import gemm_peak, now, profile_step
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.measurement import Report
@@ -56,6 +56,7 @@ from megatron_dta.planning.step.passes import stage_peak_bytes
 from megatron_dta.planning.step.prediction import predicted_seconds
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
+from megatron_dta.training.autotune import Autotuner, measure_gpu
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.monitor.timelines import write_timeline_files
 from megatron_dta.training.optimizer import data_parallel_chunks
@@ -86,7 +87,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="weights in bfloat16")
     parser.add_argument("--bf16-gradients", action="store_true", help="with --bf16: gradients in bfloat16 too")
     parser.add_argument("--tree-mode", nargs="+", choices=("dense", "packed", "dta"), default=["dense", "dta"])
-    parser.add_argument("--tree-segment-tokens", type=int, help="default: 4096, or chosen with the next two")
+    parser.add_argument(
+        "--tree-segment-tokens",
+        type=int,
+        help="default: 4096, or chosen with the next two; on a GPU without any of these flags as in training",
+    )
     parser.add_argument("--pack-tokens", type=int, help="most tokens of a pack (default: the longest sequence)")
     parser.add_argument("--cost-model", help="file of tools/fit_cost_model.py: plan by it, and say what it predicts")
     parser.add_argument(
@@ -116,6 +121,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON on the last line")
     arguments = parser.parse_args()
+    check_arguments(arguments)
+    return arguments
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other, and fill in what follows from the others."""
     counts = ("max_sequences", "max_tokens", "num_layers", "tree_segment_tokens", "tree_memory_tokens", "steps")
     sizes = (name for name in PARALLEL if not isinstance(getattr(ParallelConfig(), name), bool))
     check_at_least(arguments, 1, *counts, "logprob_chunk_tokens", *sizes)
@@ -126,7 +137,14 @@ def parse_arguments() -> argparse.Namespace:
     for flag in ("tree_memory_tokens", "tree_activation_tokens"):
         if arguments.tree_memory_gib is not None and getattr(arguments, flag) is not None:
             raise InputError(f"--tree-memory-gib decides what --{flag.replace('_', '-')} says; give one of the two")
-    if arguments.tree_segment_tokens is None and arguments.cost_model is None and arguments.tree_memory_gib is None:
+    limits = ("segment_tokens", "memory_gib", "memory_tokens", "activation_tokens")
+    is_given = arguments.cost_model is not None or any(
+        getattr(arguments, f"tree_{name}") is not None for name in limits
+    )
+    # A GPU decides as in training.
+    is_packed_or_sparse = "packed" in arguments.tree_mode or MODELS[arguments.model].num_experts is not None
+    arguments.automatic = torch.cuda.is_available() and not is_given and not is_packed_or_sparse
+    if not arguments.automatic and not is_given:
         arguments.tree_segment_tokens = 4096
     names = [Path(file).name for file in arguments.files]
     if len(set(names)) < len(names):
@@ -142,7 +160,6 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError("--bf16-gradients needs --bf16")
     if arguments.timeline_dir is not None and arguments.pipeline_model_parallel_size == 1:
         raise InputError("--timeline-dir is of a pipeline's stages; give --pipeline-model-parallel-size too")
-    return arguments
 
 
 def load_samples(arguments: argparse.Namespace, file: str) -> list[TrainingSample]:
@@ -181,24 +198,6 @@ def model_config(arguments: argparse.Namespace, sets: dict[str, list[TrainingSam
     return replace(shape, **{name: getattr(arguments, name) for name in names})
 
 
-def gemm_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a product of large matrices, measured."""
-    size = 8192 if device.type == "cuda" else 1024
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(12):
-        start = _now(device)
-        left @ right
-        seconds.append(_now(device) - start)
-    return 2 * size**3 / median(seconds[4:])
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 class Benchmark:
     """A model with gradient buffers, and the steps that are timed on it."""
 
@@ -223,6 +222,11 @@ class Benchmark:
         self.constant = constant_bytes(self.chunks)
         if arguments.tree_memory_gib is not None:
             self.engine.limit_memory(arguments.tree_memory_gib, self.constant)
+        self.tuner = None
+        if arguments.automatic:
+            states = [*model.parameters(), *(b.grad_data for chunk in self.chunks for b in chunk.buffers)]
+            self.tuner = Autotuner(self.engine, self.constant, lambda: measure_gpu(self.device, states))
+            print(self.tuner.describe(), file=sys.stderr)
         self.objective = make_objective(ObjectiveConfig(objective="sft"))
         self.peak = gemm_peak(self.device, self.model_config.params_dtype)
 
@@ -239,6 +243,7 @@ class Benchmark:
             tree_activation_tokens=self.arguments.tree_activation_tokens,
             tree_memory_gib=self.arguments.tree_memory_gib,
         )
+        self._run_first_steps(tree)
         start = time.perf_counter()
         batch = self._plan(tree)
         plan_seconds = time.perf_counter() - start
@@ -250,10 +255,10 @@ class Benchmark:
                 chunk.zero_grad_buffer()
             self.mesh.wait_for_all()
             recorded = self.mesh.pipeline_size > 1 and step == self.arguments.steps
-            start = _now(self.device)
+            start = now(self.device)
             result = self.engine.forward_backward(batch, self.objective, record_timeline=recorded)
             finalize_model_grads(self.chunks)
-            seconds.append(_now(self.device) - start)
+            seconds.append(now(self.device) - start)
         step = max(self.mesh.gather_from_all(median(seconds[1:])))
         is_first = self.mesh.tensor_rank == self.mesh.pipeline_rank == 0
         flops = sum(self.mesh.gather_from_all(self.engine.operations(batch.plan)[0] if is_first else 0.0))
@@ -278,6 +283,7 @@ class Benchmark:
                 "tflop": flops / 1e12,
                 "share_of_gemm_peak": flops / step / (self.peak * self.mesh.world_size),
                 "peak_memory_gib": memory,
+                "memory_limit_gib": None if self.engine.memory is None else self.engine.memory.gib,
                 "predicted_peak_gib": self._predicted_peak(batch),
                 "peak_in_flight_tokens": result.peak_in_flight_tokens,
                 "recomputed_tokens": result.recomputed_tokens,
@@ -286,7 +292,7 @@ class Benchmark:
 
     def _predicted(self, batch: TreeBatch, seconds: float) -> dict[str, float]:
         """What the measured cost model says of the slowest replica, beside ``seconds``."""
-        if self.engine.costs is None:
+        if not self.engine.has_device_costs:
             return {}
         shape = self.engine.pipeline(batch.plan.segments.segment_tokens)
         expected = max(self.mesh.gather_from_all(predicted_seconds(batch.plan, shape)))
@@ -325,6 +331,15 @@ class Benchmark:
             "waiting_seconds": waited,
             "ideal_utilisation": segments / (segments + stages - 1),
         }
+
+    def _run_first_steps(self, tree: TreeConfig) -> None:
+        """The two steps by which a run corrects its costs and its memory."""
+        for _ in range(2 if self.tuner is not None else 0):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            batch, is_timed = self._plan(tree), self.tuner.measures_next_step
+            self.tuner.observe(self.engine.forward_backward(batch, self.objective, record_timeline=is_timed))
+            self.tuner.update()
 
     def _plan(self, tree: TreeConfig) -> TreeBatch:
         own = list(range(len(self.samples)))

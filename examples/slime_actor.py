@@ -25,6 +25,7 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.config.checks.all import check_engine
 from megatron_dta.config.train import settings_of
 from megatron_dta.engine import TreeEngine
+from megatron_dta.integrations.build import build_tree_engine
 from megatron_dta.integrations.plans import Planner, RowPlan
 from megatron_dta.integrations.rows import Row
 from megatron_dta.model import Model, build_model, current_mesh, initialize_parallel
@@ -32,7 +33,6 @@ from megatron_dta.objectives import SequenceLoss
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_dta.training.checkpoint.writer import on_rank0
-from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import TrainingOptimizer
 from megatron_dta.training.weights.huggingface import load_hf, write_hf
 
@@ -68,17 +68,15 @@ class TreeActor(TrainRayActor):
         self.device = initialize_parallel(args.seed, self.config.parallel)
         self.model, self.reference = self._load(args.hf_checkpoint), None
         self.optimizer = TrainingOptimizer(self.model, self.config.optimization, self.config.parallel)
-        tree, self.mesh = self.config.tree, current_mesh()
-        settings = (args.rollout_temperature, tree.logprob_chunk_tokens, None, tree.tree_attention_impl)
-        self.engine = TreeEngine(self.optimizer.chunks, *settings)
+        self.mesh, frozen = current_mesh(), []
         if with_ref:
-            self.reference = TreeEngine(self._load(args.ref_load).requires_grad_(False), *settings)
-        if tree.tree_memory_gib is not None:
-            ranks = self.mesh.data_size if self.config.parallel.use_distributed_optimizer else 1
-            own = constant_bytes(self.optimizer.chunks, self.config.optimization, ranks)
-            own += constant_bytes(self.reference.chunks) if with_ref else 0
-            self.engine.limit_memory(tree.tree_memory_gib, own)
-        self.planner = Planner(self.engine, tree)
+            reference = self._load(args.ref_load).requires_grad_(False)
+            self.reference, _ = build_tree_engine(self.config, reference, None, args.rollout_temperature)
+            frozen = reference.model_chunks
+        self.engine, tuner = build_tree_engine(
+            self.config, self.model, self.optimizer, args.rollout_temperature, frozen
+        )
+        self.planner = Planner(self.engine, self.config.tree, tuner)
         self.train_parallel_config = self._get_parallel_config()
         self.weight_version, self.step = getattr(args, "update_weight_start_version", 0), 0
         if self.mesh.rank == 0:

@@ -1,9 +1,11 @@
-"""Where the time of a training step goes on a GPU: the kernels that take most of it, and the time without any."""
+"""Measures GPUs for benchmarks: the rate of large products, and the kernels that take the time of a step."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -46,3 +48,22 @@ def summary(spans: list[tuple[float, float, str]], num_kernels: int) -> dict[str
         "kernels": [{"name": name[:120], "ms": total[name] / 1e3, "calls": calls[name]} for name in most[:num_kernels]],
         "others_ms": sum(total[name] for name in most[num_kernels:]) / 1e3,
     }
+
+
+def gemm_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a product of large matrices, measured."""
+    size = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(12):
+        start = now(device)
+        left @ right
+        seconds.append(now(device) - start)
+    return 2 * size**3 / median(seconds[4:])
+
+
+def now(device: torch.device) -> float:
+    """The time on the host, after the device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -10,6 +10,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron_dta.common.errors import InputError
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostShape
+from megatron_dta.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
+from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import RankTensors, SegmentBytes
 
 
@@ -40,6 +42,18 @@ def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtyp
     return CostShape.of(
         shape, str(dtype).removeprefix("torch."), config.tensor_model_parallel_size, config.sequence_parallel
     )
+
+
+def costs_of_gpu(
+    config: TransformerConfig, shape: DecoderShape, parameter: torch.Tensor, fused: bool, segment_tokens: int
+) -> CostModel | None:
+    """The cost model of the GPU that holds ``parameter``; None on a CPU and for a model with experts."""
+    if parameter.device.type != "cuda" or shape.num_experts is not None:
+        return None
+    gpu, _ = gpu_named(torch.cuda.get_device_name(parameter.device))
+    size = config.tensor_model_parallel_size
+    split = LayerSplit(parameter.dtype.itemsize == 2, size, config.sequence_parallel, fused and size == 1)
+    return gpu_cost_model(shape, gpu, split, segment_tokens)
 
 
 def counted_bytes(config: TransformerConfig, shape: DecoderShape, rank: RankTensors) -> SegmentBytes:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_dta.engine.batch import TreeBatch
-from megatron_dta.engine.cost_inputs import cost_shape, counted_bytes
+from megatron_dta.engine.cost_inputs import cost_shape, costs_of_gpu, counted_bytes
 from megatron_dta.engine.expert_pass import with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
@@ -25,6 +25,7 @@ from megatron_dta.engine.rank_model import RankModel
 from megatron_dta.engine.stage_run import StageRun
 from megatron_dta.engine.step_result import StepResult, TokenOutputs
 from megatron_dta.model import Mesh, Model, weights_quantized_once
+from megatron_dta.planning.costs.correction import CostCorrection
 from megatron_dta.planning.costs.file import CostFile
 from megatron_dta.planning.costs.model import CostModel
 from megatron_dta.planning.costs.segment_bytes import MemoryBudget, RankTensors, SegmentBytes
@@ -40,10 +41,12 @@ class TreeEngine(RankModel):
     Args:
         model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay: see ``RankModel``.
         pipeline_in_flight_tokens: most tokens that a pipeline stage holds; None for the planner's default.
-        costs: measured costs of this model, None to count operations; costs of another model raise InputError.
+        costs: measured costs of this model; costs of another model raise InputError. None for those of the GPU's data
+            sheet or, on a CPU and with experts, for counts of operations.
 
     Attributes:
         memory: the memory that a step may use; None means no limit. ``limit_memory`` sets it.
+        correction: factors on the costs of the data sheet.
     """
 
     def __init__(
@@ -59,18 +62,22 @@ class TreeEngine(RankModel):
         super().__init__(model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay)
         self.pipeline_in_flight_tokens = pipeline_in_flight_tokens
         self.memory: MemoryBudget | None = None
+        self.correction = CostCorrection()
         self.costs = costs
         if costs is not None:
             costs.check(cost_shape(self.config, self.shape, self.dtype))
 
-    def limit_memory(self, gib: float, constant_bytes: float) -> None:
+    def limit_memory(self, gib: float, constant_bytes: float, automatic: bool = False) -> None:
         """Plan steps within ``gib`` GiB, of which ``constant_bytes`` are this rank's weights, gradients and optimizer
         states. All ranks of a replica call this.
+
+        Args:
+            automatic: the limit is what the GPU has; otherwise it is a user's, which messages name.
         """
         found = self.mesh.gather_over_replica((self.mesh.pipeline_rank, float(constant_bytes)))
         constant = [max(each for rank, each in found if rank == stage) for stage in range(self.mesh.pipeline_size)]
         each = self.costs.bytes if self.costs is not None else None
-        self.memory = MemoryBudget(gib, tuple(constant), each or self.counted_bytes())
+        self.memory = MemoryBudget(gib, tuple(constant), each or self.counted_bytes(), automatic)
 
     def counted_bytes(self) -> SegmentBytes:
         """Bytes that a step needs for each token, by counting; raises InputError for a model with experts."""
@@ -92,11 +99,21 @@ class TreeEngine(RankModel):
 
         Args:
             segment_tokens: most tokens of a segment. None if the planner chooses the segment size: the costs are then
-                for the usual size or, if they were measured, for the largest size that may be chosen.
+                for the usual size or, if they are in seconds, for the largest size that may be chosen.
         """
         if self.costs is not None:
             return self.costs.model(self.shape.num_layers, segment_tokens or max(SIZES))
+        part, parameter = self.tree_models[0], next(self.tree_models[0].parameters())
+        fused = part.has_fused_layers
+        of_gpu = costs_of_gpu(self.config, self.shape, parameter, fused, segment_tokens or max(SIZES))
+        if of_gpu is not None:
+            return self.correction.apply(of_gpu)
         return CostModel.from_shape(self.shape, segment_tokens or DEFAULT_SEGMENT_TOKENS)
+
+    @property
+    def has_device_costs(self) -> bool:
+        """Whether ``cost_model`` is in seconds of this rank's device."""
+        return self.costs is not None or (self.device.type == "cuda" and self.shape.num_experts is None)
 
     def pipeline(self, segment_tokens: int | None) -> PipelineShape:
         """The ranks for which a step must be planned (``prepare_batch``).
@@ -115,7 +132,7 @@ class TreeEngine(RankModel):
             cost_model=self.cost_model(segment_tokens),
             max_in_flight_tokens=self.pipeline_in_flight_tokens,
             memory=self.memory,
-            is_measured=self.costs is not None,
+            is_measured=self.has_device_costs,
             group=group,
         )
 

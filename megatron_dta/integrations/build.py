@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from megatron_dta.config import TrainConfig
 from megatron_dta.engine import TreeEngine
 from megatron_dta.model import Model, current_mesh
 from megatron_dta.planning.costs.file import load_cost_file
+from megatron_dta.training.autotune import Autotuner, build_autotuner
 from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.optimizer import TrainingOptimizer
 
 
 def build_tree_engine(
-    config: TrainConfig, model: Model, optimizer: TrainingOptimizer | None, temperature: float = 1.0
-) -> TreeEngine:
-    """The engine of ``model``, within the memory of ``config.tree``; ``optimizer`` is None for a model that is not
-    trained.
+    config: TrainConfig,
+    model: Model,
+    optimizer: TrainingOptimizer | None,
+    temperature: float = 1.0,
+    frozen: Sequence[torch.nn.Module] = (),
+) -> tuple[TreeEngine, Autotuner]:
+    """The engine of ``model`` and what decides its memory where ``config.tree`` does not.
+
+    Args:
+        optimizer: the model's optimizer; None for a model that is not trained.
+        frozen: chunks of other models that are on the device throughout a step.
     """
     tree, parallel = config.tree, config.parallel
     engine = TreeEngine(
@@ -25,11 +37,14 @@ def build_tree_engine(
         tree.tree_attention_impl,
         costs=load_cost_file(tree.cost_model) if tree.cost_model is not None else None,
     )
+    frozen = list(frozen) if optimizer is not None else [*frozen, *model.model_chunks]
+    constant = constant_bytes(frozen)
+    if optimizer is not None:
+        ranks = current_mesh().data_size if parallel.use_distributed_optimizer else 1
+        constant += constant_bytes(optimizer.chunks, config.optimization, ranks)
     if tree.tree_memory_gib is not None:
-        if optimizer is None:
-            constant = constant_bytes(model.model_chunks)
-        else:
-            ranks = current_mesh().data_size if parallel.use_distributed_optimizer else 1
-            constant = constant_bytes(optimizer.chunks, config.optimization, ranks)
         engine.limit_memory(tree.tree_memory_gib, constant)
-    return engine
+    tuner = build_autotuner(config, engine, constant, [] if optimizer is None else [optimizer], frozen)
+    # Rollout servers on the same GPU give memory back between the phases of the other trainer.
+    tuner.follows = True
+    return engine, tuner

@@ -16,6 +16,7 @@ from megatron_dta.integrations.rows import Row
 from megatron_dta.objectives import count_trained
 from megatron_dta.planning.partition.divide import partition_samples
 from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.training.autotune import Autotuner
 
 # Trainers compute old logprobs of a batch and then train on it: the plan of one serves the other.
 KEPT_PLANS = 4
@@ -50,10 +51,14 @@ class RowPlan:
 
 
 class Planner:
-    """Plans mini-batches and keeps the last plans. Every data-parallel rank calls it for the same mini-batches."""
+    """Plans mini-batches and keeps the last plans. Every data-parallel rank calls it for the same mini-batches.
 
-    def __init__(self, engine: TreeEngine, tree: TreeConfig) -> None:
-        self._engine, self._tree = engine, tree
+    Args:
+        tuner: decides the memory of the engine where ``tree`` does not.
+    """
+
+    def __init__(self, engine: TreeEngine, tree: TreeConfig, tuner: Autotuner | None = None) -> None:
+        self._engine, self._tree, self._tuner = engine, tree, tuner
         self._kept: OrderedDict[bytes, tuple[list[int], TreeBatch]] = OrderedDict()
 
     def plan(self, own: Sequence[Row]) -> RowPlan:
@@ -63,6 +68,8 @@ class Planner:
         division therefore use the same plan.
         """
         mesh = self._engine.mesh
+        if self._tuner is not None and self._tuner.update():
+            self._kept.clear()
         parts = mesh.gather_over_data(list(own))
         rows = [row for part in parts for row in part]
         begin = sum(len(part) for part in parts[: mesh.data_rank])

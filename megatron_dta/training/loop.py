@@ -20,15 +20,17 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from megatron_dta.common.errors import InputError
 from megatron_dta.config import TrainConfig
-from megatron_dta.engine import TreeBatch, TreeEngine
+from megatron_dta.engine import StepResult, TreeBatch, TreeEngine
 from megatron_dta.model import Model
 from megatron_dta.objectives import Objective
 from megatron_dta.rollouts.batch_source import Evaluation, RolloutError, RolloutSource
 from megatron_dta.rollouts.paths import decoded_tokens
+from megatron_dta.training.autotune import Autotuner
 from megatron_dta.training.checkpoint.best import BestCheckpoint, better_checkpoint
 from megatron_dta.training.checkpoint.save_load import CheckpointSaver
 from megatron_dta.training.critic import Critic
@@ -94,6 +96,7 @@ class Trainer:
     optimizer: TrainingOptimizer
     objective: Objective
     source: RolloutSource
+    tuner: Autotuner
     preparation: SamplePreparation
     evaluations: list[Evaluation]
     metrics: MetricsLog
@@ -159,14 +162,13 @@ class Trainer:
         """Run one optimizer step and return its record of metrics."""
         watch = self._stopwatch(self.progress.iteration + 1)
         step, sampled = self._next_step(watch)
-        with watch.measure("plan"):
-            batch = step.batch(self.config.tree, self.config.objective, self.engine)
-        # The plan is usually made while the step is prepared, but its time counts as training time.
-        watch.seconds["plan"] = step.plan_seconds
+        if self.tuner.update():
+            self._forget_plans(step)
         trained: dict[str, Any] = {}
         watch.seconds |= {"train": 0.0, "update": 0.0}
         if self.progress.iteration >= self.config.critic.num_critic_only_steps:
-            trained = self._train_policy(batch, watch)
+            trained = self._train_policy(step, watch)
+        batch = self._planned(step, watch)
         self.progress.iteration += 1
         if self.critic is not None:
             with watch.measure("critic"):
@@ -197,6 +199,7 @@ class Trainer:
             if self.rollout_samples is not None:
                 self.rollout_samples.show(self.progress.iteration + 1, rollouts)
             with watch.measure("prepare"):
+                self.tuner.update()
                 self.progress.waiting = self.preparation.prepare(rollouts)
                 watch.seconds["logprobs"] = watch.seconds.get("logprobs", 0.0) + self.preparation.pass_seconds
                 if self.rollout_files is not None:
@@ -218,18 +221,30 @@ class Trainer:
             f"train: {why}"
         )
 
-    def _train_policy(self, batch: TreeBatch, watch: Stopwatch) -> dict[str, Any]:
+    def _planned(self, step: StepSamples, watch: Stopwatch) -> TreeBatch:
+        """The step's plan. It is usually made while the step is prepared, but its time counts as training time."""
+        with watch.measure("plan"):
+            batch = step.batch(self.config.tree, self.config.objective, self.engine)
+        watch.seconds["plan"] = step.plan_seconds
+        return batch
+
+    def _forget_plans(self, step: StepSamples) -> None:
+        """Let this step and the waiting ones be planned again, within the limits of now."""
+        for each in (step, *self.progress.waiting):
+            each.forget_plan()
+
+    def _train_policy(self, step: StepSamples, watch: Stopwatch) -> dict[str, Any]:
         """Run the policy's forward, backward and update, and return their metrics."""
         number = self.progress.iteration + 1
-        with watch.measure("train"):
-            self.optimizer.zero_grad()
-            result = self.engine.forward_backward(batch, self.objective, record_timeline=self._is_timed(number))
-            loss = float(result.loss)
+        result = self._forward_backward(step, watch)
+        loss = float(result.loss)
         with watch.measure("update"):
             outcome = self.optimizer.step(loss, self.guard.skip_above)
-        if result.timeline and self.engine.mesh.rank == 0:
+        if self._is_timed(number) and self.engine.mesh.rank == 0:
             planned = result.plan.training.planned_events()
             write_step_timeline(self.config.logging.timeline_dir, number, result.timeline, planned)
+        if self.tuner.observe(result):
+            self._forget_plans(step)
         return {
             "loss": loss,
             "grad_norm": outcome.grad_norm,
@@ -239,6 +254,23 @@ class Trainer:
             "peak_in_flight_tokens": result.peak_in_flight_tokens,
             "recomputed_tokens": result.recomputed_tokens,
         }
+
+    def _forward_backward(self, step: StepSamples, watch: Stopwatch) -> StepResult:
+        """Run the step's passes. If they run out of memory, the step is planned again with less, once."""
+        is_timed = self._is_timed(self.progress.iteration + 1) or self.tuner.measures_next_step
+        while True:
+            batch = self._planned(step, watch)
+            try:
+                with watch.measure("train"):
+                    self.optimizer.zero_grad()
+                    result = self.engine.forward_backward(batch, self.objective, record_timeline=is_timed)
+                    float(result.loss)  # waits for the device
+                    return result
+            except torch.OutOfMemoryError as error:
+                self.output.warn(self.tuner.retry(batch, error))
+            # Outside of the handler, whose traceback holds the tensors of the failed step.
+            torch.cuda.empty_cache()
+            self._forget_plans(step)
 
     def _check(self, trained: dict[str, Any], step: StepSamples) -> dict[str, Any]:
         """Run the guard's checks on the step and return their metrics."""
@@ -297,7 +329,8 @@ class Trainer:
             return
         self.watchdog.enter(f"saving step {iteration}")
         source = self.source.state_dict(wait and self.stopped_by is None)
-        state = self.progress.state_dict() | ({"source": source} if source else {})
+        state = self.progress.state_dict() | {"planning": self.tuner.state_dict()}
+        state |= {"source": source} if source else {}
         self.checkpoints.save(iteration, state, self.progress.best)
         self.saved_iteration = iteration
 

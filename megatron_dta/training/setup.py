@@ -28,6 +28,7 @@ from megatron_dta.rollouts import Rollout
 from megatron_dta.rollouts.batch_source import Evaluation
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
 from megatron_dta.sampling.task import SamplingTask, build_task
+from megatron_dta.training.autotune import Autotuner, build_autotuner
 from megatron_dta.training.checkpoint.files import find_checkpoint, remove_leftovers, starting_point
 from megatron_dta.training.checkpoint.finished import already_at
 from megatron_dta.training.checkpoint.random_state import seed_random_states
@@ -100,15 +101,12 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     if objective.needs_critic:
         critic = Critic(config, build_critic_model(config, model, device, resumes))
     optimizer = TrainingOptimizer(model, config.optimization, config.parallel)
-    progress, source_state = Progress(), {}
+    progress, source_state, planning = Progress(), {}, {}
     if start is not None and resumes:
         iteration, state, changed = load_checkpoint(start, config, model, optimizer, critic)
         progress, source_state = Progress.from_state_dict(iteration, state), state.get("source", {})
-        console.print(f"continuing {start} after step {iteration}", soft_wrap=True)
-        for line in changed:
-            console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
-        if iteration >= config.optimization.train_iters:
-            console.print(already_at(iteration, config.optimization.train_iters), soft_wrap=True)
+        planning = state.get("planning", {})
+        _report_continuation(start, iteration, changed, config.optimization.train_iters, console)
 
     own = start is not None and config.checkpoint.save is not None and start.parent == Path(config.checkpoint.save)
     if not own:
@@ -117,8 +115,8 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     kept_metrics = progress.iteration if start is not None and resumes else -1
     engine = _engine(config, optimizer.chunks, config.model.moe_routing_replay, costs)
     constant = _constant_bytes(config, optimizer, reference, critic)
-    if config.tree.tree_memory_gib is not None:
-        engine.limit_memory(config.tree.tree_memory_gib, constant)
+    tuner = _tuner(config, engine, constant, (optimizer, critic), reference)
+    tuner.load_state_dict(planning)
     if task is not None:
         if reach := getattr(task.reward_function, "reach", ""):
             console.print(reach, soft_wrap=True)
@@ -130,7 +128,8 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         source, evaluations = stored, _evaluations(config, engine, held_out)
     passes = _reference(config, objective, reference, optimizer.chunks)
     stored_rollouts = stored.rollouts if stored is not None else []
-    _describe(config, optimizer, constant, task, stored_rollouts, console)
+    for line in _description(config, optimizer, constant, tuner.describe(), task, stored_rollouts):
+        console.print(line, soft_wrap=True, markup=False)
     return Trainer(
         config=config,
         model=model,
@@ -138,6 +137,7 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
         optimizer=optimizer,
         objective=objective,
         source=source,
+        tuner=tuner,
         preparation=SamplePreparation(config, objective, engine, passes, critic.engine if critic is not None else None),
         evaluations=evaluations,
         metrics=_open_metrics(config, kept_metrics),
@@ -152,20 +152,49 @@ def _build_trainer(config: TrainConfig, console: Console) -> Trainer:
     )
 
 
-def _describe(
+def _report_continuation(start: Path, iteration: int, changed: list[str], last: int, console: Console) -> None:
+    """Print where the run continues and what has changed in its settings."""
+    console.print(f"continuing {start} after step {iteration}", soft_wrap=True)
+    for line in changed:
+        console.print(f"changed since the checkpoint: {line}", soft_wrap=True, style="yellow")
+    if iteration >= last:
+        console.print(already_at(iteration, last), soft_wrap=True)
+
+
+def _tuner(
+    config: TrainConfig,
+    engine: TreeEngine,
+    constant: float,
+    trained: tuple[TrainingOptimizer, Critic | None],
+    reference: Model | None,
+) -> Autotuner:
+    """Limit the engine's memory as the flags say, and decide what they leave open."""
+    if config.tree.tree_memory_gib is not None:
+        engine.limit_memory(config.tree.tree_memory_gib, constant)
+    optimizer, critic = trained
+    optimizers = [optimizer] if critic is None else [optimizer, critic.optimizer]
+    frozen = () if reference is None else reference.model_chunks
+    return build_autotuner(config, engine, constant, optimizers, frozen)
+
+
+def _description(
     config: TrainConfig,
     optimizer: TrainingOptimizer,
     constant: float,
+    decided: str | None,
     task: SamplingTask | None,
     stored: Sequence[Rollout],
-    console: Console,
-) -> None:
-    """Print the description of the run; ``constant`` is its constant memory on this rank in bytes."""
+) -> list[str]:
+    """The lines that describe the run.
+
+    Args:
+        constant: bytes of the run's constant memory on this rank.
+        decided: the limit of a step's memory that was decided from what the GPU has, if so.
+    """
     mesh, part = current_mesh(), next(optimizer.chunks[0].parameters())
     counts = parameter_counts(optimizer.chunks, mesh, config)
-    built = BuiltRun(config, mesh, part.device, *counts, constant, task, stored, metrics_path(config))
-    for name, text in describe_run(built):
-        console.print(f"{name:<12} {text}", soft_wrap=True, markup=False)
+    built = BuiltRun(config, mesh, part.device, *counts, constant, task, stored, metrics_path(config), decided)
+    return [f"{name:<12} {text}" for name, text in describe_run(built)]
 
 
 def _load_first_weights(config: TrainConfig, model: Model, start: Path | None, console: Console) -> None:

@@ -90,8 +90,8 @@ class TreePPOActor(TrainEngine):
             self.model.requires_grad_(False)
         else:
             self.optimizer = TrainingOptimizer(self.model, config.optimization, config.parallel)
-        self.engine = build_tree_engine(config, self.model, self.optimizer, self.config.temperature)
-        self._planner = Planner(self.engine, config.tree)
+        self.engine, tuner = build_tree_engine(config, self.model, self.optimizer, self.config.temperature)
+        self._planner = Planner(self.engine, config.tree, tuner)
         self._is_ready = True
 
     def _train_config(self, ft_spec: Any) -> TrainConfig:

@@ -87,8 +87,8 @@ class MegatronDtaEngine(BaseEngine):
             self.model.requires_grad_(False)
         else:
             self.optimizer = TrainingOptimizer(self.model, settings.optimization, settings.parallel)
-        self.tree_engine = build_tree_engine(settings, self.model, self.optimizer)
-        self._planner = Planner(self.tree_engine, settings.tree)
+        self.tree_engine, tuner = build_tree_engine(settings, self.model, self.optimizer)
+        self._planner = Planner(self.tree_engine, settings.tree, tuner)
         self._checkpoints = VerlCheckpoints(self)
         self._on_host: dict[str, HostStorages] = {}
         self._loss, self._said = 0.0, False
@@ -273,9 +273,6 @@ class MegatronDtaEngine(BaseEngine):
 
 class _ModeContext(BaseEngineCtx):
     """verl's context of a phase; leaving a training phase clears the gradients."""
-
-    def __init__(self, engine: MegatronDtaEngine, mode: str, **kwargs: Any) -> None:
-        super().__init__(engine=engine, mode=mode, **kwargs)
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if self.mode == "train" and (self.zero_grad_on_exit or exc_type is not None):

@@ -5,7 +5,7 @@ exchange their rows on the host, every rank sees the rows of the whole mini-batc
 which rank computes which row. Results go back to the ranks that brought the rows.
 
 verl's conventions: ``input_ids`` is a jagged nested tensor of prompts and responses without padding. Outputs have the
-same lengths; position t holds the logprob of token t + 1 (a critic: the value of the state behind token t). Masks and
+same lengths; position t holds the logprob of token t + 1 (a critic: the value of the state after token t). Masks and
 advantages cover the response only, as a nested or a right-padded tensor, except for ``loss_mask`` in supervised
 training, which covers the whole row.
 """

@@ -122,9 +122,9 @@ class MiniBatch:
         flat = torch.stack(gradients).cpu().numpy()
         # Position t of an output belongs to token t + 1. The first token of a row, which gets another row's value, is
         # never trained.
-        shifted = np.split(np.roll(flat, 1, axis=1), np.cumsum(lengths)[:-1], axis=1)
+        by_row = np.split(np.roll(flat, 1, axis=1), np.cumsum(lengths)[:-1], axis=1)
         coefficients: dict[int, np.ndarray] = {}
-        own = {self.plan.begin + i: values for i, values in enumerate(shifted)}
+        own = {self.plan.begin + i: values for i, values in enumerate(by_row)}
         for part in self._engine.mesh.gather_over_data(own):
             coefficients |= part
 

@@ -114,16 +114,14 @@ class CostFile:
         """The cost model for ``num_layers`` layers, or for the measured model's number if None."""
         layers = self.num_layers if num_layers is None else num_layers
 
-        def total(name: str) -> tuple[float, float]:
-            """Seconds of forward and backward together, and the forward's share."""
-            seconds = [
+        def passes(name: str) -> list[float]:
+            """Seconds of the forward and of the backward."""
+            return [
                 layers * getattr(each, f"{name}_and_layer", 0.0) + getattr(each, name, 0.0)
                 for each in (self.forward, self.backward)
             ]
-            return sum(seconds), seconds[0] / sum(seconds) if sum(seconds) else 0.5
 
-        token, pair, edge, floor = (total(name) for name in ("token", "pair", "edge", "floor"))
-        return CostModel(token[0], pair[0], edge[0], floor[0], segment_tokens, token[1], pair[1], edge[1], floor[1])
+        return CostModel.of_passes(*map(passes, ("token", "pair", "edge", "floor")), segment_tokens)
 
     def check(self, shape: CostShape) -> None:
         """Raise InputError, naming the first difference, unless the file is valid for a model of ``shape``."""

@@ -21,6 +21,7 @@ segments replaces them (``costs.file``).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -89,6 +90,22 @@ class CostModel:
             floor_seconds=FLOOR_SECONDS_PER_LAYER * shape.num_layers,
             segment_tokens=segment_tokens,
         )
+
+    @classmethod
+    def of_passes(
+        cls,
+        token: Sequence[float],
+        pair: Sequence[float],
+        edge: Sequence[float],
+        floor: Sequence[float],
+        segment_tokens: int,
+    ) -> CostModel:
+        """The model with these seconds, each of the forward and of the backward."""
+        sums = [sum(each) for each in (token, pair, edge, floor)]
+        shares = [
+            each[0] / total if total else 0.5 for each, total in zip((token, pair, edge, floor), sums, strict=True)
+        ]
+        return cls(*sums, segment_tokens, *shares)
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:

@@ -195,14 +195,16 @@ class MemoryBudget:
     """The memory limit of a step on the ranks of a pipeline.
 
     Attributes:
-        gib: total memory that each rank may use (``--tree-memory-gib``).
+        gib: total memory that each rank may use.
         constant: bytes of weights, gradients and optimizer states on each pipeline rank; part of ``gib``.
         bytes: coefficients for everything else.
+        automatic: whether ``gib`` is what the GPUs have, rather than ``--tree-memory-gib``.
     """
 
     gib: float
     constant: tuple[float, ...]
     bytes: SegmentBytes
+    automatic: bool = False
 
     def available(self, rank: int) -> float:
         """Bytes that a step's tensors may take on a pipeline rank."""

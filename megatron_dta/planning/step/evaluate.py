@@ -100,8 +100,13 @@ def out_of_memory_error(
     longest = int(tree.sequence_lengths.max(initial=0))
     in_flight = f"with {memory_tokens} tokens in flight" if memory_tokens else f"of sequences of {longest} tokens"
     where = f" on pipeline rank {rank}" if len(memory.constant) > 1 else ""
+    what = f"--tree-memory-gib {memory.gib:g}"
+    fix = f"set it to {enough:.2f} or more, or divide the model over more ranks"
+    if memory.automatic:
+        what = f"GPU memory ({memory.gib:g} GiB for tensors)"
+        fix = "divide the model over more ranks, or move optimizer states to the host (--optimizer-cpu-offload)"
     return InputError(
-        f"--tree-memory-gib {memory.gib:g} is {missing / GIB:.2f} GiB too small{where}: weights, gradients and "
-        f"optimizer states take {constant:.2f} GiB, and a step {in_flight} in segments of {segment_tokens} needs at "
-        f"least {needed - constant:.2f} GiB; set it to {enough:.2f} or more, or divide the model over more ranks"
+        f"{what} is {missing / GIB:.2f} GiB too small{where}: weights, gradients and optimizer states take "
+        f"{constant:.2f} GiB, and a step {in_flight} in segments of {segment_tokens} needs at least "
+        f"{needed - constant:.2f} GiB; {fix}"
     )

@@ -73,7 +73,7 @@ class PipelineShape:
         max_in_flight_tokens: most tokens that a stage holds; None for the planner's default.
         memory: memory budget of each rank, within which the planner chooses the tokens in flight and the kept
             activations; None for no limit in bytes.
-        is_measured: whether the cost model was measured on a machine, so that it may choose the segment size.
+        is_measured: whether the cost model is in seconds of this machine, so that it may choose the segment size.
         group: the ranks with which this one shares experts; None to plan for this rank alone.
     """
 

@@ -80,6 +80,10 @@ class StepSamples:
             self.plan_seconds = time.perf_counter() - start
         return self.planned
 
+    def forget_plan(self) -> None:
+        """Plan again at the next call of ``batch``: the limits have changed."""
+        self.planned = self.own = None
+
     def set_fields(self, fields: Mapping[str, Sequence[np.ndarray]]) -> None:
         """Set loss fields of the samples: for each name, one array [T] per sample."""
         self.samples = [

@@ -17,6 +17,7 @@ from megatron_dta.config import TrainConfig
 from megatron_dta.config.derived.pipeline_layout import stage_layers
 from megatron_dta.model import Mesh
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.gpus import gpu_named
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.step.choice import DEFAULT_SEGMENT_TOKENS
 from megatron_dta.rollouts import Rollout
@@ -36,6 +37,7 @@ class BuiltRun:
         constant_bytes: bytes of weights, gradients and optimizer states of all models on this rank.
         task: the sampling task; None if ``rollouts`` are stored ones.
         metrics: the metrics file, or None.
+        decided_memory: the limit of a step's memory and the reasons for it, if no flag decides it.
     """
 
     config: TrainConfig
@@ -47,6 +49,7 @@ class BuiltRun:
     task: SamplingTask | None
     rollouts: Sequence[Rollout]
     metrics: Path | None
+    decided_memory: str | None = None
 
 
 def describe_run(run: BuiltRun) -> Iterator[Line]:
@@ -56,7 +59,7 @@ def describe_run(run: BuiltRun) -> Iterator[Line]:
     yield "devices", _devices_text(run)
     yield "mesh", mesh_text(run_mesh(config, run.mesh.world_size))
     yield "steps", steps_text(config)
-    yield "trees", _trees_text(config)
+    yield "trees", _trees_text(run)
     if run.task is not None:
         sampling = config.sampling
         yield "prompts", f"{len(run.task.prompts):,}, and {len(run.task.eval_prompts):,} held out"
@@ -150,14 +153,22 @@ def _devices_text(run: BuiltRun) -> str:
     return f"CPU: {processes}, threads each {threads}, cores on this machine {cores}; no CUDA GPU is used"
 
 
-def _trees_text(config: TrainConfig) -> str:
-    tree = config.tree
+def _trees_text(run: BuiltRun) -> str:
+    tree = run.config.tree
     if tree.tree_mode == "dense":
         return "none (--tree-mode dense): every rollout is computed by itself"
+    costs, in_seconds = "costs by counting", tree.cost_model is not None
+    if in_seconds:
+        costs = f"measured costs ({tree.cost_model})"
+    elif run.device.type == "cuda" and run.config.model.num_experts is None:
+        gpu, is_known = gpu_named(torch.cuda.get_device_name(run.device))
+        later = "" if run.config.optimization.deterministic_mode else ", corrected by step 2"
+        costs = f"costs of the data sheet of an {gpu.name}{'' if is_known else ' (this GPU is not known)'}{later}"
+        in_seconds = True
+    is_free = in_seconds or tree.tree_memory_gib is not None or run.decided_memory is not None
     size = f"at most {tree.tree_segment_tokens or DEFAULT_SEGMENT_TOKENS:,} tokens"
-    if tree.tree_segment_tokens is None and (tree.cost_model is not None or tree.tree_memory_gib is not None):
+    if tree.tree_segment_tokens is None and tree.tree_mode != "packed" and is_free:
         size = "the size that is fastest"
-    costs = f"measured costs ({tree.cost_model})" if tree.cost_model is not None else "costs by counting"
     return f"--tree-mode {tree.tree_mode}, segments of {size}, {costs}"
 
 
@@ -165,6 +176,8 @@ def _memory_text(run: BuiltRun) -> str:
     where = "GPU" if run.device.type == "cuda" else "process"
     size, unit = (run.constant_bytes / GIB, "GiB") if run.constant_bytes >= GIB else (run.constant_bytes / 2**20, "MiB")
     text = f"{size:.1f} {unit} of weights, gradients and optimizer states on the first {where}"
+    if run.decided_memory is not None:
+        return f"{text}; {run.decided_memory}"
     limit = run.config.tree.tree_memory_gib
     return text + (f"; at most {limit:g} GiB with a step (--tree-memory-gib)" if limit is not None else "")
 

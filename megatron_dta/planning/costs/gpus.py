@@ -1,0 +1,108 @@
+"""Predicts the seconds of segments on a GPU from the sizes of a model and the GPU's data sheet.
+
+    seconds of a layer's forward = matrix products / GEMM rate + elementwise bytes / memory rate
+                                   + sums over the tensor group / link rate + attention / attention rate
+
+The achieved shares of the data sheet's rates are those of a measured cost file (Qwen3-1.7B on an H200,
+``benchmarks/results/cost_model_qwen3-1.7b_h200.json``); they reproduce its coefficients within 1%. Other GPUs are
+assumed to achieve the same shares. A run corrects both by its own first steps (``costs.correction``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dta.planning.costs.decoder_shape import DecoderShape
+from megatron_dta.planning.costs.model import (
+    BACKWARD_FLOOR_PER_LAYER,
+    FORWARD_FLOOR_PER_LAYER,
+    CostModel,
+)
+
+# Achieved shares of the peak: products of layers, attention forward and backward, logits forward and backward.
+GEMM_SHARE, ATTENTION_SHARES, LOGIT_SHARES = 0.62, (0.626, 0.457), (0.454, 0.346)
+# Achieved shares of the memory's and of the link's bandwidth.
+MEMORY_SHARE, LINK_SHARE = 0.55, 0.65
+# Seconds that a host needs to launch a layer that runs as one function, and the rest of a pass: forward, backward.
+DIRECT_FLOORS_PER_LAYER, FLOORS = (0.354e-3, 0.713e-3), (3.2e-3, 2.6e-3)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates of a data sheet.
+
+    Attributes:
+        name: a part of the name that CUDA reports.
+        flops_16, flops_32: dense FLOP/s in bfloat16 and in float32.
+        memory, link: bytes/s of the memory and to other GPUs of a node, in one direction.
+    """
+
+    name: str
+    flops_16: float
+    flops_32: float
+    memory: float
+    link: float
+
+
+# The first whose name is part of the reported one counts.
+GPUS = (
+    Gpu("GB200", 2500e12, 80e12, 8.0e12, 900e9),
+    Gpu("B300", 2250e12, 80e12, 8.0e12, 900e9),
+    Gpu("B200", 2250e12, 80e12, 8.0e12, 900e9),
+    Gpu("GH200", 989e12, 67e12, 4.0e12, 450e9),
+    Gpu("H200", 989e12, 67e12, 4.8e12, 450e9),
+    Gpu("H100 PCIe", 756e12, 51e12, 2.0e12, 64e9),
+    Gpu("H100 NVL", 835e12, 60e12, 3.9e12, 300e9),
+    Gpu("H100", 989e12, 67e12, 3.35e12, 450e9),
+    Gpu("H800", 989e12, 67e12, 3.35e12, 200e9),
+    Gpu("H20", 148e12, 44e12, 4.0e12, 450e9),
+    Gpu("A100", 312e12, 19.5e12, 2.0e12, 300e9),
+    Gpu("A800", 312e12, 19.5e12, 2.0e12, 200e9),
+    Gpu("L40", 362e12, 91e12, 0.86e12, 32e9),
+    Gpu("A10", 125e12, 31e12, 0.6e12, 32e9),
+)
+# For a GPU that the table lacks.
+ASSUMED = "H100"
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """How the layers of a model run on each rank.
+
+    Attributes:
+        is_16_bit: whether products run in bfloat16 or float16.
+        tensor_size, sequence_parallel: tensor parallelism.
+        direct: whether a layer runs as one function, with few launches (``model.fused_autograd_layer``).
+    """
+
+    is_16_bit: bool = True
+    tensor_size: int = 1
+    sequence_parallel: bool = False
+    direct: bool = True
+
+
+def gpu_named(reported: str) -> tuple[Gpu, bool]:
+    """The GPU with this reported name, and whether the table has it; otherwise the assumed one."""
+    found = next((gpu for gpu in GPUS if gpu.name in reported), None)
+    return found or next(gpu for gpu in GPUS if gpu.name == ASSUMED), found is not None
+
+
+def gpu_cost_model(shape: DecoderShape, gpu: Gpu, split: LayerSplit, segment_tokens: int) -> CostModel:
+    """The cost model of a decoder without experts on a rank's GPU."""
+    peak = gpu.flops_16 if split.is_16_bit else gpu.flops_32
+    size, width = split.tensor_size, 2 if split.is_16_bit else 4
+    whole = 8 * shape.hidden_size / (size if split.sequence_parallel else 1)
+    divided = (2 * (shape.query_width + 2 * shape.kv_width) + 3 * shape.ffn_hidden_size) / size
+    summed = 4 * (size - 1) / size * shape.hidden_size
+    layer = 2 * shape.layer_weights / shape.num_layers / size / (GEMM_SHARE * peak)
+    layer += width * (whole + divided) / (MEMORY_SHARE * gpu.memory)
+    # Two sums over the tensor group in the forward, and two in the backward, whose other work is twice as much.
+    layer_sums = width * summed / (LINK_SHARE * gpu.link)
+    tokens = [shape.num_layers * (layer * passes + layer_sums) for passes in (1, 2)]
+    pair = 4 * shape.num_layers * shape.query_width / size / peak
+    pairs = [pair * passes / share for passes, share in zip((1, 2.5), ATTENTION_SHARES, strict=True)]
+    edge = 2 * shape.hidden_size * shape.vocab_size / size / peak
+    edges = [edge * passes / share for passes, share in zip((1, 2), LOGIT_SHARES, strict=True)]
+    per_layer = DIRECT_FLOORS_PER_LAYER if split.direct else (FORWARD_FLOOR_PER_LAYER, BACKWARD_FLOOR_PER_LAYER)
+    floors = [shape.num_layers * each + rest for each, rest in zip(per_layer, FLOORS, strict=True)]
+    return CostModel.of_passes(tokens, pairs, edges, floors, segment_tokens)

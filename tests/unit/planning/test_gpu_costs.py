@@ -1,0 +1,122 @@
+"""Costs from data sheets, and their correction by the ops of a step."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.planning.costs.correction import CostCorrection, MeasuredPass, fit_correction
+from megatron_dta.planning.costs.file import load_cost_file
+from megatron_dta.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
+from megatron_dta.planning.costs.model import CostModel
+from megatron_dta.planning.costs.named_shapes import SHAPES
+from megatron_dta.planning.pipeline.costs import PipelineCosts
+from megatron_dta.planning.pipeline.timeline import TimelineEvent
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+H200, _ = gpu_named("NVIDIA H200")
+SHAPE = SHAPES["qwen3-1.7b"]
+
+
+def test_costs_are_those_measured_on_an_h200() -> None:
+    measured = load_cost_file(RESULTS / "cost_model_qwen3-1.7b_h200.json").model(SHAPE.num_layers)
+    found = gpu_cost_model(SHAPE, H200, LayerSplit(), measured.segment_tokens)
+    for field in fields(CostModel):
+        assert getattr(found, field.name) == pytest.approx(getattr(measured, field.name), rel=0.01), field.name
+
+
+@pytest.mark.parametrize(
+    ("reported", "name", "known"),
+    [
+        ("NVIDIA H200", "H200", True),
+        ("NVIDIA GH200 480GB", "GH200", True),
+        ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("NVIDIA H100 PCIe", "H100 PCIe", True),
+        ("NVIDIA GB200", "GB200", True),
+        ("NVIDIA A100-SXM4-80GB", "A100", True),
+        ("Some other device", "H100", False),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_cuda_reports(reported: str, name: str, known: bool) -> None:
+    gpu, is_known = gpu_named(reported)
+    assert (gpu.name, is_known) == (name, known)
+
+
+def test_tensor_parallelism_divides_work_but_not_launches_or_sums() -> None:
+    whole, half = (gpu_cost_model(SHAPE, H200, LayerSplit(tensor_size=n, direct=False), 2048) for n in (1, 2))
+    assert half.seconds_per_pair == whole.seconds_per_pair / 2
+    assert half.seconds_per_edge == whole.seconds_per_edge / 2
+    assert whole.seconds_per_token / 2 < half.seconds_per_token < whole.seconds_per_token
+    assert half.floor_seconds == whole.floor_seconds
+    parallel = gpu_cost_model(SHAPE, H200, LayerSplit(tensor_size=2, sequence_parallel=True, direct=False), 2048)
+    assert parallel.seconds_per_token < half.seconds_per_token
+    assert gpu_cost_model(SHAPE, H200, LayerSplit(), 2048).floor_seconds < whole.floor_seconds
+    single = gpu_cost_model(SHAPE, H200, LayerSplit(is_16_bit=False), 2048)
+    assert single.seconds_per_pair == pytest.approx(whole.seconds_per_pair * H200.flops_16 / H200.flops_32)
+
+
+def test_a_correction_multiplies_each_pass() -> None:
+    model = CostModel(3.0, 5.0, 7.0, 11.0, 64, 0.25, 0.5, 0.75, 0.4)
+    found = CostCorrection(2.0, 3.0, 5.0, 7.0).apply(model)
+    counts = tuple(np.array([n]) for n in (13, 17, 19))
+    before, after = model.linear_seconds(*counts), found.linear_seconds(*counts)
+    assert after[0] == pytest.approx(2 * before[0])
+    assert after[1] == pytest.approx(5 * before[1])
+    assert found.floors == pytest.approx((3 * model.floors[0], 7 * model.floors[1]))
+    assert found.segment_tokens == 64
+    assert CostCorrection().apply(model) == model
+
+
+def measured_pass(rng: np.random.Generator, model: CostModel, stages: int, chunks: int, noise: float) -> MeasuredPass:
+    """A pass whose ops took what ``model`` says, give or take ``noise``; recomputed backwards included."""
+    num = 24
+    tokens = rng.choice([0, 40, 90, 3000, 8000], num)
+    tokens[:8] = [40, 40, 40, 90, 3000, 8000, 8000, 3000]
+    counts = tokens, tokens * rng.integers(100, 9000, num), tokens // 2
+    layers = [int(n) for n in rng.integers(3, 6, stages * chunks)]
+    kept = rng.random((stages * chunks, num)) < 0.7
+    kept[:, :8] = True
+    costs = PipelineCosts.of_segments(model, *counts, layers, ~kept)
+    events = []
+    for stage in range(stages * chunks):
+        for segment in range(num):
+            for kind, seconds in (("F", costs.forward), ("B", costs.backward)):
+                took = seconds[stage, segment] * (1 + noise * rng.standard_normal())
+                events.append(TimelineEvent(stage % stages, kind, segment, stage // stages, 1.0, 1.0 + took))
+    events.append(TimelineEvent(0, "wait", 3, 0, 0.0, 50.0))
+    return MeasuredPass(counts, layers, stages, kept, events)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (3, 1), (2, 2)])
+def test_a_known_correction_comes_back(stages: int, chunks: int) -> None:
+    rng = seed_all(7)
+    model = gpu_cost_model(SHAPE, H200, LayerSplit(), 8192)
+    truth = CostCorrection(*rng.uniform(0.6, 1.9, 4))
+    exact = fit_correction(model, measured_pass(rng, truth.apply(model), stages, chunks, 0.0))
+    for name, value in truth.as_dict().items():
+        assert getattr(exact, name) == pytest.approx(value, rel=1e-9), name
+    noisy = measured_pass(rng, truth.apply(model), stages, chunks, 0.05)
+    held_up = [replace(e, end=e.end + 9.0) if i % 37 == 5 else e for i, e in enumerate(noisy.events)]
+    found = fit_correction(model, replace(noisy, events=held_up))
+    for name, value in truth.as_dict().items():
+        assert getattr(found, name) == pytest.approx(value, rel=0.1), name
+
+
+def test_too_few_ops_correct_nothing_and_no_factor_is_absurd() -> None:
+    rng = seed_all(3)
+    model = gpu_cost_model(SHAPE, H200, LayerSplit(), 8192)
+    measured = measured_pass(rng, CostCorrection(2.0, 2.0, 2.0, 2.0).apply(model), 1, 1, 0.0)
+    few = replace(measured, events=[event for event in measured.events if event.segment in (4, 5)])
+    assert fit_correction(model, few) == CostCorrection()
+    assert fit_correction(model, replace(measured, events=[])) == CostCorrection()
+    slow = replace(measured, events=[replace(e, end=1 + 1e3 * (e.end - 1)) for e in measured.events])
+    assert fit_correction(model, slow).forward_work == 4.0
+
+
+def test_ranks_take_the_mean_of_what_they_found() -> None:
+    mean = CostCorrection.mean([CostCorrection(1.0, 2.0, 4.0, 1.0), CostCorrection(4.0, 2.0, 1.0, 1.0)])
+    assert list(mean.as_dict().values()) == pytest.approx([2.0, 2.0, 2.0, 1.0])
