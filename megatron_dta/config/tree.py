@@ -19,7 +19,8 @@ class TreeConfig:
     tree_segment_tokens: int | None = option(
         None,
         "Maximum number of tokens in a segment, the unit of one forward and one backward; pipelines choose smaller "
-        "segments (default: the fastest size with --cost-model or --tree-memory-gib, else 2048).",
+        "segments (default: the fastest size on a GPU and with --cost-model or --tree-memory-gib; 2048 on a CPU and "
+        "for models with experts).",
         minimum=1,
     )
     tree_memory_tokens: int | None = option(
@@ -39,13 +40,15 @@ class TreeConfig:
         "critic and reference model), K and V and their gradients, activations, logits and workspace. PyTorch's peak "
         "of allocated memory stays at or below this limit; the CUDA context, NCCL and memory that the allocator keeps"
         " in reserve come on top. The planner chooses how many tokens are in flight and which segments keep their "
-        "activations, so this flag replaces --tree-memory-tokens and --tree-activation-tokens.",
+        "activations, so this flag replaces --tree-memory-tokens and --tree-activation-tokens (default: what a GPU "
+        "has, measured before every step, unless one of those flags or --recompute-granularity is given).",
         above=0,
     )
     cost_model: str | None = option(
         None,
         "File of measured seconds and bytes, written by tools/fit_cost_model.py for this model's shape, dtype and "
-        "tensor parallelism, by which work is planned (default: counts of operations and of tensors).",
+        "tensor parallelism, by which work is planned (default: the rates of the GPU's data sheet, corrected by the "
+        "second step; on a CPU counts of operations).",
     )
     tree_attention_impl: str = option(
         "auto",
