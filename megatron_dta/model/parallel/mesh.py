@@ -24,6 +24,7 @@ from megatron_dta import cpu_compat
 from megatron_dta.config import ParallelConfig
 from megatron_dta.config.checks.all import check_world_size
 from megatron_dta.model.parallel.stage_channels import forget_stage_channels, make_stage_channels
+from megatron_dta.model.parallel.tensor_sum import forget_tensor_sum
 
 # Groups for objects on the host, of all ranks and of the replica's ranks; made by ``initialize_parallel``.
 _host_group: ProcessGroup | None = None
@@ -181,6 +182,7 @@ def destroy_parallel() -> None:
     global _replica_group, _expert_group
     _replica_group = _expert_group = None
     forget_stage_channels()
+    forget_tensor_sum()
     parallel_state.destroy_model_parallel()
 
 
