@@ -24,6 +24,7 @@ from megatron_dta.config.checks.transformer_engine import FP8_UNITS
 from megatron_dta.model.attention.context import AttentionContext, check_context
 from megatron_dta.model.attention.paged_context import PagedContext
 from megatron_dta.model.main_grad import main_grad_of, output_rows
+from megatron_dta.model.parallel.tensor_sum import tensor_sum
 from megatron_dta.model.rotary import rotary_tables
 
 
@@ -69,6 +70,25 @@ class TreeGPTModel(GPTModel):
         """A pass is padded to a multiple of this: an equal share for each rank, and the unit of FP8 products."""
         return self._row_ranks * (FP8_UNITS[self.config.fp8_recipe] if self.config.fp8 else 1)
 
+    @property
+    def decodes_directly(self) -> bool:
+        """Whether ``decode_layer`` can run all layers of this model chunk in passes over pages, without modules."""
+        config, is_whole = self.config, self.pre_process and self.post_process
+        return (
+            self.has_fused_layers
+            and not config.fp8
+            # Stages exchange the rows of each rank.
+            and (is_whole or not config.sequence_parallel)
+            and len(self.decoder.layers) > 0
+            and all(getattr(layer, "decodes_directly", False) for layer in self.decoder.layers)
+        )
+
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether the host has to know how many tokens each expert gets."""
+        experts = [getattr(layer.mlp, "experts", None) for layer in self.decoder.layers]
+        return any(each is not None and getattr(each, "counts_on_host", True) for each in experts)
+
     def forward(self, input_ids: Tensor, context: AttentionContext, **kwargs: object) -> Tensor:
         """Hidden states [n, hidden size] after the final norm.
 
@@ -79,6 +99,11 @@ class TreeGPTModel(GPTModel):
             input_ids: int64 [1, n], token ids of the pass.
             context: positions and attention of the pass.
         """
+        if isinstance(context, PagedContext):
+            is_direct = self.decodes_directly and not torch.is_grad_enabled()
+            context.direct_until, context.carried = self.layer_numbers[-1] if is_direct else None, None
+            if is_direct:
+                return self._decode(input_ids, context)
         return super().forward(
             input_ids=self._filled_up(input_ids),
             position_ids=self._filled_up(context.position_ids).unsqueeze(0),
@@ -95,23 +120,32 @@ class TreeGPTModel(GPTModel):
         if torch.is_grad_enabled() and outputs[0] is not None and not outputs[0].requires_grad:
             # For frozen weights: recomputation computes gradients only if its input requires a gradient.
             outputs[0].requires_grad_()
-        outputs[1] = outputs[1].index_select(0, self._filled_up(context.position_ids))
+        is_direct = isinstance(context, PagedContext) and context.direct_until is not None
+        positions = context.position_ids if is_direct else self._filled_up(context.position_ids)
+        outputs[1] = outputs[1].index_select(0, positions)
         if self.has_fused_layers:
             context.rotary_tables = rotary_tables(outputs[1], self.config)
-        if isinstance(context, PagedContext):
-            context.direct_until, context.carried = self.layer_numbers[-1] if self._decodes_directly else None, None
         return tuple(outputs)
 
-    @property
-    def _decodes_directly(self) -> bool:
-        """Whether ``decode_layer`` can run all layers of this model chunk in passes over pages, without modules."""
-        return (
-            self.has_fused_layers
-            and not torch.is_grad_enabled()
-            and self._row_unit == 1
-            and len(self.decoder.layers) > 0
-            and all(getattr(layer, "decodes_directly", False) for layer in self.decoder.layers)
-        )
+    def _decode(self, input_ids: Tensor, context: PagedContext) -> Tensor:
+        """``forward`` by ``decode_layer``: every rank of a tensor group has all rows."""
+        x = self._embedded(input_ids, context.position_ids) if self.pre_process else self.decoder.input_tensor
+        self._preprocess(input_ids, context.position_ids, decoder_input=x, packed_seq_params=context)
+        for layer in self.decoder.layers:
+            x, _ = layer(hidden_states=x, attention_mask=None, packed_seq_params=context)
+        if self.decoder.final_layernorm is not None:
+            x = self.decoder.final_layernorm(x)
+        return x.squeeze(1) if self.post_process else x
+
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Input [n, 1, hidden size] of the first layer, complete on every rank."""
+        if self.config.tensor_model_parallel_size == 1:
+            return self.embedding(input_ids=input_ids, position_ids=position_ids.unsqueeze(0))
+        weight = self.embedding.word_embeddings.weight
+        row = input_ids[0] - self._first_token(weight)
+        is_elsewhere = (row < 0) | (row >= len(weight))
+        rows = F.embedding(row.masked_fill(is_elsewhere, 0), weight)
+        return tensor_sum()(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0)).unsqueeze(1)
 
     def _postprocess(
         self, hidden_states: Tensor, *args: object, packed_seq_params: object = None, **kwargs: object

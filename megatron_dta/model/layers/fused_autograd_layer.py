@@ -199,8 +199,9 @@ def _buffers(weights: tuple[Parameter, ...]) -> tuple[Tensor, ...]:
 
 
 def has_plain_modules(layer: Module) -> bool:
-    """Whether a ``FusedLayer`` with SwiGLU consists of modules whose forward ``FusedAutogradLayer`` computes."""
-    if layer.config.tensor_model_parallel_size > 1 or not all(hasattr(layer, name) for name in _HOOKS):
+    """Whether a ``FusedLayer`` with SwiGLU consists of modules whose forward ``FusedAutogradLayer`` computes, up to the
+    communication of a tensor group."""
+    if not all(hasattr(layer, name) for name in _HOOKS):
         return False
     attention, mlp, norms = layer.self_attention, layer.mlp, (layer.input_layernorm, layer.pre_mlp_layernorm)
     linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
@@ -213,7 +214,7 @@ def has_plain_modules(layer: Module) -> bool:
 
 def is_plain(layer: Module) -> bool:
     """Whether ``FusedAutogradLayer`` supports the layer and all its gradient buffers exist."""
-    if not has_plain_modules(layer):
+    if layer.config.tensor_model_parallel_size > 1 or not has_plain_modules(layer):
         return False
     attention, mlp = layer.self_attention, layer.mlp
     linear = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,8 +32,8 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def small_parts() -> Iterator[None]:
     """Two parts of 16 keys: the interpreter takes its time for programs without work, too."""
     config = HeadShape.config
 
@@ -38,7 +41,14 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         found = config(shape, run)
         return replace(found, parts=min(found.parts, 2), keys=16, min_part=16)
 
-    monkeypatch.setattr(HeadShape, "config", small)
+    with mock.patch.object(HeadShape, "config", small):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def few_parts() -> Iterator[None]:
+    with small_parts():
+        yield
 
 
 def fused_model(name: str, **changes: Any) -> Any:
