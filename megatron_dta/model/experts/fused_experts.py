@@ -15,6 +15,7 @@ from megatron_dta.model.experts.grouped_experts import GroupedExperts
 class FusedGroupedExperts(GroupedExperts):
     """``GroupedExperts`` whose products, and whose activation if it is SwiGLU, run on the kernels."""
 
+    counts_on_host = False
     _tables: dict[str, MatrixTable] | None = None
 
     def grouped_rows(self, counts_L: Tensor, rows_RC: Tensor) -> GroupedRows:

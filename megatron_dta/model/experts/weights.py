@@ -16,7 +16,12 @@ class SameOnEveryMesh(SequentialMLP):
     On a CPU the random state decides the weights. A rank also draws the weights of the experts before and after its own
     and discards them. Its experts therefore differ from other ranks' experts, and the random state afterwards is the
     same on all ranks.
+
+    Attributes:
+        counts_on_host: whether the host has to know the number of rows of each expert.
     """
+
+    counts_on_host = True
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, submodules: Any, pg_collection: Any, **names: Any

@@ -138,6 +138,54 @@ def test_weights_changed_in_place_are_seen_and_moved_ones_too():
     assert [r.token_ids.tolist() for r in generate(engine, requests)] == [r.token_ids.tolist() for r in fresh]
 
 
+EXPERTS = dict(
+    num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16, moe_grouped_gemm=True, fused_layer_impl="triton",
+    normalization="RMSNorm", kv_channels=16, disable_bias_linear=True,
+)  # fmt: skip
+EXPERT_MODELS = {
+    "softmax": EXPERTS,
+    "sigmoid, shared experts": EXPERTS
+    | dict(
+        moe_router_score_function="sigmoid", moe_shared_expert_intermediate_size=16, moe_router_enable_expert_bias=True
+    ),
+    "more rows than tiles": EXPERTS | dict(num_experts=2, moe_router_topk=1, moe_router_pre_softmax=True),
+}
+
+
+@interpreter
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_layers_with_experts(name: str):
+    """One static pass serves all choices of experts; rows beyond the batch choose experts, too."""
+    seed_all(6)
+    model = make_model(7, torch.float32, **GROUPED | dict(num_layers=1) | EXPERT_MODELS[name])
+    assert not model.counts_on_host
+    prompts = random_prompts(np.random.default_rng(16), [3, 5, 4])
+    requests = [GenerationRequest(i, prompt, 8 + 3 * i, 7 * i) for i, prompt in enumerate(prompts)]
+    expected = generate(started_plain(model, NEVER), requests)
+    engine = started(model, NEVER, **STATIC, burst=5)
+    for one, other in zip(expected, generate(engine, requests), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert np.abs(one.logprobs - other.logprobs).max() <= 2e-5
+    assert engine.statistics()["static_forwards"] > 0
+
+
+def test_why_experts_and_meshes_are_not_captured(monkeypatch: pytest.MonkeyPatch):
+    one_by_one = make_model(7, torch.float32, **EXPERTS | dict(moe_grouped_gemm=False, fused_layer_impl="reference"))
+    assert "--moe-grouped-gemm" in why_not_captured(one_by_one)
+    looped = make_model(7, torch.float32, **EXPERTS | dict(fused_layer_impl="reference"))
+    assert "--moe-grouped-gemm" in why_not_captured(looped)
+    for name in ("expert_model_parallel_size", "tensor_model_parallel_size"):
+        with monkeypatch.context() as patched:
+            patched.setattr(looped.config, name, 2)
+            assert f"--{name.replace('_', '-')}" in why_not_captured(looped)
+    dense = make_model(7, torch.float32)
+    with monkeypatch.context() as patched:
+        patched.setattr(dense.config, "tensor_model_parallel_size", 2)
+        assert "CUDA GPU" in why_not_captured(dense)
+        patched.setattr(dense.config, "sequence_parallel", True)
+        assert "--sequence-parallel" in why_not_captured(dense)
+
+
 def test_buckets_hold_what_they_are_for():
     sizes = [bucket(count) for count in range(1, 1025)]
     assert all(size >= count for count, size in enumerate(sizes, 1))

@@ -9,6 +9,10 @@ A *burst* is several passes of the same rows. Each pass takes its tokens from th
 everything else is known in advance, so the host waits once for all of them. It detects ends of sequences afterwards and
 drops the tokens that a row computed beyond its end.
 
+The ranks of a tensor group plan the same passes, so they capture the same sizes in the same order. The sums over the
+group and the gathering of its logits are captured with the rest. With layers of experts the numbers of tokens stay on
+the device (``dta_kernels.experts.grouped_products``), so one graph serves all choices of experts.
+
 On a CPU the same passes run without a capture, for tests in Triton's interpreter.
 """
 
@@ -21,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention
+from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
 from megatron_dta.model.attention.paged_cache import PagedCache
 from megatron_dta.model.attention.paged_context import HeadShape, PassRows, StaticPass, pass_rows, static_tiles, upload
 from megatron_dta.sampling.engines.in_process.next_token import next_tokens
@@ -46,16 +50,28 @@ def bucket(count: int) -> int:
 def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
     """Why decoding with ``model`` and ``--tree-attention-impl`` cannot be captured; None if it can."""
     config, parameter = model.config, next(model.parameters())
-    if parameter.device.type != "cuda":
-        return "needs a CUDA GPU"
     if isinstance(model, StagedModel):
-        return "cannot capture the messages between pipeline stages (--pipeline-model-parallel-size above 1)"
-    if config.tensor_model_parallel_size > 1:
-        return "cannot capture the sums over a tensor group (--tensor-model-parallel-size above 1)"
+        return (
+            "cannot capture the messages between pipeline stages, of which all but one wait at any time "
+            "(--pipeline-model-parallel-size above 1)"
+        )
+    if config.sequence_parallel and not model.decodes_directly:
+        return (
+            "cannot capture layers made of modules with --sequence-parallel, for which Megatron switches random states "
+            "on the host (adapters, LayerNorm, --fused-layer-impl reference)"
+        )
     if config.num_moe_experts is not None:
-        return "cannot capture layers with experts, whose sizes the host has to know (--num-experts)"
+        if config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1:
+            return (
+                "cannot capture experts on several ranks, whose exchange of tokens needs their numbers on the host "
+                "(--expert-model-parallel-size or --tensor-model-parallel-size above 1 with --num-experts)"
+            )
+        if model.counts_on_host:
+            return "cannot capture experts whose numbers of tokens the host has to know (use --moe-grouped-gemm)"
     if getattr(config, "fp8", None):
         return "cannot capture products in FP8, whose scales change from pass to pass (--fp8-format)"
+    if parameter.device.type != "cuda":
+        return "needs a CUDA GPU"
     if not choose_attention(attention_impl, config.kv_channels, parameter.dtype, parameter.device):
         return "needs attention kernels, which --tree-attention-impl or the dtype rules out"
     return None
@@ -125,7 +141,8 @@ class DecodeSteps:
     def start(self) -> None:
         """Begin a phase of sampling; drops all graphs if a weight has moved."""
         weights = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
-        if weights != self._weights:
+        # The ranks of a tensor group capture together, because a capture begins with a pass of theirs.
+        if any(current_mesh().gather_over_replica(weights != self._weights)):
             self._passes.clear()
             self._weights, self._pool = weights, None
 

@@ -1,0 +1,164 @@
+"""Decoding on a tensor group with kernels: layers without modules equal the modules bit for bit, and passes at fixed
+addresses (captured on a GPU) give the samples of one process. In Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from decode_layer_cases import MODELS, few_parts, fused_model, passes, small_parts  # noqa: F401 (a fixture)
+from megatron_dta.config import ModelConfig, ParallelConfig
+from mesh_worker import copy_shards, named_parameters, run_on_ranks
+from rollout_forest import NEVER, Drive, assert_same, run_forest, started
+from sampling_cases import random_prompts, sampling_config
+from speculation_exact_cases import suffix_drafting
+from triton_device import interpreter
+
+TENSOR = dict(tensor_model_parallel_size=2)
+MESHES = {"tp2": ParallelConfig(**TENSOR), "tp2-sp": ParallelConfig(**TENSOR, sequence_parallel=True)}
+DRIVE = Drive(seed=17, prompts=2, depth=1)
+FUSED = dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in named_parameters(model).items()}
+
+
+def config_of(name: str) -> ModelConfig:
+    dtype, shape = MODELS[name]
+    return sampling_config(dtype, **FUSED | shape)
+
+
+def build_on(config: ModelConfig, weights: dict[str, torch.Tensor], parallel: ParallelConfig) -> Any:
+    from megatron_dta.model import build_model, destroy_parallel, initialize_parallel
+
+    destroy_parallel()
+    model = build_model(config, initialize_parallel(5, parallel), parallel).eval()
+    copy_shards(model, weights, config)
+    return model
+
+
+def layers_on_rank(rank: int, cases: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], tuple]:
+    from megatron_dta.model.layers.fused_layer import FusedLayer
+
+    found = {}
+    with small_parts():
+        for name, weights in cases.items():
+            for mesh, parallel in MESHES.items():
+                model = build_on(config_of(name), weights, parallel)
+                direct, contexts = passes(model)
+                assert all(context.direct_until is not None for context in contexts)
+                with mock.patch.object(FusedLayer, "decodes_directly", False):
+                    modules, contexts = passes(model)
+                assert all(context.direct_until is None for context in contexts)
+                found[name, mesh] = direct, modules
+    return found
+
+
+@interpreter
+def test_layers_without_modules_give_the_modules_numbers(tmp_path):
+    models = {name: fused_model(name) for name in MODELS}
+    expected = {name: passes(model)[0] for name, model in models.items()}
+    cases = {name: weights_of(model) for name, model in models.items()}
+    ranks = run_on_ranks(layers_on_rank, cases, 2, tmp_path / "mesh")
+    for (name, mesh), (direct, modules) in ranks[0].items():
+        tolerance = 1e-2 if name == "float16" else 3e-6
+        for i, one in enumerate(direct):
+            if mesh == "tp2":
+                assert torch.equal(one, modules[i])
+            # With sequence parallelism modules compute a row of padding besides, which changes roundings.
+            assert (one - modules[i]).abs().max() < tolerance * one.abs().max()
+            assert torch.equal(one, ranks[0][name, "tp2"][0][i])
+            assert torch.equal(one, ranks[1][name, mesh][0][i])
+            assert (one - expected[name][i]).abs().max() < tolerance * one.abs().max()
+
+
+@dataclass(frozen=True)
+class StaticJob:
+    parallel: ParallelConfig
+    changes: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    drafts: bool = False
+
+
+JOBS = {
+    "tp2": StaticJob(MESHES["tp2"]),
+    "tp2-sp": StaticJob(MESHES["tp2-sp"], settings=dict(block_size=3, max_requests=5)),
+    "drafts": StaticJob(MESHES["tp2"], drafts=True),
+    "modules": StaticJob(MESHES["tp2"], dict(fused_layer_impl="reference")),
+}
+
+
+def samples_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor]]) -> dict[str, tuple]:
+    config, weights = argument
+    found = {}
+    with small_parts():
+        for name, job in JOBS.items():
+            model = build_on(replace(config, **job.changes), weights, job.parallel)
+            drafting = suffix_drafting(follows_clock=True) if job.drafts else None
+            settings = dict(attention_impl="triton", static_passes=True, max_tokens=11) | job.settings
+            engine = started(model, drafting=drafting, **settings)
+            forest = run_forest(engine, replace(DRIVE, order=1))
+            found[name] = forest, engine.statistics(), list(engine._steps._passes)
+            assert engine.pages_in_use == 0
+    return found
+
+
+@interpreter
+def test_static_passes_give_the_samples_of_one_process(tmp_path):
+    """The vocabulary has an odd number of tokens, so that of the last rank is padded."""
+    whole = fused_model("QK-norm", num_layers=1)
+    config = replace(config_of("QK-norm"), num_layers=1)
+    with mock.patch.object(type(whole), "decodes_directly", False):
+        expected = run_forest(started(whole, attention_impl="triton"), DRIVE)
+    ranks = run_on_ranks(samples_on_rank, (config, weights_of(whole)), 2, tmp_path / "mesh")
+    for name, job in JOBS.items():
+        for rank in ranks:
+            forest, statistics, _ = rank[name]
+            assert_same(forest, expected, 2e-5)
+            assert statistics["static_forwards"] > 0.3 * statistics["forwards"]
+            assert (statistics["accepted_drafts"] > 0) == job.drafts
+        # The ranks capture the same passes in the same order, and draw the same tokens with the same logprobs.
+        assert ranks[0][name][2] == ranks[1][name][2]
+        assert ranks[0][name][1]["captures"] == ranks[1][name][1]["captures"]
+        for request_id in expected:
+            one, other = (rank[name][0][request_id][1] for rank in ranks)
+            assert np.array_equal(one.logprobs, other.logprobs)
+
+
+def moved_on_rank(rank: int, argument: tuple[ModelConfig, dict[str, torch.Tensor]]) -> list[tuple[int, list]]:
+    """The weights of one rank move, and then nobody's."""
+    from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+
+    model = build_on(*argument, MESHES["tp2"])
+    prompts = random_prompts(np.random.default_rng(3), [4, 4])
+    requests = [GenerationRequest(i, prompt, 6, i) for i, prompt in enumerate(prompts)]
+    found = []
+    with small_parts():
+        engine = started(model, NEVER, attention_impl="triton", static_passes=True)
+        for move in (None, 1, None):
+            if rank == move:
+                parameter = next(model.parameters())
+                parameter.data = parameter.data.clone()
+            engine.start(NEVER, 4)
+            tokens = [result.token_ids.tolist() for result in generate(engine, requests)]
+            found.append((engine._steps.captures, tokens))
+    return found
+
+
+@interpreter
+def test_ranks_capture_again_together(tmp_path):
+    whole = fused_model("QK-norm", num_layers=1)
+    config = replace(config_of("QK-norm"), num_layers=1)
+    ranks = run_on_ranks(moved_on_rank, (config, weights_of(whole)), 2, tmp_path / "mesh")
+    assert ranks[0] == ranks[1]
+    captures = [count for count, _ in ranks[0]]
+    assert captures[0] < captures[1] == captures[2]
+    assert ranks[0][0][1] == ranks[0][1][1] == ranks[0][2][1]
