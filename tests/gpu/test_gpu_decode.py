@@ -18,6 +18,7 @@ from dta_kernels.paged_attention.launch import paged_config
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.config import TreeConfig
 from megatron_dta.model.layers.fused_layer import FusedLayer
+from megatron_dta.sampling.engines.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from paged_attention_cases import PagedCase, relative_error
 from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started
@@ -32,6 +33,15 @@ pytestmark = [
 CUDA = torch.device("cuda")
 # Heads of 16 channels: a matrix product takes no fewer.
 GROUPED = SHAPES["grouped queries, QK-norm, untied"] | dict(kv_channels=16)
+EXPERTS = {
+    "softmax": dict(
+        num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32, moe_grouped_gemm=True, disable_bias_linear=True
+    ),
+    "sigmoid, shared experts": dict(
+        num_experts=16, moe_router_topk=4, moe_ffn_hidden_size=32, moe_grouped_gemm=True, disable_bias_linear=True,
+        moe_router_score_function="sigmoid", moe_shared_expert_intermediate_size=16, moe_router_enable_expert_bias=True,
+    ),
+}  # fmt: skip
 GRAPHS = dict(static_passes=True)
 PLAIN = dict(attention_impl="reference")
 BOUNDS = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -72,6 +82,23 @@ def test_graphs_and_kernels_give_the_plain_samples_in_float32(kind: str):
         assert engine.pages_in_use == 0
         # Where drafts are all right, most passes are their verifications, which have graphs of their own.
         assert (statistics["static_forwards"] > 0) == (kind != "kernels")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_layers_with_experts_are_captured(name: str, dtype: torch.dtype):
+    """One graph serves all choices of experts: samples in float32 are the plain ones, and those in bfloat16 the same
+    twice."""
+    model = make_model(7, dtype, **GROUPED | EXPERTS[name])
+    assert why_not_captured(model) is None
+    drive = Drive(seed=23)
+    first, again = (run_forest(started(model, **GRAPHS), replace(drive, order=1)) for _ in range(2))
+    assert_same(again, first, 0)
+    if dtype == torch.float32:
+        assert_same(first, run_forest(started(model, **PLAIN), drive), 2e-5)
+        engine = started(model, **GRAPHS, drafting=suffix_drafting())
+        assert_same(run_forest(engine, drive), first, 2e-5)
+        assert engine.statistics()["static_forwards"] > 0
 
 
 def test_preempted_requests():

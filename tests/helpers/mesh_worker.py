@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -62,17 +65,29 @@ class RankResult:
     grad_norm: float = 0.0
 
 
-def run_on_ranks(function: Callable[[int, Any], Any], argument: Any, world_size: int, folder: Path) -> list[Any]:
-    """``function(rank, argument)`` in ``world_size`` processes of one gloo group; the results in order of rank."""
-    context = forkserver()
+def run_on_ranks(
+    function: Callable[[int, Any], Any],
+    argument: Any,
+    world_size: int,
+    folder: Path,
+    backend: str = "gloo",
+    longest_s: float = LONGEST_S,
+) -> list[Any]:
+    """``function(rank, argument)`` in ``world_size`` processes of one group; the results in order of rank.
+
+    With the backend "nccl" each process has a GPU of its own.
+    """
+    # CUDA does not survive a fork.
+    context = forkserver() if backend == "gloo" else multiprocessing.get_context("spawn")
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(argument, folder / "argument.pt")
     processes = [
-        context.Process(target=_process, args=(function, rank, world_size, str(folder))) for rank in range(world_size)
+        context.Process(target=_process, args=(function, rank, world_size, str(folder), backend))
+        for rank in range(world_size)
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + longest_s
     used, last_progress = 0.0, time.monotonic()
     try:
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
@@ -107,15 +122,19 @@ def _processor_seconds(processes: list[Any]) -> float:
     return total
 
 
-def _process(function: Callable[[int, Any], Any], rank: int, world_size: int, folder: str) -> None:
+def _process(function: Callable[[int, Any], Any], rank: int, world_size: int, folder: str, backend: str) -> None:
     torch.set_num_threads(1)
     path = Path(folder)
+    if backend != "gloo":
+        os.environ["LOCAL_RANK"] = str(rank)
+        torch.cuda.set_device(rank)
     try:
         store = torch.distributed.FileStore(str(path / "store"), world_size)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         argument = torch.load(path / "argument.pt", weights_only=False)
         torch.save(call_with_room(function, rank, argument), path / f"result_{rank}.tmp")
         (path / f"result_{rank}.tmp").rename(path / f"result_{rank}.pt")
+        gc.collect()  # graphs with sums of NCCL must go before its communicators
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     except BaseException:
