@@ -123,7 +123,7 @@ class SamplingConfig:
     inference_dynamic_batching_buffer_size_gb: float | None = option(
         None,
         "Size of the K/V cache in GiB on each rank; sequences that do not fit wait (default: as much as is needed, on"
-        " a GPU at most half of the memory that is free when sampling starts).",
+        " a GPU at most the memory that is free when sampling starts, less what a forward pass needs and a margin).",
         above=0,
     )
     inference_dynamic_batching_max_tokens: int = option(
@@ -134,7 +134,7 @@ class SamplingConfig:
     rollout_cuda_graphs: bool | None = option(
         None,
         "Decode in CUDA graphs, which does not change the samples; --no-rollout-cuda-graphs disables this (default: "
-        "where it is possible, with one GPU per replica and a dense model).",
+        "where it is possible: without pipeline stages, and with experts on one GPU with --moe-grouped-gemm).",
     )
     n_samples_per_eval_prompt: int = option(1, "Rollouts per held-out prompt.", minimum=1)
 

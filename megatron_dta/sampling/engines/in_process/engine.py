@@ -7,7 +7,7 @@ the tokens from the last stage, and each data-parallel replica runs its own engi
 their passes together (``expert_passes``). The logprobs are those of the trainer.
 
 On a GPU attention reads the pages in place (``paged_context``). Passes that only decode run as CUDA graphs, several of
-them before the host reads their tokens (``cuda_graphs``).
+them before the host reads their tokens (``cuda_graphs``), on tensor groups, too.
 
 The K/V cache exists while requests run or are held and is freed afterwards, so that training can use the memory. After
 an error the engine is empty and can be started again.
@@ -63,7 +63,7 @@ class EngineSettings:
     Attributes:
         max_requests: maximum number of running requests.
         block_size: positions in a page.
-        buffer_size_gb: size of the cache in GiB on each rank. None: half of the free memory on a GPU, else no limit.
+        buffer_size_gb: size of the cache in GiB on each rank. None: see ``cache_size`` on a GPU, else no limit.
         max_tokens: maximum number of tokens in a forward pass; longer prompts are split over passes.
         stop_degenerate: end requests that have degenerated into a loop or noise as if their length were reached.
         attention_impl: "triton" for the kernels that read pages in place, "reference" for PyTorch's attention, "auto"
@@ -124,8 +124,10 @@ class InProcessEngine(RolloutEngine):
         self.release(list(self._held))
         self._params, self._iteration, self._undrafted = params, iteration, 0
         self.drafting.started(params)
-        size, gigabytes = self._settings.block_size, self._settings.buffer_size_gb
-        self._scheduler.pool.max_pages = max_pages(self._model, self._shape, size, gigabytes)
+        settings, static = self._settings, 0 if self._steps is None else MOST_TOKENS
+        self._scheduler.pool.max_pages = max_pages(
+            self._model, settings.block_size, settings.buffer_size_gb, settings.max_tokens, static
+        )
         if self._steps is not None:
             self._steps.start()
 

@@ -30,6 +30,8 @@ from megatron_dta.sampling.params import SamplingParams
 # Maximum number of logits computed at once, which bounds the memory. The kernels need only the logits, and each part
 # reads the output weight again, so their parts are larger.
 _LOGIT_ELEMENTS, _KERNEL_LOGIT_ELEMENTS = 2**24, 2**27
+# Without the kernels: logprobs, probabilities in float64, their order and sums, and what sorting them needs.
+_BYTES_WITHOUT_KERNELS = 72
 
 _DRAW_BLOCK = 128
 
@@ -62,6 +64,16 @@ def next_tokens(
         tokens.append(token)
         logprobs.append(logprobs_BV.gather(-1, token.unsqueeze(-1)).squeeze(-1))
     return torch.cat(tokens), torch.cat(logprobs)
+
+
+def most_logit_bytes(vocab_size: int, element_size: int, ranks: int, num_rows: int) -> int:
+    """Most memory that ``next_tokens`` needs at once for ``num_rows`` rows on a tensor group of ``ranks``."""
+    most = num_rows * vocab_size
+    # A rank's own logits, those of all ranks one after the other, and side by side.
+    copies = 1 if ranks == 1 else 3
+    with_kernels = min(most, max(_KERNEL_LOGIT_ELEMENTS, vocab_size)) * element_size * copies
+    without = min(most, max(_LOGIT_ELEMENTS, vocab_size)) * (_BYTES_WITHOUT_KERNELS + element_size * copies)
+    return max(with_kernels, without)
 
 
 def first_argmax(scores_BV: Tensor) -> Tensor:
