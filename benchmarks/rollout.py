@@ -2,11 +2,13 @@
 
     python benchmarks/rollout.py decode [--shape 1.7b] [--batch 64] [--prompt-tokens 512] [--response-tokens 256]
         [--samples-per-prompt 1] [--output FILE.json] [--json]
+    torchrun --nproc-per-node 2 benchmarks/rollout.py decode --tensor-model-parallel-size 2 --shape 14b ...
 
 decode       tokens per second of plain sampling. The same requests run with one token each and with
              --response-tokens + 1; the difference is the time of decoding, the rest that of the prompts. No request
              ends early. "share_of_memory_bound" compares a decoding pass with the time to read the weights and every
-             cached position once.
+             cached position once. With --tensor-model-parallel-size, on as many GPUs; all numbers are those of rank 0,
+             and the bound is that of its part of the model.
 tree         trees (TreePO) against the same number of independent rollouts: trajectories and tokens per second, with
              lengths from a lognormal distribution (--mean-length, --length-sigma, --max-length).
 tree-tokens  the token counts of this comparison, without a model.
@@ -45,6 +47,8 @@ from common.profile import profile_step
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.measurement import Report
+from megatron_dta.model import current_mesh
+from megatron_dta.model.parallel.tensor_sum import tensor_sum
 from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
@@ -72,12 +76,13 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response-tokens", type=int, default=128)
     parser.add_argument("--samples-per-prompt", type=int, default=1, help="samples share their prompt's K and V")
     parser.add_argument("--requests", type=int, help="requests in all (default: --batch)")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="GPUs, one process each (torchrun)")
     parser.add_argument("--profile", action="store_true", help="run once more and list the kernels by time")
 
 
 def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
     """One row: rates of prompts and of decoding."""
-    check_arguments(arguments, "prompt_tokens", "response_tokens", "samples_per_prompt")
+    check_arguments(arguments, "prompt_tokens", "response_tokens", "samples_per_prompt", "tensor_model_parallel_size")
     if arguments.profile and setup.device.type != "cuda":
         raise InputError("--profile names kernels of a GPU, and there is none; leave it out")
     count = arguments.requests or arguments.batch
@@ -116,11 +121,20 @@ def run_decode(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, An
             "all_tokens_per_second": (decoded + count) / median(many),
             "forwards": int(forwards["forwards"]),
             "static_forwards": int(forwards["static_forwards"]),
+            "captures": int(engine.statistics()["captures"]),
+            "sums": _kind_of_sums(arguments),
             "cache_gib": peak * arguments.block_size * setup.token_bytes / 2**30,
             "seconds_of_runs": many,
             **profiled,
         }
     ]
+
+
+def _kind_of_sums(arguments: argparse.Namespace) -> str:
+    """How the ranks of a tensor group sum in decoding passes."""
+    if arguments.tensor_model_parallel_size == 1:
+        return "none"
+    return "peer memory" if tensor_sum().reads_peers else "all_reduce"
 
 
 def _measured_run(
@@ -198,10 +212,12 @@ def main() -> None:
 
 
 def _run_part(arguments: argparse.Namespace, setup: Setup | None, report: Report) -> None:
+    is_first = setup is None or current_mesh().rank == 0
     with torch.no_grad():
         for row in PARTS[arguments.part].run(arguments, setup):
-            report.add(row)
-    if arguments.json:
+            if is_first:
+                report.add(row)
+    if arguments.json and is_first:
         print_json(report.results)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_dta.common.errors import InputError
-from megatron_dta.config import ModelConfig
+from megatron_dta.config import ModelConfig, ParallelConfig
 from megatron_dta.model import Model, build_model, initialize_parallel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.named_shapes import SHAPES
@@ -23,24 +23,28 @@ from megatron_dta.sampling.engines.in_process.engine import EngineSettings, InPr
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 
-# "tiny" is for trying things on a laptop.
-MODELS = {"tiny": DecoderShape(4, 256, 768, 8, 4, 32, 4096)}
-MODELS |= {name: SHAPES[f"qwen3-{name}"] for name in ("0.6b", "1.7b", "8b")}
+# "tiny" and "tiny-moe" are for trying things on a laptop.
+MODELS = {
+    "tiny": DecoderShape(4, 256, 768, 8, 4, 32, 4096),
+    "tiny-moe": DecoderShape(4, 256, 768, 8, 4, 32, 4096, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=192),
+}
+MODELS |= {name: SHAPES[f"qwen3-{name}"] for name in ("0.6b", "1.7b", "8b", "14b", "32b", "30b-a3b")}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and the lower bound on the time of its decoding passes.
+    """A rank's model and the lower bound on the time of its decoding passes.
 
     Attributes:
-        weight_bytes: bytes read in every decoding pass: all parameters except an untied input embedding.
+        weight_bytes: bytes read in every decoding pass: all parameters except an untied input embedding, and of the
+            experts those that a full batch chooses on average.
         token_bytes: bytes of K and V of one position in all layers.
         bandwidth: bytes per second, measured by a large copy or given.
     """
 
     model: Model
     device: torch.device
-    weight_bytes: int
+    weight_bytes: float
     token_bytes: int
     bandwidth: float
     bandwidth_from: str
@@ -83,7 +87,9 @@ def check_arguments(arguments: argparse.Namespace, *names: str) -> None:
 
 def build_setup(arguments: argparse.Namespace) -> Setup:
     """The model of the flags, in evaluation mode."""
-    device = initialize_parallel(arguments.seed)
+    tensor_size = getattr(arguments, "tensor_model_parallel_size", 1)
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor_size)
+    device = initialize_parallel(arguments.seed, parallel)
     dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
     shape = MODELS[arguments.shape]
     config = ModelConfig(
@@ -100,13 +106,23 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
         swiglu=True,
         disable_bias_linear=True,
         bf16=dtype == "bf16",
+        num_experts=shape.num_experts,
+        moe_router_topk=shape.moe_router_topk,
+        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
+        moe_grouped_gemm=shape.num_experts is not None,
     )
-    model = build_model(config, device).eval()
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    model = build_model(config, device, parallel).eval()
+    read = 1.0
+    if shape.num_experts is not None:
+        read -= (1 - shape.moe_router_topk / shape.num_experts) ** arguments.batch
+    weight_bytes = sum(
+        p.numel() * p.element_size() * (read if ".local_experts." in name else 1.0)
+        for name, p in model.named_parameters()
+    )
     if not model.share_embeddings_and_output_weights:
         embedding = model.embedding.word_embeddings.weight
         weight_bytes -= embedding.numel() * embedding.element_size()
-    token_bytes = 2 * shape.num_layers * shape.kv_width * next(model.parameters()).element_size()
+    token_bytes = 2 * shape.num_layers * shape.kv_width // tensor_size * next(model.parameters()).element_size()
     given = arguments.memory_bandwidth_gbs
     bandwidth = given * 1e9 if given is not None else measured_bandwidth(device)
     return Setup(model, device, weight_bytes, token_bytes, bandwidth, "given" if given is not None else "copy")
