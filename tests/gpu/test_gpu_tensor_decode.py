@@ -98,7 +98,7 @@ def test_sums_of_peer_memory_are_exact_and_the_same_on_both_ranks(tmp_path):
 
 @dataclass(frozen=True)
 class Job:
-    parallel: ParallelConfig = TENSOR
+    parallel: ParallelConfig = field(default_factory=lambda: TENSOR)
     changes: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     drafts: bool = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,6 +53,53 @@ def test_sums_over_gloo(tmp_path):
         assert rank["is another"]
         assert all(torch.equal(total, one + other) for total, one, other in zip(rank["sums"], *both, strict=True))
         assert torch.equal(rank["product"], product)
+
+
+def peers_on_rank(rank: int, _: Any) -> dict[str, Any]:
+    """Terms of the right size and type pass through the buffer; the kernel's place is taken by a sum of gloo."""
+    from megatron_dta.model import initialize_parallel
+
+    calls = []
+
+    def one_shot(own: torch.Tensor, group: Any) -> torch.Tensor:
+        calls.append((own.data_ptr(), own.numel() * own.element_size()))
+        total = own.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    initialize_parallel(5, ParallelConfig(tensor_model_parallel_size=2))
+    buffer = torch.full((768,), 255, dtype=torch.uint8)
+    with (
+        mock.patch.object(module, "_meet_peers", return_value=buffer),
+        mock.patch.object(module, "_one_shot", one_shot),
+        torch.no_grad(),
+    ):
+        found = module.tensor_sum()
+        sums = [found(term) for term in terms(rank)]
+        weight = torch.nn.Parameter(torch.randn(8, 33, generator=torch.Generator().manual_seed(10 + rank)))
+        products = [found.product(rows, weight) for rows in (terms(rank)[5], terms(rank)[5][:3])]
+    return {
+        "sums": sums,
+        "products": products,
+        "sizes": [size for _, size in calls],
+        "in place": {address for address, _ in calls} == {buffer.data_ptr()},
+        "peers": found.reads_peers,
+    }
+
+
+def test_small_terms_pass_through_the_buffer(tmp_path):
+    ranks = run_on_ranks(peers_on_rank, None, 2, tmp_path / "mesh")
+    both = [terms(0), terms(1)]
+    weights = [torch.randn(8, 33, generator=torch.Generator().manual_seed(10 + rank)) for rank in (0, 1)]
+    product = both[0][5] @ weights[0].t() + both[1][5] @ weights[1].t()
+    for rank in ranks:
+        assert rank["peers"]
+        assert rank["in place"]
+        # [1, 8] in float32 and bfloat16, [64, 3] in both, and two products; [7, 33] is no multiple of 16 bytes.
+        assert rank["sizes"] == [32, 16, 768, 384, 7 * 32, 3 * 32]
+        assert all(torch.equal(total, one + other) for total, one, other in zip(rank["sums"], *both, strict=True))
+        assert (rank["products"][0] - product).abs().max() < 1e-5
+        assert (rank["products"][1] - product[:3]).abs().max() < 1e-5
 
 
 def test_gpus_apart_are_recognized():
