@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,9 +53,16 @@ def choose_fused_layers(impl: str, dtype: torch.dtype, device: torch.device) -> 
     return choose_triton("--fused-layer-impl", impl, device, refusal)
 
 
-def draw_by_kernels(logits_BV: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """A token of each row (int64 [B]) and its logprob (float32 [B]), see ``dta_kernels.logprobs.draw_tokens``."""
-    # Triton is installed wherever this is called.
-    from dta_kernels.logprobs.draw_tokens import draw_tokens
+def draw_by_kernels(model: Any, hidden_BC: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A token of each row (int64 [B]) and its logprob (float32 [B]), see ``dta_kernels.logprobs.draw_tokens``.
 
-    return draw_tokens(logits_BV, noise_B, temperature)
+    model: a ``Model``.
+    """
+    # Triton is installed wherever this is called.
+    from dta_kernels.logprobs.draw_tokens import draw_from_shards, draw_tokens
+
+    shard = model.vocabulary_shard
+    if shard is None:
+        return draw_tokens(model.logits(hidden_BC), noise_B, temperature)
+    logits_BV, size = model.own_logits(hidden_BC)
+    return draw_from_shards(logits_BV, size, noise_B, temperature, shard)

@@ -191,6 +191,19 @@ class TreeGPTModel(GPTModel):
         logits = hidden @ self._padded_output_weight().t()
         return tensor_parallel.gather_from_tensor_model_parallel_region(logits)[:, : self.true_vocab_size]
 
+    @property
+    def vocabulary_shard(self) -> VocabularyShard | None:
+        """This rank's share of the vocabulary; None if it has all of it."""
+        if self.config.tensor_model_parallel_size == 1:
+            return None
+        first_token = self._first_token(self._padded_output_weight())
+        return VocabularyShard(first_token, parallel_state.get_tensor_model_parallel_group())
+
+    def own_logits(self, hidden: Tensor) -> tuple[Tensor, int]:
+        """Logits [n, this rank's part of the vocabulary with padding], and how many of its columns are tokens."""
+        weight = self._padded_output_weight()
+        return hidden @ weight.t(), self._true_rows(weight)
+
     def edge_logprobs(
         self, hidden: Tensor, edge_row: Tensor, target: Tensor, chunks: list[RowChunk], temperature: float
     ) -> tuple[Tensor, Tensor]:
@@ -203,9 +216,7 @@ class TreeGPTModel(GPTModel):
             is_embedding = self.share_embeddings_and_output_weights and self.pre_process
             weight = output_rows(padded, self._true_rows(padded), is_embedding)
             buffer = buffer[: weight.shape[0]]
-        shard = None
-        if self.config.tensor_model_parallel_size > 1:
-            shard = VocabularyShard(self._first_token(padded), parallel_state.get_tensor_model_parallel_group())
+        shard = self.vocabulary_shard
         return linear_logprobs(
             hidden, weight, edge_row, target, chunks, temperature, weight_grad_VC=buffer, shard=shard
         )

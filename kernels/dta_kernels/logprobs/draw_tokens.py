@@ -7,9 +7,12 @@ block in which the draw falls, and reads that block again to find the token.
 Exponentials are float32, as in the trainer, and their sums float64. A draw is therefore the inverse of the row's
 cumulative distribution at ``noise`` to the last bits, and the result of a row depends only on the row and its noise.
 
+If the vocabulary is divided among ranks, they exchange the maxima and sums of their blocks. Each rank then finds the
+same block, and the rank that has it finds the token (``draw_from_shards``). This takes the place of gathering logits.
+
 ``draw_tokens_reference`` is the plain PyTorch reference.
 
-Legend: B rows, V vocabulary, K blocks of a row.
+Legend: B rows, V vocabulary, or its part on this rank, K blocks of a row, J blocks on all ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, distributed
 
 from dta_kernels.launch import Launcher, ceil_div
+from dta_kernels.logprobs.linear import VocabularyShard
 
 _BLOCK = 2048
 
@@ -54,9 +58,10 @@ def _blocks_kernel(
 @triton.jit
 def _draw_kernel(
     logits_in, largest_in, sum_in, noise_in, token_out, logprob_out, size, num_blocks, row_stride, temperature,
-    SCALE: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    first_block, first_token, SCALE: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    OWN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows)."""
+    """Grid (rows). Writes zeros for a draw outside the ``OWN_BLOCKS`` blocks from ``first_block`` on."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCKS)
     largest_of = tl.load(largest_in + row * num_blocks + k, mask=k < num_blocks, other=float("-inf"))
@@ -74,8 +79,8 @@ def _draw_kernel(
         last = tl.max(tl.where(sums > 0, k, 0), 0)
         block = tl.minimum(tl.min(tl.where((until > threshold) & (sums > 0), k, BLOCKS), 0), last)
     i = tl.arange(0, BLOCK)
-    token = block * BLOCK + i
-    x = _scaled(logits_in + row * row_stride + token, temperature, SCALE, token < size)
+    token = (block - first_block) * BLOCK + i
+    x = _scaled(logits_in + row * row_stride + token, temperature, SCALE, (token >= 0) & (token < size))
     if GREEDY:
         own = tl.min(tl.where(x == largest, i, BLOCK - 1), 0)
     else:
@@ -83,10 +88,12 @@ def _draw_kernel(
         rest = threshold - tl.sum(tl.where(k == block - 1, until, 0.0), 0)
         last = tl.max(tl.where(weight > 0, i, 0), 0)
         own = tl.minimum(tl.min(tl.where((tl.cumsum(weight, 0) > rest) & (weight > 0), i, BLOCK), 0), last)
-    drawn = tl.minimum(block * BLOCK + own, size - 1)
+    drawn = tl.minimum((block - first_block) * BLOCK + own, size - 1)
     chosen = tl.sum(tl.where(token == drawn, x, 0.0), 0)
-    tl.store(token_out + row, drawn.to(tl.int64))
-    tl.store(logprob_out + row, (chosen.to(tl.float64) - shift - tl.log(total)).to(tl.float32))
+    logprob = (chosen.to(tl.float64) - shift - tl.log(total)).to(tl.float32)
+    is_own = (block >= first_block) & (block < first_block + OWN_BLOCKS)
+    tl.store(token_out + row, tl.where(is_own, first_token + drawn, 0).to(tl.int64))
+    tl.store(logprob_out + row, tl.where(is_own, logprob, 0.0))
 
 
 def draw_tokens(logits_BV: Tensor, noise_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -102,21 +109,68 @@ def draw_tokens(logits_BV: Tensor, noise_B: Tensor, temperature: float) -> tuple
     Returns:
         int64 [B] and float32 [B].
     """
-    B, V = logits_BV.shape
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
+    sums = _block_sums(logits_BV, logits_BV.shape[1], temperature)
+    return _drawn(logits_BV, logits_BV.shape[1], sums, noise_B, temperature)
+
+
+def draw_from_shards(
+    logits_BV: Tensor, size: int, noise_B: Tensor, temperature: float, shard: VocabularyShard
+) -> tuple[Tensor, Tensor]:
+    """``draw_tokens`` from logits that the ranks of ``shard.group`` divide among themselves.
+
+    All ranks get the same result. It is that of the whole vocabulary in one tensor, unless a draw falls on the last
+    bits of a border between two tokens, since the sums of blocks are added in another order.
+
+    Args:
+        logits_BV: of this rank, of the same shape on all ranks.
+        size: number of its columns that are tokens; those behind are padding.
+    """
+    logits_BV = logits_BV.contiguous()
+    largest_BK, sum_BK = _block_sums(logits_BV, size, temperature)
+    own_2BK, ranks = torch.stack([largest_BK.double(), sum_BK]), shard.group.size()
+    gathered = own_2BK.new_empty(2 * ranks, *largest_BK.shape)
+    distributed.all_gather_into_tensor(gathered, own_2BK, group=shard.group)
+    largest_BJ, sum_BJ = gathered.view(ranks, *own_2BK.shape).permute(1, 2, 0, 3).flatten(2).contiguous()
+    place = shard.group.rank() * largest_BK.shape[1], shard.first_token
+    found = _drawn(logits_BV, size, (largest_BJ.float(), sum_BJ), noise_B, temperature, place)
+    # All ranks but one add zero.
+    both_2B = torch.stack([part.double() for part in found])
+    distributed.all_reduce(both_2B, group=shard.group)
+    return both_2B[0].long(), both_2B[1].float()
+
+
+def _block_sums(logits_BV: Tensor, size: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """The maximum of each block [B, K] and the sum of its exponentials, shifted by it."""
+    B, V = logits_BV.shape
     K = ceil_div(V, _BLOCK)
-    tokens = torch.empty(B, dtype=torch.int64, device=logits_BV.device)
-    logprobs = torch.empty(B, dtype=torch.float32, device=logits_BV.device)
-    if B == 0:
-        return tokens, logprobs
     largest_BK = logits_BV.new_empty((B, K), dtype=torch.float32)
     sum_BK = logits_BV.new_empty((B, K), dtype=torch.float64)
-    scale, shape = temperature not in (0, 1), (V, K, logits_BV.stride(0), float(temperature))
-    _blocks(scale)((B, K), logits_BV, largest_BK, sum_BK, *shape)
-    _draws(scale, temperature == 0, triton.next_power_of_2(K))(
-        (B,), logits_BV, largest_BK, sum_BK, noise_B, tokens, logprobs, *shape
-    )
+    if B:
+        _blocks(temperature not in (0, 1))(
+            (B, K), logits_BV, largest_BK, sum_BK, size, K, logits_BV.stride(0), float(temperature)
+        )
+    return largest_BK, sum_BK
+
+
+def _drawn(
+    logits_BV: Tensor,
+    size: int,
+    sums: tuple[Tensor, Tensor],
+    noise_B: Tensor,
+    temperature: float,
+    place: tuple[int, int] = (0, 0),
+) -> tuple[Tensor, Tensor]:
+    """Tokens and logprobs by the ``sums`` of all blocks; ``place``: this rank's first block and token."""
+    (B, V), J = logits_BV.shape, sums[0].shape[1]
+    tokens = torch.empty(B, dtype=torch.int64, device=logits_BV.device)
+    logprobs = torch.empty(B, dtype=torch.float32, device=logits_BV.device)
+    if B:
+        shape = triton.next_power_of_2(J), ceil_div(V, _BLOCK)
+        _draws(temperature not in (0, 1), temperature == 0, *shape)(
+            (B,), logits_BV, *sums, noise_B, tokens, logprobs, size, J, logits_BV.stride(0), float(temperature), *place
+        )
     return tokens, logprobs
 
 
@@ -147,8 +201,9 @@ def _blocks(scale: bool) -> Launcher:
     return _launchers[key]
 
 
-def _draws(scale: bool, greedy: bool, blocks: int) -> Launcher:
-    key = ("draw", scale, greedy, blocks)
+def _draws(scale: bool, greedy: bool, blocks: int, own_blocks: int) -> Launcher:
+    key = ("draw", scale, greedy, blocks, own_blocks)
     if key not in _launchers:
-        _launchers[key] = Launcher(_draw_kernel, SCALE=scale, GREEDY=greedy, BLOCK=_BLOCK, BLOCKS=blocks, num_warps=8)
+        constants = dict(SCALE=scale, GREEDY=greedy, BLOCK=_BLOCK, BLOCKS=blocks, OWN_BLOCKS=own_blocks)
+        _launchers[key] = Launcher(_draw_kernel, **constants, num_warps=8)
     return _launchers[key]

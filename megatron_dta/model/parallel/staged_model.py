@@ -31,6 +31,8 @@ class StagedModel(torch.nn.Module):
         self.model_chunks = torch.nn.ModuleList(model_chunks)
         self.config, self.true_vocab_size = model_chunks[0].config, model_chunks[0].true_vocab_size
         self.max_sequence_length = model_chunks[0].max_sequence_length
+        # The last stage sends complete logits to the others, also those of a tensor group.
+        self.vocabulary_shard = None
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._communicator = P2PCommunicator(self._group, self.config)
 

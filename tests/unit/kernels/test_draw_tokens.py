@@ -95,7 +95,7 @@ class _Head:
     """As much of a model as ``next_tokens`` asks for."""
 
     def __init__(self, size: int) -> None:
-        self.true_vocab_size = size
+        self.true_vocab_size, self.vocabulary_shard = size, None
         self.weight = torch.randn(size, 8, device=DEVICE)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ everything else is known in advance, so the host waits once for all of them. It 
 drops the tokens that a row computed beyond its end.
 
 The ranks of a tensor group plan the same passes, so they capture the same sizes in the same order. The sums over the
-group and the gathering of its logits are captured with the rest. With layers of experts the numbers of tokens stay on
+group and the exchange of its draws are captured with the rest. With layers of experts the numbers of tokens stay on
 the device (``dta_kernels.experts.grouped_products``), so one graph serves all choices of experts.
 
 On a CPU the same passes run without a capture, for tests in Triton's interpreter.

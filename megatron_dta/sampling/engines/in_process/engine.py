@@ -2,9 +2,9 @@
 
 Each pass runs a mixture of prompt parts and decoding rows through the model and waits for the device once, for the
 sampled tokens. ``scheduler`` plans the pass and ``decode_context`` computes its attention. The engine supports every
-mesh of ``build_model``: the ranks of a tensor group gather the logits and draw the same tokens, pipeline stages receive
-the tokens from the last stage, and each data-parallel replica runs its own engine. Replicas that share experts run
-their passes together (``expert_passes``). The logprobs are those of the trainer.
+mesh of ``build_model``: the ranks of a tensor group draw the same tokens together, pipeline stages receive the tokens
+from the last stage, and each data-parallel replica runs its own engine. Replicas that share experts run their passes
+together (``expert_passes``). The logprobs are those of the trainer.
 
 On a GPU attention reads the pages in place (``paged_context``). Passes that only decode run as CUDA graphs, several of
 them before the host reads their tokens (``cuda_graphs``), on tensor groups, too.

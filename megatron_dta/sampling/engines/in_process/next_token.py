@@ -7,9 +7,10 @@ the logprobs of temperature 1.
 
 A token is drawn with a uniform number keyed by (seed, iteration, key of the sequence, position), so a sample does not
 depend on its batch. (Matrix products of another shape may round the last bit differently, which changes a draw only if
-its number falls on that bit.) Under tensor parallelism all ranks of a group gather the logits and draw the same tokens.
+its number falls on that bit.) Under tensor parallelism all ranks of a group draw the same tokens.
 
-On a GPU two kernels draw the tokens (``dta_kernels.logprobs.draw_tokens``), except from a nucleus.
+On a GPU two kernels draw the tokens (``dta_kernels.logprobs.draw_tokens``), except from a nucleus. A tensor group then
+exchanges a few sums a row. In all other cases it gathers the logits.
 
 Legend: B rows, V vocabulary, C hidden size.
 """
@@ -47,12 +48,12 @@ def next_tokens(
     rows = max(1, (_KERNEL_LOGIT_ELEMENTS if kernels else _LOGIT_ELEMENTS) // model.true_vocab_size)
     tokens, logprobs = [], []
     for hidden, noise in zip(hidden_BC.split(rows), noise_B.split(rows), strict=True):
-        logits = model.logits(hidden)
         if kernels:
-            drawn = draw_by_kernels(logits, noise, params.temperature)
+            drawn = draw_by_kernels(model, hidden, noise, params.temperature)
             tokens.append(drawn[0])
             logprobs.append(drawn[1])
             continue
+        logits = model.logits(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if params.temperature not in (0, 1):
             logits = logits / params.temperature
@@ -69,9 +70,9 @@ def next_tokens(
 def most_logit_bytes(vocab_size: int, element_size: int, ranks: int, num_rows: int) -> int:
     """Most memory that ``next_tokens`` needs at once for ``num_rows`` rows on a tensor group of ``ranks``."""
     most = num_rows * vocab_size
+    with_kernels = min(most, max(_KERNEL_LOGIT_ELEMENTS, vocab_size)) * element_size // ranks
     # A rank's own logits, those of all ranks one after the other, and side by side.
     copies = 1 if ranks == 1 else 3
-    with_kernels = min(most, max(_KERNEL_LOGIT_ELEMENTS, vocab_size)) * element_size * copies
     without = min(most, max(_LOGIT_ELEMENTS, vocab_size)) * (_BYTES_WITHOUT_KERNELS + element_size * copies)
     return max(with_kernels, without)
 
