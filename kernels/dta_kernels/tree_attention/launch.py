@@ -25,6 +25,7 @@ from dta_kernels.tree_attention.backward import (
     query_gradients_kernel,
 )
 from dta_kernels.tree_attention.config import KernelConfig, padded_head_size
+from dta_kernels.tree_attention.flash_plan import FlashAttentionPlan
 from dta_kernels.tree_attention.forward import forward_kernel
 from dta_kernels.tree_attention.layer_cache import SharedByLayers
 from dta_kernels.tree_attention.plan import (
@@ -87,7 +88,7 @@ def tree_attention_forward(
         ``(out_NHD, lse_HN)``: the output in the queries' dtype, the log-sum-exp of the scaled scores in float32. A
         query that sees no key gets 0 and minus infinity.
     """
-    _check(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
+    check_inputs(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     q_NHD, k_MGD, v_MGD = q_NHD.contiguous(), k_MGD.contiguous(), v_MGD.contiguous()
     shape, settings = plan.shape, plan.config.forward
     out_NHD = torch.empty_like(q_NHD)
@@ -136,7 +137,7 @@ def tree_attention_backward(
         ``(dq_NHD, dk, dv)``: dq in the queries' dtype. Without ``into`` dk and dv are float32 [M, G, D]; with it they
         are the own ones [N, G, D] in the queries' dtype.
     """
-    _check(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
+    check_inputs(plan, scale, q_NHD, k_MGD, v_MGD, key_end_M)
     tensors = (grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN)
     grad_out_NHD, q_NHD, k_MGD, v_MGD, out_NHD, lse_HN = (tensor.contiguous() for tensor in tensors)
     shape, backward = plan.shape, plan.config.key_gradients
@@ -145,7 +146,7 @@ def tree_attention_backward(
     tiles = _prepare(grad_out_NHD, out_NHD, lse_HN, q_NHD, pack, backward, shared)
     dq_NHD = torch.empty_like(q_NHD)
     if into is not None:
-        _check_accumulators(plan, into)
+        check_accumulators(plan, into)
     if len(plan.parts) > 1:
         # Several parts add to the same keys in turn, so the gradients of all keys need accumulators.
         target = into or _zeros_like(k_MGD)
@@ -320,9 +321,15 @@ def _launcher(
     return Launcher(kernel, **constants, **more)
 
 
-def _check(
-    plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor
+def check_inputs(
+    plan: TreeAttentionPlan | FlashAttentionPlan,
+    scale: float,
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    key_end_M: Tensor,
 ) -> None:
+    """Raise ``ValueError`` if the inputs do not fit the plan."""
     shape = plan.shape
     expected = (plan.num_queries, shape.num_heads, shape.head_size)
     keys = (plan.num_keys, shape.num_groups, shape.head_size)
@@ -339,7 +346,8 @@ def _check(
         raise ValueError(f"scale {scale}: must be above 0")
 
 
-def _check_accumulators(plan: TreeAttentionPlan, into: KeyGradients) -> None:
+def check_accumulators(plan: TreeAttentionPlan | FlashAttentionPlan, into: KeyGradients) -> None:
+    """Raise ``ValueError`` if the accumulators do not fit the plan."""
     for accumulator in (into.keys, into.values):
         if accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
             raise ValueError("accumulators of dK and dV must be contiguous float32")
