@@ -44,6 +44,8 @@ setup(
     ],
     extras_require={
         "gpu": ["triton"],
+        # --tree-attention-impl fa4 calls its internal functions, so it needs this version.
+        "fa4": ["triton", "flash-attn-4==4.0.0b36"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
         # The client of --rollout-engine vllm and sglang.

@@ -91,6 +91,7 @@ class TreeEngine(RankModel):
             part.has_fused_layers,
             self.uses_kernels,
             in_buffers,
+            self.attention == "fa4",
         )
         return counted_bytes(config, self.shape, rank)
 

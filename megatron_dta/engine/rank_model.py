@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron_dta.engine.cost_inputs import decoder_shape
-from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_attention, current_mesh
+from megatron_dta.model import Model, StagedModel, TreeGPTModel, choose_segment_attention, current_mesh
 
 # Default number of logits alive at once: enough rows to fill a GPU. On a CPU, more rows gain nothing.
 LOGIT_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
@@ -21,7 +21,7 @@ class RankModel:
         model: a ``TreeGPTModel`` or ``StagedModel``, or its model chunks in Megatron's DistributedDataParallel.
         temperature: the logits are divided by it, in training as in sampling.
         logprob_chunk_tokens: rows of logits alive at once; None for ``LOGIT_ELEMENTS`` divided by the vocabulary size.
-        tree_attention_impl: "auto", "triton" or "reference", see ``TreeConfig``.
+        tree_attention_impl: "auto", "triton", "fa4" or "reference", see ``TreeConfig``.
         routing_replay: use the experts that the sampler of the rollouts chose.
     """
 
@@ -47,13 +47,19 @@ class RankModel:
         self.dtype, self.device = parameter.dtype, parameter.device
         most = LOGIT_ELEMENTS[self.device.type] // self.true_vocab_size
         self.logprob_chunk_tokens = logprob_chunk_tokens or max(1, most)
-        head_size = self.config.kv_channels
-        self.uses_kernels = choose_attention(tree_attention_impl, head_size, self.dtype, self.device)
+        head_size, ratio = self.config.kv_channels, self.config.num_attention_heads // self.config.num_query_groups
+        # "triton", "fa4" or "reference".
+        self.attention = choose_segment_attention(tree_attention_impl, head_size, ratio, self.dtype, self.device)
 
     def gradient_sync(self, chunk: int, allowed: bool) -> AbstractContextManager:
         """Keep the backward of a model chunk from starting the reduction of its gradients, unless ``allowed``."""
         part = self.chunks[chunk]
         return nullcontext() if allowed or not hasattr(part, "no_sync") else part.no_sync()
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether attention runs on kernels, rather than in plain PyTorch."""
+        return self.attention != "reference"
 
     @property
     def syncs_in_backward(self) -> bool:

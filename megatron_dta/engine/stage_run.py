@@ -68,7 +68,9 @@ class StageRun:
             _, _, groups, head_size = self.pools[0].keys_LSGD.shape
             heads = model.config.num_attention_heads // model.config.tensor_model_parallel_size
             shape = AttentionShape(heads, groups, head_size, model.dtype)
-            self.attention_plans = SegmentAttentionPlans(step.segments, step.paths, shape, model.device)
+            self.attention_plans = SegmentAttentionPlans(
+                step.segments, step.paths, shape, model.device, model.attention
+            )
         self.lengths = step.segments.lengths.tolist()
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}
         self.transport = None

@@ -5,7 +5,11 @@ from dta_kernels.tree_attention.plan import AttentionShape
 from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.model.attention.context import AttentionContext, EmptyContext
 from megatron_dta.model.attention.kv_pool import KVPool
-from megatron_dta.model.attention.segment_attention import SegmentAttentionPlans, choose_attention
+from megatron_dta.model.attention.segment_attention import (
+    SegmentAttentionPlans,
+    choose_attention,
+    choose_segment_attention,
+)
 from megatron_dta.model.attention.segment_context import SegmentContext
 from megatron_dta.model.attention.token_routing import TokenRouting
 from megatron_dta.model.build import build_model, build_stock_model
@@ -39,6 +43,7 @@ __all__ = [
     "build_model",
     "build_stock_model",
     "choose_attention",
+    "choose_segment_attention",
     "current_mesh",
     "destroy_parallel",
     "initialize_parallel",

@@ -11,19 +11,31 @@ from torch import Tensor
 from megatron_dta.common.errors import InputError
 
 
-def choose_triton(flag: str, impl: str, device: torch.device, refusal: str | None) -> bool:
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU."""
+    if find_spec("triton") is None:
+        return False
+    from dta_kernels.tree_attention.launch import interpreted
+
+    return interpreted()
+
+
+def choose_triton(
+    flag: str, impl: str, device: torch.device, refusal: str | None, others: tuple[str, ...] = ()
+) -> bool:
     """Whether the Triton kernels run, rather than the reference.
 
     Args:
         flag: name of the flag, for messages.
         impl: "triton", "reference", or "auto": Triton on a CUDA device if its kernels support the inputs.
         refusal: why the kernels do not support the inputs; None if they do.
+        others: other values of the flag, for messages.
 
     Raises:
         InputError: "triton" is requested and cannot run.
     """
     if impl not in ("auto", "triton", "reference"):
-        raise InputError(f"{flag} {impl}: choose one of auto, triton, reference")
+        raise InputError(f"{flag} {impl}: choose one of {', '.join(('auto', 'triton', *others, 'reference'))}")
     if impl == "reference" or (impl == "auto" and device.type != "cuda"):
         return False
     if refusal is None and find_spec("triton") is None:
@@ -32,14 +44,11 @@ def choose_triton(flag: str, impl: str, device: torch.device, refusal: str | Non
         if impl == "auto":
             return False
         raise InputError(f"{flag} triton{refusal}")
-    if device.type != "cuda":
-        from dta_kernels.tree_attention.launch import interpreted
-
-        if not interpreted():
-            raise InputError(
-                f"{flag} triton needs a CUDA GPU; use auto or reference, or, to test on a CPU, Triton's interpreter "
-                "(environment variable TRITON_INTERPRET=1)"
-            )
+    if device.type != "cuda" and not is_interpreted():
+        raise InputError(
+            f"{flag} triton needs a CUDA GPU; use auto or reference, or, to test on a CPU, Triton's interpreter "
+            "(environment variable TRITON_INTERPRET=1)"
+        )
     return True
 
 

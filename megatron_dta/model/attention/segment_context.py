@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 import dta_kernels.tree_attention.reference as reference
+from dta_kernels.tree_attention.flash_plan import FlashAttentionPlan
 from dta_kernels.tree_attention.plan import TreeAttentionPlan, local_key_end_on_device
 from megatron_dta.model.attention.context import AttentionContext
 from megatron_dta.model.attention.kv_pool import KVPool
@@ -38,7 +40,7 @@ class SegmentContext(AttentionContext):
         ancestor_slots: int64 [A], slots of the tokens on the root path that lie in earlier segments, in stream order.
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
-        attention_plan: for the Triton kernels; None if the reference computes the attention.
+        attention_plan: for the Triton kernels or FlashAttention 4; None if the reference computes the attention.
         runs_hooks: whether the hooks of all parameters must run in the segment's backward. This is so in the last
             backward of a model chunk in a pass, if it reduces the gradients of replicas. Other backwards need not reach
             parameters whose gradients are written directly to their buffers.
@@ -51,7 +53,7 @@ class SegmentContext(AttentionContext):
     query_index: Tensor | None = None
     key_index: Tensor | None = None
     key_end: Tensor | None = None
-    attention_plan: TreeAttentionPlan | None = None
+    attention_plan: TreeAttentionPlan | FlashAttentionPlan | None = None
     runs_hooks: bool = True
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -77,7 +79,6 @@ class SegmentContext(AttentionContext):
         """
         # Imported here because the reference does not need Triton.
         from dta_kernels.tree_attention.gather_keys import gather_keys
-        from dta_kernels.tree_attention.launch import tree_attention_forward
 
         pool = self.pool.layers[layer]
         if key is not None:
@@ -88,14 +89,14 @@ class SegmentContext(AttentionContext):
         else:
             keys, values = pool.keys[self.slots], pool.values[self.slots]
             values.copy_(value)
-        return tree_attention_forward(query, keys, values, self.local_key_end, self.attention_plan, scale, self._shared)
+        plan, ends = self.attention_plan, self.local_key_end
+        return self._attention.tree_attention_forward(query, keys, values, ends, plan, scale, self._shared)
 
     def attention_gradients(
         self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients by queries, own keys and own values of ``attend_by_kernels``; adds the ancestors' to the pool."""
         from dta_kernels.tree_attention.gather_keys import gather_keys
-        from dta_kernels.tree_attention.launch import KeyGradients, tree_attention_backward
 
         pool = self.pool.layers[layer]
         if self.ancestor_slots.shape[0]:
@@ -103,13 +104,26 @@ class SegmentContext(AttentionContext):
             gather_keys(pool.keys, pool.values, self.key_slots, (keys, values))
         else:
             keys, values = pool.keys[self.slots], pool.values[self.slots]
-        into = KeyGradients(pool.grad_keys, pool.grad_values, self.key_slots)
-        plan, ends = self.attention_plan, self.local_key_end
-        return tree_attention_backward(grad_out, query, keys, values, out, lse, ends, plan, scale, into, self._shared)
+        attention, plan, ends = self._attention, self.attention_plan, self.local_key_end
+        into = attention.KeyGradients(pool.grad_keys, pool.grad_values, self.key_slots)
+        return attention.tree_attention_backward(
+            grad_out, query, keys, values, out, lse, ends, plan, scale, into, self._shared
+        )
 
     def own_keys(self, layer: int) -> Tensor:
         """View of the pool on the segment's keys [N, G, D] in one layer of the model chunk."""
         return self.pool.layers[layer].keys[self.slots]
+
+    @property
+    def _attention(self) -> ModuleType:
+        """The module whose kernels follow the plan."""
+        if isinstance(self.attention_plan, FlashAttentionPlan):
+            from dta_kernels.tree_attention import flash
+
+            return flash
+        from dta_kernels.tree_attention import launch
+
+        return launch
 
     @cached_property
     def _gathered(self) -> tuple[Tensor, Tensor]:

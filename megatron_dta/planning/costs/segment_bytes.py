@@ -8,6 +8,7 @@
                    which is the maximum over three times: a chunk of logits with its gradients; the gradients inside a
                    feed-forward layer; and the gradients around an attention beside the tiles of dS, which all layers of
                    a segment share and which exist from the first layer's attention to the end of its backward
+                   (FlashAttention 4 has no tiles of dS, but sums of dQ, dK and dV in float32 for as long)
     fixed          workspaces of libraries on both launching threads, tables of positions, plan and indices
 
 Weights, gradients and optimizer states are constant through a step and not included. The last segment of a path keeps
@@ -40,6 +41,8 @@ UNDIVIDED = 1 / 128
 MOST_SCORES = 9 * float(1 << 27)
 # Number of tokens by which tiles of a segment may extend beyond its queries and its keys.
 TILE_TOKENS, TILE_KEYS = 64, 128
+# The same in the backward of FlashAttention 4.
+FLASH_TILE = 128
 # Bytes of indices for a token on a segment's path: its slot, subtree end and index among the keys.
 _INDEX_BYTES = 64
 
@@ -55,6 +58,7 @@ class RankTensors:
         fused: whether layers run on the fused kernels, norms and activation function included.
         fused_attention: whether attention runs on its kernels, which accumulate ancestors' gradients in place.
         in_buffers: whether gradients of weights are accumulated in buffers, without a tensor of their own first.
+        flash_attention: with ``fused_attention``, whether these kernels are those of FlashAttention 4.
     """
 
     element_bytes: int = 2
@@ -64,6 +68,7 @@ class RankTensors:
     fused: bool = True
     fused_attention: bool = True
     in_buffers: bool = True
+    flash_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,23 +158,28 @@ class SegmentBytes:
             work_per_path_token=_INDEX_BYTES if fused_attention else kv,
             work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * row + largest_gradient,
         )
-        return found._with_scores(query, groups, heads, element_bytes) if fused_attention else found
+        if not fused_attention:
+            return found
+        return found._with_scores(query, groups, heads, element_bytes, rank.flash_attention)
 
-    def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int) -> SegmentBytes:
+    def _with_scores(self, query: float, groups: float, heads: float, element_bytes: int, flash: bool) -> SegmentBytes:
         """These bytes where attention runs on its kernels: of a rank's channels of queries, and of keys, and heads."""
         mixed = query + 2 * groups
-        # Tiles of dO and Q, and two rows of statistics: like dS they stay to the end of the segment's backward.
-        stays = 2 * element_bytes * query + 8 * heads
+        # Tiles of dO and Q, or sums of dQ, and two rows of statistics: like dS they stay to the end of the segment's
+        # backward.
+        stays = (4 if flash else 2 * element_bytes) * query + 8 * heads
+        sums = 8 * groups if flash else 0
         # The gradients by the layer's output and by the stream, by Q, K and V; queries and dO, or the mixed gradient.
         around = 2 * self.input_per_token + element_bytes * (mixed + max(2 * query, mixed)) + stays
         return replace(
             self,
             # From the second layer on dS is there too, but the activations of the layer before are free.
             scores_per_token=max(around, self.work_per_token + stays - self.kept_per_token_and_layer),
-            scores_per_pair=element_bytes * heads,
-            most_scores=MOST_SCORES,
+            scores_per_pair=0.0 if flash else element_bytes * heads,
+            most_scores=0.0 if flash else MOST_SCORES,
+            work_per_path_token=self.work_per_path_token + sums,
             kv_per_token=2 * element_bytes * groups,
-            fixed=FIXED_BYTES,
+            fixed=FIXED_BYTES + (FLASH_TILE * (stays + sums) if flash else 0),
         )
 
     def kept(self, layers: float) -> float:
@@ -179,7 +189,7 @@ class SegmentBytes:
     def work(self, tokens: np.ndarray | float, path_tokens: np.ndarray | float) -> np.ndarray | float:
         """Working memory of a running segment of ``tokens`` tokens at the end of a path of ``path_tokens``."""
         room = np.maximum(self.work_per_token * tokens, self.work_fixed)
-        if self.most_scores:
+        if self.scores_per_token or self.most_scores:
             pairs = (tokens + TILE_TOKENS) * (path_tokens + TILE_KEYS)
             scores = np.minimum(self.scores_per_pair * pairs, self.most_scores)
             room = np.maximum(room, self.scores_per_token * tokens + scores)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
+import flash_standin
 from conftest import seed_all
 from dta_kernels.layers import qkv_rope, rms_norm
 from fused_layers_cases import fused
@@ -123,8 +124,19 @@ def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
 
 
 @interpreter
-@pytest.mark.parametrize(("settings", "activation_tokens"), [(QWEN3, None), (QWEN3, 0), (LLAMA, None)])
-def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "activation_tokens", "attention"),
+    [
+        (QWEN3, None, "triton"),
+        (QWEN3, 0, "triton"),
+        (LLAMA, None, "triton"),
+        (QWEN3, None, "fa4"),
+        (QWEN3, 0, "fa4"),
+    ],
+)
+def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention, monkeypatch):
+    if attention == "fa4":
+        flash_standin.install(monkeypatch)
     # Sums of weights' gradients, of which there are few beside the tokens of training, are in what is fixed.
     monkeypatch.setattr(rms_norm, "_MAX_PROGRAMS", 1)
     monkeypatch.setattr(qkv_rope, "_MAX_PROGRAMS", 1)
@@ -133,9 +145,11 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypat
     monkeypatch.setattr(segment_bytes, "TILE_KEYS", 32)
     model = fused(**settings, **SHAPE)
     wrapped = Wrapped(model, weights_of(model, seed=3), DIRECT)
-    engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16, tree_attention_impl="triton")
+    engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16, tree_attention_impl=attention)
     each, layers = engine.counted_bytes(), SHAPE["num_layers"]
-    assert each.fixed == FIXED_BYTES
+    # Sums of FlashAttention 4 are for whole blocks, of which a step of training has few that are not full.
+    blocks = each.fixed - FIXED_BYTES
+    assert (blocks > 0) == (attention == "fa4")
     tree = TreeConfig(tree_mode="dta", tree_segment_tokens=24, tree_activation_tokens=activation_tokens)
     batch = prepare_batch(samples_of(seed_all(61)), tree)
     engine.forward_backward(batch, SFT)
@@ -154,7 +168,7 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypat
         once = each.kv_per_token * segments.peak_in_flight_tokens + 4096
         once += (4 * SHAPE["kv_channels"] + each.input_per_token) * tokens
         activations = each.kept(layers) * tokens
-        room = float(each.work(tokens, path))
+        room = float(each.work(tokens, path)) + blocks
         assert forward.left <= kept[segment] * activations + 64 * path + once
         assert forward.peak <= activations + room + once
         built = 0.0 if kept[segment] else activations
@@ -178,6 +192,22 @@ def test_a_segment_needs_the_memory_of_its_peak():
         attention = tokens * (2 * hidden + mixed + max(2 * query, mixed) + tiles) + scores
         assert each.work(tokens, path) == max(logits, feed_forward, attention) + 64 * path
     assert each.slot(28) == 28 * 2 * 1024 * (2 + 4) + 2 * 2 * 1024
+
+
+def test_a_segment_on_flash_attention_needs_sums_in_place_of_tiles():
+    shape = DecoderShape(1, 2048, 6144, 16, 8, 128, 151936)
+    each = SegmentBytes.of_shape(shape, RankTensors(logit_rows=883, flash_attention=True))
+    hidden, query, keys, mixed, ffn = 4096, 4096, 2048, 8192, 12288
+    stays = 2 * query + 2 * 4 * 16
+    for tokens, path in ((100, 100), (3000, 3000), (8192, 8192), (512, 30_000), (8192, 40_000)):
+        logits = 883 * 151936 * 2
+        feed_forward = tokens * (hidden + ffn + ffn + 2 * ffn)
+        attention = tokens * (2 * hidden + mixed + max(2 * query, mixed) + stays)
+        assert each.work(tokens, path) == max(logits, feed_forward, attention) + (64 + 2 * 2 * keys) * path
+    assert each.fixed == FIXED_BYTES + 128 * (stays + 2 * 2 * keys)
+    triton = SegmentBytes.of_shape(shape, RankTensors(logit_rows=883))
+    same = ("kept_per_token_and_layer", "kept_per_token", "kv_per_token_and_layer", "kv_per_token", "work_per_token")
+    assert all(getattr(each, name) == getattr(triton, name) for name in same)
 
 
 def test_a_limit_leaves_a_part_free():
