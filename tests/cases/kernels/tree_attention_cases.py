@@ -187,20 +187,24 @@ def check_accumulation(case: Case, config: TreeAttentionConfig | None, generator
     out, lse, dq, *plain = case.run(config)
     again = case.run(config, into)
     A = case.segment.num_ancestors
+    # Sums may be rounded in another order.
+    tolerance = 4e-6
     if isinstance(case, FlashCase) and case.q.is_cuda:
+        tolerance = 2e-5
         assert max(relative_errors(again[:3], [out, lse, dq])) < torch.finfo(case.shape.dtype).eps
     else:
         assert all(torch.equal(x, y) for x, y in zip(again[:3], (out, lse, dq), strict=True))
     for accumulator, old, own, all_keys in zip((into.keys, into.values), before, again[3:], plain, strict=True):
         ancestors, owners = into.slots[:A], into.slots[A:]
-        # Sums may be rounded in another order.
-        torch.testing.assert_close(accumulator[ancestors], all_keys[:A] + old[ancestors], rtol=4e-6, atol=4e-6)
+        torch.testing.assert_close(
+            accumulator[ancestors], all_keys[:A] + old[ancestors], rtol=tolerance, atol=tolerance
+        )
         untouched = torch.ones(len(old), dtype=torch.bool, device=old.device)
         untouched[into.slots] = False
         assert torch.equal(accumulator[untouched], old[untouched])
         assert own.dtype == case.shape.dtype
-        rounding = max(4e-6, 2 * torch.finfo(own.dtype).eps)
-        torch.testing.assert_close(own.float(), all_keys[A:] + old[owners], rtol=rounding, atol=4e-6)
+        rounding = max(tolerance, 2 * torch.finfo(own.dtype).eps)
+        torch.testing.assert_close(own.float(), all_keys[A:] + old[owners], rtol=rounding, atol=tolerance)
 
 
 def check_sibling_changes_no_bit(
