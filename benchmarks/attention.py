@@ -1,11 +1,12 @@
 """Measures tree attention on the trees of rollout files: TFLOP/s on visible pairs, forward and backward, on a GPU.
 
-    python benchmarks/attention.py FILE... [--tokens 32768] [--segment-tokens 2048 4096 8192] [--sweep]
-        [--output benchmarks/results/attention.json] [--json]
+    python benchmarks/attention.py FILE... [--impl triton fa4] [--tokens 32768] [--segment-tokens 2048 4096 8192]
+        [--sweep] [--output benchmarks/results/attention.json] [--json]
 
 From every file the first sequences are taken whose tree has at most --tokens tokens. Measured are the whole tree as
-one segment, and all the segments that the planner cuts of it for each of --segment-tokens, together. Beside our
-kernels run FlexAttention with the same mask (on whole trees), and cuDNN's and FlashAttention's attention where a mask
+one segment, and of the segments that the planner cuts of it for each of --segment-tokens, all together and the largest.
+--impl names what computes tree attention: our kernels, FlashAttention 4, or both in turn on every case. Beside them
+run FlexAttention with the same mask (on whole trees), and cuDNN's and FlashAttention's attention where a mask
 they know applies: a causal chain, and queries on a full prefix. A forward pass counts 4 x head size FLOPs for a visible
 pair and query head, a backward pass 10. The kernels' results are checked against the plain reference in float32 before
 anything is measured, and for every setting that is tried.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,12 @@ from common.attention_candidates import (
 )
 from common.attention_cases import AttentionCase, chain, choose_sequences, probe_case, segment_cases, whole_tree
 from dta_kernels.tree_attention.config import TreeAttentionConfig, default_config, padded_head_size
+from dta_kernels.tree_attention.flash_plan import plan_flash_attention
 from dta_kernels.tree_attention.plan import AttentionShape, plan_tree_attention
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.measurement import Report
+from megatron_dta.model import choose_segment_attention
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree
 
@@ -68,32 +71,43 @@ class Inputs:
         return (10 if backward else 4) * pairs * self.shape.num_heads * self.shape.head_size
 
 
-def kernel_calls(inputs: Inputs, config: TreeAttentionConfig | None) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The forward and the backward of our kernels; the backward's outputs include those of the forward."""
-    from dta_kernels.tree_attention.launch import tree_attention_backward, tree_attention_forward
+@dataclass(frozen=True)
+class Kernels:
+    """What computes tree attention: "triton", with settings or those of the table, or "fa4"."""
 
-    case = inputs.case
-    plan = plan_tree_attention(case.key_end, case.num_queries, inputs.shape, inputs.device, config)
+    impl: str = "triton"
+    config: TreeAttentionConfig | None = None
+
+
+def kernel_calls(inputs: Inputs, kernels: Kernels) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The forward and the backward of these kernels; the backward's outputs include those of the forward."""
+    from dta_kernels.tree_attention import flash, launch
+
+    case, attention = inputs.case, flash if kernels.impl == "fa4" else launch
+    arguments = (case.key_end, case.num_queries, inputs.shape, inputs.device)
+    plan = (
+        plan_flash_attention(*arguments) if kernels.impl == "fa4" else plan_tree_attention(*arguments, kernels.config)
+    )
 
     def forward() -> Any:
-        return tree_attention_forward(inputs.q, inputs.k, inputs.v, inputs.key_end, plan, inputs.scale)
+        return attention.tree_attention_forward(inputs.q, inputs.k, inputs.v, inputs.key_end, plan, inputs.scale)
 
     out, lse = forward()
 
     def backward() -> Any:
-        return tree_attention_backward(
+        return attention.tree_attention_backward(
             inputs.grad_out, inputs.q, inputs.k, inputs.v, out, lse, inputs.key_end, plan, inputs.scale
         )
 
     return forward, backward
 
 
-def check(inputs: Inputs, config: TreeAttentionConfig | None) -> float:
+def check(inputs: Inputs, kernels: Kernels) -> float:
     """Largest relative error of out, dq, dk and dv against the plain reference in float32."""
     from dta_kernels.tree_attention.reference import tree_attention_backward, tree_attention_forward
 
     case, device = inputs.case, inputs.device
-    forward, backward = kernel_calls(inputs, config)
+    forward, backward = kernel_calls(inputs, kernels)
     out, _ = forward()
     key = torch.arange(len(case.key_end), device=device)
     indices = (key[case.num_ancestors :], key, inputs.key_end.long(), inputs.scale)
@@ -111,8 +125,8 @@ def milliseconds(call: Callable[[], Any]) -> float:
     return float(do_bench(call, warmup=50, rep=200, return_mode="median"))
 
 
-def measure_kernels(inputs: Inputs, config: TreeAttentionConfig | None, backward_only: bool = False) -> dict[str, Any]:
-    forward, backward = kernel_calls(inputs, config)
+def measure_kernels(inputs: Inputs, kernels: Kernels, backward_only: bool = False) -> dict[str, Any]:
+    forward, backward = kernel_calls(inputs, kernels)
     return _rates(inputs, None if backward_only else forward, backward)
 
 
@@ -170,12 +184,12 @@ def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
 
 
-def checked(inputs: Inputs, probe: Inputs, config: TreeAttentionConfig | None, backward_only: bool) -> dict[str, Any]:
+def checked(inputs: Inputs, probe: Inputs, kernels: Kernels, backward_only: bool) -> dict[str, Any]:
     """Rates on ``inputs`` after a check on ``probe``; results that are wrong are an error, not a rate."""
-    error = check(probe, config)
+    error = check(probe, kernels)
     if not error < LARGEST_ERROR:
         raise ArithmeticError(f"wrong results: relative error {error:.3g}")
-    return {"relative_error": error, **measure_kernels(inputs, config, backward_only)}
+    return {"relative_error": error, **measure_kernels(inputs, kernels, backward_only)}
 
 
 def sweep(report: Report, inputs: Inputs, probe: Inputs, hopper: bool) -> TreeAttentionConfig:
@@ -195,7 +209,9 @@ def sweep(report: Report, inputs: Inputs, probe: Inputs, hopper: bool) -> TreeAt
         times: list[tuple[float, TreeAttentionConfig]] = []
         for config in [best, *candidates(best)]:
             names = {"case": inputs.case.name, "sweep": stage, "config": _short(config, stage)}
-            row = report.attempt(names, lambda c=config, d=directions: checked(inputs, probe, c, d == ["backward"]))
+            row = report.attempt(
+                names, lambda c=config, d=directions: checked(inputs, probe, Kernels(config=c), d == ["backward"])
+            )
             if row is not None:
                 times.append((sum(row[f"{direction}_ms"] for direction in directions), config))
         if times:
@@ -223,26 +239,34 @@ def measure_file(
     path: Path,
     arguments: argparse.Namespace,
     shape: AttentionShape,
-    config: TreeAttentionConfig | None,
+    kernels: list[Kernels],
 ) -> None:
     """Whole tree and segments of one file."""
     device = torch.device("cuda")
     whole, by_size = cases_of_file(path, arguments.tokens, arguments.segment_tokens)
     inputs = Inputs(whole, shape, device)
     names = {"case": whole.name, "tokens": whole.num_queries, "pairs": whole.pairs}
-    report.attempt({**names, "code": "triton"}, lambda: measure_kernels(inputs, config))
+    for each in kernels:
+        report.attempt({**names, "code": each.impl}, lambda each=each: measure_kernels(inputs, each))
     if not arguments.skip_flex:
         report.attempt({**names, "code": "flex"}, lambda: measure_flex(inputs))
     for segment_tokens, cases in by_size.items():
-        names = {"case": f"{whole.name}/{segment_tokens}", "segments": len(cases), "code": "triton"}
-        report.attempt(names, lambda cases=cases: measure_together(cases, shape, device, config))
+        largest = Inputs(max(cases, key=lambda case: case.pairs), shape, device)
+        for each in kernels:
+            names = {"case": f"{whole.name}/{segment_tokens}", "segments": len(cases), "code": each.impl}
+            report.attempt(names, lambda cases=cases, each=each: measure_together(cases, shape, device, each))
+            names = {
+                "case": f"{whole.name}/{segment_tokens}, largest", "tokens": largest.case.num_queries,
+                "keys": len(largest.case.key_end), "code": each.impl,
+            }  # fmt: skip
+            report.attempt(names, lambda largest=largest, each=each: measure_kernels(largest, each))
 
 
 def measure_together(
-    cases: list[AttentionCase], shape: AttentionShape, device: torch.device, config: TreeAttentionConfig | None
+    cases: list[AttentionCase], shape: AttentionShape, device: torch.device, kernels: Kernels
 ) -> dict[str, Any]:
     """All segments of a tree, one after the other, as one figure."""
-    rows = [measure_kernels(Inputs(case, shape, device), config) for case in cases]
+    rows = [measure_kernels(Inputs(case, shape, device), kernels) for case in cases]
     pairs = sum(case.pairs for case in cases)
     result: dict[str, Any] = {"pairs": pairs}
     for name, factor in (("forward", 4), ("backward", 10)):
@@ -262,27 +286,36 @@ def cases_of_file(
     return whole_tree(tree, name), {size: segment_cases(tree, size, f"{name}/{size}") for size in segment_tokens}
 
 
-def measure_libraries(report: Report, shape: AttentionShape, tokens: int) -> None:
+def measure_libraries(report: Report, shape: AttentionShape, tokens: int, kernels: list[Kernels]) -> None:
     """Chains: ours, cuDNN's and FlashAttention's kernels."""
     device = torch.device("cuda")
     for length in (tokens // 2, tokens):
         inputs = Inputs(chain(0, length, f"causal/{length}"), shape, device)
-        report.attempt({"case": inputs.case.name, "code": "triton"}, lambda i=inputs: measure_kernels(i, None))
+        _measure_each(report, inputs, kernels)
         for backend in BACKENDS:
             report.attempt(
                 {"case": inputs.case.name, "code": backend}, lambda i=inputs, b=backend: measure_library(i, b, True)
             )
     for queries in (256, 2048):
         inputs = Inputs(chain(tokens - queries, queries, f"prefix/{queries} of {tokens}"), shape, device)
-        report.attempt({"case": inputs.case.name, "code": "triton"}, lambda i=inputs: measure_kernels(i, None))
+        _measure_each(report, inputs, kernels)
         for backend in BACKENDS:
             names = {"case": f"{inputs.case.name}, all keys", "code": backend}
             report.attempt(names, lambda i=inputs, b=backend: measure_library(i, b, False))
 
 
+def _measure_each(report: Report, inputs: Inputs, kernels: list[Kernels]) -> None:
+    for each in kernels:
+        names = {"case": inputs.case.name, "code": each.impl}
+        report.attempt(names, lambda each=each: measure_kernels(inputs, Kernels(each.impl)))
+
+
 def main() -> None:
     parser = CommandLineParser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--impl", nargs="+", choices=("triton", "fa4"), default=["triton"], help="what computes tree attention"
+    )
     parser.add_argument("--tokens", type=int, default=32768, help="most tokens of a tree")
     parser.add_argument("--segment-tokens", type=int, nargs="*", default=[2048, 4096, 8192])
     parser.add_argument("--heads", type=int, default=32)
@@ -305,10 +338,14 @@ def main() -> None:
         raise InputError(f"--heads {arguments.heads} is not divisible by --groups {arguments.groups}")
     if arguments.hopper and not arguments.sweep:
         raise InputError("--hopper has no effect without --sweep")
+    if arguments.sweep and arguments.impl != ["triton"]:
+        raise InputError("--sweep tries settings of our kernels only; leave --impl out")
     if not torch.cuda.is_available():
         raise InputError("benchmarks/attention.py measures a CUDA GPU, and there is none here")
     device = torch.device("cuda")
     shape = AttentionShape(arguments.heads, arguments.groups, arguments.head_size, DTYPES[arguments.dtype])
+    if "fa4" in arguments.impl:
+        choose_segment_attention("fa4", shape.head_size, shape.group_size, shape.dtype, device)
     report = Report(
         "benchmarks/attention.py: TFLOP/s of attention on visible pairs, forward and backward",
         {name: getattr(arguments, name) for name in ("heads", "groups", "head_size", "dtype", "tokens")},
@@ -318,20 +355,19 @@ def main() -> None:
     report.results["gemm_8192_tflops"] = measure_gemm(device, shape.dtype)
     print(f"GEMM {report.results['gemm_8192_tflops']:.0f} TFLOP/s", flush=True)
     probe = Inputs(probe_case(), shape, device)
-    error = check(probe, None)
-    if not error < LARGEST_ERROR:
-        raise InputError(
-            f"results are wrong on this GPU: relative error {error:.3g}; run tests/gpu/test_gpu_tree_attention.py"
-        )
+    for impl in arguments.impl:
+        error = check(probe, Kernels(impl))
+        if not error < LARGEST_ERROR:
+            raise InputError(f"results of {impl} are wrong on this GPU: relative error {error:.3g}; run tests/gpu")
     best: TreeAttentionConfig | None = None
     if arguments.sweep:
         whole, by_size = cases_of_file(arguments.files[0], arguments.tokens, arguments.segment_tokens)
         longest = [max(cases, key=lambda case: case.pairs) for cases in by_size.values()]
         best = sweep(report, Inputs([*longest, whole][0], shape, device), probe, arguments.hopper)
     if not arguments.skip_libraries:
-        measure_libraries(report, shape, arguments.tokens)
+        measure_libraries(report, shape, arguments.tokens, list(map(Kernels, arguments.impl)))
     for path in arguments.files:
-        measure_file(report, path, arguments, shape, best)
+        measure_file(report, path, arguments, shape, [Kernels(impl, best) for impl in arguments.impl])
     if arguments.json:
         print_json(report.results)
 
