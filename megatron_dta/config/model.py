@@ -109,6 +109,11 @@ class ModelConfig:
         "float64.",
         choices=("auto", "triton", "reference"),
     )
+    enable_fp32_lm_head: bool = option(
+        False,
+        "Keep logits in float32, in training and in the in-process sampler, instead of rounding them to the dtype of "
+        "the model. That brings their logprobs closer together; SGLang has the same flag for its side.",
+    )
     fp8_format: str | None = option(
         None,
         "FP8 format of the layers' matrix products; needs --transformer-impl transformer_engine.",

@@ -92,6 +92,7 @@ class TreeEngine(RankModel):
             self.uses_kernels,
             in_buffers,
             self.attention == "fa4",
+            part.fp32_lm_head,
         )
         return counted_bytes(config, self.shape, rank)
 

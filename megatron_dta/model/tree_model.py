@@ -20,6 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from dta_kernels.logprobs.linear import RowChunk, VocabularyShard, linear_logprobs
+from dta_kernels.logprobs.logit_chunks import Head
 from megatron_dta.config.checks.transformer_engine import FP8_UNITS
 from megatron_dta.model.attention.context import AttentionContext, check_context
 from megatron_dta.model.attention.paged_context import PagedContext
@@ -37,6 +38,7 @@ class TreeGPTModel(GPTModel):
         first_layer: index in the whole model of this model chunk's first layer; 0 for a whole model.
         has_fused_layers: whether its layers are those of ``fused_layer``.
         adds_to_main_grad: whether gradients are added to the weights' gradient buffers, see ``main_grad``.
+        fp32_lm_head: whether logits are float32 in a 16-bit model.
     """
 
     true_vocab_size: int
@@ -44,6 +46,7 @@ class TreeGPTModel(GPTModel):
     first_layer: int
     has_fused_layers: bool = False
     adds_to_main_grad: bool = False
+    fp32_lm_head: bool = False
 
     @property
     def model_chunks(self) -> list[TreeGPTModel]:
@@ -187,8 +190,8 @@ class TreeGPTModel(GPTModel):
         Every rank of a tensor group gets the same bits.
         """
         if self.config.tensor_model_parallel_size == 1:
-            return hidden @ self.output_weight().t()
-        logits = hidden @ self._padded_output_weight().t()
+            return Head(self.output_weight(), self.fp32_lm_head).logits(hidden)
+        logits = Head(self._padded_output_weight(), self.fp32_lm_head).logits(hidden)
         return tensor_parallel.gather_from_tensor_model_parallel_region(logits)[:, : self.true_vocab_size]
 
     @property
@@ -202,7 +205,7 @@ class TreeGPTModel(GPTModel):
     def own_logits(self, hidden: Tensor) -> tuple[Tensor, int]:
         """Logits [n, this rank's part of the vocabulary with padding], and how many of its columns are tokens."""
         weight = self._padded_output_weight()
-        return hidden @ weight.t(), self._true_rows(weight)
+        return Head(weight, self.fp32_lm_head).logits(hidden), self._true_rows(weight)
 
     def edge_logprobs(
         self, hidden: Tensor, edge_row: Tensor, target: Tensor, chunks: list[RowChunk], temperature: float
@@ -218,5 +221,13 @@ class TreeGPTModel(GPTModel):
             buffer = buffer[: weight.shape[0]]
         shard = self.vocabulary_shard
         return linear_logprobs(
-            hidden, weight, edge_row, target, chunks, temperature, weight_grad_VC=buffer, shard=shard
+            hidden,
+            weight,
+            edge_row,
+            target,
+            chunks,
+            temperature,
+            weight_grad_VC=buffer,
+            shard=shard,
+            in_float32=self.fp32_lm_head,
         )

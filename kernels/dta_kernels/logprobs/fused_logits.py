@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dta_kernels.logprobs.logit_chunks import RowStatistics
+
 _BLOCK = 4096
 
 
@@ -48,21 +50,21 @@ def _moments_kernel(
 
 @triton.jit(do_not_specialize=["num_columns"])
 def _gradient_kernel(
-    logits, largest_in, log_mass_in, edge_factor_in, entropy_in, entropy_factor_in, stride, num_columns,
-    inverse_temperature, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, gradient_out, largest_in, log_mass_in, edge_factor_in, entropy_in, entropy_factor_in, stride, out_stride,
+    num_columns, inverse_temperature, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK
     column = begin + tl.arange(0, BLOCK)
     exists = column < num_columns
-    pointers = logits + row * stride + column
-    x = tl.load(pointers, mask=exists, other=0.0).to(tl.float32) * inverse_temperature
+    x = tl.load(logits + row * stride + column, mask=exists, other=0.0).to(tl.float32) * inverse_temperature
     logprob = (x - tl.load(largest_in + row)) - tl.load(log_mass_in + row)
     factor = tl.load(edge_factor_in + row)
     if WITH_ENTROPY:
         factor = factor + tl.load(entropy_factor_in + row) * (logprob + tl.load(entropy_in + row))
     gradient = -tl.exp(logprob) * factor * inverse_temperature
-    tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=exists)
+    target = gradient_out + row * out_stride + column
+    tl.store(target, gradient.to(gradient_out.dtype.element_ty), mask=exists)
 
 
 def row_moments(logits_BV: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,16 +82,15 @@ def row_moments(logits_BV: Tensor, temperature: float) -> tuple[Tensor, Tensor, 
     return largest, mass, moment
 
 
-def gradient_in_place(
+def logit_gradient(
     logits_BV: Tensor,
+    out_BV: Tensor,
     temperature: float,
-    largest_B: Tensor,
-    log_mass_B: Tensor,
+    statistics: RowStatistics,
     edge_factor_B: Tensor,
-    entropy_B: Tensor,
     grad_entropy_B: Tensor | None,
 ) -> None:
-    """Overwrite the logits by their gradient without the one-hot terms of the targets.
+    """Write the gradient by the logits, without the one-hot terms of the targets, to ``out``, which may be ``logits``.
 
     That is ``-p (edge_factor + grad_entropy (logp + entropy)) / temperature``, where ``edge_factor`` is the sum of the
     gradients of the row's edges.
@@ -98,7 +99,7 @@ def gradient_in_place(
     if B == 0:
         return
     _gradient_kernel[(B, triton.cdiv(V, _BLOCK))](
-        logits_BV, largest_B, log_mass_B, edge_factor_B, entropy_B,
-        edge_factor_B if grad_entropy_B is None else grad_entropy_B, logits_BV.stride(0), V, 1.0 / temperature,
-        WITH_ENTROPY=grad_entropy_B is not None, BLOCK=_BLOCK, num_warps=8,
+        logits_BV, out_BV, statistics.largest, statistics.log_mass, edge_factor_B, statistics.entropy,
+        edge_factor_B if grad_entropy_B is None else grad_entropy_B, logits_BV.stride(0), out_BV.stride(0), V,
+        1.0 / temperature, WITH_ENTROPY=grad_entropy_B is not None, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 from dta_kernels.layers.weight_gradients import add_weight_gradient, gradient_placeholder
 from dta_kernels.logprobs.logit_chunks import (
     Edges,
+    Head,
     RowStatistics,
     fused_gradient,
     fused_moments,
@@ -71,6 +72,7 @@ class _LinearLogprobs(torch.autograd.Function):
         fused: bool,
         weight_grad_VC: Tensor | None,
         shard: VocabularyShard | None,
+        in_float32: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(hidden_RC.dtype)
         moments_of = fused_moments if fused else plain_moments
@@ -83,7 +85,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for chunk in chunks if weight_VC.shape[0] else ():
             rows, of_chunk = slice(chunk.row_begin, chunk.row_end), edges.of(chunk)
             largest_R[rows], mass_R[rows], moment_R[rows], target_logit_E[chunk.edge_begin : chunk.edge_end] = (
-                moments_of(hidden_RC[rows], weight_VC, of_chunk, temperature)
+                moments_of(hidden_RC[rows], Head(weight_VC, in_float32), of_chunk, temperature)
             )
         if shard is not None and num_rows:  # as many rows on every rank
             own_largest_R = largest_R.clone()
@@ -99,6 +101,7 @@ class _LinearLogprobs(torch.autograd.Function):
         statistics = RowStatistics(largest_R, log_mass_R, log_mass_R - moment_R / mass_R)
         ctx.save_for_backward(hidden_RC, weight_VC, *edges, *statistics)
         ctx.chunks, ctx.temperature, ctx.fused, ctx.weight_grad_VC = chunks, temperature, fused, weight_grad_VC
+        ctx.in_float32 = in_float32
         ctx.set_materialize_grads(False)
         return logprobs_E, statistics.entropy
 
@@ -117,7 +120,7 @@ class _LinearLogprobs(torch.autograd.Function):
             rows, of_chunk = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
             grad_logits_BV = gradient_of(
                 hidden_RC[rows],
-                weight_VC,
+                Head(weight_VC, ctx.in_float32),
                 edges.of(chunk),
                 None if grad_logprobs_E is None else grad_logprobs_E[of_chunk].to(dtype),
                 None if grad_entropy_R is None else grad_entropy_R[rows].to(dtype),
@@ -132,7 +135,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if needs_weight:
             has_buffer = ctx.weight_grad_VC is not None
             grad_weight_VC = gradient_placeholder(weight_VC) if has_buffer else sum_VC.to(weight_VC.dtype)
-        return grad_hidden_RC, grad_weight_VC, None, None, None, None, None, None, None
+        return grad_hidden_RC, grad_weight_VC, *[None] * 8
 
 
 def linear_logprobs(
@@ -145,6 +148,7 @@ def linear_logprobs(
     fused: bool | None = None,
     weight_grad_VC: Tensor | None = None,
     shard: VocabularyShard | None = None,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of every edge and entropy of every row of ``softmax(hidden @ weight.T / temperature)``.
 
@@ -160,6 +164,7 @@ def linear_logprobs(
             needs a gradient, autograd then gets a ``gradient_placeholder`` for it. Without a buffer the pass allocates
             one in the accumulation precision.
         shard: the vocabulary is divided among ranks; the gradient by ``hidden`` is then the rank's summand.
+        in_float32: logits of 16-bit inputs are float32 instead of being rounded to 16 bits.
 
     Returns:
         ``(logprobs_E, entropy_R)`` in float32 (float64 for float64 inputs), differentiable in ``hidden`` and
@@ -167,7 +172,7 @@ def linear_logprobs(
     """
     fused = uses_fused_kernels(hidden_RC) if fused is None else fused
     return _LinearLogprobs.apply(
-        hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, fused, weight_grad_VC, shard
+        hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, fused, weight_grad_VC, shard, in_float32
     )
 
 

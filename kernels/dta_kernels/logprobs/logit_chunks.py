@@ -33,6 +33,30 @@ class Edges(NamedTuple):
         return Edges(self.row[begin:end] - row_begin, self.column[begin:end], is_own)
 
 
+class Head(NamedTuple):
+    """The output weight of a rank and how its logits are rounded.
+
+    Attributes:
+        weight: [V, C].
+        in_float32: logits of 16-bit inputs are not rounded to 16 bits.
+    """
+
+    weight: Tensor
+    in_float32: bool = False
+
+    def widens(self, hidden: Tensor) -> bool:
+        """Whether the logits of ``hidden`` have another dtype than it."""
+        return self.in_float32 and hidden.dtype.itemsize == 2
+
+    def logits(self, hidden_BC: Tensor) -> Tensor:
+        """``hidden @ weight.T`` [B, V]."""
+        if not self.widens(hidden_BC):
+            return hidden_BC @ self.weight.t()
+        if hidden_BC.is_cuda:
+            return torch.mm(hidden_BC, self.weight.t(), out_dtype=torch.float32)
+        return hidden_BC.float() @ self.weight.t().float()
+
+
 class RowStatistics(NamedTuple):
     """Statistics of rows over the whole vocabulary, [B] each; the log-sum-exp of a row is largest + log_mass."""
 
@@ -47,13 +71,13 @@ def uses_fused_kernels(hidden: Tensor) -> bool:
 
 
 def plain_moments(
-    hidden_BC: Tensor, weight_VC: Tensor, edges: Edges, temperature: float
+    hidden_BC: Tensor, head: Head, edges: Edges, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(largest [B], mass [B], moment [B], target logits [e])``, see ``fused_logits.row_moments``.
 
     The logit of a target that is not the rank's is 0.
     """
-    logits_BV = _tempered_logits(hidden_BC, weight_VC, temperature)
+    logits_BV = _tempered_logits(hidden_BC, head, temperature)
     chosen_e = _own(logits_BV[edges.row, edges.column], edges)
     largest_B = logits_BV.amax(dim=-1)
     # In place, because allocation is the main cost.
@@ -64,19 +88,19 @@ def plain_moments(
 
 
 def fused_moments(
-    hidden_BC: Tensor, weight_VC: Tensor, edges: Edges, temperature: float
+    hidden_BC: Tensor, head: Head, edges: Edges, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``plain_moments`` on a fused kernel."""
     from dta_kernels.logprobs.fused_logits import row_moments
 
-    logits_BV = hidden_BC @ weight_VC.t()
+    logits_BV = head.logits(hidden_BC)
     chosen_e = logits_BV[edges.row, edges.column].float() * (1.0 / temperature)
     return *row_moments(logits_BV, temperature), _own(chosen_e, edges)
 
 
 def plain_gradient(
     hidden_BC: Tensor,
-    weight_VC: Tensor,
+    head: Head,
     edges: Edges,
     grad_edges_e: Tensor | None,
     grad_entropy_B: Tensor | None,
@@ -87,7 +111,7 @@ def plain_gradient(
 
     d logprob(target) / d logits = onehot(target) - p and d entropy / d logits = -p (logprob + entropy).
     """
-    logprobs_BV = _tempered_logits(hidden_BC, weight_VC, temperature)
+    logprobs_BV = _tempered_logits(hidden_BC, head, temperature)
     logprobs_BV -= statistics.largest[:, None]
     logprobs_BV -= statistics.log_mass[:, None]
     row_sum_B = _row_sums(grad_edges_e, edges, statistics.entropy)
@@ -106,7 +130,7 @@ def plain_gradient(
 
 def fused_gradient(
     hidden_BC: Tensor,
-    weight_VC: Tensor,
+    head: Head,
     edges: Edges,
     grad_edges_e: Tensor | None,
     grad_entropy_B: Tensor | None,
@@ -114,13 +138,15 @@ def fused_gradient(
     temperature: float,
 ) -> Tensor:
     """``plain_gradient`` on a fused kernel."""
-    from dta_kernels.logprobs.fused_logits import gradient_in_place
+    from dta_kernels.logprobs.fused_logits import logit_gradient
 
-    B, V = hidden_BC.shape[0], weight_VC.shape[0]
+    B, V = hidden_BC.shape[0], head.weight.shape[0]
     # An additional row receives the writes for targets that are not among these columns.
     padded = hidden_BC.new_empty((B + 1, V))
-    logits_BV = padded[:B]
-    torch.mm(hidden_BC, weight_VC.t(), out=logits_BV)
+    if head.widens(hidden_BC):
+        logits_BV = head.logits(hidden_BC)
+    else:  # the gradient takes the place of the logits
+        logits_BV = torch.mm(hidden_BC, head.weight.t(), out=padded[:B])
     row_sum_B = _row_sums(grad_edges_e, edges, statistics.entropy)
     if grad_edges_e is not None:
         # Gradients of targets are computed separately, before the logits are overwritten, to round p - 1 only once.
@@ -130,16 +156,16 @@ def fused_gradient(
         if grad_entropy_B is not None:
             factor = factor + grad_entropy_B[edges.row] * (logprob + entropy_e)
         of_targets = (grad_edges_e - logprob.exp() * factor) / temperature
-    gradient_in_place(logits_BV, temperature, *statistics[:2], row_sum_B, statistics.entropy, grad_entropy_B)
+    logit_gradient(logits_BV, padded[:B], temperature, statistics, row_sum_B, grad_entropy_B)
     if grad_edges_e is not None:
         row = edges.row if edges.is_own is None else torch.where(edges.is_own, edges.row, B)
         # The children of one token are different tokens, so every own (row, target) occurs once.
         padded[row, edges.column] = of_targets.to(padded.dtype)
-    return logits_BV
+    return padded[:B]
 
 
-def _tempered_logits(hidden_BC: Tensor, weight_VC: Tensor, temperature: float) -> Tensor:
-    return (hidden_BC @ weight_VC.t()).to(accumulation_dtype(hidden_BC.dtype)).div_(temperature)
+def _tempered_logits(hidden_BC: Tensor, head: Head, temperature: float) -> Tensor:
+    return head.logits(hidden_BC).to(accumulation_dtype(hidden_BC.dtype)).div_(temperature)
 
 
 def _own(values_e: Tensor, edges: Edges) -> Tensor:

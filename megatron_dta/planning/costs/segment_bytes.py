@@ -59,6 +59,7 @@ class RankTensors:
         fused_attention: whether attention runs on its kernels, which accumulate ancestors' gradients in place.
         in_buffers: whether gradients of weights are accumulated in buffers, without a tensor of their own first.
         flash_attention: with ``fused_attention``, whether these kernels are those of FlashAttention 4.
+        float32_logits: whether logits are float32 beside a gradient in the weights' dtype.
     """
 
     element_bytes: int = 2
@@ -69,6 +70,7 @@ class RankTensors:
     fused_attention: bool = True
     in_buffers: bool = True
     flash_attention: bool = False
+    float32_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class SegmentBytes:
             row = element_bytes
             # The gradient by the layer's output; the activation function's output, the gradient by it and by its input.
             work = element_bytes * (hidden + ffn + 2 * width)
+        if rank.float32_logits and element_bytes < 4:
+            row += 4
         found = cls(
             kept_per_token_and_layer=kept,
             # Input and output of the last norm, rows of logits' hidden states, and tables of positions.

@@ -58,6 +58,7 @@ _FREE_MODEL_SETTINGS = {
     "fp16",
     "transformer_impl",
     "fused_layer_impl",
+    "enable_fp32_lm_head",
     "moe_grouped_gemm",
     "fp8_format",
     "fp8_recipe",

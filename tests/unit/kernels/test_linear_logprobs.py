@@ -52,3 +52,26 @@ def test_low_precision_inputs_give_float32():
     hidden, weight, edge_row, target = random_case(5, torch.bfloat16)
     logprobs, entropy = linear_logprobs(hidden, weight, edge_row, target, chunks_of(len(hidden), edge_row, 9))
     assert logprobs.dtype == entropy.dtype == torch.float32
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_float32_logits_are_not_rounded(fused):
+    hidden, weight, edge_row, target = random_case(6, torch.bfloat16)
+    chunks = chunks_of(len(hidden), edge_row, 9)
+    wide = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    factors = torch.randn(len(target)), torch.randn(len(hidden))
+
+    def run(inputs, **more):
+        outputs = linear_logprobs(*inputs, edge_row, target, chunks, 0.7, **more)
+        return outputs, torch.autograd.grad(outputs, inputs, factors)
+
+    expected, wanted = run(wide, fused=False)
+    outputs, gradients = run((hidden, weight), fused=fused, in_float32=True)
+    rounded, _ = run((hidden, weight), fused=fused)
+    for found, exact, coarse in zip(outputs, expected, rounded, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=2e-6)
+        assert (coarse - exact).abs().max() > 1e-3
+    for found, exact in zip(gradients, wanted, strict=True):
+        # The gradient by the logits, and what follows, is rounded to bfloat16 as before.
+        assert found.dtype == torch.bfloat16
+        assert (found.float() - exact).norm() < 4e-3 * exact.norm()
