@@ -16,6 +16,7 @@ attention    the decoding kernel alone, with different settings; needs a GPU.
 das          recorded samples with and without speculation, measured and predicted (``rollout_parts/drafting.py``).
 das-noise    how far rounding moves samples in bfloat16, with drafts and at other batch sizes
              (``rollout_parts/rounding.py``).
+gap          how far logprobs of the sampler are from those of the trainer (``rollout_parts/gap.py``).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from megatron_dta.sampling.engines.in_process.engine import InProcessEngine
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from rollout_parts.drafting import add_das_arguments, run_das
+from rollout_parts.gap import add_gap_arguments, run_gap
 from rollout_parts.paged_attention import add_attention_arguments, run_attention
 from rollout_parts.rounding import add_noise_arguments, run_noise
 from rollout_parts.trees import add_tree_arguments, run_tree, run_tree_tokens
@@ -163,6 +165,7 @@ def _measured_run(
 
 
 _ENGINE = ("buffer_size_gb", "max_tokens", "cuda_graphs", "burst", "attention_impl", "max_position_embeddings")
+_ENGINE += ("enable_fp32_lm_head",)
 PARTS = {
     "decode": Part("tokens per second of plain sampling", add_decode_arguments, run_decode),
     "attention": Part("the decoding kernel alone", add_attention_arguments, run_attention, False, (*_ENGINE, "runs")),
@@ -170,6 +173,7 @@ PARTS = {
     "das-noise": Part(
         "how far rounding moves samples, with drafts and without", add_noise_arguments, run_noise, without=("runs",)
     ),
+    "gap": Part("logprobs of the sampler beside those of the trainer", add_gap_arguments, run_gap, without=("runs",)),
     "tree": Part("trees against independent rollouts, with the engine", add_tree_arguments, run_tree),
     "tree-tokens": Part(
         "tokens of trees and of independent rollouts, without a model",

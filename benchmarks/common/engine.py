@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()
     add("--cuda-graphs", action=argparse.BooleanOptionalAction, help="--rollout-cuda-graphs (default: where possible)")
     add("--burst", type=int, default=8, help="passes that run before the host reads their tokens")
     add("--attention-impl", choices=("auto", "triton", "reference"), default="auto")
+    add("--enable-fp32-lm-head", action="store_true", help="keep logits in float32, as in training")
     add("--max-position-embeddings", type=int, default=8192)
     add("--memory-bandwidth-gbs", type=float, help="of the data sheet; default: measured by copying")
     add("--runs", type=int, default=3, help="timed runs; medians are reported")
@@ -106,6 +107,7 @@ def build_setup(arguments: argparse.Namespace) -> Setup:
         swiglu=True,
         disable_bias_linear=True,
         bf16=dtype == "bf16",
+        enable_fp32_lm_head=arguments.enable_fp32_lm_head,
         num_experts=shape.num_experts,
         moe_router_topk=shape.moe_router_topk,
         moe_ffn_hidden_size=shape.moe_ffn_hidden_size,

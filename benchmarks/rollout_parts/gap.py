@@ -1,0 +1,65 @@
+"""The part ``gap`` of the rollout benchmark: how far logprobs of the sampler are from those of the trainer.
+
+The in-process engine samples groups that share prompts. The trainer then computes the logprobs of the sampled tokens on
+trees and on dense segments of two sizes. Weights are equal, so in exact arithmetic all would agree. The difference of
+the two dense runs is what any change of the batch does to a logprob in this dtype. ``--enable-fp32-lm-head`` shows what
+rounding of the logits adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from common.engine import Setup, build_engine, check_arguments
+from megatron_dta.config import TreeConfig
+from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.planning.step.sample import TrainingSample
+from megatron_dta.sampling.engines.interface import GenerationRequest, generate
+from megatron_dta.sampling.params import SamplingParams
+
+WAYS = {"trees": ("dta", 4096), "dense": ("dense", 4096), "other dense": ("dense", 1536)}
+
+
+def add_gap_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``gap``."""
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--response-tokens", type=int, default=256)
+    parser.add_argument("--samples-per-prompt", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=1.0)
+
+
+def run_gap(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
+    """A row for each pair of ways to compute the logprobs of the same samples."""
+    check_arguments(arguments, "prompt_tokens", "response_tokens", "samples_per_prompt")
+    model, per_prompt = setup.model, arguments.samples_per_prompt
+    rng = np.random.default_rng(arguments.seed)
+    prompts = rng.integers(0, model.true_vocab_size, (max(1, arguments.batch // per_prompt), arguments.prompt_tokens))
+    requests = [
+        GenerationRequest(i, prompts[i // per_prompt].astype(np.int32), arguments.response_tokens, i)
+        for i in range(len(prompts) * per_prompt)
+    ]
+    sampler = build_engine(setup, arguments)
+    sampler.start(SamplingParams(1, eos_id=-1, temperature=arguments.temperature, seed=arguments.seed), 0)
+    results = generate(sampler, requests)
+    samples = []
+    for request, result in zip(requests, results, strict=True):
+        tokens = np.concatenate([request.token_ids, result.token_ids])
+        samples.append(TrainingSample(tokens, np.arange(len(tokens)) >= len(request.token_ids)))
+    found = {"sampler": np.concatenate([result.logprobs for result in results]).astype(np.float64)}
+    engine = TreeEngine(model, arguments.temperature)
+    for name, (mode, size) in WAYS.items():
+        batch = prepare_batch(samples, TreeConfig(tree_mode=mode, tree_segment_tokens=size))
+        logprobs = engine.compute_logprobs(batch)
+        of_responses = [each[sample.loss_mask] for each, sample in zip(logprobs, samples, strict=True)]
+        found[name] = np.concatenate(of_responses).astype(np.float64)
+    rows = []
+    for one, other in combinations(found, 2):
+        gap = found[one] - found[other]
+        row = {"part": "gap", "one": one, "other": other, "tokens": len(gap), "fp32_lm_head": model.fp32_lm_head}
+        row |= {"mean_logprob": float(found[one].mean()), "mean_gap": float(np.abs(gap).mean())}
+        rows.append(row | {"largest_gap": float(np.abs(gap).max()), "kl": float((np.exp(-gap) - 1 + gap).mean())})
+    return rows
