@@ -69,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tree-memory-gib", type=float, help="of megatron_dta")
     parser.add_argument("--attn-implementation", default="flash_attention_2", help="of fsdp2")
     parser.add_argument("--steps", type=int, default=3, help="timed passes; the median counts")
+    parser.add_argument("--model-folder", type=Path, help="write the random model here and use it again next time")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     check_at_least(arguments, 1, "max_sequences", "groups", "group_size", "prompt_tokens", "response_tokens", "steps")
@@ -152,8 +153,11 @@ def write_model(arguments: argparse.Namespace, folder: Path, longest: int) -> in
     )
     values = huggingface_config(model)
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    dtype = getattr(torch, arguments.dtype)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    if not (folder / "config.json").exists():
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            found = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, arguments.dtype))
+        found.save_pretrained(folder)
+        del found
     return model.vocab_size
 
 
@@ -182,10 +186,10 @@ def build_worker(arguments: argparse.Namespace, folder: Path) -> TrainingWorker:
 def main() -> int:
     """Measure and report."""
     arguments = parse_arguments()
-    with tempfile.TemporaryDirectory() as folder:
-        longest = 1 << 17
-        vocab_size = write_model(arguments, Path(folder), longest)
-        worker = build_worker(arguments, Path(folder))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.model_folder or Path(temporary)
+        vocab_size = write_model(arguments, folder, longest=1 << 17)
+        worker = build_worker(arguments, folder)
         rows = load_rows(arguments, vocab_size)
         rank, size = worker.engine.get_data_parallel_rank(), worker.engine.get_data_parallel_size()
         rows = rows[: len(rows) // size * size]
