@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import transformers
 from tensordict import TensorDict
+from transformers.masking_utils import flash_attention_mask
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.workers.config import (
@@ -48,7 +49,34 @@ from megatron_dta.integrations.verl.config import MegatronDtaEngineConfig
 from megatron_dta.rollouts import load_rollouts
 
 ENGINES = ("megatron_dta", "fsdp2", "megatron")
+# FlashAttention 4 for packed rows. transformers passes it the longest length as a tensor, which it refuses.
+PACKED_FA4 = "packed_fa4"
 Rows = list[tuple[np.ndarray, np.ndarray]]  # token ids and mask of the trained ones
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    position_ids: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention [1, tokens, heads, D] of rows one after the other, each with positions from 0."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    positions = position_ids.reshape(-1)
+    starts = torch.nonzero(positions == 0).flatten().int()
+    bounds = torch.cat([starts, starts.new_tensor([len(positions)])])
+    longest = int(positions.max()) + 1
+    rows = [each[0].transpose(0, 1).to(torch.bfloat16) for each in (query, key, value)]
+    out = flash_attn_varlen_func(
+        *rows, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=scaling, causal=True,
+    )  # fmt: skip
+    return (out[0] if isinstance(out, tuple) else out)[None].to(query.dtype), None
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -67,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--max-token-len-per-gpu", type=int, default=32768, help="of verl's own engines")
     parser.add_argument("--tree-memory-gib", type=float, help="of megatron_dta")
-    parser.add_argument("--attn-implementation", default="flash_attention_2", help="of fsdp2")
+    parser.add_argument("--attn-implementation", default="flash_attention_2", help=f"of fsdp2; also {PACKED_FA4}")
     parser.add_argument("--steps", type=int, default=3, help="timed passes; the median counts")
     parser.add_argument("--model-folder", type=Path, help="write the random model here and use it again next time")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
@@ -186,6 +214,8 @@ def build_worker(arguments: argparse.Namespace, folder: Path) -> TrainingWorker:
 def main() -> int:
     """Measure and report."""
     arguments = parse_arguments()
+    transformers.AttentionInterface.register(PACKED_FA4, packed_attention)
+    transformers.AttentionMaskInterface.register(PACKED_FA4, flash_attention_mask)
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.model_folder or Path(temporary)
         vocab_size = write_model(arguments, folder, longest=1 << 17)
