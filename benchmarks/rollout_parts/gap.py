@@ -1,9 +1,9 @@
 """The part ``gap`` of the rollout benchmark: how far logprobs of the sampler are from those of the trainer.
 
 The in-process engine samples groups that share prompts. The trainer then computes the logprobs of the sampled tokens on
-trees and on dense segments of two sizes. Weights are equal, so in exact arithmetic all would agree. The difference of
-the two dense runs is what any change of the batch does to a logprob in this dtype. ``--enable-fp32-lm-head`` shows what
-rounding of the logits adds.
+trees and on dense segments of several sizes, and a float32 copy of the model computes them once more. In exact
+arithmetic all would agree. Short segments have as few rows in a matrix product as a decoding pass, so the library may
+choose the same kernels for them. ``--enable-fp32-lm-head`` shows what rounding of the logits adds.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+import torch
 
-from common.engine import Setup, build_engine, check_arguments
+from common.engine import Setup, build_engine, build_setup, check_arguments
 from megatron_dta.config import TreeConfig
 from megatron_dta.engine import TreeEngine, prepare_batch
+from megatron_dta.model import Model
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.sampling.engines.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 
-WAYS = {"trees": ("dta", 4096), "dense": ("dense", 4096), "other dense": ("dense", 1536)}
+# Tree mode and segment tokens.
+WAYS = {"trees": ("dta", 4096), "dense": ("dense", 4096), "other dense": ("dense", 1536), "short dense": ("dense", 64)}
 
 
 def add_gap_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +33,16 @@ def add_gap_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response-tokens", type=int, default=256)
     parser.add_argument("--samples-per-prompt", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=1.0)
+
+
+def trainer_logprobs(
+    model: Model, samples: list[TrainingSample], tree: TreeConfig, arguments: argparse.Namespace
+) -> np.ndarray:
+    """Logprobs of all response tokens by the trainer's forward pass, float64."""
+    engine = TreeEngine(model, arguments.temperature)
+    logprobs = engine.compute_logprobs(prepare_batch(samples, tree))
+    of_responses = [each[sample.loss_mask] for each, sample in zip(logprobs, samples, strict=True)]
+    return np.concatenate(of_responses).astype(np.float64)
 
 
 def run_gap(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
@@ -50,12 +63,12 @@ def run_gap(arguments: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]
         tokens = np.concatenate([request.token_ids, result.token_ids])
         samples.append(TrainingSample(tokens, np.arange(len(tokens)) >= len(request.token_ids)))
     found = {"sampler": np.concatenate([result.logprobs for result in results]).astype(np.float64)}
-    engine = TreeEngine(model, arguments.temperature)
     for name, (mode, size) in WAYS.items():
-        batch = prepare_batch(samples, TreeConfig(tree_mode=mode, tree_segment_tokens=size))
-        logprobs = engine.compute_logprobs(batch)
-        of_responses = [each[sample.loss_mask] for each, sample in zip(logprobs, samples, strict=True)]
-        found[name] = np.concatenate(of_responses).astype(np.float64)
+        found[name] = trainer_logprobs(model, samples, TreeConfig(tree_mode=mode, tree_segment_tokens=size), arguments)
+    if next(model.parameters()).dtype != torch.float32:
+        exact = build_setup(argparse.Namespace(**vars(arguments) | {"dtype": "fp32"})).model
+        exact.load_state_dict(model.state_dict())
+        found["float32"] = trainer_logprobs(exact, samples, TreeConfig(tree_segment_tokens=4096), arguments)
     rows = []
     for one, other in combinations(found, 2):
         gap = found[one] - found[other]

@@ -4,21 +4,26 @@ memory      all of the GPU, less what others hold at the moment: the CUDA contex
             the driver), pools of CUDA graphs, tensors that are not the step's (a sampler's cache), and a margin. It is
             measured before every step. From the second step on, when every communicator exists, it is only lowered.
 costs       the data sheet of the GPU (``planning.costs.gpus``), corrected by the ops of the second step
-failures    a step that runs out of memory nevertheless is planned again with less, once, if no rank waits for another
+failures    a step that runs out of memory nevertheless is planned again with less, once. If other ranks may be waiting
+            for the one that failed, the run ends instead, and leaves a lower limit in its folder for the next attempt
 
 All ranks decide alike. A checkpoint keeps both decisions, so that a continued run plans as the whole one would have.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.common.files import read_json, replacing
 from megatron_dta.config import TrainConfig
 from megatron_dta.engine import StepResult, TreeBatch, TreeEngine
 from megatron_dta.planning.costs.correction import CostCorrection, MeasuredPass, fit_correction
@@ -34,6 +39,8 @@ COMMUNICATOR_BYTES = 2 * GIB
 RETRY_SHARE = 0.85
 # The step whose ops correct the costs. In the first one kernels are compiled.
 MEASURED_STEP = 2
+# The file in which a run that ran out of memory leaves a lower limit.
+LEFT_LIMIT = "memory_limit.json"
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,25 @@ def build_autotuner(
         lambda: measure_gpu(engine.device, states_of(optimizers, frozen)),
         decides_memory(config, engine.device),
         config.optimization.deterministic_mode,
+        None if config.checkpoint.save is None else Path(config.checkpoint.save),
     )
+
+
+def _left_limit(folder: Path | None) -> float:
+    """The limit in GiB that an earlier attempt left in the run's folder; infinite if there is none."""
+    path = None if folder is None else folder / LEFT_LIMIT
+    if path is None or not path.exists():
+        return math.inf
+    values = read_json(path)
+    limit = values.get("memory_gib") if isinstance(values, dict) else None
+    if not isinstance(limit, int) or limit < 1:
+        raise InputError(f"{path}: memory_gib must be a whole number above 0; delete the file")
+    return limit
+
+
+def _leave_limit(folder: Path, limit: int) -> None:
+    with replacing(folder / LEFT_LIMIT) as temporary:
+        temporary.write_text(json.dumps({"memory_gib": limit}) + "\n", encoding="utf-8")
 
 
 class Autotuner:
@@ -121,6 +146,7 @@ class Autotuner:
         constant_bytes: weights, gradients and optimizer states of all models on this rank.
         measure: returns the use of this rank's GPU.
         sets_memory: whether the memory of a step is decided here; otherwise only costs are corrected.
+        folder: the run's folder, in which attempts leave their limits; None if it has none.
         deterministic: follow no clock: costs stay those of the data sheet.
 
     Attributes:
@@ -135,14 +161,15 @@ class Autotuner:
         measure: Callable[[], GpuMemory],
         sets_memory: bool = True,
         deterministic: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self._engine, self._constant, self._measure = engine, constant_bytes, measure
-        self._sets_memory = sets_memory
+        self._sets_memory, self._folder = sets_memory, folder
         self._corrects_costs = engine.has_device_costs and engine.costs is None and not deterministic
         # Steps of this process, and whether a checkpoint's decisions are continued.
         self._steps, self._is_continued, self._retried = 0, False, False
         # A limit with which a step has run out of memory is not tried again.
-        self._most: float = float("inf")
+        self._most = _left_limit(folder)
         self.limit: int | None = None
         self.follows = False
         self._total = 0.0
@@ -198,10 +225,16 @@ class Autotuner:
             InputError: the step has failed twice, or other ranks may be waiting for this one.
         """
         step = f"a step over {batch.plan.segments.tree.num_tokens:,} tokens ran out of GPU memory"
-        if not self._sets_memory or self._engine.mesh.world_size > 1 or self._retried:
-            raise InputError(f"{step}; lower --tree-memory-gib (it was {self._in_force()})") from error
+        fix = f"lower --tree-memory-gib (it was {self._in_force()})"
+        if not self._sets_memory or self._retried:
+            raise InputError(f"{step}; {fix}") from error
         self._retried, before = True, self.limit
         self._most = int(RETRY_SHARE * before)
+        if self._engine.mesh.world_size > 1:
+            if self._folder is not None:
+                _leave_limit(self._folder, self._most)
+                fix = f"the same command continues within {self._most} GiB instead of {before}"
+            raise InputError(f"{step}; {fix}") from error
         self._set(self._most)
         return f"{step}: planning it again within {self.limit} GiB instead of {before}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,6 +171,31 @@ def test_a_second_failure_ends_the_run_with_the_flag_that_helps(memory: list[Gpu
     given.engine.forward_backward = Failing(given.engine, 1)
     with pytest.raises(InputError, match=r"ran out of GPU memory; lower --tree-memory-gib \(it was 7\)"):
         steps(given, 1)
+
+
+def test_ranks_that_others_wait_for_leave_a_lower_limit(
+    memory: list[GpuMemory], rollouts: Path, tmp_path: Path
+) -> None:
+    arguments = f"--rollouts {rollouts} --global-batch-size 12 --train-iters 3"
+    folder = tmp_path / "run"
+    trainer, _ = make_trainer(f"{arguments} --save {folder}")
+    engine = trainer.engine
+    trainer.tuner._engine = SimpleNamespace(mesh=replace(engine.mesh, world_size=2), memory=engine.memory)
+    batch = SimpleNamespace(plan=SimpleNamespace(segments=SimpleNamespace(tree=SimpleNamespace(num_tokens=1234))))
+    with pytest.raises(
+        InputError, match=r"over 1,234 tokens .* the same command continues within 15 GiB instead of 18"
+    ):
+        trainer.tuner.retry(batch, torch.OutOfMemoryError())
+    trainer.metrics.close()
+    again, output = make_trainer(f"{arguments} --save {folder}")
+    assert again.tuner.limit == again.engine.memory.gib == 15
+    assert "at most 15 GiB with a step" in output.getvalue()
+    again.metrics.close()
+    (folder / "memory_limit.json").write_text('{"memory_gib": "much"}')
+    with pytest.raises(
+        InputError, match=r"memory_limit\.json: memory_gib must be a whole number above 0; delete the file"
+    ):
+        make_trainer(f"{arguments} --save {folder}")
 
 
 def test_a_model_too_large_for_the_gpu_is_refused_in_one_line(memory: list[GpuMemory], rollouts: Path) -> None:
