@@ -28,6 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which warns of missing packages
+
 from common.attention_candidates import (
     forward_candidates,
     key_gradient_candidates,

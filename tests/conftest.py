@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,14 @@ def seed_all(seed: int) -> np.random.Generator:
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_mode_ends_with_the_test() -> Iterator[None]:
+    """``--deterministic-mode`` is a setting of the process."""
+    yield
+    if "torch" in sys.modules and sys.modules["torch"].are_deterministic_algorithms_enabled():
+        sys.modules["torch"].use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True, scope="session")

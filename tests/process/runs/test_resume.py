@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     }
     kills = {
         "sampled": ["row:3", "half:1", "renamed:1", "saved:1", "row:3", "term:7", f"after:{rng.uniform(0.1, 1)}"],
-        "stored": ["saved:2", "half:1", f"after:{rng.uniform(0.1, 1)}", "renamed:1"],
+        "stored": ["saved:2", "half:1", "renamed:1", f"after:{rng.uniform(0.1, 1)}"],
     }
     print(kills)
     scenarios = {}
