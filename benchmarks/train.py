@@ -44,6 +44,7 @@ from megatron_dta.config.checks.experts import check_experts
 from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.config.derived.device_queues import set_device_queues
 from megatron_dta.engine import StepPart, StepResult, TreeBatch, TreeEngine, prepare_batch
+from megatron_dta.engine.cost_inputs import why_not_predicted
 from megatron_dta.model import build_model, current_mesh, initialize_parallel
 from megatron_dta.objectives import make_objective
 from megatron_dta.objectives.weights import count_trained
@@ -142,8 +143,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         getattr(arguments, f"tree_{name}") is not None for name in limits
     )
     # A GPU decides as in training.
-    is_packed_or_sparse = "packed" in arguments.tree_mode or MODELS[arguments.model].num_experts is not None
-    arguments.automatic = torch.cuda.is_available() and not is_given and not is_packed_or_sparse
+    is_divided = arguments.expert_model_parallel_size * arguments.tensor_model_parallel_size > 1
+    is_sparse = MODELS[arguments.model].num_experts is not None and (is_divided or not arguments.moe_grouped_gemm)
+    can_decide = torch.cuda.is_available() and "packed" not in arguments.tree_mode and not is_sparse
+    arguments.automatic = can_decide and not is_given
     if not arguments.automatic and not is_given:
         arguments.tree_segment_tokens = 4096
     names = [Path(file).name for file in arguments.files]
@@ -299,9 +302,9 @@ class Benchmark:
         return {"predicted_seconds": expected, "prediction_error": expected / seconds - 1}
 
     def _predicted_peak(self, batch: TreeBatch) -> float | None:
-        """GiB of this process by measured or counted bytes, weights and gradients included; None with experts."""
-        if self.model_config.num_experts is not None:
-            return None  # How many tokens an expert gets is not known ahead.
+        """GiB of this process by measured or counted bytes, weights and gradients included; None if unknown."""
+        if why_not_predicted(self.engine.tree_models[0]) is not None:
+            return None
         costs, shape = self.engine.costs, self.engine.pipeline(batch.plan.segments.segment_tokens)
         each = (costs.bytes if costs is not None else None) or self.engine.counted_bytes()
         budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, each)

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_dta.common.errors import InputError
+from megatron_dta.model import TreeGPTModel
 from megatron_dta.planning.costs.decoder_shape import DecoderShape
 from megatron_dta.planning.costs.file import CostShape
 from megatron_dta.planning.costs.gpus import LayerSplit, gpu_cost_model, gpu_named
@@ -44,24 +45,43 @@ def cost_shape(config: TransformerConfig, shape: DecoderShape, dtype: torch.dtyp
     )
 
 
-def costs_of_gpu(
-    config: TransformerConfig, shape: DecoderShape, parameter: torch.Tensor, fused: bool, segment_tokens: int
-) -> CostModel | None:
-    """The cost model of the GPU that holds ``parameter``; None on a CPU and for a model with experts."""
-    if parameter.device.type != "cuda" or shape.num_experts is not None:
+def why_not_predicted(model: TreeGPTModel) -> str | None:
+    """Why time and memory of a segment cannot be predicted for the model's experts; None if they can.
+
+    With all experts on a rank, every token has as many rows as experts, whichever these are.
+    """
+    config = model.config
+    if config.num_moe_experts is None:
+        return None
+    if config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size > 1:
+        return "how many tokens the experts of a rank get is not known ahead (--expert-model-parallel-size above 1)"
+    if config.tensor_model_parallel_size > 1:
+        return "experts on tensor groups are not counted (--tensor-model-parallel-size above 1)"
+    if model.counts_on_host:
+        return "experts are counted as grouped products on the kernels only (--moe-grouped-gemm)"
+    return None
+
+
+def costs_of_gpu(model: TreeGPTModel, shape: DecoderShape, segment_tokens: int) -> CostModel | None:
+    """The cost model of the GPU that holds ``model``; None on a CPU and if its experts cannot be predicted."""
+    config, parameter = model.config, next(model.parameters())
+    if parameter.device.type != "cuda" or why_not_predicted(model) is not None:
         return None
     gpu, _ = gpu_named(torch.cuda.get_device_name(parameter.device))
     size = config.tensor_model_parallel_size
-    split = LayerSplit(parameter.dtype.itemsize == 2, size, config.sequence_parallel, fused and size == 1)
+    direct = model.has_fused_layers and size == 1 and shape.num_experts is None
+    split = LayerSplit(parameter.dtype.itemsize == 2, size, config.sequence_parallel, direct)
     return gpu_cost_model(shape, gpu, split, segment_tokens)
 
 
-def counted_bytes(config: TransformerConfig, shape: DecoderShape, rank: RankTensors) -> SegmentBytes:
-    """Bytes for each token of the model, counted instead of measured; raises InputError for a model with experts.
+def counted_bytes(model: TreeGPTModel, shape: DecoderShape, rank: RankTensors) -> SegmentBytes:
+    """Bytes for each token of the model, counted instead of measured.
 
-    Layers without RMSNorm and SwiGLU keep the tensors of Megatron's modules even on the kernels.
+    Layers without RMSNorm and SwiGLU keep the tensors of Megatron's modules even on the kernels. Raises InputError if
+    they cannot be counted.
     """
-    if shape.num_experts is not None:
-        raise InputError("--tree-memory-gib: how many tokens an expert gets is not known ahead; leave it out")
+    reason, config = why_not_predicted(model), model.config
+    if reason is not None:
+        raise InputError(f"--tree-memory-gib: {reason}; leave it out")
     fused = rank.fused and config.normalization == "RMSNorm" and config.gated_linear_unit
     return SegmentBytes.of_shape(shape, replace(rank, fused=fused))

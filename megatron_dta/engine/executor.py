@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_dta.engine.batch import TreeBatch
-from megatron_dta.engine.cost_inputs import cost_shape, costs_of_gpu, counted_bytes
+from megatron_dta.engine.cost_inputs import cost_shape, costs_of_gpu, counted_bytes, why_not_predicted
 from megatron_dta.engine.expert_pass import with_auxiliary_losses
 from megatron_dta.engine.loss_pass import Objective
 from megatron_dta.engine.op_clock import OpClock
@@ -94,7 +94,7 @@ class TreeEngine(RankModel):
             self.attention == "fa4",
             part.fp32_lm_head,
         )
-        return counted_bytes(config, self.shape, rank)
+        return counted_bytes(part, self.shape, rank)
 
     def cost_model(self, segment_tokens: int | None) -> CostModel:
         """Costs of tokens, attention pairs and logprobs for the whole model, up to a common factor.
@@ -105,9 +105,7 @@ class TreeEngine(RankModel):
         """
         if self.costs is not None:
             return self.costs.model(self.shape.num_layers, segment_tokens or max(SIZES))
-        part, parameter = self.tree_models[0], next(self.tree_models[0].parameters())
-        fused = part.has_fused_layers
-        of_gpu = costs_of_gpu(self.config, self.shape, parameter, fused, segment_tokens or max(SIZES))
+        of_gpu = costs_of_gpu(self.tree_models[0], self.shape, segment_tokens or max(SIZES))
         if of_gpu is not None:
             return self.correction.apply(of_gpu)
         return CostModel.from_shape(self.shape, segment_tokens or DEFAULT_SEGMENT_TOKENS)
@@ -115,7 +113,7 @@ class TreeEngine(RankModel):
     @property
     def has_device_costs(self) -> bool:
         """Whether ``cost_model`` is in seconds of this rank's device."""
-        return self.costs is not None or (self.device.type == "cuda" and self.shape.num_experts is None)
+        return self.costs is not None or (self.device.type == "cuda" and why_not_predicted(self.tree_models[0]) is None)
 
     def pipeline(self, segment_tokens: int | None) -> PipelineShape:
         """The ranks for which a step must be planned (``prepare_batch``).

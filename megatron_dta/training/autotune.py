@@ -26,6 +26,7 @@ from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import read_json, replacing
 from megatron_dta.config import TrainConfig
 from megatron_dta.engine import StepResult, TreeBatch, TreeEngine
+from megatron_dta.engine.cost_inputs import why_not_predicted
 from megatron_dta.planning.costs.correction import CostCorrection, MeasuredPass, fit_correction
 from megatron_dta.planning.costs.segment_bytes import GIB
 from megatron_dta.planning.step.passes import attention_pairs
@@ -64,14 +65,14 @@ class GpuMemory:
         return int((self.total * (1 - MARGIN_SHARE) - held - reserved) // GIB)
 
 
-def decides_memory(config: TrainConfig, device: torch.device) -> bool:
+def decides_memory(config: TrainConfig, engine: TreeEngine) -> bool:
     """Whether the limit of a step's memory is left to this module."""
     tree = config.tree
     given = (tree.tree_memory_gib, tree.tree_memory_tokens, tree.tree_activation_tokens)
     is_given = any(value is not None for value in (*given, config.model.recompute_granularity))
-    # How many tokens an expert gets is not known ahead, and packs are cut by tokens.
-    can_predict = config.model.num_experts is None and tree.tree_mode != "packed"
-    return device.type == "cuda" and can_predict and not is_given
+    # Packs are cut by tokens.
+    can_predict = why_not_predicted(engine.tree_models[0]) is None and tree.tree_mode != "packed"
+    return engine.device.type == "cuda" and can_predict and not is_given
 
 
 def states_of(optimizers: Iterable[TrainingOptimizer], frozen: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
@@ -115,7 +116,7 @@ def build_autotuner(
         engine,
         constant_bytes,
         lambda: measure_gpu(engine.device, states_of(optimizers, frozen)),
-        decides_memory(config, engine.device),
+        decides_memory(config, engine),
         config.optimization.deterministic_mode,
         None if config.checkpoint.save is None else Path(config.checkpoint.save),
     )

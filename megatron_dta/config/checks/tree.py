@@ -25,9 +25,25 @@ def check_tree(config: TrainConfig) -> Iterator[str]:
         ):
             if value is not None:
                 yield f"--tree-memory-gib conflicts with {flag} {value}, which it decides itself; keep one of them"
-    for flag, value in (("--tree-memory-gib", tree.tree_memory_gib), ("--cost-model", tree.cost_model)):
-        if value is not None and config.model.num_experts is not None:
+    yield from _check_experts(config)
+
+
+def _check_experts(config: TrainConfig) -> Iterator[str]:
+    tree, model, parallel = config.tree, config.model, config.parallel
+    if model.num_experts is None:
+        return
+    if tree.cost_model is not None:
+        yield f"--cost-model {tree.cost_model}: does not support experts; leave it out with --num-experts"
+    if tree.tree_memory_gib is None:
+        return
+    for flag, is_set in (
+        ("--expert-model-parallel-size above 1", parallel.expert_model_parallel_size > 1),
+        ("--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
+    ):
+        if is_set:
             yield (
-                f"{flag} {value}: does not support experts, whose tokens change from step to step; leave it out with "
-                "--num-experts"
+                f"--tree-memory-gib {tree.tree_memory_gib:g}: does not support experts with {flag}, since how many "
+                "tokens the experts of a rank get is not known ahead; leave it out"
             )
+    if not model.moe_grouped_gemm:
+        yield f"--tree-memory-gib {tree.tree_memory_gib:g}: supports experts with --moe-grouped-gemm only; add it"

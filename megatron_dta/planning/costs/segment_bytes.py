@@ -117,7 +117,7 @@ class SegmentBytes:
         layer that runs as a single function (one tensor rank with gradient buffers) frees each as soon as it is used.
 
         Args:
-            shape: a decoder without experts.
+            shape: the decoder; its experts must all be on the rank and run as grouped products on the kernels.
             rank: how a rank holds its tensors; None for the defaults.
         """
         rank = rank or RankTensors()
@@ -139,7 +139,8 @@ class SegmentBytes:
             kept = norms * hidden + element_bytes * (7 * query + 5 * groups + wide) + 2 * statistics
         kv = 2 * groups * (element_bytes + accumulator)
         table = hidden_size * shape.vocab_size / tensor_size
-        is_direct = fused and fused_attention and rank.in_buffers and tensor_size == 1
+        has_experts = any(shape.moe_layers)
+        is_direct = fused and fused_attention and rank.in_buffers and tensor_size == 1 and not has_experts
         # Logits, their gradient and room for a chunk's softmax; plain operations make copies in float32.
         row = 3 * element_bytes if fused else 2 * element_bytes + 3 * accumulator
         largest_gradient = 0 if rank.in_buffers else table * (element_bytes if fused else element_bytes + accumulator)
@@ -151,6 +152,12 @@ class SegmentBytes:
             work = element_bytes * (hidden + ffn + 2 * width)
         if rank.float32_logits and element_bytes < 4:
             row += 4
+        if has_experts:
+            attention = element_bytes * (2 * hidden + mixed + query) + statistics
+            of_experts = _expert_bytes(shape, element_bytes)
+            # Layers of both kinds count as the larger one.
+            kept = max(attention + of_experts[0], 0 if all(shape.moe_layers) else kept)
+            work = max(attention, of_experts[1], 0 if all(shape.moe_layers) else work) + 4 * element_bytes * hidden_size
         found = cls(
             kept_per_token_and_layer=kept,
             # Input and output of the last norm, rows of logits' hidden states, and tables of positions.
@@ -202,6 +209,23 @@ class SegmentBytes:
     def slot(self, layers: float) -> float:
         """Bytes of a token in flight on a rank with ``layers`` layers, without its activations."""
         return layers * self.kv_per_token_and_layer + self.kv_per_token
+
+
+def _expert_bytes(shape: DecoderShape, element_bytes: int) -> tuple[float, float]:
+    """Bytes of a token in a layer's experts: kept until the backward, and in use during it.
+
+    A token has a row for each of its experts, of which the input and the first product are kept, with the indices that
+    move rows there and back; the router keeps its input and its scores. Shared experts keep what plain modules keep.
+    """
+    hidden, rows, width = shape.hidden_size, shape.moe_router_topk, shape.expert_width
+    shared = shape.moe_shared_expert_intermediate_size or 0
+    gates = 2 if shape.swiglu else 1
+    indices = 7 * 8 * rows + 16
+    kept = element_bytes * (hidden + rows * (hidden + gates * width + 1)) + indices + 8 * shape.num_experts
+    kept += element_bytes * (hidden + (2 * gates + 1) * shared) if shared else 0
+    # Gradients by the rows' output and input, the activation, and the gradients by it and by the first product.
+    work = element_bytes * rows * (2 * hidden + (2 + gates) * width) + element_bytes * (3 * hidden + 3 * gates * shared)
+    return kept, work + indices
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ from tree_engine_cases import LLAMA, QWEN3, TEMPERATURE, VOCABULARY, weights_of
 from triton_device import interpreter
 
 SFT = make_objective(ObjectiveConfig(objective="sft"))
+EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_grouped_gemm": True}
+SHARED = {"moe_shared_expert_intermediate_size": 32}
 SHAPE = dict(hidden_size=48, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16, num_layers=2)
 
 
@@ -132,6 +134,10 @@ def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
         (LLAMA, None, "triton"),
         (QWEN3, None, "fa4"),
         (QWEN3, 0, "fa4"),
+        (QWEN3 | EXPERTS, None, "triton"),
+        (QWEN3 | EXPERTS, 0, "triton"),
+        (QWEN3 | EXPERTS | SHARED, None, "triton"),
+        (QWEN3 | EXPERTS | {"moe_layer_freq": [0, 1]}, None, "triton"),
     ],
 )
 def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention, monkeypatch):
@@ -177,7 +183,8 @@ def test_no_op_holds_more_than_is_counted(settings, activation_tokens, attention
         if kept[segment]:
             assert forward.left >= 0.9 * each.kept_per_token_and_layer * layers * tokens
     print("parts of the counted room that backwards took:", used)
-    assert max(used) > 0.5
+    # Gradients of experts are counted as if all were there at once.
+    assert max(used) > (0.25 if "num_experts" in settings else 0.5)
 
 
 def test_a_segment_needs_the_memory_of_its_peak():

@@ -21,8 +21,6 @@ from megatron_dta.training.autotune import Autotuner, GpuMemory, decides_memory
 from megatron_dta.training.loop import Trainer
 from trainer_cases import MODEL, make_rollouts, make_trainer, rows_of
 
-GPU = torch.device("cuda")
-
 
 def test_the_limit_is_what_nobody_else_holds() -> None:
     gpu = GpuMemory(total=140 * GIB, outside=2.0 * GIB, graphs=3.0 * GIB, others=0.3 * GIB)
@@ -43,13 +41,32 @@ def test_the_limit_is_what_nobody_else_holds() -> None:
         ("--tree-memory-tokens 99", False),
         ("--tree-activation-tokens 0", False),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", False),
-        ("--num-experts 4", False),
     ],
 )
 def test_a_flag_that_limits_memory_is_obeyed(flags: str, decides: bool) -> None:
     config = parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 12 --train-iters 1 {flags}".split())
-    assert decides_memory(config, GPU) is decides
-    assert not decides_memory(config, torch.device("cpu"))
+    model = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None))
+    assert decides_memory(config, SimpleNamespace(device=torch.device("cuda"), tree_models=[model])) is decides
+    assert not decides_memory(config, SimpleNamespace(device=torch.device("cpu"), tree_models=[model]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "counts_on_host", "decides"),
+    [(1, 1, False, True), (2, 1, False, False), (1, 2, False, False), (1, 1, True, False)],
+)
+def test_experts_are_predicted_where_a_rank_has_all_of_them(
+    ranks: int, tensor: int, counts_on_host: bool, decides: bool
+) -> None:
+    config = parse_arguments(f"{MODEL} --rollouts r.jsonl --global-batch-size 12 --train-iters 1".split())
+    shape = SimpleNamespace(
+        num_moe_experts=4,
+        expert_model_parallel_size=ranks,
+        expert_tensor_parallel_size=tensor,
+        tensor_model_parallel_size=tensor,
+    )
+    model = SimpleNamespace(config=shape, counts_on_host=counts_on_host)
+    engine = SimpleNamespace(device=torch.device("cuda"), tree_models=[model])
+    assert decides_memory(config, engine) is decides
 
 
 class TimedEngine(TreeEngine):
