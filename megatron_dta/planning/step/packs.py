@@ -18,6 +18,9 @@ Legend: L leaves, in depth-first order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
 from megatron_dta.planning.partition.range_minimum import RangeMinimum
@@ -30,22 +33,54 @@ PARTS = (2, 3, 4)
 MOST_COMPARISONS = 50_000_000
 
 
+@dataclass(frozen=True)
+class Leaves:
+    """The L leaves of a forest, in depth-first order.
+
+    Attributes:
+        nodes: int64 [L].
+        lengths: int64 [L], number of tokens on each leaf's path.
+        shared: int64 [L], number of tokens that it shares with the leaf before it.
+    """
+
+    nodes: np.ndarray
+    lengths: np.ndarray
+    shared: np.ndarray
+
+    @classmethod
+    def of(cls, tree: PrefixTree) -> Leaves:
+        nodes = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
+        end = tree.node_position.astype(np.int64) + tree.node_lengths
+        join = shared_node(tree, nodes)
+        return cls(nodes, end[nodes], np.where(join < 0, 0, end[join]))
+
+
 def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:
     """Divide the sequences into packs: int64 arrays that cover all. No sequence may be longer than ``capacity``."""
-    leaf = np.flatnonzero(tree.node_subtree_end == np.arange(1, tree.num_nodes + 1))
-    end = tree.node_position.astype(np.int64) + tree.node_lengths
-    join = shared_node(tree, leaf)
-    length, shared = end[leaf], np.where(join < 0, 0, end[join])
-    found = [contiguous_packs(length, shared, capacity)]
-    runs = [found[0], *(runs_within(length, shared, capacity // part) for part in PARTS), np.arange(len(leaf))]
-    for run in runs:
-        nodes = _nodes_of_runs(tree, leaf, run)
-        if sum(map(len, nodes)) * int(found[0][-1] + 1) <= MOST_COMPARISONS:
-            found += [first_fit_decreasing(nodes, tree.node_lengths, capacity, least)[run] for least in (False, True)]
-    pack = min(found, key=lambda packs: packed_tokens(length, shared, packs))
-    pack = pack[np.searchsorted(leaf, tree.sequence_node)]
+    leaves = Leaves.of(tree)
+    found = (packs for _, packs in candidate_packs(tree, leaves, capacity))
+    # Of equally good divisions, one with the fewest packs: larger segments are faster.
+    pack = min(found, key=lambda packs: (packed_tokens(leaves.lengths, leaves.shared, packs), packs.max()))
+    pack = pack[np.searchsorted(leaves.nodes, tree.sequence_node)]
     order = np.lexsort((tree.sequence_node, pack))
     return np.split(order, np.flatnonzero(np.diff(pack[order])) + 1)
+
+
+def candidate_packs(tree: PrefixTree, leaves: Leaves, capacity: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (method, the pack of each leaf, int64 [L]).
+
+    The method is "contiguous" or, several times with runs of other sizes, first fit decreasing: "first fit" into the
+    first pack with room, "least added" into the one in which a run adds fewest tokens.
+    """
+    length, shared = leaves.lengths, leaves.shared
+    contiguous = contiguous_packs(length, shared, capacity)
+    yield "contiguous", contiguous
+    runs = [contiguous, *(runs_within(length, shared, capacity // part) for part in PARTS), np.arange(len(length))]
+    for run in runs:
+        nodes = _nodes_of_runs(tree, leaves.nodes, run)
+        if sum(map(len, nodes)) * int(contiguous[-1] + 1) <= MOST_COMPARISONS:
+            for least, method in ((False, "first fit"), (True, "least added")):
+                yield method, first_fit_decreasing(nodes, tree.node_lengths, capacity, least)[run]
 
 
 def packed_tokens(length: np.ndarray, shared: np.ndarray, pack: np.ndarray) -> int:
@@ -66,12 +101,14 @@ def contiguous_packs(length: np.ndarray, shared: np.ndarray, capacity: int) -> n
 
     A run j..i has length[j] + added[j + 1] + ... + added[i] tokens, where a leaf adds what it does not share with the
     leaf before it. The best cut is a shortest path over the starts of runs; the starts that fit end i form a window
-    that only moves forward, so a monotone queue finds each minimum in constant time.
+    that only moves forward, so a monotone queue finds each minimum in constant time. Of equal cuts, one with the fewest
+    packs is taken.
     """
     count = len(length)
     total_added = np.cumsum(length - shared)
-    # Tokens of the run j..i = start_cost[j] + total_added[i].
-    start_cost = (length - total_added).tolist()
+    # Tokens of the run j..i = start_tokens[j] + total_added[i]. A token costs more than all packs together.
+    start_tokens, token_cost = (length - total_added).tolist(), count + 1
+    start_cost = [token_cost * tokens + 1 for tokens in start_tokens]
     total_added = total_added.tolist()
     best, first = [0] * (count + 1), [0] * count
     queue: list[int] = []
@@ -80,10 +117,10 @@ def contiguous_packs(length: np.ndarray, shared: np.ndarray, capacity: int) -> n
         while len(queue) > head and best[queue[-1]] + start_cost[queue[-1]] >= best[i] + start_cost[i]:
             queue.pop()
         queue.append(i)
-        while start_cost[queue[head]] + total_added[i] > capacity:
+        while start_tokens[queue[head]] + total_added[i] > capacity:
             head += 1
         first[i] = queue[head]
-        best[i + 1] = best[first[i]] + start_cost[first[i]] + total_added[i]
+        best[i + 1] = best[first[i]] + start_cost[first[i]] + token_cost * total_added[i]
     begins = np.zeros(count, dtype=np.int64)
     end = count
     while end > 0:

@@ -14,6 +14,7 @@ from megatron_dta.planning.plan_step import plan_step
 from megatron_dta.planning.segments.ancestors import root_paths
 from megatron_dta.planning.step.loss_batches import FREE_ELEMENTS, MAX_ELEMENTS, make_loss_batches
 from megatron_dta.planning.step.modes import plan_forest, plan_packs
+from megatron_dta.planning.step.packs import contiguous_packs
 from megatron_dta.planning.step.passes import StepBudget
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree
@@ -101,6 +102,13 @@ def test_sequences_that_are_no_neighbours_share_a_pack_where_that_fills_it():
     sequences = [sequence.astype(np.int32) for sequence in sequences]
     assert fewest_tokens(sequences, 10) == 22
     assert plan_packs(sequences, 10).lengths.tolist() == [10, 10]
+
+
+def test_of_equal_divisions_the_one_with_the_fewest_packs_is_taken():
+    sequences = [np.full(5, token, np.int32) for token in range(7)]
+    assert plan_packs(sequences, 11).lengths.tolist() == [10, 10, 10, 5]
+    contiguous = contiguous_packs(np.full(7, 5), np.zeros(7, np.int64), 11)
+    assert contiguous.max() == 3
 
 
 def test_packs_of_an_agent_set():
