@@ -11,7 +11,13 @@ from megatron_dta.planning.step.packs import Leaves, candidate_packs, pack_seque
 from megatron_dta.tree import build_prefix_tree
 from papers.tree_training_parts.data import TreeSet
 
-METHODS = {"contiguous": "contiguous", "first fit": "first_fit", "least added": "least_added"}
+METHODS = {
+    "contiguous": "contiguous",
+    "first fit of leaves": "leaves_first_fit",
+    "least added of leaves": "leaves_least_added",
+    "first fit of runs": "runs",
+    "least added of runs": "runs",
+}
 
 
 def packing_rows(trees: TreeSet, capacities: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -25,7 +31,7 @@ def packing_rows(trees: TreeSet, capacities: Iterable[int]) -> Iterator[dict[str
                 row |= {f"{name}_tokens": tokens, f"{name}_packs": int(pack.max()) + 1}
         row |= _of_better(trees, capacity)
         row["unique_tokens"] = tree.num_tokens
-        row["saved_by_first_fit"] = 1 - row["better_tokens"] / row["contiguous_tokens"]
+        row["saved_over_contiguous"] = 1 - row["better_tokens"] / row["contiguous_tokens"]
         row["over_unique"] = row["better_tokens"] / row["unique_tokens"] - 1
         yield row
 

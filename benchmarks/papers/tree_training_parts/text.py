@@ -44,19 +44,21 @@ TABLES = {
             "capacity": "capacity",
             "sequence_tokens": "dense",
             "contiguous_tokens": "contiguous",
-            "first_fit_tokens": "first fit",
-            "least_added_tokens": "least added",
+            "leaves_first_fit_tokens": "first fit, leaves",
+            "leaves_least_added_tokens": "least added, leaves",
+            "runs_tokens": "first fit, runs",
             "better_tokens": "better of all",
             "unique_tokens": "unique",
             "contiguous_packs": "packs, contiguous",
             "better_packs": "packs, better",
-            "saved_by_first_fit": "saved by first fit",
+            "saved_over_contiguous": "saved over contiguous",
             "over_unique": "above unique",
         },
-        "The paper packs by tree-aware first fit decreasing. Here its two variants, over single leaves and runs of "
-        "leaves, stand beside the best contiguous cuts; training takes the better. A cell is empty where first fit "
+        "The paper packs by tree-aware first fit decreasing: sequences by length, into the first pack with room for "
+        "what they add, or into the pack to which they add least. Here both variants stand beside the best contiguous cuts "
+        "and first fit of whole runs of neighbours; training takes the better of all. A cell is empty where first fit "
         "would compare too much and is skipped. Unique tokens are the bound: trees in segments compute exactly these, "
-        "at any capacity.",
+        "at any capacity. A capacity below the longest sequence is raised to it.",
     ),
     "longest-path": (
         "Only the longest path of every tree",

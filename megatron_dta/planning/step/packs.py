@@ -69,18 +69,19 @@ def pack_sequences(tree: PrefixTree, capacity: int) -> list[np.ndarray]:
 def candidate_packs(tree: PrefixTree, leaves: Leaves, capacity: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (method, the pack of each leaf, int64 [L]).
 
-    The method is "contiguous" or, several times with runs of other sizes, first fit decreasing: "first fit" into the
-    first pack with room, "least added" into the one in which a run adds fewest tokens.
+    The method is "contiguous" or a variant of first fit decreasing: "first fit" into the first pack with room, or
+    "least added" into the one to which fewest tokens are added; "of leaves" one by one, or "of runs", for each size.
     """
     length, shared = leaves.lengths, leaves.shared
     contiguous = contiguous_packs(length, shared, capacity)
     yield "contiguous", contiguous
-    runs = [contiguous, *(runs_within(length, shared, capacity // part) for part in PARTS), np.arange(len(length))]
-    for run in runs:
+    runs = [("of runs", contiguous)]
+    runs += [("of runs", runs_within(length, shared, capacity // part)) for part in PARTS]
+    for kind, run in [*runs, ("of leaves", np.arange(len(length)))]:
         nodes = _nodes_of_runs(tree, leaves.nodes, run)
         if sum(map(len, nodes)) * int(contiguous[-1] + 1) <= MOST_COMPARISONS:
             for least, method in ((False, "first fit"), (True, "least added")):
-                yield method, first_fit_decreasing(nodes, tree.node_lengths, capacity, least)[run]
+                yield f"{method} {kind}", first_fit_decreasing(nodes, tree.node_lengths, capacity, least)[run]
 
 
 def packed_tokens(length: np.ndarray, shared: np.ndarray, pack: np.ndarray) -> int:

@@ -62,7 +62,7 @@ def test_overlaps_and_bounds(rows: dict[str, list[dict]]) -> None:
 def test_packs_hold_the_capacity_and_the_better_method_is_taken(rows: dict[str, list[dict]]) -> None:
     for row in rows["packing"]:
         assert row["fullest_pack"] <= row["capacity"]
-        each = [row[f"{method}_tokens"] for method in ("contiguous", "first_fit", "least_added")]
+        each = [row[f"{method}_tokens"] for method in ("contiguous", "leaves_first_fit", "leaves_least_added", "runs")]
         assert row["better_tokens"] == min(each)
         assert row["unique_tokens"] <= row["better_tokens"] <= row["sequence_tokens"]
         assert row["better_packs"] * row["capacity"] >= row["better_tokens"]
