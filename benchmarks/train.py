@@ -20,9 +20,8 @@ import math
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,35 +31,21 @@ from megatron_dta.train import quieten_libraries
 
 quieten_libraries()  # before Megatron is imported, which tells what is not installed
 
-from megatron.core.distributed import finalize_model_grads
-
-from common.profile import gemm_peak, now, profile_step
+from common.profile import profile_step
+from common.training_step import EngineOptions, StepTimer, compared
 from megatron_dta.common.command_line import CommandLineParser, check_at_least, check_output, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.measurement import Report
-from megatron_dta.config import ModelConfig, ObjectiveConfig, ParallelConfig, TreeConfig
-from megatron_dta.config.checks.all import check_tensor_parallel, check_world_size
-from megatron_dta.config.checks.experts import check_experts
+from megatron_dta.config import ModelConfig, ParallelConfig, TreeConfig
 from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.config.derived.device_queues import set_device_queues
-from megatron_dta.engine import StepPart, StepResult, TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.engine.cost_inputs import why_not_predicted
-from megatron_dta.model import build_model, current_mesh, initialize_parallel
-from megatron_dta.objectives import make_objective
-from megatron_dta.objectives.weights import count_trained
-from megatron_dta.planning.costs.file import load_cost_file
-from megatron_dta.planning.costs.segment_bytes import GIB, MemoryBudget
-from megatron_dta.planning.partition.divide import partition_samples
+from megatron_dta.engine import StepResult
 from megatron_dta.planning.pipeline.timeline import timeline_span, timeline_utilisation
 from megatron_dta.planning.pipeline.timeline_replay import replay, stage_seconds
-from megatron_dta.planning.step.passes import stage_peak_bytes
-from megatron_dta.planning.step.prediction import predicted_seconds
 from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.training.autotune import Autotuner, measure_gpu
-from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.monitor.timelines import write_timeline_files
-from megatron_dta.training.optimizer import data_parallel_chunks
 
 PARALLEL = (
     "tensor_model_parallel_size",
@@ -202,36 +187,23 @@ def model_config(arguments: argparse.Namespace, sets: dict[str, list[TrainingSam
 
 
 class Benchmark:
-    """A model with gradient buffers, and the steps that are timed on it."""
+    """The steps of the flags, timed on one model."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.sets = arguments, {file: load_samples(arguments, file) for file in arguments.files}
         self.samples = self.sets[arguments.files[0]]
-        self.model_config = model_config(arguments, self.sets)
-        self.parallel = ParallelConfig(**{name: getattr(arguments, name) for name in PARALLEL})
-        check_tensor_parallel(self.model_config, self.parallel)
-        check_experts(self.model_config, self.parallel)
-        self.device = initialize_parallel(arguments.seed, self.parallel)
-        check_world_size(self.parallel, torch.distributed.get_world_size())
-        self.mesh = current_mesh()
-        model = build_model(self.model_config, self.device, self.parallel)
-        self.chunks = data_parallel_chunks(model, self.parallel, in_float32=not arguments.bf16_gradients)
-        self.engine = TreeEngine(
-            self.chunks,
-            logprob_chunk_tokens=arguments.logprob_chunk_tokens,
-            tree_attention_impl=arguments.tree_attention_impl,
-            costs=load_cost_file(arguments.cost_model) if arguments.cost_model else None,
-        )
-        self.constant = constant_bytes(self.chunks)
+        parallel = ParallelConfig(**{name: getattr(arguments, name) for name in PARALLEL})
+        options = EngineOptions(**{field.name: getattr(arguments, field.name) for field in fields(EngineOptions)})
+        self.timer = StepTimer(model_config(arguments, self.sets), parallel, arguments.seed, options)
+        self.mesh, self.device, self.engine = self.timer.mesh, self.timer.device, self.timer.engine
         if arguments.tree_memory_gib is not None:
-            self.engine.limit_memory(arguments.tree_memory_gib, self.constant)
+            self.timer.limit_memory(arguments.tree_memory_gib)
         self.tuner = None
         if arguments.automatic:
-            states = [*model.parameters(), *(b.grad_data for chunk in self.chunks for b in chunk.buffers)]
-            self.tuner = Autotuner(self.engine, self.constant, lambda: measure_gpu(self.device, states))
+            buffers = [buffer.grad_data for chunk in self.timer.chunks for buffer in chunk.buffers]
+            states = [*self.timer.model.parameters(), *buffers]
+            self.tuner = Autotuner(self.engine, self.timer.constant, lambda: measure_gpu(self.device, states))
             print(self.tuner.describe(), file=sys.stderr)
-        self.objective = make_objective(ObjectiveConfig(objective="sft"))
-        self.peak = gemm_peak(self.device, self.model_config.params_dtype)
 
     def measure(self, file: str, mode: str) -> dict[str, Any]:
         """Plan and time a mode's step over the sequences of a file."""
@@ -248,69 +220,21 @@ class Benchmark:
         )
         self._run_first_steps(tree)
         start = time.perf_counter()
-        batch = self._plan(tree)
+        batch = self.timer.plan(self.samples, tree)
         plan_seconds = time.perf_counter() - start
-        seconds = []
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        for step in range(1 + self.arguments.steps):
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.mesh.wait_for_all()
-            recorded = self.mesh.pipeline_size > 1 and step == self.arguments.steps
-            start = now(self.device)
-            result = self.engine.forward_backward(batch, self.objective, record_timeline=recorded)
-            finalize_model_grads(self.chunks)
-            seconds.append(now(self.device) - start)
-        step = max(self.mesh.gather_from_all(median(seconds[1:])))
-        is_first = self.mesh.tensor_rank == self.mesh.pipeline_rank == 0
-        flops = sum(self.mesh.gather_from_all(self.engine.operations(batch.plan)[0] if is_first else 0.0))
-        is_cuda = self.device.type == "cuda"
-        memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if is_cuda else None
+        timing = self.timer.time(batch, self.arguments.steps)
+        row = self.timer.row(batch, timing)
         profiled = {}
-        if self.arguments.profile and is_cuda:
-            profiled["profile"] = profile_step(lambda: self.engine.forward_backward(batch, self.objective))
+        if self.arguments.profile and self.device.type == "cuda":
+            step = lambda: self.engine.forward_backward(batch, self.timer.objective)  # noqa: E731
+            profiled["profile"] = profile_step(step)
         return (
             profiled
-            | self._pipeline(result, file, mode)
-            | self._predicted(batch, step)
-            | {
-                "seconds": step,
-                "plan_seconds": plan_seconds,
-                "tokens_per_second": result.sequence_tokens / step,
-                "unique_tokens_per_second": result.computed_tokens / step,
-                "tokens": result.sequence_tokens,
-                "unique_tokens": result.computed_tokens,
-                "segments": result.segments,
-                "segment_tokens": batch.plan.segments.segment_tokens,
-                "tflop": flops / 1e12,
-                "share_of_gemm_peak": flops / step / (self.peak * self.mesh.world_size),
-                "peak_memory_gib": memory,
-                "memory_limit_gib": None if self.engine.memory is None else self.engine.memory.gib,
-                "predicted_peak_gib": self._predicted_peak(batch),
-                "peak_in_flight_tokens": result.peak_in_flight_tokens,
-                "recomputed_tokens": result.recomputed_tokens,
-            }
+            | self._pipeline(timing.result, file, mode)
+            | self.timer.predicted(batch, timing.seconds)
+            | {"seconds": timing.seconds, "plan_seconds": plan_seconds}
+            | row
         )
-
-    def _predicted(self, batch: TreeBatch, seconds: float) -> dict[str, float]:
-        """What the measured cost model says of the slowest replica, beside ``seconds``."""
-        if not self.engine.has_device_costs:
-            return {}
-        shape = self.engine.pipeline(batch.plan.segments.segment_tokens)
-        expected = max(self.mesh.gather_from_all(predicted_seconds(batch.plan, shape)))
-        return {"predicted_seconds": expected, "prediction_error": expected / seconds - 1}
-
-    def _predicted_peak(self, batch: TreeBatch) -> float | None:
-        """GiB of this process by measured or counted bytes, weights and gradients included; None if unknown."""
-        if why_not_predicted(self.engine.tree_models[0]) is not None:
-            return None
-        costs, shape = self.engine.costs, self.engine.pipeline(batch.plan.segments.segment_tokens)
-        each = (costs.bytes if costs is not None else None) or self.engine.counted_bytes()
-        budget = MemoryBudget(0.0, (self.constant,) * shape.num_stages, each)
-        plan, stage = batch.plan, self.mesh.pipeline_rank
-        step = stage_peak_bytes(plan.segments, plan.training, replace(shape, memory=budget), stage)
-        return (self.constant + step) / GIB
 
     def _pipeline(self, result: StepResult, file: str, mode: str) -> dict[str, Any]:
         """Shares of the stages' time that they compute, as planned and as it was, and each stage's seconds."""
@@ -338,20 +262,10 @@ class Benchmark:
     def _run_first_steps(self, tree: TreeConfig) -> None:
         """The two steps by which a run corrects its costs and its memory."""
         for _ in range(2 if self.tuner is not None else 0):
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            batch, is_timed = self._plan(tree), self.tuner.measures_next_step
-            self.tuner.observe(self.engine.forward_backward(batch, self.objective, record_timeline=is_timed))
+            self.timer.zero_gradients()
+            batch, is_timed = self.timer.plan(self.samples, tree), self.tuner.measures_next_step
+            self.tuner.observe(self.engine.forward_backward(batch, self.timer.objective, record_timeline=is_timed))
             self.tuner.update()
-
-    def _plan(self, tree: TreeConfig) -> TreeBatch:
-        own = list(range(len(self.samples)))
-        if self.mesh.data_size > 1:
-            cost = self.engine.cost_model(tree.tree_segment_tokens)
-            own = partition_samples(self.samples, self.mesh.data_size, cost).sequences_of(self.mesh.data_rank).tolist()
-        counts = count_trained([sample.num_trained for sample in self.samples])
-        pipeline = self.engine.pipeline(tree.tree_segment_tokens)
-        return prepare_batch([self.samples[i] for i in own], tree, pipeline=pipeline, part=StepPart(counts))
 
 
 def compare_with_dense(rows: dict[str, dict[str, Any]]) -> None:
@@ -359,9 +273,7 @@ def compare_with_dense(rows: dict[str, dict[str, Any]]) -> None:
     dense = rows.get("dense")
     for row in rows.values():
         if dense is not None and row is not dense:
-            row["speed_up"] = dense["seconds"] / row["seconds"]
-            row["bound"] = dense["tflop"] / row["tflop"]
-            row["share_of_bound"] = row["speed_up"] / row["bound"]
+            row.update(compared(row, dense))
 
 
 def main() -> int:
@@ -373,7 +285,7 @@ def main() -> int:
     benchmark = Benchmark(arguments)
     is_first = benchmark.mesh.rank == 0
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    settings |= {"gemm_tflops": benchmark.peak / 1e12, "processes": benchmark.mesh.world_size}
+    settings |= {"gemm_tflops": benchmark.timer.peak / 1e12, "processes": benchmark.mesh.world_size}
     report = Report("training step", settings, benchmark.device, arguments.output if is_first else None)
     for file in arguments.files:
         rows: dict[str, dict[str, Any]] = {}
