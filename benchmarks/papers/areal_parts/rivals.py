@@ -1,0 +1,124 @@
+"""The rivals of the AReaL-DTA experiment: quoted figures, and packed trees on other attention where a GPU has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.attention_cases import AttentionCase
+from common.attention_timing import Inputs, Kernels, measure_flex, measure_kernels
+from common.training_step import StepTimer
+from dta_kernels.tree_attention.blocks import local_key_end
+from dta_kernels.tree_attention.plan import AttentionShape
+from megatron_dta.common.errors import InputError
+from megatron_dta.engine import TreeBatch
+from papers.areal_parts.steps import PACKED, StepSettings, measure
+from papers.areal_parts.workload import RolloutSet
+from papers.tables import PaperReport
+
+COLUMNS = {
+    "system": "system",
+    "seconds": "seconds",
+    "peak_memory_gib": "peak GiB",
+    "source": "source",
+    "command": "command",
+}
+ATTENTION_COLUMNS = {
+    "set": "set",
+    "code": "code",
+    "tokens": "tokens",
+    "forward_ms": "forward, ms",
+    "forward_tflops": "forward, TFLOP/s",
+    "backward_ms": "backward, ms",
+    "backward_tflops": "backward, TFLOP/s",
+}
+# The workload of the quoted figures, which that of this run must be to stand beside them.
+QUOTED_MODEL, QUOTED_SET, QUOTED_TRAJECTORIES = "qwen3-1.7b", "tau1_airline_gpt4o_4x50", 40
+SOURCE = "quoted: the rival's own code, measured outside this repository, one H200, November 2026"
+STEP = (
+    "python benchmarks/train.py --bf16 --model qwen3-1.7b --max-sequences 40 "
+    "$DTA_ROLLOUTS/tau1_airline_gpt4o_4x50.npz --steps 2"
+)
+NO_COMMAND = "not in this repository (branch feat/dta of areal-project/AReaL)"
+QUOTED = (
+    ("AReaL-DTA, blocks of 2,048", 14.4, 21.6, NO_COMMAND),
+    ("AReaL-DTA, blocks of 4,096", 11.7, 30.6, NO_COMMAND),
+    ("transformers, dense one by one, recomputation", 17.9, 31.6, "nearest here: the modes above"),
+    (
+        "Megatron-Core 0.19 + Transformer Engine, dense packed to 16k",
+        8.46,
+        63.8,
+        f"nearest here: {STEP} --tree-mode dense --transformer-impl transformer_engine",
+    ),
+    ("the same to 32k, full recomputation", 10.4, 79.2, "nearest here: the same"),
+    (
+        "Megatron-Core + Transformer Engine, packed trees of up to 16k, FlexAttention",
+        8.01,
+        66.4,
+        f"nearest here: {STEP} --tree-mode packed --pack-tokens 16384",
+    ),
+    ("the same, trees of up to 24k", 6.68, 94.7, f"nearest here: {STEP} --tree-mode packed --pack-tokens 24576"),
+)
+
+
+def quote_rivals(report: PaperReport) -> None:
+    """The stored figures of others on the paper's kind of workload."""
+    for system, seconds, memory, command in QUOTED:
+        row = {"system": system, "seconds": seconds, "peak_memory_gib": memory, "source": SOURCE, "command": command}
+        report.add("rivals", row)
+
+
+def measure_rivals(report: PaperReport, timer: StepTimer, rollouts: RolloutSet, settings: StepSettings) -> None:
+    """This run's modes beside the quoted rows, and packed trees on FlashAttention 4 and FlexAttention, on a GPU."""
+    for row in report.rows("modes"):
+        if row["set"] == rollouts.name and row["sample"] == "trajectory" and "seconds" in row:
+            _add(report, f"this run: {row['mode']}", row)
+    attention = timer.options.tree_attention_impl
+    try:
+        timer.use_attention("fa4")
+        batch = timer.plan(rollouts.trajectories, settings.tree("packed", rollouts.longest))
+        row = measure(timer, batch, settings.steps)
+        if "seconds" in row:
+            _add(report, f"this run: {PACKED}, FlashAttention 4", row)
+    except InputError as error:
+        print(f"left out: {error}")
+    finally:
+        timer.use_attention(attention)
+    batch = timer.plan(rollouts.trajectories, settings.tree("packed", rollouts.longest))
+    measure_attention(report, timer, rollouts.name, batch)
+
+
+def _add(report: PaperReport, system: str, row: dict[str, Any]) -> None:
+    source = "measured in this run"
+    report.add("rivals", {**row, "system": system, "source": source, "command": "this one"})
+
+
+def measure_attention(report: PaperReport, timer: StepTimer, name: str, batch: TreeBatch) -> None:
+    """Attention of one layer on the largest pack of trees: our kernels, FlashAttention 4 and FlexAttention."""
+    shape, dtype = timer.engine.shape, timer.model_config.params_dtype
+    call = AttentionShape(shape.num_attention_heads, shape.num_query_groups, shape.kv_channels, dtype)
+    inputs = Inputs(largest_pack(batch), call, torch.device("cuda"))
+    codes: dict[str, Callable[[], dict[str, Any]]] = {
+        "ours (Triton and Gluon)": lambda: measure_kernels(inputs, Kernels("triton")),
+        "FlashAttention 4": lambda: measure_kernels(inputs, Kernels("fa4")),
+        "FlexAttention": lambda: measure_flex(inputs),
+    }
+    for code, run in codes.items():
+        try:
+            row = run()
+        except Exception as error:  # compilers and libraries raise many types
+            print(f"left out: {code}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            continue
+        report.add("attention", {"set": name, "code": code, "tokens": inputs.case.num_queries, **row})
+
+
+def largest_pack(batch: TreeBatch) -> AttentionCase:
+    """The attention of the pack with the most tokens."""
+    segments = batch.plan.segments
+    pack = int(segments.lengths.argmax())
+    begin, end = segments.segment_start[pack : pack + 2].tolist()
+    ends = segments.tree.subtree_end[begin:end]
+    return AttentionCase("pack", end - begin, local_key_end(begin, end - begin, np.zeros(0, np.int64), ends))
