@@ -74,8 +74,8 @@ SMALLEST = Preset(
 )
 SMALL = Preset(
     "tiny",
-    steps.StepSettings(1, 1024, (128, 256, 512, 1024, 2048), 1024, 2048, None),
-    (("mint_math_8x100", 16), ("math_qwen25_8x100", 32)),
+    steps.StepSettings(1, 512, (128, 256, 512, 1024), 512, 2048, None, longest_warm_up=1.0),
+    (("mint_math_8x100", 4), ("humaneval_codegen16b_100x40", 40)),
     (("mint_math_8x100", 200), ("tau1_airline_gpt4o_4x50", 80), ("math_qwen25_8x100", 200)),
     (2, 4, 8, 16, 32),
     (4, 8, 6, 40),

@@ -11,8 +11,9 @@ _TEXTS = {
         and runs all of its forward again before its backward. The bound is the ratio of operations, recomputation not
         counted, so nothing that does not share can beat 1. One sample per turn repeats a trajectory up to each of its
         turns. Its bound therefore grows with the number of turns, while the time of trees stays that of the
-        trajectories. A step whose first run takes over 30 s is timed on that run. Seconds on a CPU are those of plain
-        PyTorch attention, which computes masked pairs too; counts and bounds are the same on a GPU.
+        trajectories. A step whose first run is long (30 s, with --small 1 s) is timed on that run. Seconds on a CPU
+        are those of plain PyTorch attention, which computes masked pairs too; counts and bounds are the same on a
+        GPU.
 
         Asynchronous training with a decoupled objective is not measured. The trainer samples ahead
         (`--rollout-max-staleness`) with the sampler's logprobs as the old ones, and refuses to recompute those of

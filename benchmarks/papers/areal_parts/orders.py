@@ -128,7 +128,7 @@ def measure_orders(
         plans = [cut_forest(forest(np.random.default_rng(seed)), size) for seed in range(count)]
         # Every order may keep the activations of as many tokens as the longest sequence has.
         kept = choose_kept_segments(plans[0], rollouts.longest)
-        row = measure(timer, plan_of_segments(timer, samples, plans[0], kept), settings.steps)
+        row = measure(timer, plan_of_segments(timer, samples, plans[0], kept), settings)
         row |= {
             "unique_tokens": round(mean(plan.tree.num_tokens for plan in plans)),
             "segments": round(mean(plan.num_segments for plan in plans)),

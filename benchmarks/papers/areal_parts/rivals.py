@@ -80,7 +80,7 @@ def measure_rivals(report: PaperReport, timer: StepTimer, rollouts: RolloutSet, 
     try:
         timer.use_attention("fa4")
         batch = timer.plan(rollouts.trajectories, settings.tree("packed", rollouts.longest))
-        row = measure(timer, batch, settings.steps)
+        row = measure(timer, batch, settings)
         if "seconds" in row:
             _add(report, f"this run: {PACKED}, FlashAttention 4", row)
     except InputError as error:

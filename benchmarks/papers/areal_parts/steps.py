@@ -22,8 +22,6 @@ from papers.areal_parts.workload import RolloutSet
 from papers.tables import PaperReport
 
 ONE_BY_ONE, DENSE, PACKED, TREES = "dense, one by one", "dense, packed", "packed trees", "trees (dta)"
-# A step whose first run takes longer is not run again: kernels were compiled by shorter ones, which come first.
-LONGEST_WARM_UP = 30.0
 
 MODE_COLUMNS = {
     "set": "set",
@@ -67,6 +65,8 @@ class StepSettings:
         own_tokens: largest segment of sequences one by one, and of the orders of traversal.
         pack_tokens: capacity of a pack of trees, at least the longest sequence.
         memory_gib: limit of memory of dense packed training and of trees.
+        longest_warm_up: a step whose first run takes more seconds is timed on that run; on a GPU, shorter steps have
+            compiled the kernels by then.
     """
 
     steps: int
@@ -75,6 +75,7 @@ class StepSettings:
     own_tokens: int
     pack_tokens: int
     memory_gib: float | None
+    longest_warm_up: float = 30.0
 
     def tree(self, mode: str, longest: int, segment_tokens: int | None = None) -> TreeConfig:
         """The settings of a mode of ``--tree-mode``."""
@@ -106,10 +107,10 @@ def plan_one_by_one(timer: StepTimer, samples: Sequence[TrainingSample], segment
     return plan_of_segments(timer, samples, segments, np.zeros(segments.num_segments, bool))
 
 
-def measure(timer: StepTimer, batch: TreeBatch, steps: int) -> dict[str, Any]:
+def measure(timer: StepTimer, batch: TreeBatch, settings: StepSettings) -> dict[str, Any]:
     """Seconds, counts and loss of a step; where memory does not suffice, the counts and why nothing was timed."""
     try:
-        timing = timer.time(batch, steps, LONGEST_WARM_UP)
+        timing = timer.time(batch, settings.steps, settings.longest_warm_up)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         segments = batch.plan.segments
@@ -126,13 +127,15 @@ def measure_modes(report: PaperReport, timer: StepTimer, rollouts: RolloutSet, s
     """The table of modes: dense one by one, dense packed, packed trees and trees, by trajectory and by turn."""
     for granularity in ("trajectory", "turn"):
         samples = rollouts.samples(granularity)
+        if granularity == "turn" and len(samples) == len(rollouts.trajectories):
+            continue  # Every trajectory has one turn.
         names = {"set": rollouts.name, "sample": granularity}
 
         def of_mode(mode: str, samples: Sequence[TrainingSample] = samples) -> dict[str, Any]:
             batch = timer.plan(samples, settings.tree(mode, rollouts.longest))
-            return measure(timer, batch, settings.steps)
+            return measure(timer, batch, settings)
 
-        alone = measure(timer, plan_one_by_one(timer, samples, settings.own_tokens), settings.steps)
+        alone = measure(timer, plan_one_by_one(timer, samples, settings.own_tokens), settings)
         dense = of_mode("dense")
         for mode, row in ((ONE_BY_ONE, alone), (DENSE, dense), (PACKED, None), (TREES, None)):
             found = row or of_mode("packed" if mode == PACKED else "dta")
@@ -148,6 +151,6 @@ def measure_sizes(report: PaperReport, timer: StepTimer, rollouts: RolloutSet, s
     """The table of segment sizes: trees, one sample per trajectory."""
     for size in settings.sizes:
         batch = timer.plan(rollouts.trajectories, settings.tree("dta", rollouts.longest, size))
-        row = measure(timer, batch, settings.steps)
+        row = measure(timer, batch, settings)
         names = {"set": rollouts.name, "longest": rollouts.longest, "fill": batch.plan.segments.fill}
         report.add("sizes", {**names, **row})
