@@ -43,7 +43,6 @@ from dta_kernels.tree_attention.plan import AttentionShape
 from megatron_dta.common.command_line import CommandLineParser, print_json
 from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.common.measurement import Report
-from megatron_dta.model import choose_segment_attention
 from megatron_dta.rollouts import load_rollouts
 from megatron_dta.tree import build_prefix_tree
 
@@ -235,6 +234,8 @@ def main() -> None:
     device = torch.device("cuda")
     shape = AttentionShape(arguments.heads, arguments.groups, arguments.head_size, DTYPES[arguments.dtype])
     if "fa4" in arguments.impl:
+        from megatron_dta.model import choose_segment_attention
+
         choose_segment_attention("fa4", shape.head_size, shape.group_size, shape.dtype, device)
     report = Report(
         "benchmarks/attention.py: TFLOP/s of attention on visible pairs, forward and backward",
