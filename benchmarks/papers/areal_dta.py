@@ -38,6 +38,7 @@ from megatron_dta.common.errors import InputError, run_entry_point
 from megatron_dta.config import ParallelConfig
 from megatron_dta.config.derived.benchmark_model import MODELS, TINY, benchmark_model
 from megatron_dta.planning import CostModel
+from megatron_dta.rollouts import load_rollouts
 from papers.areal_parts import balance, notes, orders, rivals, steps
 from papers.areal_parts.workload import RolloutSet, generated_set, load_set
 from papers.tables import COLORS, PaperReport, paper_parser
@@ -145,7 +146,7 @@ class Rollouts:
         """The sets whose steps are measured."""
         if self.folder is None:
             return [generated_set(0, *self.preset.generated)]
-        return [self._load(name, count) for name, count in self.preset.sets]
+        return [load_set(self.folder / f"{name}.npz", count, self.renumber) for name, count in self.preset.sets]
 
     def of_balance(self) -> list[balance.BalanceSet]:
         """The sets that are divided over ranks, one sample per trajectory."""
@@ -155,10 +156,8 @@ class Rollouts:
         sets = self.preset.balance_sets
         if sets is None:
             sets = tuple((path.name.removesuffix(".npz"), None) for path in sorted(self.folder.glob("*.npz")))
-        return [balance.BalanceSet(name, self._load(name, count).trajectories) for name, count in sets]
-
-    def _load(self, name: str, count: int | None) -> RolloutSet:
-        return load_set(self.folder / f"{name}.npz", count, self.renumber)
+        paths = [(self.folder / f"{name}.npz", name, count) for name, count in sets]
+        return [balance.BalanceSet(name, load_rollouts(path, max_sequences=count)) for path, name, count in paths]
 
 
 def make_timer(arguments: argparse.Namespace, preset: Preset, sets: Sequence[RolloutSet]) -> StepTimer:
@@ -208,7 +207,7 @@ def draw_modes(axes: Axes, rows: Sequence[dict]) -> None:
     axes.set_xticks(range(len(groups)), [f"{name}\none sample per {sample}" for name, sample in groups], fontsize=6)
     axes.set_ylabel("speed-up over dense, packed")
     axes.set_title("Modes of training")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left")
 
 
 def draw(report: PaperReport) -> None:

@@ -17,9 +17,8 @@ from matplotlib.axes import Axes
 
 from megatron_dta.planning import CostModel
 from megatron_dta.planning.partition.baselines import contiguous, contiguous_by_cost, first_fit
-from megatron_dta.planning.partition.divide import Partition, least_slowest, partition_costs, trained_parts
+from megatron_dta.planning.partition.divide import Partition, Trained, least_slowest, partition_costs, trained_parts
 from megatron_dta.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.planning.step.sample import TrainingSample
 from megatron_dta.tree import build_prefix_tree
 from papers.tables import COLORS, PaperReport
 
@@ -51,7 +50,7 @@ class BalanceSet:
     """The samples of one step that are divided over ranks."""
 
     name: str
-    samples: Sequence[TrainingSample]
+    samples: Sequence[Trained]
 
 
 def partitions(costs: SequenceCosts, ranks: int) -> dict[str, Partition]:
