@@ -15,12 +15,16 @@ token). The trees are canonical, so a restored drafter makes the same drafts.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_dta.speculation.native import create_forest
 from megatron_dta.speculation.suffix_forest import NO_TREE, DraftParams, Drafts
+
+SCOPES = ("problem", "global", "both")
+"""Trees in which drafts are looked up: those of the problem, the tree of all problems, or both."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class DrafterParams:
     window: policy steps for which a sample is kept.
     max_tokens: maximum number of sample tokens kept; each is in its problem's tree and in that of all problems.
     draft: parameters of a draft.
+    scope: one of ``SCOPES``; "problem" and "global" are for comparison.
     """
 
     depth: int = 32
@@ -38,8 +43,11 @@ class DrafterParams:
     window: int = 16
     max_tokens: int = 20_000_000
     draft: DraftParams = field(default_factory=DraftParams)
+    scope: str = "both"
 
     def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, not {self.scope!r}")
         if self.window < 1 or self.max_tokens < 1:
             raise ValueError(f"window and max_tokens must be at least 1: {self}")
 
@@ -110,14 +118,17 @@ class Drafter:
             self._forest.delete_tree(problem.tree)
             del self._problems[entry.problem]
 
-    def end_step(self, step: int) -> int:
-        """Evict samples by age and token budget after policy step ``step``. Returns the number of evicted samples."""
-        gone = 0
+    def end_step(self, step: int, window: int | None = None) -> int:
+        """Evict samples by age and token budget after policy step ``step``. Returns the number of evicted samples.
+
+        window: replaces that of the parameters in this step.
+        """
+        gone, window = 0, self.params.window if window is None else window
         for text in list(self._samples):  # in the order of their steps, so the first one to keep ends the search
             made = self._samples[text].step
             if made is None:
                 continue
-            if made > step - self.params.window and self.stored_tokens <= self.params.max_tokens:
+            if made > step - window and self.stored_tokens <= self.params.max_tokens:
                 break
             self.discard(text)
             gone += 1
@@ -179,7 +190,8 @@ class Drafter:
     def _open_text(self, problem: str, tokens: np.ndarray) -> int:
         entry = self._problems[problem]
         entry.samples += 1
-        text = self._new_text((entry.tree, self._all), tokens)
+        trees = {"problem": (entry.tree, NO_TREE), "global": (NO_TREE, self._all), "both": (entry.tree, self._all)}
+        text = self._new_text(trees[self.params.scope], tokens)
         self._samples[text] = _Sample(problem, len(tokens))
         self.stored_tokens += len(tokens)
         return text
@@ -188,3 +200,18 @@ class Drafter:
         text = self._forest.new_text(trees)
         self._forest.extend(np.array([text], np.uint32), tokens, np.array([0, len(tokens)]))
         return text
+
+
+def window_by_updates(sizes: Sequence[float], window: int) -> int:
+    """The number of recent policy steps to keep so that their updates add up to at most ``window`` mean ones.
+
+    The larger the recent updates are compared with the mean so far, the shorter the window. With updates of one size it
+    is ``window`` steps. It is at least one step.
+
+    Args:
+        sizes: positive size of each update so far, the newest last, such as its learning rate.
+    """
+    newest = np.cumsum(np.asarray(sizes, np.float64)[::-1])
+    # Sums of equal sizes may exceed the bound by rounding.
+    most = window * float(newest[-1]) / len(newest) * (1 + 1e-9)
+    return max(1, int((newest <= most).sum()))

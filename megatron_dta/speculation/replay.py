@@ -121,10 +121,18 @@ def remember(speculator: Speculator, history: Sequence[Sequence[RecordedSample]]
 
 
 def replay_wave(
-    speculator: Speculator, samples: Sequence[RecordedSample], step: int, burst: int = 1
+    speculator: Speculator,
+    samples: Sequence[RecordedSample],
+    step: int,
+    burst: int = 1,
+    window: int | None = None,
 ) -> SpeculationReport:
-    """Decode the samples of one wave with speculation and add them to the trees. ``burst`` is the number of passes
-    without drafts that the engine runs back to back; above 1 it needs samples of one turn."""
+    """Decode the samples of one wave with speculation and add them to the trees.
+
+    Args:
+        burst: passes without drafts that the engine runs back to back; above 1 it needs samples of one turn.
+        window: steps kept in the trees afterwards (default: the drafter's).
+    """
     slots = np.array([speculator.open(sample.problem, sample.prompt) for sample in samples], np.int64)
     stream = np.concatenate([sample.generated for sample in samples])
     end = np.cumsum([len(sample.generated) for sample in samples])
@@ -167,7 +175,7 @@ def replay_wave(
                 turn_end[i] = origin[i] + sample.turn_ends[turn[i]]
         if len(at_end):
             live = live[position[live] < end[live]]
-    return speculator.end_step(step)
+    return speculator.end_step(step, window)
 
 
 def _report_time(speculator: Speculator, seconds: float, host: float) -> float:

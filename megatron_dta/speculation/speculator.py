@@ -267,13 +267,14 @@ class Speculator:
         self.drafter.discard(int(self._samples["text"][slot]))
         self._free.append(slot)
 
-    def end_step(self, step: int) -> SpeculationReport:
-        """End policy step ``step``: evict old samples, decay the estimates, and return the report of the step."""
+    def end_step(self, step: int, window: int | None = None) -> SpeculationReport:
+        """End policy step ``step``: evict samples older than ``window`` (default: the drafter's), decay the estimates,
+        and return the report of the step."""
         report, self.report = self.current_report(), SpeculationReport()
         self._acceptance = self._fitted_acceptance(report, self._samples[:0])
         self.history.end_step()
         self.table.end_step()
-        self.drafter.end_step(step)
+        self.drafter.end_step(step, window)
         self.gate.end_step()
         self._step, self._forwards, self._next_plan = step + 1, 0, 0
         self._plain = PlainForwards()
