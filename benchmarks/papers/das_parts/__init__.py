@@ -1,0 +1,1 @@
+"""Parts of the DAS experiment: tasks, training runs, and replays of recorded histories."""

@@ -1,0 +1,153 @@
+"""Replays recorded histories of several epochs with the scopes, windows and budgets of DAS."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.commands.replay_das import merged
+from megatron_dta.rollouts import Rollout, load_rollouts
+from megatron_dta.speculation.drafter import SCOPES, DrafterParams, window_by_updates
+from megatron_dta.speculation.forward_cost import ForwardCost
+from megatron_dta.speculation.gate import SpeculationGate
+from megatron_dta.speculation.replay import RecordedSample, plain_lives, plain_makespan, recorded_samples, replay_wave
+from megatron_dta.speculation.report import SpeculationReport
+from megatron_dta.speculation.speculator import Speculator
+
+UNLIMITED = 10**6
+"""A window that evicts nothing."""
+BUDGETS = {
+    "length classes (paper)": "class",
+    "optimal (paper, corrected)": "optimal",
+    "calibrated gate": "gate",
+    "straggler (ours)": "straggler",
+    "unlimited": "always",
+}
+
+
+@dataclass(frozen=True)
+class History:
+    """Recorded samples in the order in which they were sampled.
+
+    Attributes:
+        batches: samples of each rollout batch.
+        epoch: rollout batches of an epoch, in which each problem is sampled once.
+        update_sizes: size of the update after each rollout batch; None if all samples come from one policy.
+    """
+
+    name: str
+    batches: Sequence[Sequence[RecordedSample]]
+    epoch: int
+    update_sizes: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a history is replayed. ``by_updates``: ``window`` is the number of mean updates, not of batches."""
+
+    label: str
+    scope: str = "both"
+    window: int = UNLIMITED
+    budget: str = "straggler"
+    by_updates: bool = False
+
+
+def live_history(name: str, batches: Sequence[Sequence[Rollout]], epoch: int, sizes: Sequence[float]) -> History:
+    """The history of a training run; the problem of a sample is its prompt, as in the engine."""
+    recorded = [
+        [replace(s, problem=hashlib.blake2b(s.prompt.tobytes(), digest_size=16).hexdigest()) for s in samples]
+        for samples in map(recorded_samples, batches)
+    ]
+    return History(name, recorded, epoch, sizes)
+
+
+def stored_history(path: Path, problems: int, samples: int, epochs: int) -> History:
+    """The first ``problems`` groups of a stored set, ``samples`` of each in an epoch of one batch."""
+    groups: dict[str, list[RecordedSample]] = {}
+    for sample in recorded_samples(load_rollouts(path), stop_degenerate=True):
+        groups.setdefault(sample.problem, []).append(sample)
+    kept = list(groups.values())[:problems]
+    batches = [
+        [sample for own in kept for sample in own[epoch * samples : (epoch + 1) * samples]] for epoch in range(epochs)
+    ]
+    return History(path.stem, [batch for batch in batches if batch], 1)
+
+
+def scope_settings(history: History) -> Iterator[Setting]:
+    """The scopes, with the default budget and without one, which shows the drafter alone."""
+    for scope in SCOPES:
+        yield Setting(scope, scope=scope)
+    for scope in SCOPES:
+        yield Setting(f"{scope}, unlimited budget", scope=scope, budget="always")
+
+
+def window_settings(history: History) -> Iterator[Setting]:
+    """Fixed windows that differ for this history, all samples, and the window by the size of the updates."""
+    for epochs in (0.5, 1, 2, 4):
+        window = round(epochs * history.epoch)
+        if window == epochs * history.epoch and 1 <= window < len(history.batches):
+            yield Setting(f"{epochs:g} epoch{'s' if epochs > 1 else ''}", window=window)
+    yield Setting("all samples")
+    if history.update_sizes is not None:
+        for epochs in (1, 2):
+            label = f"by update size, mean {epochs} epoch{'s' if epochs > 1 else ''}"
+            yield Setting(label, window=epochs * history.epoch, by_updates=True)
+
+
+def budget_settings(history: History) -> Iterator[Setting]:
+    """All budgets, with the default window of 16 rollout batches."""
+    for label, budget in BUDGETS.items():
+        yield Setting(label, window=DrafterParams().window, budget=budget)
+
+
+ABLATIONS = {"scope": scope_settings, "window": window_settings, "budgets": budget_settings}
+
+
+def replayed(history: History, setting: Setting) -> list[SpeculationReport]:
+    """The reports of the rollout batches, decoded one after the other by one speculator."""
+    cost = ForwardCost()
+    gate = SpeculationGate(cost, cost, burst=1, prices_whole=True)
+    gate.is_measured = False
+    params = DrafterParams(window=setting.window, max_tokens=10**9, scope=setting.scope)
+    speculator = Speculator(params, gate, setting.budget)
+    reports = []
+    for step, batch in enumerate(history.batches):
+        window = setting.window
+        if setting.by_updates:
+            window = window_by_updates(history.update_sizes[: step + 1], setting.window)
+        reports.append(replay_wave(speculator, batch, step, window=window))
+    return reports
+
+
+def replay_row(history: History, setting: Setting) -> dict[str, Any]:
+    """The figures of the batches after the first epoch, in which nothing is known of a problem but its siblings."""
+    reports = replayed(history, setting)
+    first = min(history.epoch, len(reports) - 1)
+    report, batches = merged(reports[first:]), history.batches[first:]
+    plain = sum(plain_makespan(batch, ForwardCost()) for batch in batches)
+    forwards = sum(len(plain_lives(batch)) for batch in batches)
+    early = sum(plain_makespan(batch, ForwardCost()) for batch in history.batches[:first])
+    drafted, accepted = int(np.sum(report.drafted)), int(np.sum(report.accepted))
+    return {
+        "history": history.name,
+        "setting": setting.label,
+        "tokens_per_forward": report.tokens_per_forward,
+        "plain_forwards": forwards,
+        "forwards": len(report.live),
+        "forwards_saved": 1 - len(report.live) / forwards,
+        "plain_makespan": plain,
+        "makespan": report.makespan,
+        "makespan_saved": 1 - report.makespan / plain,
+        "first_epoch_saved": 1 - sum(each.makespan for each in reports[:first]) / early if first else None,
+        "drafted": drafted,
+        "accepted": accepted,
+        "accepted_share": accepted / drafted if drafted else 0.0,
+        "wasted": drafted - accepted,
+        "tree_tokens": report.drafter_tokens,
+        "samples": len(report.lengths),
+    }
