@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from megatron_dta.rollouts import Rollout, load_rollouts
 from megatron_dta.speculation.drafter import SCOPES, DrafterParams, window_by_updates
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.gate import SpeculationGate
+from megatron_dta.speculation.native import create_forest
 from megatron_dta.speculation.replay import RecordedSample, plain_lives, plain_makespan, recorded_samples, replay_wave
 from megatron_dta.speculation.report import SpeculationReport
 from megatron_dta.speculation.speculator import Speculator
@@ -151,3 +154,13 @@ def replay_row(history: History, setting: Setting) -> dict[str, Any]:
         "tree_tokens": report.drafter_tokens,
         "samples": len(report.lengths),
     }
+
+
+def replay_all(histories: Sequence[History]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(ablation, row) of each history and setting in order, computed on all processors."""
+    jobs = [(key, h, setting) for h in histories for key, make in ABLATIONS.items() for setting in make(h)]
+    create_forest(2)  # Compile the native code before starting processes.
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+        runs = [(key, pool.submit(replay_row, history, setting)) for key, history, setting in jobs]
+        for key, run in runs:
+            yield key, run.result()

@@ -78,6 +78,7 @@ def small() -> Scale:
         samples=8,
         modes=(PLAIN, EXACT, CLOCK),
         seeds=1,
+        reward=RIGHT_SHARE,
     )
     return Scale((columns, tail), {"math_qwen25_8x100": (16, 2, 4), "humaneval_codegen16b_100x40": (16, 4, 4)})
 
@@ -124,6 +125,7 @@ def full() -> Scale:
         modes=(PLAIN, CLOCK),
         seeds=1,
         deterministic=False,
+        reward=RIGHT_SHARE,
     )
     exact = LiveTask(
         "float32",
