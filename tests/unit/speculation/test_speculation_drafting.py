@@ -14,7 +14,7 @@ from megatron_dta.sampling.engines.in_process.drafting import NO_DRAFT, Round, S
 from megatron_dta.sampling.engines.in_process.scheduler import Request
 from megatron_dta.sampling.engines.interface import GenerationRequest
 from megatron_dta.speculation import drafter
-from megatron_dta.speculation.drafter import Drafter, DrafterParams, window_by_updates
+from megatron_dta.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.speculation.forward_cost import ForwardCost
 from megatron_dta.speculation.gate import SpeculationGate
 from megatron_dta.speculation.speculator import Speculator
@@ -49,43 +49,6 @@ def test_another_problem_helps_in_the_tree_of_all() -> None:
     drafts = drafter.draft(np.array([again]), np.array([4]))
     assert drafts.tokens[0, :4].tolist() == own[10:14].tolist()
     assert drafts.trees[0] == 0
-
-
-@pytest.mark.parametrize("scope", ["problem", "global", "both"])
-def test_the_scope_chooses_the_trees(scope: str) -> None:
-    rng = seed_all(5)
-    drafter = Drafter(DrafterParams(depth=12, scope=scope))
-    empty = drafter._forest.num_nodes
-    phrase, own = rng.permutation(1000)[:30], rng.permutation(1000)[:30] + 1000
-    drafter.finish(told(drafter, "one", np.array([5000]), phrase), 0)
-    drafter.finish(told(drafter, "two", np.array([5001]), own), 0)
-    restored = Drafter(drafter.params)
-    restored.load_state_dict(drafter.state_dict())
-    for each in (drafter, restored):
-        found = {}
-        for name, text in (("other", phrase), ("own", own)):
-            new = told(each, "two", np.array([5002]), text[:10])
-            drafts = each.draft(np.array([new]), np.array([4]))
-            found[name] = drafts.tokens[0, : drafts.lengths[0]].tolist() == text[10:14].tolist()
-            each.discard(new)
-        assert found == {"other": scope != "problem", "own": True}
-    drafter.end_step(99)
-    assert (drafter.num_samples, drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
-    with pytest.raises(ValueError, match="scope must be one of"):
-        DrafterParams(scope="all")
-
-
-def test_larger_updates_shorten_the_window() -> None:
-    assert [window_by_updates([0.1] * count, 3) for count in (1, 2, 3, 4, 9)] == [1, 2, 3, 3, 3]
-    assert window_by_updates([1, 1, 1, 1, 1, 7], 3) == 1
-    assert window_by_updates([4, 4, 4, 4, 1, 1], 3) == 3
-    assert window_by_updates([4, 4, 1, 1, 1, 1], 3) == 4
-    drafter = Drafter(DrafterParams(window=1))
-    for step, window in enumerate((2, 2, 3, 1, 2)):
-        drafter.finish(told(drafter, "a", np.array([1]), np.arange(9)), step)
-        drafter.end_step(step, window)
-        kept = [entry.step for entry in drafter._samples.values()]
-        assert kept == [[0], [0, 1], [0, 1, 2], [3], [3, 4]][step]
 
 
 @pytest.mark.parametrize("max_tokens", [700, 260])
