@@ -17,15 +17,19 @@ import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_dta.common.command_line import CommandLineParser, json_text
 from megatron_dta.common.errors import InputError
 from megatron_dta.common.files import replacing
-from megatron_dta.config import TreePOConfig
+from megatron_dta.config import TrainConfig, TreePOConfig
 from megatron_dta.config.checks.all import check_config
 from megatron_dta.train import quieten_libraries
 from megatron_dta.training_flags import ENGINE, MESH, TASK, ToolFlags, passed_over
+
+if TYPE_CHECKING:
+    from megatron_dta.sampling.engines.interface import RolloutEngine
+    from megatron_dta.sampling.task import SamplingTask
 
 # Settings of trees that do not shape a single tree: weights of leaves and changes over a run.
 _UNREAD = ("treepo_fallback_weight", "treepo_allocation_temperature_end", "treepo_allocation_temperature_iters")
@@ -68,13 +72,20 @@ def main() -> None:
             temporary.write_text(json_text(results, indent=1) + "\n")
 
 
-def _evaluate(config: Any, ks: list[int], answer_of: Callable[[str], str]) -> dict[str, dict[str, float]]:
+def _evaluate(config: TrainConfig, ks: list[int], answer_of: Callable[[str], str]) -> dict[str, dict[str, float]]:
     """Compute the metrics of trees and of independent rollouts."""
+    from megatron_dta.sampling.treepo.evaluation import compare_at_equal_tokens
+
+    engine, task = load_engine(config)
+    return compare_at_equal_tokens(engine, task, config, ks, answer_of)
+
+
+def load_engine(config: TrainConfig) -> tuple[RolloutEngine, SamplingTask]:
+    """An engine in this process with the weights of ``--load``, and the task, which has held-out prompts."""
     # Megatron takes seconds to import, so flags are checked first.
     from megatron_dta.model import build_model, initialize_parallel
     from megatron_dta.sampling.engines.build import build_engine
     from megatron_dta.sampling.task import build_task
-    from megatron_dta.sampling.treepo.evaluation import compare_at_equal_tokens
     from megatron_dta.training.checkpoint.files import find_checkpoint
     from megatron_dta.training.checkpoint.save_load import load_weights
 
@@ -88,8 +99,7 @@ def _evaluate(config: Any, ks: list[int], answer_of: Callable[[str], str]) -> di
     device = initialize_parallel(config.optimization.seed, config.parallel)
     model = build_model(model_config, device, config.parallel)
     load_weights(checkpoint, model_config, model, not config.checkpoint.skip_checkpoint_checks)
-    engine = build_engine(config.sampling, model, attention_impl=config.tree.tree_attention_impl)
-    return compare_at_equal_tokens(engine, task, config, ks, answer_of)
+    return build_engine(config.sampling, model, attention_impl=config.tree.tree_attention_impl), task
 
 
 def _answer_rule(name: str) -> Callable[[str], str]:

@@ -33,7 +33,7 @@ def compare_at_equal_tokens(
     results = {}
 
     def judge(name: str, settings: TreeSettings, stops: StopRules) -> None:
-        problems = _answers(engine, task, config, settings, stops, answer_of)
+        problems = sample_answers(engine, task, config, settings, stops, answer_of)
         results[name] = evaluate_answers(problems, ks, config.optimization.seed)
 
     rules = stop_rules(task, config)
@@ -45,7 +45,7 @@ def compare_at_equal_tokens(
     return results
 
 
-def _answers(
+def sample_answers(
     engine: RolloutEngine,
     task: SamplingTask,
     config: TrainConfig,

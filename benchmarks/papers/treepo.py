@@ -1,0 +1,217 @@
+"""Runs the experiments of TreePO (arXiv 2508.17445): tree sampling against GRPO at equal tokens and at equal time.
+
+    PYTHONPATH=benchmarks python benchmarks/papers/treepo.py [--small] [--parts PART ...] [--output-dir FOLDER]
+
+curves      held-out reward of GRPO, of GRPO on trees and of TreePO, over decoded tokens, seconds of sampling and all
+            seconds; --seeds runs of each, on a task that a model learns from scratch
+ablations   TreePO with other trees, allocations, fallbacks and advantages, at equal decoded tokens
+efficiency  trees beside independent rollouts: trajectories/s, leaf tokens/s and effective leaves/s
+votes       maj@k over the seconds of sampling, of the warmed-up weights and of those that TreePO has trained
+
+Tables (JSON, Markdown) and plots appear in --output-dir, the JSON file after every run. Finished runs are in its folder
+runs; the same command continues after an interruption and repeats none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which warns of missing packages
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from megatron_dta.common.command_line import check_at_least
+from megatron_dta.common.errors import InputError, run_entry_point
+from papers.tables import PaperReport, paper_parser
+from papers.treepo_parts.curves import AXES, Curve, comparison, read_curve, summary
+from papers.treepo_parts.plan import GRPO, MOST_STEPS, TREEPO, Ablation, Scale, ablations, method_flags, scale
+from papers.treepo_parts.plots import plot_curves, plot_sampling
+from papers.treepo_parts.processes import Processes
+from papers.treepo_parts.sampling import efficiency, votes
+from papers.treepo_parts.text import add_tables
+from papers.treepo_parts.training import METRICS, TASK, make_data, train, training_progress
+
+PARTS = ("curves", "ablations", "efficiency", "votes")
+
+
+class Experiment:
+    """The parts of the experiment; each adds its rows to the report.
+
+    Args:
+        folder: of all results.
+        chosen: the sizes.
+        seeds: of the curves; everything else uses the first.
+    """
+
+    def __init__(self, folder: Path, chosen: Scale, seeds: Sequence[int]) -> None:
+        self.runs = (folder / "runs").resolve()
+        self.report = PaperReport("treepo", folder, {"sizes": vars(chosen), "seeds": list(seeds)})
+        self.curves: dict[str, dict[int, Curve]] = {method: {} for method in chosen.methods}
+        self.failed = False
+        self._scale, self._seeds = chosen, seeds
+        self._processes = Processes(self.runs)
+        self._flags = method_flags(chosen)
+        add_tables(self.report)
+
+    def run_curves(self) -> None:
+        """All methods with all seeds; a comparison of those seeds with which all methods have finished."""
+        for number, seed in enumerate(self._seeds, start=1):
+            for method in self._scale.methods:
+                print(f"== seed {number} of {len(self._seeds)}: {method}", flush=True)
+                with_names = {"method": method, "seed": seed}
+                self._attempt("runs", with_names, partial(self._curve, method, seed))
+        complete = [seed for seed in self._seeds if all(seed in found for found in self.curves.values())]
+        self.curves = {
+            method: {seed: of_method[seed] for seed in complete} for method, of_method in self.curves.items()
+        }
+        if complete:
+            for row in comparison(self.curves, GRPO, self._scale.tokens):
+                self.report.add("curves", row)
+
+    def run_ablations(self) -> None:
+        """TreePO, and one run of each of its variants."""
+        found = [Ablation("TreePO", self._shape(), ""), *ablations(self._scale)]
+        for number, ablation in enumerate(found, start=1):
+            names = {"group": ablation.group, "name": ablation.name, "flags": ablation.flags}
+            print(f"== ablation {number} of {len(found)}: {ablation.group}, {ablation.name}", flush=True)
+            self._attempt("ablations", names, partial(self._ablation, number, ablation))
+
+    def run_efficiency(self) -> None:
+        """Rates of trees and of independent rollouts."""
+        print("== sampling efficiency", flush=True)
+        arguments = {"flags": self._scale.efficiency.split(), "segments": list(self._scale.efficiency_segments)}
+        for row in self._processes.run("efficiency", efficiency, arguments)[1]:
+            self.report.add("efficiency", row)
+
+    def run_votes(self) -> None:
+        """maj@k of the weights before and after training on trees."""
+        chosen, seed = self._scale, self._seeds[0]
+        trained = self._train(f"{TREEPO}-{seed}", self._flags[TREEPO], seed, chosen.tokens)
+        for model, folder in (("warm-up", self._warmup(seed)), (TREEPO, trained / "checkpoint")):
+            print(f"== maj@k, {model}", flush=True)
+            arguments = {
+                "flags": [*self._training_flags(seed), "--load", str(folder), "--finetune"],
+                "segment": chosen.segment,
+                "widths": list(chosen.widths),
+                "factors": list(chosen.branching_factors),
+                "repeats": chosen.repeats,
+            }
+            for row in self._processes.run(f"votes-{model}", votes, arguments)[1]:
+                self.report.add("votes", {"model": model, **row})
+
+    def write(self) -> None:
+        """Markdown and plots of what there is."""
+        print(f"tables: {self.report.write_markdown()}")
+        if all(self.curves.values()):
+            draw = partial(plot_curves, curves=self.curves)
+            print(f"plot: {self.report.plot(draw, len(AXES))}")
+        rates, voted = self.report.rows("efficiency"), self.report.rows("votes")
+        if rates or voted:
+            print(f"plot: {self.report.plot(partial(plot_sampling, rates=rates, votes=voted), 2, 'sampling')}")
+
+    def attempt(self, part: str) -> None:
+        """Run a part; what fails leaves the others as they are."""
+        try:
+            getattr(self, f"run_{part}")()
+        except InputError as error:
+            self.failed = True
+            print(f"error: {part}: {error}", file=sys.stderr, flush=True)
+
+    def _attempt(self, table: str, names: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+        """Add the row of one run, or its error."""
+        try:
+            row = measure()
+        except InputError as error:
+            self.failed = True
+            row = {"error": str(error)}
+        self.report.add(table, names | row)
+
+    def _curve(self, method: str, seed: int) -> dict[str, Any]:
+        chosen = self._scale
+        folder = self._train(f"{method}-{seed}".replace(" ", "-"), self._flags[method], seed, chosen.tokens)
+        curve = self.curves[method][seed] = read_curve(folder / METRICS)
+        return summary(folder / METRICS, chosen.batch, chosen.tokens) | {"points": curve.points()}
+
+    def _ablation(self, number: int, ablation: Ablation) -> dict[str, Any]:
+        chosen, seed = self._scale, self._seeds[0]
+        # The curve of TreePO goes on after the budget of an ablation.
+        name, budget = f"ablation-{number}", chosen.ablation_tokens
+        if not ablation.flags:
+            name, budget = f"{TREEPO}-{seed}", chosen.tokens
+        folder = self._train(name, f"{self._flags[TREEPO]} {ablation.flags}", seed, budget)
+        return summary(folder / METRICS, chosen.batch, chosen.ablation_tokens)
+
+    def _shape(self) -> str:
+        return f"{self._scale.response // self._scale.segment} x {self._scale.segment}"
+
+    def _train(self, name: str, flags: str, seed: int, budget: int) -> Path:
+        """The folder of a run of reinforcement learning from the warmed-up weights."""
+        every = [*self._training_flags(seed), *flags.split(), "--load", str(self._warmup(seed)), "--finetune"]
+        keeps_weights = name == f"{TREEPO}-{self._seeds[0]}"
+        arguments = {"flags": every, "budget": budget, "keep_weights": keeps_weights}
+        return self._processes.run(name, train, arguments, partial(training_progress, budget=budget))[0]
+
+    def _training_flags(self, seed: int) -> list[str]:
+        chosen, data = self._scale, self._data(seed)
+        return [
+            *self._model_flags(seed),
+            *chosen.training.split(),
+            *f"--rollout-max-response-len {chosen.response} --rollout-batch-size {chosen.batch}".split(),
+            *f"--n-samples-per-prompt {chosen.width} --eval-interval {chosen.eval_interval}".split(),
+            *f"--train-iters {MOST_STEPS} --lr-decay-style constant --lr-warmup-iters 4".split(),
+            *("--tokenizer-type", "CharacterTokenizer", "--reward-function", f"{TASK}:reward"),
+            *("--prompt-data", str(data / "prompts.jsonl"), "--eval-prompt-data", str(data / "held_out.jsonl")),
+        ]
+
+    def _warmup(self, seed: int) -> Path:
+        """The checkpoint of a seed's supervised warm-up."""
+        rollouts = self._data(seed) / "warmup.jsonl"
+        flags = [
+            *self._model_flags(seed),
+            *self._scale.warmup.split(),
+            "--objective",
+            "sft",
+            "--rollouts",
+            str(rollouts),
+        ]
+        return self._processes.run(f"warmup-{seed}", train, {"flags": flags}, training_progress)[0] / "checkpoint"
+
+    def _data(self, seed: int) -> Path:
+        """The folder of a seed's prompts and solved problems."""
+        return self._processes.run(
+            f"data-{seed}", make_data, {"flags": [*self._scale.data.split(), "--seed", str(seed)]}
+        )[0]
+
+    def _model_flags(self, seed: int) -> list[str]:
+        common = "--vocab-size 16 --swiglu --disable-bias-linear --qk-layernorm --weight-decay 0 --adam-beta2 0.95"
+        return [*self._scale.model.split(), *common.split(), "--seed", str(seed)]
+
+
+def main() -> int:
+    """Run the parts, write tables and plots; status 1 if a run has failed."""
+    parser = paper_parser(__doc__, "treepo")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run (default: everything)")
+    arguments = parser.parse_args()
+    check_at_least(arguments, 1, "seeds")
+    chosen = scale("smallest" if arguments.smallest else "small" if arguments.small else "full")
+    # A scheduler's signal ends the run under way, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    seeds = range(1, min(arguments.seeds, chosen.seeds) + 1)
+    experiment = Experiment(arguments.output_dir, chosen, seeds)
+    try:
+        for part in arguments.parts:
+            experiment.attempt(part)
+    finally:
+        experiment.write()
+    return int(experiment.failed)
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

@@ -1,0 +1,1 @@
+"""Parts of the TreePO experiment: sizes and variants, processes, training, sampling, curves, tables and plots."""

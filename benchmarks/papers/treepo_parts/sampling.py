@@ -1,0 +1,109 @@
+"""Samples trees and independent rollouts beside each other: their rates with simulated lengths, and their votes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatron_dta.train import quieten_libraries
+
+quieten_libraries()  # before Megatron is imported, which warns of missing packages
+
+from common.engine import add_arguments, build_setup
+from megatron_dta.arguments import parse_arguments
+from megatron_dta.commands.evaluate_sampling import load_engine
+from megatron_dta.sampling.evaluation import evaluate_answers
+from megatron_dta.sampling.treepo.evaluation import sample_answers
+from megatron_dta.sampling.treepo.settings import TreeSettings
+from megatron_dta.sampling.treepo.stops import StopRules
+from rollout_parts.trees import add_tree_arguments, run_tree
+
+
+def efficiency(folder: Path, flags: list[str], segments: list[int]) -> list[dict[str, Any]]:
+    """Two rows for each segment length, trees and independent rollouts, with ``flags`` of ``benchmarks/rollout.py``.
+
+    ``effective_leaves`` is the mean of a query, ``effective_leaves_per_second`` counts all queries.
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    add_tree_arguments(parser)
+    arguments = parser.parse_args(flags)
+    setup = build_setup(arguments)
+    found = []
+    with torch.no_grad():
+        for segment in segments:
+            arguments.segment_length = segment
+            trees, independent, ratio = run_tree(arguments, setup)
+            independent |= {"effective_leaves": float(arguments.width), "fallback_share": 0.0}
+            trees |= {name: ratio[name] for name in ("effective_leaves", "fallback_share")}
+            for row in (trees, independent):
+                per_leaf = row["effective_leaves"] / arguments.width
+                row["effective_leaves_per_second"] = per_leaf * row["trajectories_per_second"]
+            for row in (trees, independent):
+                found.append({"segment": segment, "leaves": arguments.width, **_ratios(row, independent), **row})
+    return found
+
+
+def _ratios(row: dict[str, Any], independent: dict[str, Any]) -> dict[str, float]:
+    """Decoded tokens and rates relative to independent rollouts."""
+    rates = ("trajectories_per_second", "leaf_tokens_per_second", "effective_leaves_per_second", "decoded_tokens")
+    return {f"{name}_ratio": row[name] / independent[name] for name in rates}
+
+
+def votes(
+    folder: Path, flags: list[str], segment: int, widths: list[int], factors: list[int], repeats: int
+) -> list[dict[str, Any]]:
+    """maj@k of k answers to each held-out problem, and the seconds that sampling them takes.
+
+    Args:
+        flags: of a training run, with ``--load``.
+        segment: tokens of a segment.
+        widths: values of k.
+        factors: branching factors of the trees.
+        repeats: timed runs, after one that compiles and captures; the median counts.
+    """
+    config = parse_arguments(flags)
+    engine, task = load_engine(config)
+    found = []
+    with torch.no_grad():
+        for sampler, width, settings in _samplers(config.sampling.rollout_max_response_len, segment, widths, factors):
+            seconds = []
+            for _ in range(repeats + 1):
+                before = engine.statistics()
+                problems = sample_answers(engine, task, config, settings, StopRules(), str.strip)
+                after = engine.statistics()
+                seconds.append(after["seconds"] - before["seconds"])
+            judged = evaluate_answers(problems, [width], config.optimization.seed)
+            found.append(
+                {
+                    "sampler": sampler,
+                    "k": width,
+                    "majority": judged[f"maj@{width}"],
+                    "reward": judged["reward"],
+                    "decoded_tokens": int(after["decoded_tokens"] - before["decoded_tokens"]),
+                    "sampling_seconds": median(seconds[1:]),
+                }
+            )
+            print(found[-1], flush=True)
+    alone = {row["k"]: row for row in found if row["sampler"] == "independent"}
+    for row in found:
+        for name in ("sampling_seconds", "decoded_tokens"):
+            row[f"{name}_ratio"] = row[name] / alone[row["k"]][name]
+    return found
+
+
+def _samplers(
+    response: int, segment: int, widths: list[int], factors: list[int]
+) -> Iterator[tuple[str, int, TreeSettings]]:
+    """(name, k, settings) of all ways to sample k answers."""
+    for width in widths:
+        yield "independent", width, TreeSettings.independent(width, response, segment)
+        for factor in factors:
+            if width > 1:
+                tree = TreeSettings(width, response, segment, branching_factor=factor, initial_branches=2)
+                yield f"trees, branching factor {factor}", width, tree
