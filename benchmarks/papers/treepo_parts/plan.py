@@ -95,10 +95,10 @@ _FULL = Scale(
     repeats=3,
 )
 _SMALL = Scale(
-    data="--base 2 --digits 6 --examples 1 --carelessness 0.3 --count 4000 --prompts 1024 --held-out 64",
+    data="--base 2 --digits 6 --examples 1 --carelessness 0.4 --count 3200 --prompts 1024 --held-out 64",
     model="--num-layers 2 --hidden-size 64 --num-attention-heads 2 --rotary-base 100 --max-position-embeddings 128 "
     "--tree-segment-tokens 1024",
-    warmup="--global-batch-size 16 --train-iters 250 --lr 3e-3 --lr-warmup-iters 20 --min-lr 1e-5 "
+    warmup="--global-batch-size 16 --train-iters 200 --lr 3e-3 --lr-warmup-iters 20 --min-lr 1e-5 "
     "--lr-decay-style linear",
     training="--lr 2e-4 --n-samples-per-eval-prompt 2",
     response=24,
@@ -106,8 +106,8 @@ _SMALL = Scale(
     segment=4,
     batch=8,
     steps=32,
-    ablation_steps=8,
-    eval_interval=4,
+    ablation_steps=6,
+    eval_interval=6,
     methods=(GRPO, TREES, TREEPO),
     seeds=2,
     efficiency="--shape tiny --batch 16 --queries 12 --width 8 --mean-length 24 --max-length 96 --prompt-tokens 16 "

@@ -114,6 +114,7 @@ def _in_process(function: Callable[..., Any], folder: Path, arguments: dict[str,
         result = function(folder, **arguments)
         with replacing(folder / "value.json") as temporary:
             temporary.write_text(json_text({"result": result}) + "\n", encoding="utf-8")
+        print(f"{time.process_time():.1f} s of CPU time")
 
     run_entry_point(run)
 
