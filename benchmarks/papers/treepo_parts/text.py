@@ -11,9 +11,9 @@ _CURVES = (
     "rate and number of rollouts a prompt, and ends with the step that reaches the budget of decoded tokens. So the "
     "methods differ in how they sample and in their advantages alone. Rewards at equal seconds are those at the "
     "seconds of the fastest run. Savings compare the cost of the reward `target` with GRPO of the same seed (blank: "
-    "not reached, or reached before training). Seconds leave out evaluations, and the first step counts as the median of "
-    "the others. Trees have longer responses on average and correlated leaves, so fewer decoded tokens a leaf need not "
-    "mean fewer for a reward."
+    "not reached, or reached before training). Seconds leave out evaluations, and the first step counts as the median "
+    "of the others. Trees have longer responses on average and correlated leaves, so fewer decoded tokens a leaf need "
+    "not mean fewer for a reward."
 )
 _RUNS = "All runs of the curves. JSON has the points of each curve."
 _ABLATIONS = (

@@ -1,0 +1,107 @@
+"""The TreePO experiment at its smallest: files, equal budgets, consistent counts, and that finished runs are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+
+from conftest import REPOSITORY
+from forked import run_python
+from megatron_dta.common.errors import InputError
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+from papers.treepo_parts.curves import AXES, Curve, comparison
+from papers.treepo_parts.processes import Processes
+from papers.treepo_parts.training import make_data
+
+PARTS = ("curves", "ablations", "efficiency", "votes", "runs")
+
+
+def run(folder: Path, *arguments: object) -> CompletedProcess[str]:
+    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "kernels", "benchmarks"))
+    environment = os.environ | {"PYTHONPATH": paths}
+    command = ["benchmarks/papers/treepo.py", "--smallest", "--output-dir", folder, *arguments]
+    return run_python(command, env=environment)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("papers") / "treepo"
+    done = run(found)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return found
+
+
+def rows(folder: Path, table: str) -> list[dict]:
+    return [row for row in json.loads((folder / "treepo.json").read_text())["rows"] if row["table"] == table]
+
+
+def test_tables_and_plots_are_written(folder: Path):
+    text = (folder / "treepo.md").read_text()
+    assert all(rows(folder, part) for part in PARTS)
+    assert text.count("\n### ") + text.startswith("### ") == len(PARTS)
+    assert all((folder / name).stat().st_size for name in ("treepo.png", "treepo-sampling.png"))
+
+
+def test_both_methods_have_the_same_budget(folder: Path):
+    found = {row["method"]: row for row in rows(folder, "runs")}
+    assert set(found) == {"GRPO", "TreePO"}
+    largest_step = max(row["tokens_of_last_step"] for row in found.values())
+    assert abs(found["GRPO"]["decoded_tokens"] - found["TreePO"]["decoded_tokens"]) < largest_step
+    for row in found.values():
+        points = row["points"]
+        assert points["tokens"][-1] == row["decoded_tokens"]
+        assert all(np.all(np.diff(points[axis]) > 0) for axis in ("tokens", "sampling", "seconds"))
+        assert all(sampling <= total for sampling, total in zip(points["sampling"], points["seconds"], strict=True))
+
+
+def test_leaves_are_worth_no_more_than_they_are(folder: Path):
+    for table in ("runs", "ablations", "efficiency"):
+        for row in rows(folder, table):
+            assert 0 < row["effective_leaves"] <= row["leaves"] + 1e-9
+            assert 0 <= row["fallback_share"] < 1
+    alone = [row for row in rows(folder, "efficiency") if row["method"] == "independent"]
+    assert all(row["effective_leaves"] == row["leaves"] and row["trajectories_per_second_ratio"] == 1 for row in alone)
+
+
+def test_a_tree_decodes_no_more_than_its_leaves_hold(folder: Path):
+    shares = {row["method"]: row["decoded_share"] for row in rows(folder, "runs")}
+    assert shares["GRPO"] == 1
+    assert shares["TreePO"] < 1
+
+
+def test_the_same_command_repeats_no_run(folder: Path):
+    # An interrupted run has no result; its folder is made anew.
+    (folder / "runs" / "ablation-2" / "result.json").unlink()
+    before = rows(folder, "runs")
+    done = run(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "GRPO-1: finished earlier" in done.stdout
+    assert "ablation-2: finished earlier" not in done.stdout
+    assert rows(folder, "runs") == before
+
+
+def test_a_failed_part_names_its_error_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", "")  # restored at the end
+    with pytest.raises(InputError, match=r"data has failed: error: --base 1: must be 2 to 10 \(.*log.txt\)"):
+        Processes(tmp_path).run("data", make_data, {"flags": ["--base", "1"]})
+    assert not (tmp_path / "data" / "result.json").exists()
+
+
+def test_costs_of_a_reward_are_interpolated():
+    values = np.array([0.0, 10.0, 20.0])
+    curve = Curve(dict.fromkeys(AXES, values), np.array([0.2, 0.1, 0.5]))
+    assert curve.reaches("tokens", 0.3) == 15
+    assert curve.reaches("tokens", 0.2) == 0
+    assert curve.reaches("tokens", 0.6) is None
+    slow = Curve(dict.fromkeys(AXES, 2 * values), curve.reward)
+    first, second = comparison({"GRPO": {1: slow}, "TreePO": {1: curve}}, "GRPO", 40)
+    assert first["target"] == second["target"] == 0.45
+    assert (first["tokens_saved"], second["tokens_saved"]) == (0, 0.5)
+    assert (first["reward_at_equal_seconds"], second["reward_at_equal_seconds"]) == (0.1, 0.5)
