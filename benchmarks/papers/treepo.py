@@ -9,7 +9,7 @@ efficiency  trees beside independent rollouts: trajectories/s, leaf tokens/s and
 votes       maj@k over the seconds of sampling, of the warmed-up weights and of those that TreePO has trained
 
 Tables (JSON, Markdown) and plots appear in --output-dir, the JSON file after every run. Finished runs are in its folder
-runs; the same command continues after an interruption and repeats none of them.
+runs; the same command continues after an interruption and repeats none of them, not even with newer code.
 """
 
 from __future__ import annotations

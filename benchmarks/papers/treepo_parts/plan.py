@@ -77,7 +77,7 @@ _FULL = Scale(
     "--rotary-base 1000 --max-position-embeddings 576 --bf16 --tree-segment-tokens 8192",
     warmup="--global-batch-size 64 --train-iters 250 --lr 5e-4 --lr-warmup-iters 20 --min-lr 1e-5 "
     "--lr-decay-style linear",
-    training="--lr 1e-5 --inference-max-requests 512 --n-samples-per-eval-prompt 4",
+    training="--lr 1e-5 --inference-max-requests 512 --old-logprobs recompute --n-samples-per-eval-prompt 4",
     response=96,
     width=16,
     segment=12,
@@ -92,7 +92,7 @@ _FULL = Scale(
     efficiency_segments=(64, 128, 256),
     widths=(1, 4, 16),
     branching_factors=(2, 4, 8),
-    repeats=3,
+    repeats=2,
 )
 _SMALL = Scale(
     data="--base 2 --digits 6 --examples 1 --carelessness 0.4 --count 3200 --prompts 1024 --held-out 64",
@@ -106,7 +106,7 @@ _SMALL = Scale(
     segment=4,
     batch=8,
     steps=32,
-    ablation_steps=6,
+    ablation_steps=4,
     eval_interval=6,
     methods=(GRPO, TREES, TREEPO),
     seeds=2,

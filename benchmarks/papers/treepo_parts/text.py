@@ -30,8 +30,9 @@ _ABLATIONS = (
 _EFFICIENCY = (
     "Lengths are drawn from a lognormal distribution, since random weights have no meaningful lengths. The paper "
     "reports 1.40 times the trajectories/s and 1.30 times the tokens/s, prefill included, over independent sampling. "
-    "Trajectories/s count leaves that share prefixes: for a mean, a tree is worth `effective leaves` independent "
-    "rollouts, and in these a second trees may be slower."
+    "Trajectories/s count leaves that share prefixes. Effective leaves are 1 / (sum of squared weights). They count "
+    "unequal weights and leave out that leaves with a common prefix are correlated, so for a mean a tree is worth at "
+    "most as many independent rollouts, and by these a second trees may be slower."
 )
 _VOTES = (
     "maj@k of k answers to the held-out problems. The paper's 22 to 43% fewer GPU-hours are of this comparison, "
