@@ -174,7 +174,7 @@ def _variants(chosen: Scale) -> Mapping[str, list[tuple[str, str]]]:
     )
     return {
         "depth x segment": [
-            (f"{response // length} x {length}", f"--treepo-segment-length {length}")
+            (f"{-(-response // length)} x {length}", f"--treepo-segment-length {length}")
             for length in lengths
             if length < response
         ],
@@ -206,6 +206,8 @@ def _variants(chosen: Scale) -> Mapping[str, list[tuple[str, str]]]:
             ("high logprob", high),
             ("low logprob, 5 to 1", f"{low} {schedule}"),
             ("high logprob, 5 to 1", f"{high} {schedule}"),
+            ("low logprob, 0.05", f"{low} --treepo-allocation-temperature 0.05"),
+            ("high logprob, 0.05", f"{high} --treepo-allocation-temperature 0.05"),
             ("low logprob of the path", f"{low} --treepo-allocation-score path-mean"),
             ("low logprob, sum of the path", f"{low} --treepo-allocation-score path-sum"),
         ],
