@@ -9,7 +9,8 @@ efficiency  trees beside independent rollouts: trajectories/s, leaf tokens/s and
 votes       maj@k over the seconds of sampling, of the warmed-up weights and of those that TreePO has trained
 
 Tables (JSON, Markdown) and plots appear in --output-dir, the JSON file after every run. Finished runs are in its folder
-runs; the same command continues after an interruption and repeats none of them, not even with newer code.
+runs; the same command continues after an interruption and repeats none of them, not even with newer code. The tables
+hold the parts of the last call; a call without --parts collects all from finished runs.
 """
 
 from __future__ import annotations
