@@ -76,12 +76,9 @@ class TreeGPTModel(GPTModel):
     @property
     def decodes_directly(self) -> bool:
         """Whether ``decode_layer`` can run all layers of this model chunk in passes over pages, without modules."""
-        config, is_whole = self.config, self.pre_process and self.post_process
         return (
             self.has_fused_layers
-            and not config.fp8
-            # Stages exchange the rows of each rank.
-            and (is_whole or not config.sequence_parallel)
+            and not self.config.fp8
             and len(self.decoder.layers) > 0
             and all(getattr(layer, "decodes_directly", False) for layer in self.decoder.layers)
         )
@@ -131,14 +128,28 @@ class TreeGPTModel(GPTModel):
         return tuple(outputs)
 
     def _decode(self, input_ids: Tensor, context: PagedContext) -> Tensor:
-        """``forward`` by ``decode_layer``: every rank of a tensor group has all rows."""
-        x = self._embedded(input_ids, context.position_ids) if self.pre_process else self.decoder.input_tensor
+        """``forward`` by ``decode_layer``: every rank of a tensor group has all rows, except between stages."""
+        x = self._embedded(input_ids, context.position_ids) if self.pre_process else self._all_rows(input_ids)
         self._preprocess(input_ids, context.position_ids, decoder_input=x, packed_seq_params=context)
         for layer in self.decoder.layers:
             x, _ = layer(hidden_states=x, attention_mask=None, packed_seq_params=context)
         if self.decoder.final_layernorm is not None:
             x = self.decoder.final_layernorm(x)
-        return x.squeeze(1) if self.post_process else x
+        return x.squeeze(1) if self.post_process else self._own_rows(x)
+
+    def _all_rows(self, input_ids: Tensor) -> Tensor:
+        """The input of a stage after the first, [n, 1, hidden size]."""
+        x = self.decoder.input_tensor
+        if self.config.sequence_parallel:
+            x = tensor_parallel.gather_from_sequence_parallel_region(x)
+        return x[: input_ids.shape[1]]
+
+    def _own_rows(self, x: Tensor) -> Tensor:
+        """The output of a stage before the last, in the shape ``stage_shape``."""
+        if not self.config.sequence_parallel:
+            return x
+        missing = self._row_ranks * self.stage_shape(len(x))[0] - len(x)
+        return tensor_parallel.scatter_to_sequence_parallel_region(F.pad(x, (0, 0, 0, 0, 0, missing)))
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Input [n, 1, hidden size] of the first layer, complete on every rank."""

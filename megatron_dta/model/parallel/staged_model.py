@@ -1,7 +1,8 @@
 """Combines one rank's model chunks of a pipelined model to one object that samples, saves and loads like a whole model.
 
 Training does not use this forward: the engine runs the model chunks op by op (``engine.stage_run``). A call of the
-model is one pass through all stages, one after the other, for decoding; only the last stage then has the result.
+model is one pass of the sampler through all stages, one after the other; only the last stage then has the result.
+Passes that only decode keep all stages busy (``sampling.engines.in_process.pipelined_steps``).
 
 Legend: n tokens of the pass, C hidden size, V vocabulary.
 """
@@ -24,6 +25,9 @@ class StagedModel(torch.nn.Module):
     """The rank's model chunks in stage order; attributes are as in ``TreeGPTModel``.
 
     The outer key of state dictionaries is the number of the model chunk.
+
+    Attributes:
+        group: the ranks of the pipeline, in the order of their stages.
     """
 
     def __init__(self, model_chunks: Sequence[TreeGPTModel]) -> None:
@@ -33,13 +37,23 @@ class StagedModel(torch.nn.Module):
         self.max_sequence_length = model_chunks[0].max_sequence_length
         # The last stage sends complete logits to the others, also those of a tensor group.
         self.vocabulary_shard = None
-        self._group = parallel_state.get_pipeline_model_parallel_group()
-        self._communicator = P2PCommunicator(self._group, self.config)
+        self.group = parallel_state.get_pipeline_model_parallel_group()
+        self._communicator = P2PCommunicator(self.group, self.config)
 
     @property
     def layer_numbers(self) -> list[int]:
         """1-based numbers in the whole model of the layers that this rank holds."""
         return [number for chunk in self.model_chunks for number in chunk.layer_numbers]
+
+    @property
+    def decodes_directly(self) -> bool:
+        """Whether all model chunks of this rank decode without modules."""
+        return all(chunk.decodes_directly for chunk in self.model_chunks)
+
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether the host has to know how many tokens each expert of this rank gets."""
+        return any(chunk.counts_on_host for chunk in self.model_chunks)
 
     def forward(self, input_ids: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states [n, C] after the final norm on the last stage; undefined on the others.
@@ -61,9 +75,9 @@ class StagedModel(torch.nn.Module):
         """Logits [n, V] of ``hidden`` [n, C], complete and bit-identical on every rank."""
         last = self.model_chunks[-1]
         logits = last.logits(hidden) if last.post_process else hidden.new_empty(hidden.shape[0], self.true_vocab_size)
-        source = torch.distributed.get_process_group_ranks(self._group)[-1]
+        source = torch.distributed.get_process_group_ranks(self.group)[-1]
         logits = logits.contiguous()
-        torch.distributed.broadcast(logits, source, group=self._group)
+        torch.distributed.broadcast(logits, source, group=self.group)
         return logits
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

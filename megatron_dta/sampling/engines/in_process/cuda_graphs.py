@@ -13,13 +13,16 @@ The ranks of a tensor group plan the same passes, so they capture the same sizes
 group and the exchange of its draws are captured with the rest. With layers of experts the numbers of tokens stay on
 the device (``dta_kernels.experts.grouped_products``), so one graph serves all choices of experts.
 
+With pipeline stages each rank captures its own model chunks, and ``pipelined_steps`` runs several groups of rows
+through them.
+
 On a CPU the same passes run without a capture, for tests in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -48,17 +51,22 @@ def bucket(count: int) -> int:
 
 
 def why_not_captured(model: Model, attention_impl: str = "auto") -> str | None:
-    """Why decoding with ``model`` and ``--tree-attention-impl`` cannot be captured; None if it can."""
+    """Why decoding with ``model`` and ``--tree-attention-impl`` cannot be captured; None if it can.
+
+    The stages of a pipeline must all call this, since one of them decides for all.
+    """
+    reason = _why_not_on_this_rank(model, attention_impl)
+    if not isinstance(model, StagedModel):
+        return reason
+    return next((found for found in current_mesh().gather_over_replica(reason) if found is not None), None)
+
+
+def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
     config, parameter = model.config, next(model.parameters())
-    if isinstance(model, StagedModel):
-        return (
-            "cannot capture the messages between pipeline stages, of which all but one wait at any time "
-            "(--pipeline-model-parallel-size above 1)"
-        )
     if config.sequence_parallel and not model.decodes_directly:
         return (
             "cannot capture layers made of modules with --sequence-parallel, for which Megatron switches random states "
-            "on the host (adapters, LayerNorm, --fused-layer-impl reference)"
+            "on the host (adapters, LayerNorm, --fused-layer-impl reference, a stage without layers)"
         )
     if config.num_moe_experts is not None:
         if config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1:
@@ -111,6 +119,23 @@ class Burst:
     noise: np.ndarray
 
 
+@dataclass(frozen=True)
+class CapturedPass:
+    """A pass of one model chunk.
+
+    Attributes:
+        static: its inputs; on a stage after the first, ``hidden`` takes the place of its token ids.
+        hidden: the hidden states that the previous stage sends; None on the first stage.
+        run: runs the pass. Returns the hidden states for the next stage. On the last stage, it returns tokens and their
+            logprobs, float64 [2, tokens], and writes the tokens into ``static.input_ids``. The next run overwrites the
+            result.
+    """
+
+    static: StaticPass
+    hidden: Tensor | None
+    run: Callable[[], Tensor]
+
+
 class DecodeSteps:
     """Runs bursts of ``model``.
 
@@ -121,9 +146,12 @@ class DecodeSteps:
 
     Attributes:
         captures: number of passes captured so far; a capture takes the time of several eager passes.
+        most_tokens: maximum number of tokens in a pass.
     """
 
-    def __init__(self, model: TreeGPTModel, shape: HeadShape, page_size: int, max_rows: int) -> None:
+    most_tokens = MOST_TOKENS
+
+    def __init__(self, model: Model, shape: HeadShape, page_size: int, max_rows: int) -> None:
         self._model, self._shape, self._page_size = model, shape, page_size
         device = next(model.parameters()).device
         self._tables = torch.zeros(
@@ -133,7 +161,7 @@ class DecodeSteps:
         self._layer_rows = rows
         self._addresses = torch.zeros(len(rows), 2, dtype=torch.int64, device=device)
         self._addresses_of: Tensor | None = None
-        self._passes: dict[tuple, tuple[StaticPass, Callable[[], Tensor]]] = {}
+        self._passes: dict[tuple, CapturedPass] = {}
         self._weights: tuple[int, ...] = ()
         self._pool: object = None
         self.captures = 0
@@ -141,57 +169,67 @@ class DecodeSteps:
     def start(self) -> None:
         """Begin a phase of sampling; drops all graphs if a weight has moved."""
         weights = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
-        # The ranks of a tensor group capture together, because a capture begins with a pass of theirs.
+        # The ranks of a replica capture together, because a capture begins with a pass of a tensor group.
         if any(current_mesh().gather_over_replica(weights != self._weights)):
             self._passes.clear()
             self._weights, self._pool = weights, None
 
     def takes(self, plan: Pass) -> bool:
         """Whether ``plan`` is run here: all rows decode."""
-        return set(plan.counts) == {1} and len(plan.ready) == len(plan.rows) <= MOST_TOKENS
+        return set(plan.counts) == {1} and len(plan.ready) == len(plan.rows) <= self.most_tokens
 
     def run(
         self, cache: PagedCache, burst: Burst, params: SamplingParams, meanwhile: Callable[[], None]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Run a burst. Returns the tokens drawn after each token of each pass, int64 [passes, n], and their logprobs,
+        """Run a burst. Returns the tokens drawn after each token of each pass, int32 [passes, n], and their logprobs,
         float64 [passes, n]; entries of rows that have left the burst are undefined.
 
         meanwhile: called while the device runs.
         """
-        if self._addresses_of is not cache.addresses:
-            self._addresses.copy_(cache.addresses)
-            self._addresses_of = cache.addresses
+        self._read(cache)
         num_steps, n = burst.noise.shape
-        static, replay = self._captured(burst, params)
-        words = static.empty_words(num_steps)
-        rows = pass_rows(burst.starts, burst.counts + burst.steps - 1, burst.tables, self._page_size)
-        _fill(static, words, burst, rows, self._tile_tokens(burst))
-        tokens, words_on_device, tables = upload([burst.token_ids, words, rows.tables], self._tables.device)
+        captured = self._captured(burst, params)
+        static = captured.static
+        words, tables = self._inputs(burst, static)
+        tokens, words_on_device, tables = upload([burst.token_ids, words, tables], self._tables.device)
         static.input_ids[0, :n].copy_(tokens)
         self._tables[: len(tables)].copy_(tables)
         drawn = []
         for step_words in words_on_device.view(num_steps, -1):
             static.words.copy_(step_words)
-            drawn.append(replay().clone())
+            drawn.append(captured.run().clone())
         drawn = torch.stack(drawn)
         meanwhile()
         # The only place that waits for the device. A float64 represents every token id exactly.
         tokens_and_logprobs = drawn.cpu().numpy()[:, :, :n]
-        return tokens_and_logprobs[:, 0].astype(np.int64), tokens_and_logprobs[:, 1]
+        return tokens_and_logprobs[:, 0].astype(np.int32), tokens_and_logprobs[:, 1]
 
-    def _tile_tokens(self, burst: Burst) -> int:
-        return self._shape.tile_tokens(self._run_of(burst))
+    def _read(self, cache: PagedCache) -> None:
+        """Let the passes read ``cache``."""
+        if self._addresses_of is not cache.addresses:
+            self._addresses.copy_(cache.addresses)
+            self._addresses_of = cache.addresses
+
+    def _inputs(self, burst: Burst, static: StaticPass, tables_before: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """The words of ``static`` in each pass of the burst, and the page tables that are read from position
+        ``tables_before`` of all tables on."""
+        words = static.empty_words(len(burst.noise))
+        rows = pass_rows(burst.starts, burst.counts + burst.steps - 1, burst.tables, self._page_size)
+        rows = replace(rows, table_begins=rows.table_begins + tables_before)
+        _fill(static, words, burst, rows, self._shape.tile_tokens(self._run_of(burst)))
+        return words, rows.tables
 
     @staticmethod
     def _run_of(burst: Burst) -> int:
         """Tokens of a row for which the attention is configured; one value for drafts of all lengths."""
         return 1 if int(burst.counts.max()) == 1 else 16
 
-    def _captured(self, burst: Burst, params: SamplingParams) -> tuple[StaticPass, Callable[[], Tensor]]:
+    def _captured(self, burst: Burst, params: SamplingParams, chunk: int = 0) -> CapturedPass:
+        """The pass of the rank's model chunk ``chunk`` for ``burst``."""
         num_tokens = bucket(len(burst.token_ids))
         run = self._run_of(burst)
         # There are at most as many tiles as tokens, and empty tiles cost less than captures for each number of tiles.
-        key = (num_tokens, run, params.temperature, params.top_p)
+        key = (num_tokens, run, params.temperature, params.top_p, chunk)
         if key not in self._passes:
             while len(self._passes) >= _MOST_GRAPHS:
                 del self._passes[next(iter(self._passes))]
@@ -205,15 +243,12 @@ class DecodeSteps:
                 self._layer_rows,
             )
             self.captures += 1
-            self._passes[key] = static, self._capture(lambda: self._pass(static, params))
+            model, hidden = self._model.model_chunks[chunk], None
+            if not model.pre_process:
+                hidden = torch.zeros(model.stage_shape(num_tokens), dtype=self._shape.dtype, device=self._tables.device)
+            run_pass = self._capture(lambda: _pass(model, static, hidden, params))
+            self._passes[key] = CapturedPass(static, hidden, run_pass)
         return self._passes[key]
-
-    def _pass(self, static: StaticPass, params: SamplingParams) -> Tensor:
-        """Tokens and logprobs, float64 [2, tokens]; the tokens also become the inputs of the next pass."""
-        hidden = self._model(static.input_ids, static.context)
-        tokens, logprobs = next_tokens(self._model, hidden, static.noise, params, kernels=True)
-        static.input_ids[0].copy_(tokens)
-        return torch.stack([tokens.double(), logprobs.double()])
 
     def _capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if self._tables.device.type != "cuda":
@@ -233,6 +268,18 @@ class DecodeSteps:
             return out
 
         return replay
+
+
+def _pass(model: TreeGPTModel, static: StaticPass, hidden: Tensor | None, params: SamplingParams) -> Tensor:
+    """See ``CapturedPass.run``."""
+    if hidden is not None:
+        model.set_input_tensor(hidden)
+    out = model(static.input_ids, static.context)
+    if not model.post_process:
+        return out
+    tokens, logprobs = next_tokens(model, out, static.noise, params, kernels=True)
+    static.input_ids[0].copy_(tokens)
+    return torch.stack([tokens.double(), logprobs.double()])
 
 
 def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, tile_tokens: int) -> None:

@@ -7,7 +7,7 @@ from the last stage, and each data-parallel replica runs its own engine. Replica
 together (``expert_passes``). The logprobs are those of the trainer.
 
 On a GPU attention reads the pages in place (``paged_context``). Passes that only decode run as CUDA graphs, several of
-them before the host reads their tokens (``cuda_graphs``), on tensor groups, too.
+them before the host reads their tokens (``cuda_graphs``), on all pipeline stages at once (``pipelined_steps``).
 
 The K/V cache exists while requests run or are held and is freed afterwards, so that training can use the memory. After
 an error the engine is empty and can be started again.
@@ -35,6 +35,7 @@ from megatron_dta.sampling.engines.in_process.drafting import Drafting, NoDrafti
 from megatron_dta.sampling.engines.in_process.expert_passes import DecodingPasses
 from megatron_dta.sampling.engines.in_process.next_token import next_tokens, sampling_mode
 from megatron_dta.sampling.engines.in_process.pages import PagePool
+from megatron_dta.sampling.engines.in_process.pipelined_steps import decode_steps
 from megatron_dta.sampling.engines.in_process.scheduler import Pass, Request, Scheduler
 from megatron_dta.sampling.engines.interface import (
     FinishReason,
@@ -100,7 +101,7 @@ class InProcessEngine(RolloutEngine):
         self._is_paged = choose_attention(settings.attention_impl, head_size, dtype, self._device)
         self._steps: DecodeSteps | None = None
         if settings.static_passes and self._is_paged:
-            self._steps = DecodeSteps(model, self._shape, settings.block_size, settings.max_requests)
+            self._steps = decode_steps(model, self._shape, settings.block_size, settings.max_requests)
         self._params: SamplingParams | None = None
         self._iteration = self._policy_version = self._arrivals = self._undrafted = 0
         self._running: dict[int, Request] = {}
@@ -211,7 +212,7 @@ class InProcessEngine(RolloutEngine):
         """Run a forward pass, or a burst of them, and take its tokens. Returns the requests that it finished."""
         began = time.perf_counter()
         is_static = self._steps is not None and self._steps.takes(plan)
-        most = min(self._settings.max_tokens, MOST_TOKENS) if is_static else self._settings.max_tokens
+        most = min(self._settings.max_tokens, self._steps.most_tokens) if is_static else self._settings.max_tokens
         drafts = drafts_of(plan, self.drafting, self._scheduler, most)
         num_drafted = sum(map(len, drafts))
         own_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
@@ -272,7 +273,6 @@ class InProcessEngine(RolloutEngine):
         self._counts["static_forwards"] += len(noise)
         self._counts["captures"] = float(self._steps.captures)
         self._scheduler.complete(plan)
-        tokens = tokens.astype(np.int32)
         if is_drafted:
             return rows, _by_row(tokens[0], logprobs[0], counts)
         return rows, [(tokens[:n, i], logprobs[:n, i]) for i, n in enumerate(steps.tolist())]
